@@ -1,0 +1,77 @@
+// The C++ mirror of hf_kvquant/formats.py and ops.py: storage types, planes, and the arguments of the two ops as plain
+// structs. Nothing here knows torch: csrc/args.h turns op arguments into these structs and checks them, csrc/cpu and
+// csrc/cuda compute with them. Constants are compared with their Python counterparts when the extension loads.
+//
+// x ≈ code · scale + zero. Symmetric integer formats store code + offset (128 for int8, 8 for int4) and have no zero.
+#pragma once
+
+#include <cstdint>
+
+namespace hf_kvquant {
+
+// Raised together with OPS_VERSION in ops.py whenever a schema or the meaning of an argument changes.
+constexpr int kOpsVersion = 1;
+constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
+
+enum class Storage : int { none = 0, int8 = 1, int4 = 2, fp8 = 3 };
+
+// Types of values as the model has them: queries, new keys and values, and the codes of Storage::none.
+enum class Dtype : int { fp32, fp16, bf16 };
+
+// A float16 number by its bits; CPUs and GPUs convert it their own way.
+using half_bits = uint16_t;
+
+// int4, byte c of a row:   bit  7 6 5 4 | 3 2 1 0     Unsigned, in natural channel order, so that
+//                      channel   2c + 1 |   2c        crop, reorder and append are plain copies.
+
+// Keys or values of one layer. All strides but those of the codes are in elements; an axis of size 1 has stride 0, so
+// that every granularity reads the same way.
+struct Side {
+  Storage storage;
+  Dtype dense_dtype;            // type of the codes of Storage::none
+  int head_dim;                 // channels; a multiple of 8
+  int num_groups;               // scales per token and head; head_dim / num_groups channels share one
+  bool is_symmetric;            // no zero plane
+  bool is_shared_by_heads;      // granularity token or tensor: all heads of a token share a scale
+  bool is_frozen;               // granularity tensor: the scale is read at append, not computed
+  uint8_t* codes;               // [batch, num_kv_heads, capacity, bytes of a row]; rows are contiguous
+  int64_t codes_stride_b, codes_stride_h, codes_stride_t;  // in bytes
+  half_bits* scale;             // [batch, num_kv_heads or 1, num_groups, capacity or 1]; nullptr for Storage::none
+  half_bits* zero;              // like scale; nullptr when symmetric
+  int64_t scale_stride_b, scale_stride_h, scale_stride_g, scale_stride_t;
+  int64_t zero_stride_b, zero_stride_h, zero_stride_g, zero_stride_t;
+};
+
+// Tokens as the model made them: [batch, heads, tokens, head_dim], channels contiguous, other strides in elements.
+struct Dense {
+  const void* data;  // nullptr when absent
+  Dtype dtype;
+  int64_t stride_b, stride_h, stride_t;
+};
+
+// New tokens of one layer, written at positions lengths - q_len ... lengths - 1.
+struct AppendParams {
+  int batch, num_kv_heads, q_len, capacity;
+  Dense key, value;
+  Side key_side, value_side;
+  const int32_t* lengths;  // [batch]; count the new tokens already
+};
+
+// One forward of one layer over everything stored. The result is defined by reference.decode_attention.
+struct DecodeParams {
+  int batch, num_q_heads, num_kv_heads, q_len, capacity;
+  Dense query;                // [batch, num_q_heads, q_len, key head_dim]
+  Side key_side, value_side;  // new tokens, if any, are appended before this runs
+  const int32_t* lengths;     // [batch]
+  const int32_t* starts;      // [batch], first position that is not padding; nullptr: 0
+  const float* sinks;         // [num_q_heads]; nullptr: none
+  const float* alibi_slopes;  // [num_q_heads]; nullptr: none
+  float softmax_scale;
+  float softcap;              // 0: none
+  int sliding_window;         // 0: none
+  int num_splits;             // 0: the plan chooses
+  void* out;                  // [batch, q_len, num_q_heads, value head_dim], contiguous, dtype of the query
+  float* lse;                 // [batch, num_q_heads, q_len], contiguous, natural log
+};
+
+}  // namespace hf_kvquant

@@ -1,0 +1,252 @@
+"""The layout of quantised keys or values in memory: what a code is, what shares a scale, how many bytes a token takes.
+
+One `KVFormat` describes one side (keys or values) of one layer. It is the only place that knows a byte layout; the
+C++ mirror is `csrc/format.h`, compared with this file when the extension loads. Everywhere
+
+    x ≈ code · scale + zero            zero is a real offset, in units of x; symmetric formats and fp8 have none.
+
+A side is three planes: `codes` (uint8; the model's dtype for storage type `none`), `scale` and `zero` (float16, or
+`None`). Scale planes have shape `[batch, heads, groups, tokens]`, in which an axis that shares one scale has size 1.
+Kernels read a size of 1 as a stride of 0, so the shape of the plane *is* the granularity. Which values the codes take
+is decided in `reference.py`; who allocates the planes, in `storage.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ._errors import did_you_mean
+
+StorageType = Literal["none", "int8", "int4", "fp8"]
+Granularity = Literal["tensor", "token", "head", "group"]
+
+# The numbers that ops and csrc/format.h use for a storage type.
+STORAGE_IDS: dict[str, int] = {"none": 0, "int8": 1, "int4": 2, "fp8": 3}
+BITS: dict[str, int] = {"none": 16, "int8": 8, "int4": 4, "fp8": 8}
+SCALE_DTYPE = torch.float16
+# Capacities are multiples of this, so that a kernel may read whole tiles of tokens.
+TOKEN_ALIGNMENT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Planes:
+    """The tensors of one side. Passed around together, never copied; `None` where the format has no such plane.
+
+    Attributes:
+        codes: `[batch, num_kv_heads, capacity, row_bytes]` uint8, natural channel order, or
+            `[batch, num_kv_heads, capacity, head_dim]` in the model's dtype for storage type `none`.
+        scale: `[batch, num_kv_heads | 1, num_groups, capacity | 1]` float16.
+        zero: Like `scale`; `None` when symmetric.
+    """
+
+    codes: Tensor
+    scale: Tensor | None
+    zero: Tensor | None
+
+    def tensors(self) -> list[Tensor]:
+        """The planes that exist, in a fixed order."""
+        return [plane for plane in (self.codes, self.scale, self.zero) if plane is not None]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for all planes."""
+        return sum(plane.numel() * plane.element_size() for plane in self.tensors())
+
+
+@dataclasses.dataclass(frozen=True)
+class KVFormat:
+    """How keys or values are stored.
+
+    Attributes:
+        storage: What one code is: `"int8"`, `"int4"`, `"fp8"`, or `"none"` for values as they come.
+        granularity: What shares one scale: `"tensor"` (a sequence's keys of the layer, frozen at the first append),
+            `"token"` (all heads of a token), `"head"` (the channels of one token and head) or `"group"`
+            (`group_size` consecutive channels of one token and head).
+        group_size: Channels per scale; given exactly when `granularity` is `"group"`. Must divide head_dim.
+        symmetric: Whether there is no zero. fp8 and `none` are always symmetric.
+
+    Raises:
+        ValueError: Naming the argument, when the combination has no meaning.
+    """
+
+    storage: StorageType
+    granularity: Granularity = "head"
+    group_size: int | None = None
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        _check_choice("storage", self.storage, get_args(StorageType))
+        _check_choice("granularity", self.granularity, get_args(Granularity))
+        if not isinstance(self.symmetric, bool):
+            raise TypeError(f"KVFormat: `symmetric` must be True or False, got {self.symmetric!r}.")
+        if self.storage in ("fp8", "none") and not self.symmetric:
+            raise ValueError(
+                f"KVFormat: `symmetric` must be True for storage '{self.storage}', got False. Only int8 and int4 have a zero."
+            )
+        if self.storage == "none" and self.granularity != "head":
+            raise ValueError(
+                "KVFormat: `granularity` must be left at 'head' for storage 'none', "
+                f"got '{self.granularity}'. Nothing is scaled there."
+            )
+        if (self.granularity == "group") != (self.group_size is not None):
+            raise ValueError(
+                "KVFormat: `group_size` must be given exactly when `granularity` is 'group', "
+                f"got {self.group_size!r} with '{self.granularity}'. Use for example granularity='group', group_size=32."
+            )
+        if self.group_size is not None:
+            if isinstance(self.group_size, bool) or not isinstance(self.group_size, int):
+                raise TypeError(f"KVFormat: `group_size` must be an int, got {self.group_size!r}.")
+            if self.group_size < 8 or self.group_size % 8 != 0:
+                raise ValueError(
+                    "KVFormat: `group_size` must be a positive multiple of 8, "
+                    f"got {self.group_size}. Common sizes are 32 and 64."
+                )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether codes differ from the values, that is, whether the storage type is not `none`."""
+        return self.storage != "none"
+
+    @property
+    def storage_id(self) -> int:
+        """The number of the storage type in op arguments."""
+        return STORAGE_IDS[self.storage]
+
+    def num_groups(self, head_dim: int) -> int:
+        """Scales per token and head.
+
+        Raises:
+            ValueError: `head_dim` is not a multiple of 8, or the group size does not divide it.
+        """
+        if head_dim <= 0 or head_dim % 8 != 0:
+            raise ValueError(
+                f"KVFormat: `head_dim` must be a positive multiple of 8, got {head_dim}. "
+                "Use preset 'none' for this model, or leave it unpatched."
+            )
+        if self.group_size is None:
+            return 1
+        if head_dim % self.group_size != 0:
+            raise ValueError(
+                f"KVFormat: `group_size` must divide head_dim {head_dim}, got {self.group_size}. "
+                "Choose a divisor, or granularity 'head'."
+            )
+        return head_dim // self.group_size
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes of one token's codes in one head. Not defined for storage type `none`, whose dtype is the model's."""
+        assert self.is_quantized
+        return head_dim * BITS[self.storage] // 8
+
+    def scale_shape(self, batch: int, num_kv_heads: int, head_dim: int, capacity: int) -> tuple[int, int, int, int]:
+        """Shape of the scale plane (and of the zero plane): `[batch, heads, groups, tokens]`, shared axes of size 1."""
+        if self.granularity == "tensor":
+            return (batch, 1, 1, 1)
+        if self.granularity == "token":
+            return (batch, 1, 1, capacity)
+        return (batch, num_kv_heads, self.num_groups(head_dim), capacity)
+
+    def allocate(
+        self, batch: int, num_kv_heads: int, head_dim: int, capacity: int, *, dtype: torch.dtype, device: torch.device
+    ) -> Planes:
+        """New planes for `capacity` tokens.
+
+        Scales start at zero: a kernel that reads a tile beyond the length multiplies a probability of 0 with them, and
+        0 · NaN would be NaN. Codes are left unwritten, since every bit pattern of an integer code is finite; those of
+        fp8 and `none` are not, and start at zero.
+
+        Args:
+            batch: Sequences.
+            num_kv_heads: Key-value heads on this device.
+            head_dim: Channels of a head.
+            capacity: Tokens to make room for.
+            dtype: The model's dtype, in which storage type `none` keeps its values.
+            device: Where the planes live.
+        """
+        rows = (batch, num_kv_heads, capacity)
+        if not self.is_quantized:
+            self.num_groups(head_dim)
+            return Planes(torch.zeros((*rows, head_dim), dtype=dtype, device=device), None, None)
+        shape = self.scale_shape(batch, num_kv_heads, head_dim, capacity)
+        make_codes = torch.zeros if self.storage == "fp8" else torch.empty
+        codes = make_codes((*rows, self.row_bytes(head_dim)), dtype=torch.uint8, device=device)
+        scale = torch.zeros(shape, dtype=SCALE_DTYPE, device=device)
+        return Planes(codes, scale, None if self.symmetric else torch.zeros_like(scale))
+
+    def bytes_per_token(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes of one token in all heads of one layer: codes, scales and zeros (a frozen scale counts as none).
+
+        Args:
+            num_kv_heads: Key-value heads.
+            head_dim: Channels of a head.
+            dtype: The model's dtype; matters for storage type `none` only.
+        """
+        if not self.is_quantized:
+            return num_kv_heads * head_dim * dtype.itemsize
+        _, heads, groups, tokens = self.scale_shape(1, num_kv_heads, head_dim, capacity=2)
+        planes = 1 if self.symmetric else 2
+        scales = heads * groups * planes * SCALE_DTYPE.itemsize if tokens == 2 else 0
+        return num_kv_heads * self.row_bytes(head_dim) + scales
+
+    def bits_per_value(self, head_dim: int, num_kv_heads: int = 1, dtype: torch.dtype = torch.bfloat16) -> float:
+        """Bits of one value, scales and zeros included."""
+        return self.bytes_per_token(num_kv_heads, head_dim, dtype) * 8 / (num_kv_heads * head_dim)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-serialisable form that `from_dict` accepts."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> KVFormat:
+        """The format of a dictionary.
+
+        Raises:
+            ValueError: A key is unknown, or a value has no meaning.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in data:
+            if key not in known:
+                raise ValueError(f"KVFormat: unknown key '{key}'.{did_you_mean(key, known)} Known keys: {known}.")
+        if "storage" not in data:
+            raise ValueError(f"KVFormat: `storage` must be one of {list(STORAGE_IDS)}, got nothing. Add the key 'storage'.")
+        return cls(**data)
+
+    def describe(self) -> str:
+        """A short name for reports and test ids, such as `int4-group32-asymmetric`."""
+        if not self.is_quantized:
+            return "none"
+        granularity = f"group{self.group_size}" if self.granularity == "group" else self.granularity
+        return f"{self.storage}-{granularity}-{'symmetric' if self.symmetric else 'asymmetric'}"
+
+
+def format_of(planes: Planes, storage_id: int, head_dim: int) -> KVFormat:
+    """The format that planes are in, read off their shapes (see the module docstring).
+
+    Two spellings of one layout come back as one: `token` with a single head, and one group, are both `head`.
+
+    Args:
+        planes: Of capacity greater than 1.
+        storage_id: The number of the storage type.
+        head_dim: Channels of a head.
+    """
+    storage: Any = {number: name for name, number in STORAGE_IDS.items()}[storage_id]
+    if planes.scale is None:
+        return KVFormat(storage)
+    symmetric = planes.zero is None
+    _, heads, groups, tokens = planes.scale.shape
+    if tokens == 1:
+        return KVFormat(storage, "tensor", symmetric=symmetric)
+    if heads < planes.codes.shape[1]:
+        return KVFormat(storage, "token", symmetric=symmetric)
+    if groups > 1:
+        return KVFormat(storage, "group", head_dim // groups, symmetric=symmetric)
+    return KVFormat(storage, "head", symmetric=symmetric)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        hint = did_you_mean(value, choices)
+        raise ValueError(f"KVFormat: `{name}` must be one of {list(choices)}, got {value!r}.{hint}")

@@ -1,0 +1,293 @@
+"""The two ops of the package, their fakes, and the loading of the compiled extension.
+
+`torch.ops.hf_kvquant.append` quantises new tokens into planes; `torch.ops.hf_kvquant.decode` does that too when it is
+given new tokens, and then attends to everything stored. The schemas are here and nowhere else; `csrc/` registers
+kernels for them under the CPU and CUDA keys, and `reference.py` serves every device for which there is no kernel, said
+once in the log. `append` and `decode` below are what the rest of the package calls: they check arguments and spell out
+the planes. Which layer calls them when is decided in `handle.py` and `attention.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .formats import STORAGE_IDS, TOKEN_ALIGNMENT, KVFormat, Planes, format_of
+
+logger = logging.getLogger(__name__)
+
+# Raised whenever a schema below or the meaning of an argument changes, here and in csrc/format.h: a stale build is then
+# refused at load instead of reading its arguments in the wrong order.
+OPS_VERSION = 1
+
+_PLANES = (
+    "Tensor(a!) key_codes, Tensor(b!)? key_scale, Tensor(c!)? key_zero, "
+    "Tensor(d!) value_codes, Tensor(e!)? value_scale, Tensor(f!)? value_zero"
+)
+APPEND_SCHEMA = (
+    f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, int key_storage, int value_storage) -> ()"
+)
+DECODE_SCHEMA = (
+    f"decode(Tensor query, Tensor? key, Tensor? value, {_PLANES}, Tensor lengths, Tensor? starts, Tensor? sinks, "
+    "Tensor? alibi_slopes, float softmax_scale, float softcap, int sliding_window, int num_splits, int key_storage, "
+    "int value_storage) -> (Tensor out, Tensor lse)"
+)
+
+_library = torch.library.Library("hf_kvquant", "DEF")
+_library.define(APPEND_SCHEMA)
+_library.define(DECODE_SCHEMA)
+
+
+# --- the specification behind the same names --------------------------------------------------------------------------
+
+
+def _append_reference(
+    key: Tensor,
+    value: Tensor,
+    key_codes: Tensor,
+    key_scale: Tensor | None,
+    key_zero: Tensor | None,
+    value_codes: Tensor,
+    value_scale: Tensor | None,
+    value_zero: Tensor | None,
+    lengths: Tensor,
+    key_storage: int,
+    value_storage: int,
+) -> None:
+    _warn_reference(key.device.type)
+    for x, planes, storage_id in (
+        (key, Planes(key_codes, key_scale, key_zero), key_storage),
+        (value, Planes(value_codes, value_scale, value_zero), value_storage),
+    ):
+        reference.append(x, planes, format_of(planes, storage_id, x.shape[-1]), lengths)
+
+
+def _decode_reference(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    key_codes: Tensor,
+    key_scale: Tensor | None,
+    key_zero: Tensor | None,
+    value_codes: Tensor,
+    value_scale: Tensor | None,
+    value_zero: Tensor | None,
+    lengths: Tensor,
+    starts: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    sliding_window: int,
+    num_splits: int,
+    key_storage: int,
+    value_storage: int,
+) -> tuple[Tensor, Tensor]:
+    key_planes = Planes(key_codes, key_scale, key_zero)
+    value_planes = Planes(value_codes, value_scale, value_zero)
+    if key is not None and value is not None:
+        _append_reference(
+            key,
+            value,
+            key_codes,
+            key_scale,
+            key_zero,
+            value_codes,
+            value_scale,
+            value_zero,
+            lengths,
+            key_storage,
+            value_storage,
+        )
+    value_dim = head_dim_of(value_codes, value_storage)
+    return reference.decode_attention(
+        query,
+        reference.dequantize(key_planes, format_of(key_planes, key_storage, query.shape[-1])),
+        reference.dequantize(value_planes, format_of(value_planes, value_storage, value_dim)),
+        lengths,
+        softmax_scale=softmax_scale,
+        starts=starts,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        sliding_window=sliding_window,
+    )
+
+
+_library.impl("append", _append_reference, "CompositeExplicitAutograd")
+_library.impl("decode", _decode_reference, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("hf_kvquant::append", lib=_library)
+def _append_fake(*args: object) -> None:
+    return None
+
+
+@torch.library.register_fake("hf_kvquant::decode", lib=_library)
+def _decode_fake(
+    query: Tensor, key: Tensor | None, value: Tensor | None, *args: object
+) -> tuple[Tensor, Tensor]:
+    batch, num_q_heads, q_len, _ = query.shape
+    value_codes, value_storage = args[3], args[-1]
+    assert isinstance(value_codes, Tensor) and isinstance(value_storage, int)
+    out = query.new_empty(batch, q_len, num_q_heads, head_dim_of(value_codes, value_storage))
+    return out, query.new_empty((batch, num_q_heads, q_len), dtype=torch.float32)
+
+
+def head_dim_of(codes: Tensor, storage_id: int) -> int:
+    """Channels of a head, from a codes plane."""
+    return codes.shape[-1] * (2 if storage_id == STORAGE_IDS["int4"] else 1)
+
+
+# --- the extension ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def extension() -> ModuleType | ImportError:
+    """The compiled extension, loaded at the first call, or the reason why there is none."""
+    try:
+        module = importlib.import_module("hf_kvquant._C")
+    except ImportError as error:
+        return error
+    expected = {"OPS_VERSION": OPS_VERSION, "TOKEN_ALIGNMENT": TOKEN_ALIGNMENT}
+    expected |= {f"STORAGE_{name.upper()}": number for name, number in STORAGE_IDS.items()}
+    for name, number in expected.items():
+        found = getattr(module, name, None)
+        if found != number:
+            # By now the kernels are registered, so going on would call them with the wrong arguments.
+            raise RuntimeError(
+                f"ops: the extension must be built from this version of the package ({name} {number}), got {found}. "
+                "Reinstall: pip install --no-build-isolation ."
+            )
+    return module
+
+
+def has_kernels(device_type: str) -> bool:
+    """Whether compiled kernels serve a device type, `"cpu"` or `"cuda"`."""
+    module = extension()
+    return isinstance(module, ModuleType) and bool(getattr(module, f"HAS_{device_type.upper()}", 0))
+
+
+@functools.cache
+def _warn_reference(device_type: str) -> None:
+    module = extension()
+    reason = module if isinstance(module, ImportError) else f"it was built without kernels for {device_type}"
+    logger.warning(
+        "ops: no compiled kernels for %s, the PyTorch reference serves: correct, slower (%s). "
+        "Install a compiler and reinstall: pip install --no-build-isolation .",
+        device_type,
+        reason,
+    )
+
+
+# --- what the package calls -------------------------------------------------------------------------------------------
+
+
+def append(
+    key: Tensor, value: Tensor, key_planes: Planes, value_planes: Planes, lengths: Tensor, formats: tuple[KVFormat, KVFormat]
+) -> None:
+    """Quantise new tokens into the planes, as `reference.append` defines it.
+
+    Args:
+        key: `[batch, num_kv_heads, q_len, head_dim]`, fp32, bf16 or fp16. Read only.
+        value: The same; its head_dim may differ.
+        key_planes: Written in place at tokens `lengths - q_len … lengths - 1`.
+        value_planes: The same for values.
+        lengths: `[batch]` int32 on the same device: tokens held, the new ones included.
+        formats: Of keys and of values.
+    """
+    torch.ops.hf_kvquant.append(
+        key, value, *_spell(key_planes), *_spell(value_planes), lengths, formats[0].storage_id, formats[1].storage_id
+    )
+
+
+def decode(
+    query: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    key_planes: Planes,
+    value_planes: Planes,
+    lengths: Tensor,
+    formats: tuple[KVFormat, KVFormat],
+    *,
+    softmax_scale: float,
+    starts: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sliding_window: int = 0,
+    num_splits: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Append new tokens if there are any, then attend to everything stored, as `reference.decode_attention` defines it.
+
+    Codes are dequantised tile by tile; no `[length, head_dim]` tensor is built. Never synchronises with the host.
+
+    Args:
+        query: `[batch, num_q_heads, q_len, head_dim]`, fp32, bf16 or fp16. Read only.
+        new: The key and value of these tokens, appended first; `None` when they have been appended already.
+        key_planes: Of one layer; written in place when `new` is given.
+        value_planes: The same for values.
+        lengths: `[batch]` int32: tokens held, those of the query included.
+        formats: Of keys and of values.
+        softmax_scale: Multiplies query · key.
+        starts: `[batch]` int32: first position that is not padding.
+        sinks: `[num_q_heads]`: logits without values in the softmax.
+        alibi_slopes: `[num_q_heads]`.
+        softcap: 0 for none.
+        sliding_window: Positions visible to a query, itself included; 0 for all.
+        num_splits: Parts that a sequence is cut into, for output that is bitwise the same in every batch; 0 lets the
+            kernel choose.
+
+    Returns:
+        out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`, new memory. Zero where nothing is attended.
+        lse: `[batch, num_q_heads, q_len]` float32, natural log. `-inf` where nothing is attended.
+
+    Raises:
+        ValueError: A shape or dtype does not fit; the message names the argument.
+    """
+    _check_query(query, key_planes)
+    key, value = (None, None) if new is None else new
+    result: tuple[Tensor, Tensor] = torch.ops.hf_kvquant.decode(
+        query,
+        key,
+        value,
+        *_spell(key_planes),
+        *_spell(value_planes),
+        lengths,
+        starts,
+        None if sinks is None else sinks.float(),
+        None if alibi_slopes is None else alibi_slopes.float(),
+        softmax_scale,
+        softcap,
+        sliding_window,
+        num_splits,
+        formats[0].storage_id,
+        formats[1].storage_id,
+    )
+    return result
+
+
+def _spell(planes: Planes) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return planes.codes, planes.scale, planes.zero
+
+
+def _check_query(query: Tensor, key_planes: Planes) -> None:
+    batch, num_kv_heads = key_planes.codes.shape[:2]
+    if query.shape[0] != batch:
+        raise ValueError(
+            f"decode: `query` must have batch {batch} like the cache, got {query.shape[0]}. "
+            "Was this cache filled for another batch? Use batch_select_indices, batch_repeat_interleave or reset."
+        )
+    if query.shape[1] % num_kv_heads != 0:
+        raise ValueError(
+            f"decode: `query` must have a multiple of {num_kv_heads} heads, the cache's key-value heads, "
+            f"got {query.shape[1]}. Was this cache filled by another model?"
+        )
+
+
+extension()

@@ -1,0 +1,235 @@
+"""The specification: what codes, scales and zeros are, and what decode attention over them computes, in plain PyTorch.
+
+Kernels are optimisations of this file. Codes, scales and zeros agree with it bit for bit; attention agrees up to the
+rounding of float32 sums. Everything is float32 inside, whatever the dtype of the input. With a = max|x|, m = min x,
+M = max x over the values that share a scale, rn = round half to even, rn16 = rounding to float16:
+
+    int8, int4 symmetric     scale = max(rn16(a / L), 2^-24)           q = clamp(rn(x / scale), -L, L)    stored q + L + 1
+    int8, int4 asymmetric    scale = max(rn16((M - m) / L), 2^-24)     u = clamp(rn((x - zero) / scale), 0, L)
+                             zero = rn16(m)                            stored u
+    fp8                      scale = max(rn16(a / 448), 2^-24)         e4m3(clamp(x / scale, -448, 448))
+
+with L = 127 or 7 (symmetric), 255 or 15 (asymmetric). Codes are computed from the scale and zero *as stored*. A NaN, an
+infinity, or a scale or zero beyond float16 is never turned into a finite code: scale and zero become NaN and the codes
+0, so that whoever attends to the token sees NaN, and nobody else. Layouts are `formats.py`'s, allocation `storage.py`'s.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .formats import KVFormat, Planes
+
+MIN_SCALE = 2.0**-24  # the smallest positive float16: a zero vector decodes to exact zeros and nothing divides by 0
+FP8_MAX = 448.0
+_LEVELS = {("int8", True): 127, ("int4", True): 7, ("int8", False): 255, ("int4", False): 15}
+
+
+def max_code(kv_format: KVFormat) -> float:
+    """The L of the formulas above: the code that the largest magnitude (or the whole range) maps to."""
+    return FP8_MAX if kv_format.storage == "fp8" else float(_LEVELS[kv_format.storage, kv_format.symmetric])
+
+
+def code_offset(kv_format: KVFormat) -> int:
+    """What is added to a signed code before it is stored unsigned; 0 for asymmetric formats and fp8."""
+    if kv_format.storage == "fp8" or not kv_format.symmetric:
+        return 0
+    return _LEVELS[kv_format.storage, True] + 1
+
+
+def compute_scale(x: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero of `x`.
+
+    Args:
+        x: `[batch, num_kv_heads, tokens, head_dim]`, any floating dtype.
+        kv_format: A quantised format.
+
+    Returns:
+        scale: `kv_format.scale_shape(...)` with capacity `tokens`, float16; NaN where it cannot be represented.
+        zero: Like `scale`, or `None` when symmetric.
+    """
+    batch, num_kv_heads, tokens, head_dim = x.shape
+    groups = kv_format.num_groups(head_dim)
+    x = x.float().reshape(batch, num_kv_heads, tokens, groups, -1)
+    shared = {"tensor": (1, 2, 3, 4), "token": (1, 3, 4), "head": (3, 4), "group": (4,)}[kv_format.granularity]
+    # [batch, heads, tokens, groups] -> [batch, heads, groups, tokens], shared axes of size 1
+    high = x.amax(shared, keepdim=True).squeeze(-1).mT
+    low = x.amin(shared, keepdim=True).squeeze(-1).mT
+    span = torch.maximum(high.abs(), low.abs()) if kv_format.symmetric else high - low
+    scale = (span / max_code(kv_format)).to(torch.float16)
+    zero = None if kv_format.symmetric else low.to(torch.float16)
+    finite = scale.isfinite() if zero is None else scale.isfinite() & zero.isfinite()
+    scale = torch.where(finite, scale.clamp(min=MIN_SCALE), torch.nan)
+    return scale, None if zero is None else torch.where(finite, zero, torch.nan)
+
+
+def _per_channel(plane: Tensor, like: Tensor) -> Tensor:
+    """A scale plane `[batch, heads, groups, tokens]` spread over `like`, `[batch, heads, tokens, head_dim]`, float32."""
+    batch, num_kv_heads, tokens, head_dim = like.shape
+    groups = plane.shape[2]
+    plane = plane.float().mT.unsqueeze(-1)  # [batch, heads, tokens, groups, 1]
+    spread = plane.expand(batch, num_kv_heads, tokens, groups, head_dim // groups)
+    return spread.reshape(batch, num_kv_heads, tokens, head_dim)
+
+
+def quantize(x: Tensor, kv_format: KVFormat, scale: Tensor | None = None, zero: Tensor | None = None) -> Planes:
+    """Codes, scale and zero of `x`.
+
+    Args:
+        x: `[batch, num_kv_heads, tokens, head_dim]`, any floating dtype.
+        kv_format: A quantised format.
+        scale: A frozen scale (granularity `tensor`); `None` computes it from `x`. A NaN or infinity in `x` makes the
+            returned scale of that sequence NaN: one scale serves all its tokens, so none of them may stay finite.
+        zero: The frozen zero that belongs to `scale`.
+
+    Returns:
+        New planes for exactly these tokens: codes `[batch, num_kv_heads, tokens, row_bytes]`, scale and zero as
+        `compute_scale` returns them.
+    """
+    if scale is None:
+        scale, zero = compute_scale(x, kv_format)
+    else:
+        is_bad = ~x.isfinite().flatten(1).all(1).view(-1, 1, 1, 1)
+        scale = scale.masked_fill(is_bad, torch.nan)
+        zero = None if zero is None else zero.masked_fill(is_bad, torch.nan)
+    x = x.float()
+    divisor = _per_channel(scale, x)
+    is_bad = divisor.isnan()
+    if zero is not None:
+        x = x - _per_channel(zero, x)
+    codes = x / divisor
+    limit = max_code(kv_format)
+    if kv_format.storage == "fp8":
+        codes = codes.clamp(-limit, limit).masked_fill(is_bad, 0.0)
+        return Planes(codes.to(torch.float8_e4m3fn).view(torch.uint8), scale, zero)
+    codes = codes.round().clamp(-limit if kv_format.symmetric else 0.0, limit) + code_offset(kv_format)
+    codes = codes.masked_fill(is_bad, 0.0).to(torch.uint8)
+    if kv_format.storage == "int4":
+        codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return Planes(codes, scale, zero)
+
+
+def dequantize(planes: Planes, kv_format: KVFormat, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values that codes stand for: `code · scale + zero` in float32, rounded to `dtype`.
+
+    Args:
+        planes: Of any number of tokens.
+        kv_format: The format they are in.
+        dtype: Of the result.
+
+    Returns:
+        `[batch, num_kv_heads, tokens, head_dim]`, new memory (the codes themselves for storage type `none`).
+    """
+    if not kv_format.is_quantized:
+        return planes.codes.to(dtype)
+    codes, scale, zero = planes.codes, planes.scale, planes.zero
+    assert scale is not None
+    if kv_format.storage == "fp8":
+        x = codes.view(torch.float8_e4m3fn).float()
+    elif kv_format.storage == "int4":
+        x = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).float() - code_offset(kv_format)
+    else:
+        x = codes.float() - code_offset(kv_format)
+    x = x * _per_channel(scale, x)
+    if zero is not None:
+        x = x + _per_channel(zero, x)
+    return x.to(dtype)
+
+
+def append(x: Tensor, planes: Planes, kv_format: KVFormat, lengths: Tensor) -> None:
+    """Quantise `x` and write it behind the tokens that are stored already.
+
+    Args:
+        x: `[batch, num_kv_heads, q_len, head_dim]`: the new tokens of one side.
+        planes: Written in place at tokens `lengths - q_len … lengths - 1`. A frozen scale (granularity `tensor`) is
+            read, and overwritten only by NaN.
+        kv_format: Their format.
+        lengths: `[batch]` int32: tokens held per sequence, the new ones included.
+    """
+    q_len = x.shape[2]
+    if kv_format.granularity == "tensor":
+        new = quantize(x, kv_format, planes.scale, planes.zero)
+        for plane, written in ((planes.scale, new.scale), (planes.zero, new.zero)):
+            if plane is not None and written is not None:
+                plane.copy_(written)
+    else:
+        new = quantize(x, kv_format) if kv_format.is_quantized else Planes(x.to(planes.codes.dtype), None, None)
+    position = (lengths.long() - q_len).unsqueeze(1) + torch.arange(q_len, device=x.device)  # [batch, q_len]
+    rows = position[:, None, :, None]
+    planes.codes.scatter_(2, rows.expand_as(new.codes), new.codes)
+    if kv_format.granularity != "tensor":
+        for plane, written in ((planes.scale, new.scale), (planes.zero, new.zero)):
+            if plane is not None and written is not None:
+                plane.scatter_(3, position[:, None, None, :].expand_as(written), written)
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    *,
+    softmax_scale: float,
+    starts: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sliding_window: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the newest tokens to everything stored, on dequantised keys and values.
+
+    Query i of `q_len` sits at position `lengths - q_len + i` and attends to positions j with `starts <= j`, j no later
+    than itself and, with a window, within the last `sliding_window` positions, its own included. The logit is
+    `softmax_scale · query · key`, then `softcap · tanh(logit / softcap)` when `softcap > 0`, then plus
+    `slope · (j - position)` with ALiBi.
+
+    Args:
+        query: `[batch, num_q_heads, q_len, head_dim]`.
+        key: `[batch, num_kv_heads, capacity, head_dim]`; query head h uses head `h // num_q_per_kv`.
+        value: `[batch, num_kv_heads, capacity, value head_dim]`.
+        lengths: `[batch]` int32: tokens held, those of the query included.
+        softmax_scale: Multiplies query · key.
+        starts: `[batch]` int32: first position that is not padding; `None` means 0.
+        sinks: `[num_q_heads]` float32: logits that take part in the softmax but carry no value (gpt-oss).
+        alibi_slopes: `[num_q_heads]` float32.
+        softcap: 0 for none.
+        sliding_window: Positions visible to a query; 0 for all.
+
+    Returns:
+        out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`; zero where nothing is attended.
+        lse: `[batch, num_q_heads, q_len]` float32: natural log of the summed exponentials of the attended logits, the
+            sink included; `-inf` where nothing is attended.
+    """
+    batch, num_q_heads, q_len, head_dim = query.shape
+    num_kv_heads, capacity = key.shape[1], key.shape[2]
+    grouped = query.float().view(batch, num_kv_heads, -1, q_len, head_dim)
+    scores = softmax_scale * (grouped @ key.float().unsqueeze(2).mT)  # [batch, kv heads, q per kv, q_len, capacity]
+    scores = scores.view(batch, num_q_heads, q_len, capacity)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    column = torch.arange(capacity, device=query.device)
+    position = lengths.long().view(-1, 1, 1, 1) - q_len + torch.arange(q_len, device=query.device).view(1, 1, -1, 1)
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes.float().view(1, -1, 1, 1) * (column - position)
+    is_visible = column <= position
+    if starts is not None:
+        is_visible = is_visible & (column >= starts.view(-1, 1, 1, 1))
+    if sliding_window > 0:
+        is_visible = is_visible & (column > position - sliding_window)
+    # A masked score is replaced, not multiplied: p = 0 times a NaN value would be NaN.
+    scores = scores.masked_fill(~is_visible, -torch.inf)
+    sink = None if sinks is None else sinks.float().view(1, -1, 1, 1).expand(batch, -1, q_len, 1)
+    logits = scores if sink is None else torch.cat((scores, sink), dim=-1)
+    lse = logits.logsumexp(-1)
+    weights = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(~is_visible, 0.0)
+    # The same for values: what is not finite is left out of the product and put back only where a query sees it.
+    is_bad = ~value.isfinite()
+    clean = value.float().masked_fill(is_bad, 0.0)
+    num_rows = num_q_heads // num_kv_heads * q_len
+    out = weights.view(batch, num_kv_heads, num_rows, capacity) @ clean
+    if is_bad.any():
+        seen = is_visible.expand(batch, num_q_heads, q_len, capacity).reshape(batch, num_kv_heads, num_rows, capacity)
+        out = out.masked_fill(seen.float() @ is_bad.float() > 0, torch.nan)
+    out = out.view(batch, num_q_heads, q_len, -1)
+    return out.transpose(1, 2).to(query.dtype), lse
