@@ -1,0 +1,310 @@
+// The checks of args.h. Each message has the form `<where>: `<argument>` must be <expected>, got <actual>. <What to
+// do.>`, and each check compares the very values that its message names.
+#include "args.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <cmath>
+#include <limits>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+// The message is built only when the check fails.
+#define KVQ_CHECK(condition, ...) \
+  if (!(condition)) refuse(__VA_ARGS__)
+
+namespace hf_kvquant {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+constexpr const char* kFromThisPackage = ". Planes are made by KVFormat.allocate.";
+
+template <class... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+std::string shape_of(const Tensor& tensor) {
+  std::ostringstream text;
+  text << '[';
+  for (int64_t axis = 0; axis < tensor.dim(); ++axis) text << (axis ? ", " : "") << tensor.size(axis);
+  text << ']';
+  return text.str();
+}
+
+const char* name_of(Storage storage) {
+  switch (storage) {
+    case Storage::none: return "none";
+    case Storage::int8: return "int8";
+    case Storage::int4: return "int4";
+    case Storage::fp8: return "fp8";
+  }
+  return "unknown";
+}
+
+int to_int(const char* where, const char* name, int64_t value) {
+  KVQ_CHECK(value >= 0 && value <= std::numeric_limits<int>::max(), where, ": `", name,
+            "` must be between 0 and 2147483647, got ", value, ".");
+  return static_cast<int>(value);
+}
+
+bool is_on(const Tensor& tensor, const Tensor& other) {
+  return tensor.is_cuda() == other.is_cuda() && tensor.get_device_index() == other.get_device_index();
+}
+
+void check_device(const char* where, const std::string& name, const Tensor& tensor, const Tensor& like) {
+  KVQ_CHECK(is_on(tensor, like), where, ": `", name, "` must be on the device of the cache, got another device. ",
+            "Move the inputs, or build the cache where the model is.");
+}
+
+Dtype dense_dtype(const char* where, const std::string& name, const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return Dtype::fp32;
+    case ScalarType::Half: return Dtype::fp16;
+    case ScalarType::BFloat16: return Dtype::bf16;
+    default:
+      refuse(where, ": `", name, "` must be float32, float16 or bfloat16, got ",
+             torch::headeronly::toString(tensor.scalar_type()), ". Load the model in one of these dtypes.");
+  }
+}
+
+Dense dense(const char* where, const char* name, const Tensor& x, const Tensor& like) {
+  KVQ_CHECK(x.dim() == 4, where, ": `", name, "` must be [batch, heads, tokens, head_dim], got ", shape_of(x), ".");
+  check_device(where, name, x, like);
+  const Dtype dtype = dense_dtype(where, name, x);
+  KVQ_CHECK(x.stride(3) == 1 || x.numel() == 0, where, ": `", name, "` must have contiguous channels, got stride ",
+            x.stride(3), ". Call .contiguous().");
+  return Dense{x.const_data_ptr(), dtype, x.stride(0), x.stride(1), x.stride(2)};
+}
+
+// The stride of an axis that may be shared: 0 when it has size 1.
+int64_t shared_stride(const Tensor& plane, int64_t axis) { return plane.size(axis) == 1 ? 0 : plane.stride(axis); }
+
+void check_scale_plane(const char* where, const std::string& name, const Tensor& plane, const Tensor& codes,
+                       int head_dim) {
+  check_device(where, name, plane, codes);
+  KVQ_CHECK(plane.scalar_type() == ScalarType::Half, where, ": `", name, "` must be float16, got ",
+            torch::headeronly::toString(plane.scalar_type()), kFromThisPackage);
+  KVQ_CHECK(plane.dim() == 4, where, ": `", name, "` must be [batch, heads, groups, tokens], got ", shape_of(plane),
+            kFromThisPackage);
+  const int64_t batch = codes.size(0), heads = codes.size(1), capacity = codes.size(2);
+  const int64_t groups = plane.size(2);
+  const bool is_frozen = plane.size(3) == 1;
+  const bool is_shared = plane.size(1) == 1 && heads > 1;
+  const bool fits = plane.size(0) == batch && (plane.size(1) == heads || is_shared) &&
+                    (plane.size(3) == capacity || is_frozen) && !(is_frozen && heads > 1 && !is_shared);
+  KVQ_CHECK(fits, where, ": `", name, "` must be [", batch, ", ", heads, " or 1, groups, ", capacity, "] or [", batch,
+            ", 1, 1, 1] like the codes, got ", shape_of(plane), kFromThisPackage);
+  KVQ_CHECK(groups >= 1 && head_dim % groups == 0 && head_dim / groups % 8 == 0, where, ": `", name,
+            "` must have a number of groups that cuts head_dim ", head_dim, " into multiples of 8, got ", groups,
+            kFromThisPackage);
+  KVQ_CHECK(groups == 1 || (!is_shared && !is_frozen), where, ": `", name, "` must have groups only where every head ",
+            "and token has scales of its own, got ", shape_of(plane), kFromThisPackage);
+}
+
+// `name` is "key" or "value": arguments are called key_codes, key_scale and so on.
+Side side(const char* where, const std::string& name, const PlaneArgs& planes, const Tensor& like) {
+  const Tensor& codes = planes.codes;
+  Side side{};
+  KVQ_CHECK(planes.storage >= 0 && planes.storage <= 3, where, ": `", name, "_storage` must be 0, 1, 2 or 3, got ",
+            planes.storage, ".");
+  side.storage = static_cast<Storage>(planes.storage);
+  const bool is_quantized = side.storage != Storage::none;
+
+  check_device(where, name + "_codes", codes, like);
+  KVQ_CHECK(codes.dim() == 4, where, ": `", name, "_codes` must be [batch, num_kv_heads, capacity, row], got ",
+            shape_of(codes), kFromThisPackage);
+  if (is_quantized) {
+    KVQ_CHECK(codes.scalar_type() == ScalarType::Byte, where, ": `", name, "_codes` must be uint8 for storage '",
+              name_of(side.storage), "', got ", torch::headeronly::toString(codes.scalar_type()), kFromThisPackage);
+  } else {
+    side.dense_dtype = dense_dtype(where, name + "_codes", codes);
+  }
+  const int64_t channels = codes.size(3) * (side.storage == Storage::int4 ? 2 : 1);
+  side.head_dim = to_int(where, "head_dim", channels);
+  KVQ_CHECK(side.head_dim > 0 && side.head_dim % 8 == 0, where, ": `", name,
+            "_codes` must have a head_dim that is a multiple of 8, got ", side.head_dim,
+            ". Leave this model unpatched.");
+  KVQ_CHECK(codes.stride(3) == 1, where, ": `", name, "_codes` must have contiguous rows, got stride ",
+            codes.stride(3), kFromThisPackage);
+  KVQ_CHECK(codes.size(1) > 0, where, ": `", name, "_codes` must have at least one head, got ", shape_of(codes),
+            kFromThisPackage);
+  KVQ_CHECK(codes.size(2) % kTokenAlignment == 0, where, ": `", name, "_codes` must have a capacity that is a ",
+            "multiple of ", kTokenAlignment, ", got ", codes.size(2), kFromThisPackage);
+  const int64_t bytes = is_quantized ? 1 : static_cast<int64_t>(codes.element_size());
+  side.codes = static_cast<uint8_t*>(codes.data_ptr());
+  side.codes_stride_b = codes.stride(0) * bytes;
+  side.codes_stride_h = codes.stride(1) * bytes;
+  side.codes_stride_t = codes.stride(2) * bytes;
+
+  KVQ_CHECK(planes.scale.has_value() == is_quantized, where, ": `", name, "_scale` must be ",
+            is_quantized ? "given" : "None", " for storage '", name_of(side.storage), "', got ",
+            is_quantized ? "None" : "a tensor", kFromThisPackage);
+  side.is_symmetric = !planes.zero.has_value();
+  KVQ_CHECK(side.is_symmetric || side.storage == Storage::int8 || side.storage == Storage::int4, where, ": `", name,
+            "_zero` must be None for storage '", name_of(side.storage), "', got a tensor", kFromThisPackage);
+  side.num_groups = 1;
+  if (is_quantized) {
+    const Tensor& scale = *planes.scale;
+    check_scale_plane(where, name + "_scale", scale, codes, side.head_dim);
+    side.num_groups = static_cast<int>(scale.size(2));
+    side.is_frozen = scale.size(3) == 1;
+    side.is_shared_by_heads = scale.size(1) == 1 && (codes.size(1) > 1 || side.is_frozen);
+    side.scale = static_cast<half_bits*>(scale.data_ptr());
+    side.scale_stride_b = shared_stride(scale, 0);
+    side.scale_stride_h = shared_stride(scale, 1);
+    side.scale_stride_g = shared_stride(scale, 2);
+    side.scale_stride_t = shared_stride(scale, 3);
+  }
+  if (!side.is_symmetric) {
+    const Tensor& zero = *planes.zero;
+    check_scale_plane(where, name + "_zero", zero, codes, side.head_dim);
+    KVQ_CHECK(shape_of(zero) == shape_of(*planes.scale), where, ": `", name, "_zero` must be ",
+              shape_of(*planes.scale), " like the scale, got ", shape_of(zero), kFromThisPackage);
+    side.zero = static_cast<half_bits*>(zero.data_ptr());
+    side.zero_stride_b = shared_stride(zero, 0);
+    side.zero_stride_h = shared_stride(zero, 1);
+    side.zero_stride_g = shared_stride(zero, 2);
+    side.zero_stride_t = shared_stride(zero, 3);
+  }
+  return side;
+}
+
+void check_same_tokens(const char* where, const Tensor& key_codes, const Tensor& value_codes) {
+  const bool is_same = key_codes.size(0) == value_codes.size(0) && key_codes.size(1) == value_codes.size(1) &&
+                       key_codes.size(2) == value_codes.size(2);
+  KVQ_CHECK(is_same, where, ": `value_codes` must have batch, heads and capacity of the keys, ", shape_of(key_codes),
+            ", got ", shape_of(value_codes), kFromThisPackage);
+}
+
+void check_tokens(const char* where, const char* name, const Tensor& x, const Tensor& codes, int head_dim,
+                  int64_t q_len) {
+  KVQ_CHECK(x.size(0) == codes.size(0), where, ": `", name, "` must have batch ", codes.size(0),
+            " like the cache, got ", x.size(0), ". Was this cache filled for another batch?");
+  KVQ_CHECK(x.size(1) == codes.size(1), where, ": `", name, "` must have ", codes.size(1),
+            " heads like the cache, got ", x.size(1), ". Was this cache filled by another model?");
+  KVQ_CHECK(x.size(2) == q_len, where, ": `", name, "` must have ", q_len, " tokens like the keys, got ", x.size(2),
+            ".");
+  KVQ_CHECK(x.size(3) == head_dim, where, ": `", name, "` must have head_dim ", head_dim, " like the cache, got ",
+            x.size(3), ". Was this cache filled by another model?");
+}
+
+const int32_t* per_sequence(const char* where, const char* name, const Tensor& tensor, const Tensor& codes) {
+  check_device(where, name, tensor, codes);
+  KVQ_CHECK(tensor.scalar_type() == ScalarType::Int, where, ": `", name, "` must be int32, got ",
+            torch::headeronly::toString(tensor.scalar_type()), ". Call .to(torch.int32).");
+  KVQ_CHECK(tensor.dim() == 1 && tensor.size(0) == codes.size(0), where, ": `", name, "` must be [", codes.size(0),
+            "], one number per sequence of the cache, got ", shape_of(tensor), ".");
+  KVQ_CHECK(tensor.is_contiguous(), where, ": `", name, "` must be contiguous, got stride ", tensor.stride(0),
+            ". Call .contiguous().");
+  return static_cast<const int32_t*>(tensor.const_data_ptr());
+}
+
+const float* per_head(const char* name, const std::optional<Tensor>& tensor, const Tensor& query) {
+  if (!tensor.has_value()) return nullptr;
+  check_device("decode", name, *tensor, query);
+  KVQ_CHECK(tensor->scalar_type() == ScalarType::Float, "decode: `", name, "` must be float32, got ",
+            torch::headeronly::toString(tensor->scalar_type()), ". Call .float().");
+  KVQ_CHECK(tensor->dim() == 1 && tensor->size(0) == query.size(1), "decode: `", name, "` must be [", query.size(1),
+            "], one number per query head, got ", shape_of(*tensor), ".");
+  KVQ_CHECK(tensor->is_contiguous(), "decode: `", name, "` must be contiguous, got stride ", tensor->stride(0),
+            ". Call .contiguous().");
+  return static_cast<const float*>(tensor->const_data_ptr());
+}
+
+}  // namespace
+
+Tensor with_contiguous_channels(const Tensor& x) {
+  const bool is_row_major = x.dim() != 4 || x.stride(3) == 1 || x.numel() == 0;
+  return is_row_major ? x : torch::stable::contiguous(x);
+}
+
+AppendParams append_params(const char* where, const Tensor& key, const Tensor& value, const PlaneArgs& key_planes,
+                           const PlaneArgs& value_planes, const Tensor& lengths) {
+  AppendParams params{};
+  params.key_side = side(where, "key", key_planes, key_planes.codes);
+  params.value_side = side(where, "value", value_planes, key_planes.codes);
+  check_same_tokens(where, key_planes.codes, value_planes.codes);
+  params.key = dense(where, "key", key, key_planes.codes);
+  params.value = dense(where, "value", value, key_planes.codes);
+  const Tensor& codes = key_planes.codes;
+  check_tokens(where, "key", key, codes, params.key_side.head_dim, key.size(2));
+  check_tokens(where, "value", value, codes, params.value_side.head_dim, key.size(2));
+  params.batch = to_int(where, "batch", codes.size(0));
+  params.num_kv_heads = to_int(where, "num_kv_heads", codes.size(1));
+  params.capacity = to_int(where, "capacity", codes.size(2));
+  params.q_len = to_int(where, "q_len", key.size(2));
+  params.lengths = per_sequence(where, "lengths", lengths, codes);
+  return params;
+}
+
+DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, const PlaneArgs& value_planes,
+                           const Tensor& lengths, const std::optional<Tensor>& starts,
+                           const std::optional<Tensor>& sinks, const std::optional<Tensor>& alibi_slopes,
+                           double softmax_scale, double softcap, int64_t sliding_window, int64_t num_splits) {
+  const Tensor& codes = key_planes.codes;
+  DecodeParams params{};
+  params.key_side = side("decode", "key", key_planes, codes);
+  params.value_side = side("decode", "value", value_planes, codes);
+  check_same_tokens("decode", codes, value_planes.codes);
+  params.query = dense("decode", "query", query, codes);
+  KVQ_CHECK(query.size(0) == codes.size(0), "decode: `query` must have batch ", codes.size(0),
+            " like the cache, got ", query.size(0), ". Was this cache filled for another batch?");
+  KVQ_CHECK(query.size(1) > 0 && query.size(1) % codes.size(1) == 0, "decode: `query` must have a multiple of ",
+            codes.size(1), " heads, the cache's key-value heads, got ", query.size(1),
+            ". Was this cache filled by another model?");
+  KVQ_CHECK(query.size(3) == params.key_side.head_dim, "decode: `query` must have head_dim ",
+            params.key_side.head_dim, " like the cache, got ", query.size(3),
+            ". Was this cache filled by another model?");
+  params.batch = to_int("decode", "batch", codes.size(0));
+  params.num_q_heads = to_int("decode", "num_q_heads", query.size(1));
+  params.num_kv_heads = to_int("decode", "num_kv_heads", codes.size(1));
+  params.q_len = to_int("decode", "q_len", query.size(2));
+  params.capacity = to_int("decode", "capacity", codes.size(2));
+  params.lengths = per_sequence("decode", "lengths", lengths, codes);
+  params.starts = starts.has_value() ? per_sequence("decode", "starts", *starts, codes) : nullptr;
+  params.sinks = per_head("sinks", sinks, query);
+  params.alibi_slopes = per_head("alibi_slopes", alibi_slopes, query);
+  KVQ_CHECK(std::isfinite(softcap) && softcap >= 0, "decode: `softcap` must be positive, or 0 for none, got ", softcap,
+            ".");
+  params.softmax_scale = static_cast<float>(softmax_scale);
+  params.softcap = static_cast<float>(softcap);
+  params.sliding_window = to_int("decode", "sliding_window", sliding_window);
+  params.num_splits = to_int("decode", "num_splits", num_splits);
+  return params;
+}
+
+void check_new_tokens(const std::optional<Tensor>& key, const std::optional<Tensor>& value, const Tensor& query) {
+  KVQ_CHECK(key.has_value() == value.has_value(), "decode: `value` must be ", key.has_value() ? "given" : "None",
+            " like `key`, got ", value.has_value() ? "a tensor" : "None", ". Give both or neither.");
+  KVQ_CHECK(!key.has_value() || key->dim() != 4 || query.size(2) == key->size(2), "decode: `key` must have ",
+            query.size(2), " tokens like the query, got ", key->size(2), ". Append other tokens beforehand.");
+}
+
+void check_lengths(const char* where, const AppendParams& params) {
+  for (int b = 0; b < params.batch; ++b) {
+    const int length = params.lengths[b];
+    KVQ_CHECK(length >= params.q_len, where, ": `lengths` must count the ", params.q_len, " new tokens, got ", length,
+              " for sequence ", b, ".");
+    KVQ_CHECK(length <= params.capacity, where, ": `lengths` must be at most the cache's capacity of ",
+              params.capacity, " tokens, got ", length, " for sequence ", b,
+              ". Make a larger cache (max_cache_len), or crop or reset this one.");
+  }
+}
+
+void check_lengths(const char* where, const DecodeParams& params) {
+  for (int b = 0; b < params.batch; ++b) {
+    const int length = params.lengths[b];
+    KVQ_CHECK(length >= 0 && length <= params.capacity, where, ": `lengths` must be between 0 and the cache's ",
+              "capacity of ", params.capacity, " tokens, got ", length, " for sequence ", b,
+              ". Make a larger cache (max_cache_len), or crop or reset this one.");
+    KVQ_CHECK(params.starts == nullptr || params.starts[b] >= 0, where, ": `starts` must not be negative, got ",
+              params.starts[b], " for sequence ", b, ".");
+  }
+}
+
+}  // namespace hf_kvquant

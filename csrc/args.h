@@ -1,0 +1,45 @@
+// Op arguments to plain structs. Everything that a kernel would otherwise read or write out of bounds is checked here,
+// for both devices, before anything is written; what users pass has been checked once more, with more context, in
+// Python. Torch types stop here: kernels see format.h only. On a GPU the lengths are not read, since that would
+// synchronise with the host: kernels there leave out what lies beyond the capacity.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "format.h"
+
+namespace hf_kvquant {
+
+using torch::stable::Tensor;
+
+// The planes of one side as the ops receive them.
+struct PlaneArgs {
+  const Tensor& codes;
+  const std::optional<Tensor>& scale;
+  const std::optional<Tensor>& zero;
+  int64_t storage;
+};
+
+// A view whose channels are contiguous: the tensor itself, or a copy of it. The caller keeps it alive.
+Tensor with_contiguous_channels(const Tensor& x);
+
+// All of these throw std::invalid_argument (ValueError in Python) naming the argument. `where` is the op's name.
+AppendParams append_params(const char* where, const Tensor& key, const Tensor& value, const PlaneArgs& key_planes,
+                           const PlaneArgs& value_planes, const Tensor& lengths);
+
+// Leaves `out` and `lse` for the caller to allocate.
+DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, const PlaneArgs& value_planes,
+                           const Tensor& lengths, const std::optional<Tensor>& starts,
+                           const std::optional<Tensor>& sinks, const std::optional<Tensor>& alibi_slopes,
+                           double softmax_scale, double softcap, int64_t sliding_window, int64_t num_splits);
+
+// New keys and values of a decode: both or neither, as many tokens as the query has.
+void check_new_tokens(const std::optional<Tensor>& key, const std::optional<Tensor>& value, const Tensor& query);
+
+// For lengths in host memory: room for what is written, and nothing read beyond the capacity.
+void check_lengths(const char* where, const AppendParams& params);
+void check_lengths(const char* where, const DecodeParams& params);
+
+}  // namespace hf_kvquant

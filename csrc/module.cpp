@@ -1,0 +1,176 @@
+// The extension's entry points: kernels for the ops that hf_kvquant/ops.py defines, and the Python module with the
+// constants that ops.py compares. An op reads: check (args.h), allocate, launch. Schemas, fakes and the fallback are in
+// ops.py; torch is used through its stable ABI only, so that one binary serves every version from 2.10 on.
+#include <Python.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "args.h"
+#include "cpu/cpu.h"
+#ifdef HF_KVQUANT_CUDA_ARCHS
+#include <torch/csrc/stable/accelerator.h>
+
+#include "cuda/cuda.h"
+#endif
+
+namespace hf_kvquant {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+// How a device runs what has been checked. Lengths in host memory are checked too, before anything is written.
+struct CpuDevice {
+  explicit CpuDevice(const Tensor&) {}
+
+  template <class Params>
+  void check(const char* where, const Params& params) const {
+    check_lengths(where, params);
+  }
+  void append(const AppendParams& params) const { cpu::append(params); }
+  void decode(const DecodeParams& params) const { cpu::decode(params); }
+};
+
+#ifdef HF_KVQUANT_CUDA_ARCHS
+// Kernels run on the tensors' device, on torch's current stream, and take scratch from torch's allocator, so that a
+// CUDA graph can capture them.
+struct CudaDevice {
+  explicit CudaDevice(const Tensor& codes)
+      : device(codes.device()), guard(codes.get_device_index()), stream(cuda::current_stream(codes.get_device_index())) {}
+
+  void check(const char* where, const AppendParams& params) const {
+    cuda::check_support(where, params.key_side);
+    cuda::check_support(where, params.value_side);
+  }
+  void check(const char* where, const DecodeParams& params) const {
+    cuda::check_support(where, params.key_side);
+    cuda::check_support(where, params.value_side);
+  }
+  void append(const AppendParams& params) const { cuda::append(params, stream); }
+  void decode(const DecodeParams& params) const {
+    const cuda::DecodePlan plan = cuda::plan_decode(params);
+    const Tensor workspace =
+        torch::stable::empty({plan.workspace_floats}, ScalarType::Float, std::nullopt, device, std::nullopt);
+    cuda::decode(params, plan, static_cast<float*>(workspace.data_ptr()), stream);
+  }
+
+  torch::stable::Device device;
+  torch::stable::accelerator::DeviceGuard guard;
+  void* stream;
+};
+#endif
+
+template <class Device>
+void append(const Tensor& key, const Tensor& value, const Tensor& key_codes, const std::optional<Tensor>& key_scale,
+            const std::optional<Tensor>& key_zero, const Tensor& value_codes, const std::optional<Tensor>& value_scale,
+            const std::optional<Tensor>& value_zero, const Tensor& lengths, int64_t key_storage,
+            int64_t value_storage) {
+  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_storage};
+  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_storage};
+  const Tensor key_rows = with_contiguous_channels(key), value_rows = with_contiguous_channels(value);
+  const AppendParams params = append_params("append", key_rows, value_rows, key_planes, value_planes, lengths);
+  const Device device(key_codes);
+  device.check("append", params);
+  if (params.batch > 0 && params.q_len > 0) device.append(params);
+}
+
+template <class Device>
+std::tuple<Tensor, Tensor> decode(
+    const Tensor& query, const std::optional<Tensor>& key, const std::optional<Tensor>& value, const Tensor& key_codes,
+    const std::optional<Tensor>& key_scale, const std::optional<Tensor>& key_zero, const Tensor& value_codes,
+    const std::optional<Tensor>& value_scale, const std::optional<Tensor>& value_zero, const Tensor& lengths,
+    const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks, const std::optional<Tensor>& alibi_slopes,
+    double softmax_scale, double softcap, int64_t sliding_window, int64_t num_splits, int64_t key_storage,
+    int64_t value_storage) {
+  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_storage};
+  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_storage};
+  const Tensor query_rows = with_contiguous_channels(query);
+  DecodeParams params = decode_params(query_rows, key_planes, value_planes, lengths, starts, sinks, alibi_slopes,
+                                      softmax_scale, softcap, sliding_window, num_splits);
+  const Device device(key_codes);
+  device.check("decode", params);
+
+  check_new_tokens(key, value, query);
+  std::optional<Tensor> key_rows, value_rows;
+  AppendParams new_tokens{};
+  if (key.has_value()) {
+    key_rows = with_contiguous_channels(*key);
+    value_rows = with_contiguous_channels(*value);
+    new_tokens = append_params("decode", *key_rows, *value_rows, key_planes, value_planes, lengths);
+    device.check("decode", new_tokens);
+  }
+
+  Tensor out = torch::stable::new_empty(query, {params.batch, params.q_len, params.num_q_heads, params.value_side.head_dim});
+  Tensor lse = torch::stable::new_empty(query, {params.batch, params.num_q_heads, params.q_len}, ScalarType::Float);
+  params.out = out.data_ptr();
+  params.lse = static_cast<float*>(lse.data_ptr());
+  if (params.batch > 0 && params.q_len > 0) {
+    if (key.has_value()) device.append(new_tokens);
+    device.decode(params);
+  }
+  return {out, lse};
+}
+
+PyObject* cpu_capability(PyObject*, PyObject*) { return PyUnicode_FromString(cpu::capability()); }
+
+PyObject* set_cpu_capability(PyObject*, PyObject* name) {
+  PyObject* bytes = name == Py_None ? nullptr : PyUnicode_AsUTF8String(name);
+  if (name != Py_None && bytes == nullptr) return nullptr;
+  const bool is_known = cpu::set_capability(bytes == nullptr ? nullptr : PyBytes_AsString(bytes));
+  Py_XDECREF(bytes);
+  return PyBool_FromLong(is_known);
+}
+
+#ifdef HF_KVQUANT_CUDA_ARCHS
+PyObject* cuda_archs(PyObject*, PyObject*) { return PyUnicode_FromString(HF_KVQUANT_CUDA_ARCHS); }
+#endif
+
+PyMethodDef kMethods[] = {
+#ifdef HF_KVQUANT_CUDA_ARCHS
+    {"cuda_archs", cuda_archs, METH_NOARGS, "The compute capabilities compiled for, such as '80;90'."},
+#endif
+    {"cpu_capability", cpu_capability, METH_NOARGS, "The instruction set in use: 'portable', 'avx2' or 'avx512'."},
+    {"set_cpu_capability", set_cpu_capability, METH_O,
+     "Choose an instruction set by name, None for the best one; False when it is unknown or not available here."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "hf_kvquant._C", "Compiled kernels of hf_kvquant.", -1, kMethods,
+                       nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+}  // namespace hf_kvquant
+
+STABLE_TORCH_LIBRARY_IMPL(hf_kvquant, CPU, library) {
+  library.impl("append", TORCH_BOX(&hf_kvquant::append<hf_kvquant::CpuDevice>));
+  library.impl("decode", TORCH_BOX(&hf_kvquant::decode<hf_kvquant::CpuDevice>));
+}
+
+#ifdef HF_KVQUANT_CUDA_ARCHS
+STABLE_TORCH_LIBRARY_IMPL(hf_kvquant, CUDA, library) {
+  library.impl("append", TORCH_BOX(&hf_kvquant::append<hf_kvquant::CudaDevice>));
+  library.impl("decode", TORCH_BOX(&hf_kvquant::decode<hf_kvquant::CudaDevice>));
+}
+#endif
+
+PyMODINIT_FUNC PyInit__C() {
+  PyObject* module = PyModule_Create(&hf_kvquant::kModule);
+  if (module == nullptr) return nullptr;
+#ifdef HF_KVQUANT_CUDA_ARCHS
+  constexpr int kHasCuda = 1;
+#else
+  constexpr int kHasCuda = 0;
+#endif
+  const bool is_complete =
+      PyModule_AddIntConstant(module, "OPS_VERSION", hf_kvquant::kOpsVersion) == 0 &&
+      PyModule_AddIntConstant(module, "TOKEN_ALIGNMENT", hf_kvquant::kTokenAlignment) == 0 &&
+      PyModule_AddIntConstant(module, "STORAGE_NONE", static_cast<int>(hf_kvquant::Storage::none)) == 0 &&
+      PyModule_AddIntConstant(module, "STORAGE_INT8", static_cast<int>(hf_kvquant::Storage::int8)) == 0 &&
+      PyModule_AddIntConstant(module, "STORAGE_INT4", static_cast<int>(hf_kvquant::Storage::int4)) == 0 &&
+      PyModule_AddIntConstant(module, "STORAGE_FP8", static_cast<int>(hf_kvquant::Storage::fp8)) == 0 &&
+      PyModule_AddIntConstant(module, "HAS_CPU", 1) == 0 &&
+      PyModule_AddIntConstant(module, "HAS_CUDA", kHasCuda) == 0;
+  if (is_complete) return module;
+  Py_DECREF(module);
+  return nullptr;
+}

@@ -1,0 +1,196 @@
+"""Builds `hf_kvquant/_C.abi3.so` out of `csrc/` with ninja, for every Python from 3.10 and every torch from 2.10 on.
+
+torch is never imported: its headers are found next to the interpreter that installs, also from inside pip's isolated
+build, so that an isolated build downloads a torch of its own only when there is none to look at. One binary serves all
+versions because the sources use nothing but the torch stable ABI and Python's limited API. The CPU kernels are always
+compiled; the CUDA kernels whenever nvcc is found, also beside a CPU-only torch. What is compiled is whatever lies in
+`csrc/`; metadata and tool settings are in `pyproject.toml`.
+
+Environment:
+    HF_KVQUANT_CUDA_ARCHS   compute capabilities without dots, separated by `;` (default `80;86;89;90`); the last one
+                            is also stored as PTX, which newer GPUs compile when they first load it
+    HF_KVQUANT_SKIP_CUDA=1  compile no CUDA source
+    MAX_JOBS                compiler processes at a time (ninja decides when unset)
+    CUDA_HOME, CXX          where CUDA is, which C++ compiler to use
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+# Relative to ROOT. Fixed, not setuptools' temporary folder, so that ninja finds its objects again and compiles only
+# what has changed.
+OBJECTS = Path("build", "ninja")
+
+# Headers of this version for isolated builds on a machine without torch. The binary does not depend on it.
+FALLBACK_TORCH = "torch==2.13.0"
+
+DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030A0000"]
+# Neither fast-math nor contraction: codes and scales are bitwise those of reference.py. No -march either: a wheel runs
+# on any processor of its kind, and the files below are entered only after a look at what the processor can do.
+CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
+X86_FLAGS = {
+    "_avx2": "-mavx2 -mfma -mf16c",
+    "_avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx512vnni -mfma -mf16c",
+}
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+# The quantiser must round every multiplication and addition by itself, as PyTorch does.
+NVCC_FILE_FLAGS = {"append": "-fmad=false"}
+
+NINJA_RULES = """
+rule cxx
+  command = $cxx $flags $file_flags -MMD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = C++ $in
+
+rule cuda
+  command = $nvcc $nvcc_flags $file_flags -MMD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  description = CUDA $in
+
+rule link
+  command = $cxx -shared $in -o $out $link_flags
+  description = link $out
+"""
+
+
+def torch_folder() -> Path | None:
+    """The installed torch, without importing it.
+
+    pip's isolated builds run the same interpreter with the environment's packages hidden; their folder is still known.
+    """
+    spec = importlib.util.find_spec("torch")
+    found = [] if spec is None or spec.origin is None else [Path(spec.origin).parent]
+    found += [Path(sysconfig.get_path(name)) / "torch" for name in ("platlib", "purelib")]
+    return next((path for path in found if (path / "include/torch/csrc/stable/library.h").is_file()), None)
+
+
+def cuda_folder() -> Path | None:
+    """The CUDA toolkit, or `None` when there is no nvcc or CUDA is to be skipped."""
+    if os.environ.get("HF_KVQUANT_SKIP_CUDA", "0") not in ("", "0"):
+        print("hf_kvquant: HF_KVQUANT_SKIP_CUDA is set, building the CPU kernels only.")
+        return None
+    if not any(ROOT.glob("csrc/cuda/*.cu")):
+        return None
+    on_path = shutil.which("nvcc")
+    beside_nvcc = Path(on_path).resolve().parents[1] if on_path else None
+    for candidate in (os.environ.get("CUDA_HOME"), beside_nvcc, "/usr/local/cuda"):
+        if candidate and (Path(candidate) / "bin" / "nvcc").is_file():
+            return Path(candidate)
+    print("hf_kvquant: no nvcc in CUDA_HOME, PATH or /usr/local/cuda, building the CPU kernels only.")
+    return None
+
+
+def cuda_archs() -> list[str]:
+    """The compute capabilities to compile for, such as `["80", "90"]`."""
+    archs = os.environ.get("HF_KVQUANT_CUDA_ARCHS", "80;86;89;90").replace(",", ";").split(";")
+    archs = [arch.strip().replace(".", "") for arch in archs if arch.strip()]
+    if not archs:
+        raise SystemExit(
+            "setup: `HF_KVQUANT_CUDA_ARCHS` must name at least one architecture, got ''. "
+            "Use for example '80;90', or HF_KVQUANT_SKIP_CUDA=1."
+        )
+    return archs
+
+
+def ninja_command() -> str:
+    """ninja from its package, else from PATH."""
+    spec = importlib.util.find_spec("ninja")
+    if spec is not None:
+        import ninja
+
+        return str(Path(ninja.BIN_DIR) / "ninja")
+    found = shutil.which("ninja")
+    if found is None:
+        raise SystemExit("setup: ninja must be installed, found neither the package nor the program. pip install ninja")
+    return found
+
+
+def write_ninja(torch: Path, output: Path) -> str:
+    """The build file that turns `csrc/` into `output`. Paths in it are relative to this folder."""
+    cuda = cuda_folder()
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    includes = ["-Icsrc", f'-isystem "{torch / "include"}"', f'-isystem "{sysconfig.get_path("include")}"']
+    defines = list(DEFINES)
+    if is_x86:
+        defines.append("-DHF_KVQUANT_X86")
+    link_flags = [f'-L"{torch / "lib"}"', "-ltorch_cpu", "-pthread", "-Wl,--exclude-libs,ALL"]
+    sources = sorted(ROOT.glob("csrc/*.cpp")) + sorted(ROOT.glob("csrc/cpu/*.cpp"))
+    if not is_x86:
+        sources = [path for path in sources if not path.stem.endswith(tuple(X86_FLAGS))]
+    lines = [f"builddir = {OBJECTS}", f"cxx = {os.environ.get('CXX', 'c++')}"]
+    if cuda is not None:
+        archs = cuda_archs()
+        includes.append(f'-isystem "{cuda / "include"}"')
+        defines.append(f"'-DHF_KVQUANT_CUDA_ARCHS=\"{';'.join(archs)}\"'")
+        sources += sorted(ROOT.glob("csrc/cuda/*.cpp")) + sorted(ROOT.glob("csrc/cuda/*.cu"))
+        targets = [f"-gencode arch=compute_{arch},code=sm_{arch}" for arch in archs]
+        targets.append(f"-gencode arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+        lines += [
+            f'nvcc = "{cuda / "bin" / "nvcc"}"',
+            f"nvcc_flags = {' '.join([*NVCC_FLAGS, *targets, '-Icsrc'])}",
+        ]
+        # Linked statically, so that the binary does not care which CUDA runtime torch brings, or whether it brings one.
+        libraries = next(path for path in (cuda / "lib64", cuda / "lib") if (path / "libcudart_static.a").is_file())
+        link_flags += [f'-L"{libraries}"', "-lcudart_static", "-ldl", "-lrt"]
+    lines.append(f"flags = {' '.join(CXX_FLAGS + defines + includes)}")
+    lines += [f"link_flags = {' '.join(link_flags)}", NINJA_RULES]
+    objects = []
+    for source in sources:
+        source = source.relative_to(ROOT)
+        target = OBJECTS / source.with_suffix(source.suffix + ".o")
+        if source.suffix == ".cu":
+            rule, file_flags = "cuda", NVCC_FILE_FLAGS.get(source.stem, "")
+        else:
+            suffix = next((suffix for suffix in X86_FLAGS if source.stem.endswith(suffix)), "")
+            rule, file_flags = "cxx", X86_FLAGS.get(suffix, "")
+        lines += [f"build {target}: {rule} {source}", f"  file_flags = {file_flags}"]
+        objects.append(str(target))
+    lines += [f"build {output}: link {' '.join(objects)}", f"default {output}", ""]
+    return "\n".join(lines)
+
+
+class NinjaBuild(build_ext):
+    """Runs ninja instead of setuptools' compiler classes, which know neither nvcc nor incremental builds."""
+
+    def build_extension(self, ext: Extension) -> None:
+        torch = torch_folder()
+        if torch is None:
+            raise SystemExit("setup: torch >= 2.10 must be installed for its headers, found none. pip install torch")
+        (ROOT / OBJECTS).mkdir(parents=True, exist_ok=True)
+        output = OBJECTS / "_C.abi3.so"
+        # Two installs at a time, of an editable and a wheel for example, would run two ninjas in one folder.
+        with open(ROOT / OBJECTS / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (ROOT / OBJECTS / "build.ninja").write_text(write_ninja(torch, output))
+            jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+            command = [ninja_command(), "-C", str(ROOT), "-f", str(OBJECTS / "build.ninja"), *jobs]
+            if subprocess.run(command).returncode != 0:
+                raise SystemExit("setup: compiling csrc/ must succeed, got the errors above.")
+            target = Path(self.get_ext_fullpath(ext.name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Renamed into place: overwriting a library that a running process has mapped would crash that process.
+            shutil.copy2(ROOT / output, target.with_suffix(".new"))
+            os.replace(target.with_suffix(".new"), target)
+
+
+setup(
+    ext_modules=[Extension("hf_kvquant._C", sources=[], py_limited_api=True)],
+    cmdclass={"build_ext": NinjaBuild},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    # pip asks for this before an isolated build and installs it there; nothing where torch has been found.
+    setup_requires=[] if torch_folder() else [FALLBACK_TORCH],
+)
