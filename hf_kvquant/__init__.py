@@ -1,3 +1,30 @@
-"""Quantised key-value caches for Hugging Face Transformers."""
+"""Quantised key-value caches for Hugging Face Transformers, attended to directly by compiled kernels.
+
+    import hf_kvquant
+    hf_kvquant.patch(model, "int4")     # from now on model.generate keeps keys and values as codes
+    model.generate(**inputs)
+
+Importing registers an attention and a mask implementation with transformers and defines two ops with torch; it changes
+nothing that was there before.
+"""
+
+from .cache import KVQuantCache
+from .config import PRESETS, KVQuantConfig, LayerFormats
+from .formats import KVFormat
+from .patching import disable, enable, patch, patched, unpatch
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "KVFormat",
+    "KVQuantCache",
+    "KVQuantConfig",
+    "LayerFormats",
+    "__version__",
+    "disable",
+    "enable",
+    "patch",
+    "patched",
+    "unpatch",
+]

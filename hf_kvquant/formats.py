@@ -85,7 +85,8 @@ class KVFormat:
             raise TypeError(f"KVFormat: `symmetric` must be True or False, got {self.symmetric!r}.")
         if self.storage in ("fp8", "none") and not self.symmetric:
             raise ValueError(
-                f"KVFormat: `symmetric` must be True for storage '{self.storage}', got False. Only int8 and int4 have a zero."
+                f"KVFormat: `symmetric` must be True for storage '{self.storage}', got False. "
+                "Only int8 and int4 have a zero."
             )
         if self.storage == "none" and self.granularity != "head":
             raise ValueError(
@@ -95,7 +96,8 @@ class KVFormat:
         if (self.granularity == "group") != (self.group_size is not None):
             raise ValueError(
                 "KVFormat: `group_size` must be given exactly when `granularity` is 'group', "
-                f"got {self.group_size!r} with '{self.granularity}'. Use for example granularity='group', group_size=32."
+                f"got {self.group_size!r} with '{self.granularity}'. "
+                "Use for example granularity='group', group_size=32."
             )
         if self.group_size is not None:
             if isinstance(self.group_size, bool) or not isinstance(self.group_size, int):
@@ -211,7 +213,9 @@ class KVFormat:
             if key not in known:
                 raise ValueError(f"KVFormat: unknown key '{key}'.{did_you_mean(key, known)} Known keys: {known}.")
         if "storage" not in data:
-            raise ValueError(f"KVFormat: `storage` must be one of {list(STORAGE_IDS)}, got nothing. Add the key 'storage'.")
+            raise ValueError(
+                f"KVFormat: `storage` must be one of {list(STORAGE_IDS)}, got nothing. Add the key 'storage'."
+            )
         return cls(**data)
 
     def describe(self) -> str:

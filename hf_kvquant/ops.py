@@ -30,9 +30,7 @@ _PLANES = (
     "Tensor(a!) key_codes, Tensor(b!)? key_scale, Tensor(c!)? key_zero, "
     "Tensor(d!) value_codes, Tensor(e!)? value_scale, Tensor(f!)? value_zero"
 )
-APPEND_SCHEMA = (
-    f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, int key_storage, int value_storage) -> ()"
-)
+APPEND_SCHEMA = f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, int key_storage, int value_storage) -> ()"
 DECODE_SCHEMA = (
     f"decode(Tensor query, Tensor? key, Tensor? value, {_PLANES}, Tensor lengths, Tensor? starts, Tensor? sinks, "
     "Tensor? alibi_slopes, float softmax_scale, float softcap, int sliding_window, int num_splits, int key_storage, "
@@ -130,9 +128,7 @@ def _append_fake(*args: object) -> None:
 
 
 @torch.library.register_fake("hf_kvquant::decode", lib=_library)
-def _decode_fake(
-    query: Tensor, key: Tensor | None, value: Tensor | None, *args: object
-) -> tuple[Tensor, Tensor]:
+def _decode_fake(query: Tensor, key: Tensor | None, value: Tensor | None, *args: object) -> tuple[Tensor, Tensor]:
     batch, num_q_heads, q_len, _ = query.shape
     value_codes, value_storage = args[3], args[-1]
     assert isinstance(value_codes, Tensor) and isinstance(value_storage, int)
@@ -190,7 +186,12 @@ def _warn_reference(device_type: str) -> None:
 
 
 def append(
-    key: Tensor, value: Tensor, key_planes: Planes, value_planes: Planes, lengths: Tensor, formats: tuple[KVFormat, KVFormat]
+    key: Tensor,
+    value: Tensor,
+    key_planes: Planes,
+    value_planes: Planes,
+    lengths: Tensor,
+    formats: tuple[KVFormat, KVFormat],
 ) -> None:
     """Quantise new tokens into the planes, as `reference.append` defines it.
 
@@ -244,7 +245,8 @@ def decode(
             kernel choose.
 
     Returns:
-        out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`, new memory. Zero where nothing is attended.
+        out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`, new memory. Zero where nothing is
+            attended.
         lse: `[batch, num_q_heads, q_len]` float32, natural log. `-inf` where nothing is attended.
 
     Raises:

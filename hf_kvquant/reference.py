@@ -4,14 +4,14 @@ Kernels are optimisations of this file. Codes, scales and zeros agree with it bi
 rounding of float32 sums. Everything is float32 inside, whatever the dtype of the input. With a = max|x|, m = min x,
 M = max x over the values that share a scale, rn = round half to even, rn16 = rounding to float16:
 
-    int8, int4 symmetric     scale = max(rn16(a / L), 2^-24)           q = clamp(rn(x / scale), -L, L)    stored q + L + 1
-    int8, int4 asymmetric    scale = max(rn16((M - m) / L), 2^-24)     u = clamp(rn((x - zero) / scale), 0, L)
-                             zero = rn16(m)                            stored u
-    fp8                      scale = max(rn16(a / 448), 2^-24)         e4m3(clamp(x / scale, -448, 448))
+    int8, int4 symmetric     scale = max(rn16(a / L), 2^-24)         q = clamp(rn(x / scale), -L, L), stored q + L + 1
+    int8, int4 asymmetric    scale = max(rn16((M - m) / L), 2^-24)   u = clamp(rn((x - zero) / scale), 0, L), stored u
+                             zero = rn16(m)
+    fp8                      scale = max(rn16(a / 448), 2^-24)       e4m3(clamp(x / scale, -448, 448))
 
 with L = 127 or 7 (symmetric), 255 or 15 (asymmetric). Codes are computed from the scale and zero *as stored*. A NaN, an
 infinity, or a scale or zero beyond float16 is never turned into a finite code: scale and zero become NaN and the codes
-0, so that whoever attends to the token sees NaN, and nobody else. Layouts are `formats.py`'s, allocation `storage.py`'s.
+0: whoever attends to the token sees NaN, and nobody else. Layouts are `formats.py`'s, allocation `storage.py`'s.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def compute_scale(x: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None
 
 
 def _per_channel(plane: Tensor, like: Tensor) -> Tensor:
-    """A scale plane `[batch, heads, groups, tokens]` spread over `like`, `[batch, heads, tokens, head_dim]`, float32."""
+    """A scale plane `[batch, heads, groups, tokens]` spread over `like` (`[..., tokens, head_dim]`), float32."""
     batch, num_kv_heads, tokens, head_dim = like.shape
     groups = plane.shape[2]
     plane = plane.float().mT.unsqueeze(-1)  # [batch, heads, tokens, groups, 1]

@@ -1,0 +1,288 @@
+"""The attention function and the mask function that hf_kvquant registers with transformers: prefill, decode, fallback.
+
+Raw tensors (the first chunk, layers of other caches) go to the attention implementation that the model had before,
+called `prev` here, with the very mask it would have got. Handles go to the decode kernel, for which the mask function
+returns the number of left-padding tokens per sequence as a 4-D int32 tensor: being 4-D it passes through transformers
+untouched, and its shape never changes. What the kernel does not serve goes to `prev` on dequantised tensors.
+
+transformers gives the mask function neither layer nor cache, so there is one registered name per `prev`:
+`hf_kvquant` over sdpa, `hf_kvquant-eager`, and one for each other implementation.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .handle import KVHandle, KVLength
+
+NAME = "hf_kvquant"
+
+# What transformers passes to attention functions, apart from tensors: these do not change what is computed ...
+_IGNORED = frozenset(
+    ("position_ids", "use_cache", "deterministic", "is_causal", "layer_idx", "logits_to_keep", "cache_position")
+)
+# ... these the kernel serves ...
+_SERVED = frozenset(("sliding_window", "softcap", "s_aux"))
+# ... and these cannot be served at all: sparse attention picks keys by itself, and weights are never formed.
+_REFUSED = frozenset(("indices", "block_indices", "sinks"))
+
+
+def implementation_name(prev: str) -> str:
+    """The name under which our attention over `prev` is registered, registering it if it is not.
+
+    Args:
+        prev: The attention implementation that a model had before, such as `"sdpa"`, `"eager"` or
+            `"flash_attention_2"`.
+
+    Raises:
+        ValueError: transformers knows no such implementation.
+    """
+    if is_ours(prev):
+        return prev
+    if prev != "eager" and prev not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        raise ValueError(
+            f"patch: the model's attention implementation must be 'eager' or one of "
+            f"{list(ALL_ATTENTION_FUNCTIONS.valid_keys())}, got {prev!r}. Set one with model.set_attn_implementation."
+        )
+    # A name that contains "flash" would make transformers load flash attention for it.
+    name = NAME if prev == "sdpa" else f"{NAME}-{prev.replace('flash_attention_', 'fa')}"
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(name, functools.partial(attention, prev=prev))
+        AttentionMaskInterface.register(name, functools.partial(attention_mask, prev=prev))
+    return name
+
+
+def is_ours(name: str | None) -> bool:
+    """Whether an attention implementation is one that we registered."""
+    return name is not None and (name == NAME or name.startswith(f"{NAME}-"))
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+def attention_mask(
+    *,
+    kv_length: int,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    prev: str,
+    **kwargs: Any,
+) -> Any:
+    """The mask for one kind of layer, as `transformers.masking_utils` asks for it.
+
+    Args:
+        kv_length: Marked (`KVLength`) where the layers are ours.
+        mask_function: What decides whether a query sees a key.
+        attention_mask: `[batch, tokens]` bool, False for padding; `None` without padding.
+        prev: The implementation that serves everything else.
+        **kwargs: As transformers passes them.
+
+    Returns:
+        For plain causal masks over handles `None`, or `[batch, 1, 1, 1]` int32, the number of left-padding tokens.
+        Otherwise what `prev` needs.
+    """
+    if isinstance(kv_length, KVLength):
+        notes = kv_length.notes
+        is_decode_step = kwargs["q_length"] == 1 and not kv_length.is_first_chunk
+        # Looking at values makes the host wait for the device, so a decode step relies on what earlier chunks showed.
+        if attention_mask is not None and not _is_tracing(attention_mask):
+            if attention_mask.device.type == "cpu" or not is_decode_step:
+                notes.has_holes = notes.has_holes or _has_holes(attention_mask)
+        is_plain = mask_function is causal_mask_function and not kwargs.get("use_vmap", False)
+        if is_plain and not kv_length.is_first_chunk and not notes.has_holes:
+            return None if attention_mask is None else _padding_lengths(attention_mask)
+    return _mask_of(prev)(
+        kv_length=int(kv_length), mask_function=mask_function, attention_mask=attention_mask, **kwargs
+    )
+
+
+def _padding_lengths(mask: Tensor) -> Tensor:
+    """Left-padding tokens per sequence, `[batch, 1, 1, 1]` int32, of a `[batch, tokens]` bool mask."""
+    return (mask.cumsum(-1) == 0).sum(-1, dtype=torch.int32).view(-1, 1, 1, 1)
+
+
+def _has_holes(mask: Tensor) -> bool:
+    """Whether a `[batch, tokens]` bool mask hides a token behind one that it shows."""
+    return bool((mask[:, :-1] & ~mask[:, 1:]).any())
+
+
+def _is_tracing(tensor: Tensor) -> bool:
+    return torch.compiler.is_compiling() or isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def _mask_of(prev: str) -> Callable[..., Any]:
+    mask_function: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[prev]
+    return mask_function
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | KVHandle,
+    value: Tensor | KVHandle,
+    attention_mask: Tensor | None,
+    *,
+    prev: str,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one layer, as `transformers.AttentionInterface` asks for it.
+
+    Args:
+        module: The layer's attention module.
+        query: `[batch, num_q_heads, q_len, head_dim]`, after RoPE.
+        key: `[batch, num_kv_heads, tokens, head_dim]`, or a handle.
+        value: The same.
+        attention_mask: What `attention_mask` above returned, or a mask of the user's own.
+        prev: The implementation that serves what is not ours.
+        dropout: Of the attention weights; only `prev` serves it.
+        scaling: Multiplies query · key; `None` means `head_dim ** -0.5`.
+        **kwargs: Model-specific.
+
+    Returns:
+        out: `[batch, q_len, num_q_heads, head_dim]`.
+        weights: `None` (whatever `prev` returns for raw tensors).
+
+    Raises:
+        NotImplementedError: The attention weights, or keys picked by the model, were asked for over a quantised cache.
+    """
+    if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
+        return _call(prev, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    for name in _REFUSED & kwargs.keys():
+        if kwargs[name] is not None:
+            raise NotImplementedError(
+                f"attention: `{name}` must be None over a quantised cache, got a value: {type(module).__name__} picks "
+                "the keys it attends to. Leave the model unpatched."
+            )
+    if kwargs.get("output_attentions"):
+        raise NotImplementedError(
+            "attention: `output_attentions` must be False over a quantised cache, got True: attention weights are "
+            "never formed. Unpatch the model to look at them."
+        )
+    step = key.step
+    reason = _why_not_kernel(module, query, attention_mask, step.storage.is_quantized, dropout, kwargs)
+    if reason is None:
+        out, _ = step.storage.attend(
+            query,
+            softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            starts=None if attention_mask is None else attention_mask.view(-1),
+            sinks=kwargs.get("s_aux"),
+            softcap=kwargs.get("softcap") or 0.0,
+            sliding_window=kwargs.get("sliding_window") or 0,
+        )
+        return out, None
+    dense_key, dense_value = step.dense(reason)
+    mask = attention_mask
+    if _is_padding_lengths(mask):
+        mask = _dense_mask(prev, query, dense_key.shape[2], step.storage.query_offset(query.shape[2]), mask)
+    return _call(prev, module, query, dense_key, dense_value, mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def _is_padding_lengths(mask: Tensor | None) -> bool:
+    """Whether a mask is one that `attention_mask` makes for handles: absent, or the padding lengths."""
+    return mask is None or (mask.dtype == torch.int32 and mask.ndim == 4 and mask.shape[1:] == (1, 1, 1))
+
+
+def _why_not_kernel(
+    module: nn.Module,
+    query: Tensor,
+    mask: Tensor | None,
+    is_quantized: bool,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> str | None:
+    """Why a layer has to attend to dense tensors, or `None` if the kernel serves it."""
+    if not is_quantized:
+        return "nothing is quantised in this layer"
+    if not _is_padding_lengths(mask):
+        return "the attention mask is neither causal nor left padding"
+    if dropout and module.training:
+        return "attention dropout"
+    if kwargs.get("is_causal") is False and query.shape[2] > 1:
+        return "attention is not causal"
+    for name, value in kwargs.items():
+        if value is not None and value is not False and name not in _SERVED | _IGNORED | _REFUSED:
+            if name == "position_bias":
+                return "a position bias is added to the scores"
+            if not _is_harmless(name):
+                return f"the model passes '{name}' to attention"
+    return None
+
+
+def _is_harmless(name: str) -> bool:
+    """Arguments for packed sequences and outputs, which say nothing new where there is a cache."""
+    return name.startswith(("cu_seq_lens", "max_length", "output_", "return_", "num_items"))
+
+
+def _dense_mask(prev: str, query: Tensor, kv_length: int, offset: int | Tensor, padding: Tensor | None) -> Any:
+    """The mask that `prev` would have got for a causal mask with left padding over a dense cache."""
+    batch, _, q_len, _ = query.shape
+    mask = None
+    if padding is not None:
+        mask = torch.arange(kv_length, device=query.device) >= padding.view(-1, 1)
+    return _mask_of(prev)(
+        batch_size=batch,
+        q_length=q_len,
+        kv_length=kv_length,
+        q_offset=offset,
+        kv_offset=0,
+        mask_function=causal_mask_function,
+        attention_mask=mask,
+        allow_is_causal_skip=isinstance(offset, int),
+        dtype=query.dtype,
+        use_vmap=False,
+        device=query.device,
+    )
+
+
+# --- the implementation before ours -----------------------------------------------------------------------------------
+
+
+def _call(prev: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Call the attention implementation `prev`, looked up now, since other packages wrap it."""
+    if prev == "eager":
+        # Not in the registry: every model file has its own.
+        function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        if function is None:
+            raise NotImplementedError(
+                f"attention: {type(module).__name__} has no eager attention function to fall back to. "
+                "Load the model with attn_implementation='sdpa'."
+            )
+    else:
+        function = ALL_ATTENTION_FUNCTIONS[prev]
+        if prev != "sdpa":
+            module = _ModuleView(module, prev)  # type: ignore[assignment]
+    out: tuple[Tensor, Tensor | None] = function(module, *args, **kwargs)
+    return out
+
+
+class _ModuleView:
+    """An attention module whose config names `prev`: flash attention picks its kernel by that name, now ours."""
+
+    def __init__(self, target: Any, prev: str) -> None:
+        self._target = target
+        self._prev = prev
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "config":
+            return _ModuleView(self._target.config, self._prev)
+        if name == "_attn_implementation":
+            return self._prev
+        return getattr(self._target, name)
+
+
+implementation_name("sdpa")
+implementation_name("eager")

@@ -1,0 +1,325 @@
+"""`KVQuantCache`: the transformers `Cache` contract over `storage.py`.
+
+A cache is a list of layers. Full-attention layers become `KVQuantLayer`s here; what transformers keeps in other ways
+(sliding windows, chunks, linear attention) stays with transformers' own layer classes, and what cannot be quantised per
+head (latent caches) is refused. The first chunk of tokens comes back from `update` as it was given, so that prefill
+runs as before and the first token is exact; afterwards `update` returns handles (`handle.py`) that `attention.py`
+serves from codes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, QuantizedCache
+
+from .config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
+from .handle import KVHandle, KVLength, KVStep, MaskNotes
+from .storage import LayerStorage
+from .transforms import KeyTransform
+
+logger = logging.getLogger(__name__)
+
+# transformers' own cache layers serve these as they are: nothing in them grows with the sequence, or not by keys.
+_LEFT_TO_TRANSFORMERS = (
+    "sliding_attention",
+    "chunked_attention",
+    "conv",
+    "linear_attention",
+    "hybrid",
+    "hybrid_sliding",
+    "dummy",
+)
+
+
+class KVQuantLayer(CacheLayerMixin):
+    """One full-attention layer of a `KVQuantCache`.
+
+    Args:
+        storage: The buffers.
+        notes: What the masks of the cache have shown, shared by its layers.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, storage: LayerStorage, notes: MaskNotes) -> None:
+        # CacheLayerMixin.__init__ would assign `keys` and `values`, which are computed on demand here.
+        self.storage = storage
+        self.notes = notes
+        self.home: torch.device | None = None  # where the layer lives when it is not offloaded
+
+    def __repr__(self) -> str:
+        return f"KVQuantLayer({self.storage.formats.describe()})"
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether `generate` may compile the decode step: static storages only."""
+        return self.storage.is_static
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """Whether buffers exist."""
+        return self.storage.is_allocated
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences held. Raises `AttributeError` before the first tokens, as a layer of transformers does."""
+        if not self.storage.is_allocated:
+            raise AttributeError("batch_size is known after the first update")
+        return self.storage.batch
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """Dense keys, dequantised at every access; `None` before the first tokens. For inspection."""
+        return self.storage.dequantize()[0] if self.storage.is_allocated else None
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """Dense values, like `keys`."""
+        return self.storage.dequantize()[1] if self.storage.is_allocated else None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate buffers for tokens like these, of which there may be none."""
+        self.storage.allocate(key_states, value_states)
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor | KVHandle, Tensor | KVHandle]:
+        """Take new tokens.
+
+        Args:
+            key_states: `[batch, num_kv_heads, q_len, head_dim]`, after RoPE.
+            value_states: The same for values.
+
+        Returns:
+            The very tensors that were given for the first chunk; afterwards two handles over one step, to which the new
+            tokens belong, and through which they are written when attention runs.
+
+        Raises:
+            TypeError, ValueError: See `LayerStorage.extend`. Nothing has changed then.
+        """
+        is_first_chunk = self.storage.is_empty
+        self.storage.extend(key_states, value_states)
+        if is_first_chunk:
+            self.storage.flush()
+            return key_states, value_states
+        step = KVStep(self.storage, key_states.shape[2])
+        return KVHandle(step, 0), KVHandle(step, 1)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset for the mask: of the chunk itself while empty, else of everything held."""
+        if self.storage.is_empty:
+            return KVLength(query_length, self.notes, is_first_chunk=True), 0
+        if self.storage.max_cache_len is not None:
+            return KVLength(self.storage.max_cache_len, self.notes, is_first_chunk=False), 0
+        return KVLength(self.storage.length + query_length, self.notes, is_first_chunk=False), 0
+
+    def get_seq_length(self) -> int | Tensor:  # type: ignore[override]
+        """Tokens held: an integer, or a 0-d int32 tensor of a static layer, so that no step waits for the device."""
+        if not self.storage.is_static:
+            return self.storage.length
+        return 0 if self.storage.lengths is None else self.storage.lengths[0]
+
+    def get_max_length(self) -> int:
+        """Capacity of a static layer, -1 for a growing one."""
+        return -1 if self.storage.max_cache_len is None else self.storage.max_cache_len
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                "KVQuantLayer: `tokens_to_remove` must be 0 or negative, "
+                f"got {tokens_to_remove}. crop(-n) removes the newest n tokens."
+            )
+        self.storage.crop(-tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget all tokens. A static layer keeps its buffers, and so its addresses."""
+        if self.storage.is_static:
+            self.storage.reset()
+        else:
+            self.storage.release()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the batch for beam search."""
+        self.storage.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences of the batch."""
+        self.storage.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times in the batch."""
+        self.storage.repeat(repeats)
+
+    def offload(self) -> None:
+        """Move the codes to CPU memory."""
+        if self.storage.is_allocated:
+            if self.storage.device.type != "cpu":
+                self.home = self.storage.device
+            self.storage.move("cpu")
+
+    def prefetch(self) -> None:
+        """Move the codes back to the layer's device."""
+        if self.home is not None:
+            self.storage.move(self.home)
+
+
+class KVQuantCache(QuantizedCache):
+    """A key-value cache that keeps codes and attends to them.
+
+    Pass it as `past_key_values` to a patched model (`hf_kvquant.patch`). On a model that is not patched it works as
+    well, through dequantised tensors: correct, slower, said once in the log.
+
+    Args:
+        config: The model's config (for a multi-modal model, its own or the text model's).
+        preset_or_config: A preset's name, a dictionary or a `KVQuantConfig`.
+        max_cache_len: Overrides the config's; makes the cache static.
+        key_transforms: Per layer index, a transform of the keys before they are quantised.
+
+    Raises:
+        NotImplementedError: The model's cache cannot be quantised per head.
+        TypeError, ValueError: The config does not fit the model; the message names the argument.
+
+    Example:
+        >>> cache = KVQuantCache(model.config, "int4")
+        >>> model.generate(**inputs, past_key_values=cache)
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        preset_or_config: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET,
+        *,
+        max_cache_len: int | None = None,
+        key_transforms: Mapping[int, KeyTransform] | None = None,
+    ) -> None:
+        quant_config = KVQuantConfig.resolve(preset_or_config)
+        if max_cache_len is None:
+            max_cache_len = quant_config.max_cache_len
+        if quant_config.static and max_cache_len is None:
+            raise ValueError(
+                "KVQuantCache: `max_cache_len` must be given for a static cache, got None. "
+                "Give the longest sequence in tokens, prompt included."
+            )
+        text_config = config.get_text_config(decoder=True)
+        layer_types, layer_kwargs = cache_utils.get_layer_types_and_kwargs(text_config)
+        check_model(text_config, layer_types, quant_config)
+        self.quant_config = quant_config
+        self.notes = MaskNotes()
+        self.max_cache_len = max_cache_len
+        transforms = key_transforms or {}
+        layers = [
+            KVQuantLayer(
+                LayerStorage(
+                    quant_config.formats(index),
+                    max_cache_len=max_cache_len,
+                    name=f"layer {index}",
+                    key_transform=transforms.get(index),
+                ),
+                self.notes,
+            )
+            if layer_type == "full_attention"
+            else _transformers_layer(layer_type, kwargs, max_cache_len)
+            for index, (layer_type, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True))
+        ]
+        if not any(isinstance(layer, KVQuantLayer) for layer in layers):
+            _log_nothing_to_quantize(tuple(sorted(set(layer_types))))
+        Cache.__init__(self, layers=layers)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()  # type: ignore[no-untyped-call]
+        self.notes.has_holes = False
+
+    @property
+    def storages(self) -> list[LayerStorage]:
+        """The storages of the quantised layers."""
+        return [layer.storage for layer in self.layers if isinstance(layer, KVQuantLayer)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated by the layers of this package."""
+        return sum(storage.num_bytes for storage in self.storages)
+
+    @property
+    def num_bytes_held(self) -> int:
+        """Bytes of the tokens held, without unused capacity, in the layers of this package."""
+        return sum(
+            storage.bytes_per_token * storage.batch * storage.length
+            for storage in self.storages
+            if storage.is_allocated
+        )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token of one sequence takes in all layers of this package. 0 before the first tokens."""
+        return sum(storage.bytes_per_token for storage in self.storages if storage.is_allocated)
+
+
+def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_config: KVQuantConfig) -> None:
+    """Refuse a model or a config that cannot be served, before anything is built.
+
+    Args:
+        text_config: Of the decoder.
+        layer_types: Of its layers, as transformers names them.
+        quant_config: What the user asks for.
+
+    Raises:
+        NotImplementedError: The model keeps something else than keys and values per head.
+        ValueError: The config names layers that do not exist, or a format that head_dim does not fit.
+    """
+    model_type = text_config.model_type
+    if getattr(text_config, "kv_lora_rank", None) is not None:
+        raise NotImplementedError(
+            f"KVQuantCache: {model_type} keeps a latent (MLA) cache, which cannot be quantised per head. "
+            "Leave the model unpatched."
+        )
+    unknown = sorted(set(layer_types) - {"full_attention", *_LEFT_TO_TRANSFORMERS})
+    if unknown:
+        raise NotImplementedError(
+            f"KVQuantCache: {model_type} has layers of type {unknown}, whose caches are not keys and values per head. "
+            "Leave the model unpatched."
+        )
+    beyond = [index for index in quant_config.layers if index >= len(layer_types)]
+    if beyond:
+        raise ValueError(
+            f"KVQuantCache: `layers` must name layers below {len(layer_types)}, the model's number of layers, "
+            f"got {beyond}."
+        )
+    head_dim = getattr(text_config, "head_dim", None)
+    if head_dim is None and getattr(text_config, "num_attention_heads", None):
+        hidden_size = getattr(text_config, "hidden_size", None)
+        head_dim = None if hidden_size is None else hidden_size // text_config.num_attention_heads
+    if isinstance(head_dim, int):
+        for index, layer_type in enumerate(layer_types):
+            if layer_type == "full_attention":
+                formats: LayerFormats = quant_config.formats(index)
+                formats.key.num_groups(head_dim)
+                formats.value.num_groups(head_dim)
+
+
+def _transformers_layer(layer_type: str, kwargs: dict[str, Any], max_cache_len: int | None) -> Any:
+    """A cache layer of transformers' own, growing or static like ours."""
+    if max_cache_len is None:
+        return cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**kwargs)
+    return cache_utils.STATIC_LAYER_TYPE_MAPPING[layer_type](max_cache_len=max_cache_len, **kwargs)
+
+
+@functools.cache
+def _log_nothing_to_quantize(layer_types: tuple[str, ...]) -> None:
+    logger.warning(
+        "KVQuantCache: the model has no full-attention layer (its layers are %s), so nothing is quantised.",
+        list(layer_types),
+    )

@@ -1,0 +1,277 @@
+"""What the user asks for: `KVQuantConfig` and the presets.
+
+A config says, for every layer, in which format keys and values are kept, and whether the cache grows or is static. It
+validates what users type and knows no tensors; what a format is in memory is decided in `formats.py`. A config
+round-trips through `to_dict`, `from_dict` and JSON, so that it can stand in a `generation_config.json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ._errors import did_you_mean
+from .formats import KVFormat
+
+BACKEND = "hf_kvquant"
+
+_NONE = KVFormat("none")
+_INT8 = KVFormat("int8")
+_INT4 = KVFormat("int4", symmetric=False)
+_INT4_G32 = KVFormat("int4", "group", 32, symmetric=False)
+_FP8 = KVFormat("fp8")
+
+# Names for pairs of (keys, values). Keys need more bits than values: hence `k8v4`.
+PRESETS: dict[str, tuple[KVFormat, KVFormat]] = {
+    "none": (_NONE, _NONE),
+    "int8": (_INT8, _INT8),
+    "k8v4": (_INT8, _INT4),
+    "int4": (_INT4, _INT4),
+    "int4-g32": (_INT4_G32, _INT4_G32),
+    "fp8": (_FP8, _FP8),
+}
+DEFAULT_PRESET = "int8"
+
+# The format of a side that is named by its storage type alone.
+_DEFAULT_FORMATS = {"none": _NONE, "int8": _INT8, "int4": _INT4, "fp8": _FP8}
+_NBITS = {8: "int8", 4: "int4"}
+_KEYS = ("backend", "preset", "key", "value", "layers", "static", "max_cache_len")
+_ALIASES = ("nbits", "q_group_size", "residual_length")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerFormats:
+    """The formats of one layer.
+
+    Attributes:
+        key: Of keys.
+        value: Of values.
+    """
+
+    key: KVFormat
+    value: KVFormat
+
+    def describe(self) -> str:
+        """A short name for reports: one description when both sides are alike, else both."""
+        key, value = self.key.describe(), self.value.describe()
+        return key if key == value else f"key {key}, value {value}"
+
+
+@dataclasses.dataclass(frozen=True)
+class KVQuantConfig:
+    """How a model's key-value cache is kept.
+
+    Attributes:
+        key: Format of keys, in every layer that `layers` does not name.
+        value: Format of values, likewise.
+        layers: Per-layer overrides, by layer index.
+        static: Whether buffers are allocated once for `max_cache_len` tokens, so that the decode step can be compiled.
+        max_cache_len: Tokens that a static cache holds. `None` takes what `generate` needs; given, it implies `static`.
+
+    Raises:
+        TypeError, ValueError: Naming the argument, what was expected and what came.
+    """
+
+    key: KVFormat = _INT8
+    value: KVFormat = _INT8
+    layers: Mapping[int, LayerFormats] = dataclasses.field(default_factory=dict)
+    static: bool = False
+    max_cache_len: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("key", "value"):
+            if not isinstance(getattr(self, name), KVFormat):
+                raise TypeError(
+                    f"KVQuantConfig: `{name}` must be a KVFormat, got {getattr(self, name)!r}. "
+                    "KVQuantConfig.resolve accepts names and dictionaries."
+                )
+        if not isinstance(self.static, bool):
+            raise TypeError(f"KVQuantConfig: `static` must be True or False, got {self.static!r}.")
+        if self.max_cache_len is not None:
+            if isinstance(self.max_cache_len, bool) or not isinstance(self.max_cache_len, int):
+                raise TypeError(f"KVQuantConfig: `max_cache_len` must be an int or None, got {self.max_cache_len!r}.")
+            if self.max_cache_len <= 0:
+                raise ValueError(
+                    f"KVQuantConfig: `max_cache_len` must be positive, got {self.max_cache_len}. "
+                    "Give the longest sequence in tokens, prompt included."
+                )
+            object.__setattr__(self, "static", True)
+        for index, formats in self.layers.items():
+            if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+                raise ValueError(f"KVQuantConfig: `layers` must be keyed by layer indices from 0, got {index!r}.")
+            if not isinstance(formats, LayerFormats):
+                raise TypeError(f"KVQuantConfig: `layers[{index}]` must be LayerFormats, got {formats!r}.")
+        object.__setattr__(self, "layers", dict(sorted(self.layers.items())))
+
+    def formats(self, layer_idx: int) -> LayerFormats:
+        """The formats of one layer."""
+        return self.layers.get(layer_idx, LayerFormats(self.key, self.value))
+
+    @classmethod
+    def from_preset(cls, preset: str, **options: Any) -> KVQuantConfig:
+        """The config that a preset names.
+
+        Args:
+            preset: One of `PRESETS`.
+            **options: Other keys of `from_dict`, such as `static=True` or `layers={0: "int8"}`.
+
+        Raises:
+            ValueError: The preset or an option is unknown.
+        """
+        return cls.from_dict({"preset": preset, **options})
+
+    @classmethod
+    def resolve(cls, preset_or_config: str | KVQuantConfig | Mapping[str, Any]) -> KVQuantConfig:
+        """A config from whatever a user may pass: a preset's name, a dictionary, or a config."""
+        if isinstance(preset_or_config, KVQuantConfig):
+            return preset_or_config
+        if isinstance(preset_or_config, str):
+            return cls.from_preset(preset_or_config)
+        if isinstance(preset_or_config, Mapping):
+            return cls.from_dict(preset_or_config)
+        raise TypeError(
+            "KVQuantConfig: `preset_or_config` must be a preset's name, a dictionary or a KVQuantConfig, "
+            f"got {type(preset_or_config).__name__}. Presets: {list(PRESETS)}."
+        )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> KVQuantConfig:
+        """The config of a dictionary, as `to_dict` makes it or as a user types it in `cache_config`.
+
+        Keys: `preset` (a name from `PRESETS`), `key` and `value` (a storage type's name or a dictionary of `KVFormat`
+        fields; each overrides the preset's side), `layers` (layer index to a preset's name or to a dictionary with
+        `preset`, `key`, `value`), `static`, `max_cache_len`, `backend` (ignored when it is ours). transformers' own
+        spellings are understood: `nbits` (8 or 4, both sides), `q_group_size` (channels per scale, both sides) and
+        `residual_length` (only 0: every token is coded).
+
+        Raises:
+            ValueError: A key is unknown (the nearest known one is suggested) or a value has no meaning.
+        """
+        for key in data:
+            if key not in (*_KEYS, *_ALIASES):
+                choices = (*_KEYS, *_ALIASES)
+                raise ValueError(
+                    f"KVQuantConfig: unknown key '{key}'.{did_you_mean(key, choices)} Known keys: {list(choices)}."
+                )
+        if data.get("backend", BACKEND) != BACKEND:
+            raise ValueError(
+                f"KVQuantConfig: `backend` must be '{BACKEND}', got {data['backend']!r}. "
+                "Other backends belong to transformers' own QuantizedCache."
+            )
+        formats = _layer_formats("KVQuantConfig", {k: v for k, v in data.items() if k in ("preset", "key", "value")})
+        formats = _apply_aliases(formats, data)
+        layers = data.get("layers") or {}
+        if not isinstance(layers, Mapping):
+            raise TypeError(
+                f"KVQuantConfig: `layers` must map layer indices to presets or formats, got {type(layers).__name__}."
+            )
+        return cls(
+            key=formats.key,
+            value=formats.value,
+            layers={
+                _layer_index(index): _layer_formats(f"KVQuantConfig: layer {index}", v) for index, v in layers.items()
+            },
+            static=data.get("static", False),
+            max_cache_len=data.get("max_cache_len"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-serialisable form that `from_dict` turns back into an equal config."""
+        return {
+            "backend": BACKEND,
+            "key": self.key.to_dict(),
+            "value": self.value.to_dict(),
+            "layers": {
+                str(index): {"key": formats.key.to_dict(), "value": formats.value.to_dict()}
+                for index, formats in self.layers.items()
+            },
+            "static": self.static,
+            "max_cache_len": self.max_cache_len,
+        }
+
+
+def _preset(where: str, name: object) -> LayerFormats:
+    if not isinstance(name, str) or name not in PRESETS:
+        raise ValueError(
+            f"{where}: `preset` must be one of {list(PRESETS)}, got {name!r}.{did_you_mean(name, PRESETS)}"
+        )
+    return LayerFormats(*PRESETS[name])
+
+
+def _side(where: str, name: str, spelled: object) -> KVFormat:
+    """The format of one side, from a KVFormat, a storage type's name or a dictionary of KVFormat fields."""
+    if isinstance(spelled, KVFormat):
+        return spelled
+    if isinstance(spelled, Mapping):
+        return KVFormat.from_dict(dict(spelled))
+    if isinstance(spelled, str) and spelled in _DEFAULT_FORMATS:
+        return _DEFAULT_FORMATS[spelled]
+    raise ValueError(
+        f"{where}: `{name}` must be one of {list(_DEFAULT_FORMATS)} or a dictionary of KVFormat fields, "
+        f"got {spelled!r}.{did_you_mean(spelled, _DEFAULT_FORMATS)}"
+    )
+
+
+def _layer_formats(where: str, spelled: object) -> LayerFormats:
+    """Both sides, from a preset's name or a dictionary with `preset`, `key` and `value`."""
+    if isinstance(spelled, LayerFormats):
+        return spelled
+    if isinstance(spelled, str):
+        return _preset(where, spelled)
+    if not isinstance(spelled, Mapping):
+        raise TypeError(f"{where}: `layers` must hold presets' names or dictionaries, got {type(spelled).__name__}.")
+    for key in spelled:
+        if key not in ("preset", "key", "value"):
+            raise ValueError(
+                f"{where}: unknown key '{key}'.{did_you_mean(key, ('preset', 'key', 'value'))} "
+                "A layer takes 'preset', 'key' and 'value'."
+            )
+    base = _preset(where, spelled.get("preset", DEFAULT_PRESET))
+    return LayerFormats(
+        key=_side(where, "key", spelled["key"]) if "key" in spelled else base.key,
+        value=_side(where, "value", spelled["value"]) if "value" in spelled else base.value,
+    )
+
+
+def _layer_index(spelled: object) -> int:
+    """A layer index; JSON turns integer keys into strings."""
+    if isinstance(spelled, str) and spelled.isdigit():
+        return int(spelled)
+    if isinstance(spelled, bool) or not isinstance(spelled, int) or spelled < 0:
+        raise ValueError(f"KVQuantConfig: `layers` must be keyed by layer indices from 0, got {spelled!r}.")
+    return spelled
+
+
+def _apply_aliases(formats: LayerFormats, data: Mapping[str, Any]) -> LayerFormats:
+    """Apply transformers' spellings of the same things."""
+    if data.get("residual_length", 0) != 0:
+        raise ValueError(
+            f"KVQuantConfig: `residual_length` must be 0, got {data['residual_length']!r}. "
+            "Every token is coded here, so there is no dense window: leave the key out."
+        )
+    nbits = data.get("nbits")
+    if nbits is not None:
+        clash = [key for key in ("preset", "key", "value") if key in data]
+        if clash:
+            raise ValueError(
+                f"KVQuantConfig: `nbits` must not be given together with {clash}, got {nbits!r}. Keep one of them."
+            )
+        if nbits not in _NBITS:
+            raise ValueError(f"KVQuantConfig: `nbits` must be one of {list(_NBITS)}, got {nbits!r}.")
+        chosen = _DEFAULT_FORMATS[_NBITS[nbits]]
+        formats = LayerFormats(chosen, chosen)
+    group_size = data.get("q_group_size")
+    if group_size is not None:
+        if not (formats.key.is_quantized and formats.value.is_quantized):
+            raise ValueError(
+                "KVQuantConfig: `q_group_size` must be left out where keys or values are not quantised, "
+                f"got {group_size}."
+            )
+        formats = LayerFormats(
+            *(
+                dataclasses.replace(side, granularity="group", group_size=group_size)
+                for side in (formats.key, formats.value)
+            )
+        )
+    return formats

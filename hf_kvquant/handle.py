@@ -1,0 +1,159 @@
+"""What `KVQuantCache.update` hands to attention: handles over stored codes, and marked lengths over masks.
+
+transformers passes what `update` returns untouched to the attention function, and what `get_mask_sizes` returns
+untouched to the mask function. So `update` returns two `KVHandle`s over one `KVStep`, which `attention.py` recognises
+and serves from codes; and the length is a `KVLength`, which tells the mask function that handles will be attended to.
+A model that looks inside a handle instead (any torch function, indexing, a tensor method) gets dense tensors in its own
+basis: correct, slower, counted and said once in the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .storage import LayerStorage
+
+LOOKED_INSIDE = "the model or its attention implementation looks at keys and values itself (is the model patched?)"
+
+
+class MaskNotes:
+    """What one cache's 2-D attention masks have shown so far. Shared by all marked lengths of a cache.
+
+    Attributes:
+        has_holes: Whether a mask hid tokens other than a sequence's first ones. Kernels know left padding as a number
+            of tokens only, so from then on masks are dense and attention falls back.
+    """
+
+    def __init__(self) -> None:
+        self.has_holes = False
+
+
+class KVLength(int):
+    """A length that says: the layers of this mask return handles, and this is where to note what the mask shows.
+
+    Attributes:
+        notes: Of the cache.
+        is_first_chunk: Whether `update` will return the raw tensors this time, so that a mask is needed as usual.
+    """
+
+    notes: MaskNotes
+    is_first_chunk: bool
+
+    def __new__(cls, length: int, notes: MaskNotes, is_first_chunk: bool) -> KVLength:
+        marked = super().__new__(cls, length)
+        marked.notes = notes
+        marked.is_first_chunk = is_first_chunk
+        return marked
+
+
+class KVStep:
+    """One forward of one layer: the storage, and how many tokens are new. Shared by the handles of key and value.
+
+    Several layers may attend through one step (models that share keys and values): the storage appends what is pending
+    for the first of them.
+    """
+
+    def __init__(self, storage: LayerStorage, q_len: int) -> None:
+        self.storage = storage
+        self.q_len = q_len
+        self._dense: tuple[Tensor, Tensor] | None = None
+
+    def dense(self, reason: str) -> tuple[Tensor, Tensor]:
+        """Dequantised keys and values, computed once per step. `reason` is logged and counted where codes exist."""
+        if self._dense is None:
+            if self.storage.is_quantized:
+                self.storage.note_fallback(reason)
+            self._dense = self.storage.dequantize()
+        return self._dense
+
+
+class KVHandle:
+    """Keys or values of one layer, opaque outside attention.
+
+    Args:
+        step: Shared with the other side's handle.
+        side: 0 for keys, 1 for values.
+    """
+
+    def __init__(self, step: KVStep, side: int) -> None:
+        self.step = step
+        self.side = side
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[batch, num_kv_heads, tokens, head_dim]`, as the dense tensor would have it."""
+        storage = self.step.storage
+        tokens = storage.max_cache_len if storage.max_cache_len is not None else storage.length
+        head_dim = storage.value_head_dim if self.side else storage.key_head_dim
+        return torch.Size((storage.batch, storage.num_kv_heads, tokens, head_dim))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        assert self.step.storage.dtype is not None
+        return self.step.storage.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.step.storage.device
+
+    @property
+    def ndim(self) -> int:
+        """4."""
+        return 4
+
+    def to(self, *args: Any, **kwargs: Any) -> KVHandle | Tensor:
+        """Itself where nothing changes, as a tensor does, else the dense tensor moved or cast."""
+        if args == (self.device,) or args == (self.dtype,):
+            return self
+        return self.dense().to(*args, **kwargs)
+
+    def dense(self) -> Tensor:
+        """The dequantised tensor, in the model's dtype and basis."""
+        return self.step.dense(LOOKED_INSIDE)[self.side]
+
+    def __repr__(self) -> str:
+        return (
+            f"KVHandle({'value' if self.side else 'key'}, {list(self.shape)}, {self.step.storage.formats.describe()})"
+        )
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.dense()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("step", "side"):  # copy and pickle probe for these before __init__
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return func(*_densified(args), **_densified(kwargs or {}))
+
+
+def _densified(value: Any) -> Any:
+    """`value` with every handle replaced by its dense tensor, in nested lists, tuples and dictionaries."""
+    if isinstance(value, KVHandle):
+        return value.dense()
+    if isinstance(value, Mapping):
+        return {key: _densified(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_densified(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+for _name in ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__matmul__", "__rmatmul__",
+              "__truediv__", "__neg__", "__len__"):  # fmt: skip
+    # Operators are looked up on the type, past __getattr__.
+    setattr(KVHandle, _name, lambda self, *args, _name=_name: getattr(self.dense(), _name)(*_densified(args)))

@@ -1,0 +1,274 @@
+"""`patch`, `unpatch`, `patched`, `enable` and `disable`: how a model comes to use our cache and our attention.
+
+A patched model has our attention implementation in its config (it passes everything but our handles on to the one it
+had), and one method of its own: `_prepare_cache_for_generation`, which builds a `KVQuantCache` where `generate` would
+have built a default cache. The choice is made inside that hook and not in `generation_config`, where it would clash
+with `past_key_values=` and leak into the calls of an assistant model. `enable` installs the same hook for all models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from .attention import implementation_name, is_ours
+from .cache import KVQuantCache, check_model
+from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig
+
+logger = logging.getLogger(__name__)
+
+_HOOK = "_prepare_cache_for_generation"
+_STATE = "_hf_kvquant"
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchState:
+    """What `patch` left on a model.
+
+    Attributes:
+        config: How `generate` caches by default.
+        previous_attention: The attention implementation to restore.
+    """
+
+    config: KVQuantConfig
+    previous_attention: str
+
+
+def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET) -> Model:
+    """Make `model.generate` keep keys and values as codes and attend to them directly.
+
+    A cache that the user passes, `use_cache=False`, any `cache_implementation` of transformers and assistant models
+    keep working as before. Patching again replaces the config.
+
+    Args:
+        model: A decoder-only model of transformers.
+        preset_or_config: A preset's name, a dictionary or a `KVQuantConfig`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        NotImplementedError: The model's cache cannot be served; it is left as it was.
+        TypeError, ValueError: The config has no meaning or does not fit the model.
+
+    Example:
+        >>> hf_kvquant.patch(model, "int4")
+        >>> model.generate(**inputs, max_new_tokens=100)
+    """
+    config = KVQuantConfig.resolve(preset_or_config)
+    _check_patchable(model, config)
+    state = state_of(model)
+    previous = _text_config(model)._attn_implementation if state is None else state.previous_attention
+    _route_attention(model, previous)
+    setattr(model, _STATE, PatchState(config, previous))
+    # A partial of a module-level function survives pickle and deepcopy with the model; a bound method would not.
+    setattr(model, _HOOK, functools.partial(prepare_cache, model))
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Undo `patch`.
+
+    Returns:
+        The same model, with the attention implementation and the methods it had.
+
+    Raises:
+        ValueError: The model is not patched.
+    """
+    state = state_of(model)
+    if state is None:
+        raise ValueError(
+            f"unpatch: `model` must be patched, got an unpatched {type(model).__name__}. Call patch first."
+        )
+    delattr(model, _HOOK)
+    delattr(model, _STATE)
+    _set_attention(model, state.previous_attention)
+    return model
+
+
+@contextlib.contextmanager
+def patched(
+    model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET
+) -> Iterator[Model]:
+    """`patch` for the length of a `with` block; afterwards the model is as it was before, patched or not."""
+    before = state_of(model)
+    patch(model, preset_or_config)
+    try:
+        yield model
+    finally:
+        if before is None:
+            unpatch(model)
+        else:
+            setattr(model, _STATE, before)
+
+
+def state_of(model: PreTrainedModel) -> PatchState | None:
+    """What `patch` left on a model, or `None` where it is not patched."""
+    state: PatchState | None = model.__dict__.get(_STATE)
+    return state
+
+
+def enable() -> None:
+    """Make `cache_implementation="quantized", cache_config={"backend": "hf_kvquant"}` work on every model.
+
+    For servers and code that never calls `patch`. A model that asks for our backend gets our attention implementation
+    on the first such call, and keeps it: it serves other caches as the one before did.
+    """
+    if getattr(GenerationMixin, _HOOK) is not _hook_for_all:
+        global _original_hook
+        _original_hook = getattr(GenerationMixin, _HOOK)
+        setattr(GenerationMixin, _HOOK, _hook_for_all)
+
+
+def disable() -> None:
+    """Undo `enable`. Does nothing when it is not in force."""
+    if getattr(GenerationMixin, _HOOK) is _hook_for_all:
+        setattr(GenerationMixin, _HOOK, _original_hook)
+
+
+_original_hook: Callable[..., Any] = getattr(GenerationMixin, _HOOK)
+
+
+def _hook_for_all(self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+    if _asks_for_us(generation_config):
+        previous = _text_config(self)._attn_implementation
+        if not is_ours(previous):
+            _route_attention(self, previous)
+    return prepare_cache(self, generation_config, model_kwargs, *args, fall_through=_original_hook)
+
+
+def prepare_cache(
+    model: PreTrainedModel,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    fall_through: Callable[..., Any] | None = None,
+) -> Any:
+    """What runs in place of `GenerationMixin._prepare_cache_for_generation`: our cache where it is wanted.
+
+    Args:
+        model: The generating model.
+        generation_config: Of this call.
+        model_kwargs: Of this call; receives `past_key_values`.
+        *args: `generation_mode, batch_size, max_cache_length`, as transformers passes them.
+        fall_through: What prepares every other cache; `None` means the model class's own method.
+    """
+    cache = cache_for(model, generation_config, model_kwargs, max_cache_length=args[-1])
+    if cache is None:
+        if fall_through is not None:
+            return fall_through(model, generation_config, model_kwargs, *args)
+        return getattr(type(model), _HOOK)(model, generation_config, model_kwargs, *args)
+    model_kwargs["past_key_values"] = cache
+    if generation_config.is_assistant:
+        cache.activate_past_recording()  # type: ignore[no-untyped-call]
+    return None
+
+
+def cache_for(
+    model: PreTrainedModel, generation_config: Any, model_kwargs: Mapping[str, Any], *, max_cache_length: int
+) -> KVQuantCache | None:
+    """The cache for one call of `generate`, or `None` where the call is not ours.
+
+    Args:
+        model: The generating model.
+        generation_config: Of this call.
+        model_kwargs: Of this call.
+        max_cache_length: Tokens that a static cache has to hold for it.
+
+    Raises:
+        NotImplementedError, TypeError, ValueError: As `KVQuantCache` does; `output_attentions` is refused too.
+    """
+    state = state_of(model)
+    if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+        return None
+    if _asks_for_us(generation_config):
+        options = {
+            key: value for key, value in generation_config.cache_config.items() if key not in ("backend", "config")
+        }
+        config = KVQuantConfig.from_dict(options) if options or state is None else state.config
+    elif state is not None and generation_config.cache_implementation is None:
+        config = state.config
+    else:
+        return None
+    # transformers declares this method on a mixin, where type checkers take it for a tensor.
+    keeps_cache: Callable[[], bool] = getattr(model, "_supports_default_dynamic_cache")  # noqa: B009
+    if model.config.is_encoder_decoder or not keeps_cache():
+        raise NotImplementedError(
+            f"generate: {type(model).__name__} does not keep a cache of its decoder alone, so it cannot be quantised. "
+            "Drop cache_config, or unpatch the model."
+        )
+    if generation_config.output_attentions:
+        raise NotImplementedError(
+            "generate: `output_attentions` must be False with a quantised cache, got True: attention weights are never "
+            "formed. Use hf_kvquant.unpatch, or another cache_implementation."
+        )
+    max_cache_len = None
+    if config.static:
+        max_cache_len = config.max_cache_len or max_cache_length
+        if max_cache_len < max_cache_length:
+            raise ValueError(
+                f"generate: `max_cache_len` must be at least {max_cache_length} for this prompt and max_new_tokens, "
+                f"got {max_cache_len}. Raise it in the config, or leave it out and pass static=True."
+            )
+    return KVQuantCache(model.config, config, max_cache_len=max_cache_len)
+
+
+def _asks_for_us(generation_config: Any) -> bool:
+    """Whether a call names our backend."""
+    cache_config = generation_config.cache_config
+    return (
+        generation_config.cache_implementation == "quantized"
+        and isinstance(cache_config, Mapping)
+        and cache_config.get("backend") == BACKEND
+    )
+
+
+def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    return model.config.get_text_config(decoder=True)
+
+
+def _check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"patch: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
+            "Pass the model itself, not a pipeline or a wrapper."
+        )
+    if model.config.is_encoder_decoder:
+        raise NotImplementedError(
+            f"patch: {type(model).__name__} is an encoder-decoder, whose cross-attention cache cannot be quantised. "
+            "Pass EncoderDecoderCache(KVQuantCache(...), DynamicCache()) as past_key_values instead."
+        )
+    text_config = _text_config(model)
+    layer_types, _ = get_layer_types_and_kwargs(text_config)
+    check_model(text_config, layer_types, config)
+
+
+def _route_attention(model: PreTrainedModel, previous: str) -> None:
+    """Set our attention over `previous`; models that do not use transformers' registry keep their own and fall back."""
+    name = implementation_name(previous)
+    _set_attention(model, name)
+    if _text_config(model)._attn_implementation != name:
+        logger.warning(
+            "patch: %s computes attention by itself, outside transformers' registry, so it attends to dequantised "
+            "tensors. Correct, slower.",
+            type(model).__name__,
+        )
+
+
+def _set_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention implementation of the text model, and of nothing else."""
+    text_config = _text_config(model)
+    if text_config is model.config:
+        model.set_attn_implementation(name)
+        return
+    for key in model.config.sub_configs:
+        if getattr(model.config, key, None) is text_config:
+            model.set_attn_implementation({key: name})
