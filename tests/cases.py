@@ -1,0 +1,146 @@
+"""The one list of formats, shapes and data that tests run over, and the planes they run on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from hf_kvquant import ops, reference
+from hf_kvquant.formats import KVFormat, Planes
+
+HEAD_DIMS = (64, 80, 96, 128, 256, 8, 40)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NUM_Q_PER_KV = (1, 4, 8)
+Q_LENS = (1, 2, 5, 33)
+
+
+def engines() -> list[str]:
+    """What can run the ops here: every instruction set of the CPU kernels, and CUDA where there is a GPU."""
+    names = ["cpu"]
+    module = ops.extension()
+    if not isinstance(module, ImportError):
+        names = [f"cpu-{name}" for name in ("portable", "avx2", "avx512") if module.set_cpu_capability(name)]
+        module.set_cpu_capability(None)
+    return names + (["cuda"] if torch.cuda.is_available() else [])
+
+
+def make_formats(head_dim: int = 64) -> list[KVFormat]:
+    """Every storage type, granularity and symmetry, with the largest common group size below `head_dim`."""
+    group_size = next(size for size in (32, 40, 16, 8) if head_dim % size == 0)
+    formats = [KVFormat("none")]
+    for storage in ("int8", "int4", "fp8"):
+        for symmetric in (True,) if storage == "fp8" else (True, False):
+            for granularity in ("tensor", "token", "head", "group"):
+                size = group_size if granularity == "group" else None
+                formats.append(KVFormat(storage, granularity, size, symmetric))
+    return formats
+
+
+def name_of(value: object) -> str:
+    """A part of a test id: formats and dtypes by name, numbers as they are."""
+    if isinstance(value, KVFormat):
+        return value.describe()
+    return str(value).removeprefix("torch.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of the ops."""
+
+    formats: tuple[KVFormat, KVFormat]
+    head_dim: int
+    dtype: torch.dtype = torch.float32
+    num_q_per_kv: int = 1
+    q_len: int = 1
+    lengths: tuple[int, ...] = (64, 1, 37)
+    starts: tuple[int, ...] | None = None
+    num_kv_heads: int = 2
+    value_dim: int | None = None
+    capacity: int = 128
+
+    def __str__(self) -> str:
+        keys, values = (kv_format.describe() for kv_format in self.formats)
+        formats = keys if keys == values else f"{keys}+{values}"
+        text = f"{formats}-hd{self.head_dim}-{name_of(self.dtype)}-gqa{self.num_q_per_kv}-q{self.q_len}"
+        return text + f"-len{','.join(map(str, self.lengths))}"
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_q_heads(self) -> int:
+        return self.num_kv_heads * self.num_q_per_kv
+
+    def head_dims(self) -> tuple[int, int]:
+        """Of keys and of values."""
+        return self.head_dim, self.value_dim or self.head_dim
+
+    def lengths_tensor(self) -> Tensor:
+        return torch.tensor(self.lengths, dtype=torch.int32)
+
+    def starts_tensor(self) -> Tensor | None:
+        return None if self.starts is None else torch.tensor(self.starts, dtype=torch.int32)
+
+
+def tokens(case: Case, count: int, head_dim: int, scale: float = 1.0) -> Tensor:
+    """Random keys or values `[batch, num_kv_heads, count, head_dim]` in the case's dtype, one channel an outlier."""
+    x = torch.randn(case.batch, case.num_kv_heads, count, head_dim) * scale
+    x[..., head_dim // 3] *= 6
+    return x.to(case.dtype)
+
+
+def queries(case: Case) -> Tensor:
+    return torch.randn(case.batch, case.num_q_heads, case.q_len, case.head_dim).to(case.dtype)
+
+
+def poisoned(kv_format: KVFormat, batch: int, heads: int, head_dim: int, capacity: int, dtype: torch.dtype) -> Planes:
+    """Planes whose every element is what reads must never turn into output: NaN, or random bytes under a NaN scale."""
+    planes = kv_format.allocate(batch, heads, head_dim, capacity, dtype=dtype, device=torch.device("cpu"))
+    if not kv_format.is_quantized:
+        planes.codes.fill_(torch.nan)
+        return planes
+    planes.codes.random_(0, 256)
+    assert planes.scale is not None
+    planes.scale.fill_(torch.nan)
+    if planes.zero is not None:
+        planes.zero.fill_(torch.nan)
+    return planes
+
+
+def filled(case: Case, side: int, x: Tensor | None = None) -> Planes:
+    """Planes with tokens `starts … lengths - 1` of `x` (random by default), everything else poisoned.
+
+    Args:
+        case: Gives format, shapes and lengths.
+        side: 0 for keys, 1 for values.
+        x: `[batch, num_kv_heads, capacity, head_dim]`.
+    """
+    kv_format, head_dim = case.formats[side], case.head_dims()[side]
+    if x is None:
+        x = tokens(case, case.capacity, head_dim)
+    planes = poisoned(kv_format, case.batch, case.num_kv_heads, head_dim, case.capacity, case.dtype)
+    if not kv_format.is_quantized:
+        written = Planes(x.to(planes.codes.dtype), None, None)
+    else:
+        written = reference.quantize(x, kv_format)
+    for b, length in enumerate(case.lengths):
+        start = case.starts[b] if case.starts else 0
+        planes.codes[b, :, start:length] = written.codes[b, :, start:length]
+        for plane, source in ((planes.scale, written.scale), (planes.zero, written.zero)):
+            if plane is None or source is None:
+                continue
+            if plane.shape[3] == 1:
+                plane[b] = source[b]
+            else:
+                plane[b, ..., start:length] = source[b, ..., start:length]
+    return planes
+
+
+def clone(planes: Planes, device: str = "cpu") -> Planes:
+    """A copy with the same strides, on a device."""
+    return Planes(
+        *(None if plane is None else plane.clone().to(device) for plane in (planes.codes, planes.scale, planes.zero))
+    )

@@ -1,0 +1,759 @@
+"""The compiled ops against `reference.py`: codes bitwise, attention within a bound derived from PyTorch's own error.
+
+Every test that calls an op runs once for each implementation of it (the `engine` fixture): all instruction sets of the
+CPU kernels, and CUDA where there is a GPU. Memory that must not be read is poisoned with NaN, and whole planes are
+compared, so that a stray read or write shows up as a wrong result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import (
+    DTYPES,
+    HEAD_DIMS,
+    NUM_Q_PER_KV,
+    Q_LENS,
+    Case,
+    clone,
+    filled,
+    make_formats,
+    name_of,
+    poisoned,
+    queries,
+    tokens,
+)
+from compare import assert_close, assert_same, assert_same_planes
+from tolerances import attention_bound, lse_bound
+from torch import Tensor
+
+from hf_kvquant import formats, ops, reference
+from hf_kvquant.formats import KVFormat, Planes
+
+SOME_FORMATS = [
+    KVFormat("none"),
+    KVFormat("int8"),
+    KVFormat("int4", symmetric=False),
+    KVFormat("int4", "group", 32, symmetric=False),
+    KVFormat("int8", "token", symmetric=False),
+    KVFormat("fp8"),
+    KVFormat("int4", "tensor"),
+]
+CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def pair(kv_format: KVFormat) -> tuple[KVFormat, KVFormat]:
+    return kv_format, kv_format
+
+
+def to(device: str, *tensors: Tensor | None) -> list[Any]:
+    return [None if tensor is None else tensor.to(device) for tensor in tensors]
+
+
+# --- append -----------------------------------------------------------------------------------------------------------
+
+
+def run_append(engine: str, case: Case, key: Tensor, value: Tensor) -> None:
+    """Appends to poisoned planes on the device and in the reference, and compares all of them."""
+    planes = []
+    for side, x in enumerate((key, value)):
+        kv_format = case.formats[side]
+        made = poisoned(kv_format, case.batch, case.num_kv_heads, case.head_dims()[side], case.capacity, case.dtype)
+        if kv_format.granularity == "tensor":
+            # The scale of an earlier, smaller chunk: the new tokens run into the clamps.
+            frozen = reference.compute_scale(torch.randn(x.shape), kv_format)
+            made = Planes(made.codes, *frozen)
+        planes.append(made)
+    ours = [clone(made, engine) for made in planes]
+    lengths = case.lengths_tensor()
+    new = to(engine, key, value)
+    before = [x.clone() for x in new]
+    ops.append(*new, *ours, lengths.to(engine), case.formats)
+    for side, x in enumerate((key, value)):
+        kv_format = case.formats[side]
+        reference.append(x, planes[side], kv_format, lengths)
+        assert_same_planes(ours[side], planes[side], f"{case}, {'value' if side else 'key'}")
+        assert_same(new[side], before[side].cpu(), f"{case}, input")
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("index", range(len(make_formats())))
+def test_append_matches_reference(engine: str, index: int, head_dim: int) -> None:
+    kv_format = make_formats(head_dim)[index]
+    other = make_formats(head_dim)[(index * 5 + 3) % len(make_formats())]
+    for i, dtype in enumerate(DTYPES):
+        q_len = Q_LENS[(index + head_dim // 8 + i) % len(Q_LENS)]
+        case = Case((kv_format, other), head_dim, dtype, q_len=q_len, lengths=(q_len, 64 + q_len, 128))
+        run_append(engine, case, tokens(case, q_len, head_dim), tokens(case, q_len, head_dim, scale=30.0))
+
+
+def zeros(x: Tensor) -> Tensor:
+    return torch.zeros_like(x)
+
+
+def constant(x: Tensor) -> Tensor:
+    return torch.full_like(x, 0.3)
+
+
+def negative_constant(x: Tensor) -> Tensor:
+    return torch.full_like(x, -2.5)
+
+
+def offset_noise(x: Tensor) -> Tensor:
+    return x * 0.01 + 100
+
+
+def outlier(x: Tensor) -> Tensor:
+    x[..., 3] = 5000
+    return x
+
+
+def huge(x: Tensor) -> Tensor:
+    return x * 3e4
+
+
+def denormal(x: Tensor) -> Tensor:
+    return x * (1e-40 if x.dtype == torch.float32 else 1e-7)
+
+
+def ties(x: Tensor) -> Tensor:
+    """Multiples of half a code, so that every rounding is a tie."""
+    x = (torch.randint_like(x, -14, 15) / 2).to(x.dtype)
+    x[..., 0] = 7
+    return x
+
+
+def with_inf(x: Tensor) -> Tensor:
+    x[0, 1, 0, 2] = torch.inf
+    return x
+
+
+def with_minus_inf(x: Tensor) -> Tensor:
+    x[0, 0, -1, -1] = -torch.inf
+    return x
+
+
+def with_nan(x: Tensor) -> Tensor:
+    x[1, 0, 1, 5] = torch.nan
+    return x
+
+
+DATA = [
+    zeros,
+    constant,
+    negative_constant,
+    offset_noise,
+    outlier,
+    huge,
+    denormal,
+    ties,
+    with_inf,
+    with_minus_inf,
+    with_nan,
+]
+
+
+@pytest.mark.parametrize("change", DATA, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("kv_format", make_formats(), ids=name_of)
+def test_append_keeps_unusual_data_exact(engine: str, kv_format: KVFormat, change: Callable[[Tensor], Tensor]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(pair(kv_format), 64, dtype, q_len=3, lengths=(3, 70))
+        run_append(engine, case, change(tokens(case, 3, 64)), tokens(case, 3, 64))
+        run_append(engine, case, tokens(case, 3, 64), change(tokens(case, 3, 64)))
+
+
+@pytest.mark.parametrize("kv_format", make_formats(), ids=name_of)
+def test_append_takes_any_strides(engine: str, kv_format: KVFormat) -> None:
+    case = Case(pair(kv_format), 64, q_len=5, lengths=(5, 61))
+    fused = torch.randn(case.batch, case.q_len, case.num_kv_heads, 3, 64)  # as a fused projection gives them
+    run_append(engine, case, fused[..., 1, :].transpose(1, 2), fused[..., 2, :].transpose(1, 2))
+    run_append(engine, case, torch.randn(2, 2, 64, 5).mT, torch.randn(2, 2, 5, 128)[..., ::2])
+    run_append(engine, case, torch.randn(1, 1, 1, 64).expand(2, 2, 5, 64), torch.randn(2, 2, 1, 64).expand(2, 2, 5, 64))
+
+
+@pytest.mark.parametrize("kv_format", make_formats(), ids=name_of)
+def test_append_writes_into_views(engine: str, kv_format: KVFormat) -> None:
+    """Planes of every other sequence of a larger cache: each stride is another than that of a new plane."""
+    case = Case(pair(kv_format), 64, q_len=2, lengths=(2, 9))
+    large = kv_format.allocate(4, 2, 64, 192, dtype=torch.float32, device=torch.device(engine))
+    small = kv_format.allocate(2, 2, 64, 128, dtype=torch.float32, device=torch.device("cpu"))
+    if kv_format.granularity == "tensor":
+        assert large.scale is not None and small.scale is not None
+        large.scale.fill_(0.05)
+        small.scale.fill_(0.05)
+
+    def view(plane: Tensor | None, axis: int) -> Tensor | None:
+        if plane is None:
+            return None
+        return plane[::2] if plane.shape[axis] == 1 else plane[::2].narrow(axis, 64, 128)
+
+    planes = Planes(large.codes[::2, :, 64:], view(large.scale, 3), view(large.zero, 3))
+    x = tokens(case, 2, 64)
+    ops.append(x.to(engine), x.to(engine), planes, clone(small, engine), case.lengths_tensor().to(engine), case.formats)
+    reference.append(x, small, kv_format, case.lengths_tensor())
+    for b, length in enumerate(case.lengths):
+        assert_same(planes.codes[b, :, length - 2 : length], small.codes[b, :, length - 2 : length], f"{case}, {b}")
+    for plane, expected in ((planes.scale, small.scale), (planes.zero, small.zero)):
+        if plane is not None and expected is not None:
+            assert_same(plane, expected, f"{case}, scale or zero")
+
+
+# --- decode -----------------------------------------------------------------------------------------------------------
+
+
+def plain_attention(
+    case: Case,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    softmax_scale: float,
+    starts: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sliding_window: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """What eager PyTorch makes of the same keys and values in the working dtype: the measure of a fair rounding error."""
+    key = key.nan_to_num(0, 0, 0).to(case.dtype).repeat_interleave(case.num_q_per_kv, 1)
+    value = value.nan_to_num(0, 0, 0).to(case.dtype).repeat_interleave(case.num_q_per_kv, 1)
+    scores = query @ key.mT * softmax_scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    column = torch.arange(case.capacity)
+    position = case.lengths_tensor().view(-1, 1, 1, 1) - case.q_len + torch.arange(case.q_len).view(1, 1, -1, 1)
+    if alibi_slopes is not None:
+        scores = scores + (alibi_slopes.view(1, -1, 1, 1) * (column - position)).to(case.dtype)
+    is_visible = column <= position
+    if starts is not None:
+        is_visible = is_visible & (column >= starts.view(-1, 1, 1, 1))
+    if sliding_window:
+        is_visible = is_visible & (column > position - sliding_window)
+    scores = scores.masked_fill(~is_visible, -torch.inf).float()
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : case.capacity].nan_to_num(0).to(case.dtype)
+    return (weights @ value).transpose(1, 2), scores.logsumexp(-1)
+
+
+def run_decode(
+    engine: str,
+    case: Case,
+    *,
+    planes: tuple[Planes, Planes] | None = None,
+    query: Tensor | None = None,
+    num_splits: int = 0,
+    softmax_scale: float | None = None,
+    **extras: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attends on the device and in the reference, to equal planes, and compares output and lse."""
+    planes = planes or (filled(case, 0), filled(case, 1))
+    query = queries(case) if query is None else query
+    softmax_scale = softmax_scale or case.head_dim**-0.5
+    if case.starts is not None:
+        extras["starts"] = case.starts_tensor()
+    on_device = {name: x.to(engine) if isinstance(x, Tensor) else x for name, x in extras.items()}
+    out, lse = ops.decode(
+        query.to(engine),
+        None,
+        clone(planes[0], engine),
+        clone(planes[1], engine),
+        case.lengths_tensor().to(engine),
+        case.formats,
+        softmax_scale=softmax_scale,
+        num_splits=num_splits,
+        **on_device,
+    )
+    key, value = (reference.dequantize(made, kv_format) for made, kv_format in zip(planes, case.formats, strict=True))
+    expected_out, expected_lse = reference.decode_attention(
+        query.float(), key, value, case.lengths_tensor(), softmax_scale=softmax_scale, **extras
+    )
+    torch_out, torch_lse = plain_attention(case, query, key, value, softmax_scale=softmax_scale, **extras)
+    max_logit = largest(query.float().norm(dim=-1)) * largest(key.norm(dim=-1)) * softmax_scale
+    bound = attention_bound(expected_out, torch_out, case.dtype, max_logit, largest(value))
+    what = f"{case} {sorted(extras)}"
+    assert out.dtype == case.dtype and out.is_contiguous(), what
+    assert lse.dtype == torch.float32 and lse.is_contiguous(), what
+    assert_close(out, expected_out, bound, f"{what}, out")
+    assert_same(lse.cpu() == -torch.inf, expected_lse == -torch.inf, f"{what}, rows that attend to nothing")
+    assert_close(lse, expected_lse, lse_bound(expected_lse, torch_lse, max_logit), f"{what}, lse")
+    return out, lse
+
+
+def largest(x: Tensor) -> float:
+    finite = x[x.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("index", range(len(make_formats())))
+def test_decode_matches_reference(engine: str, index: int, head_dim: int) -> None:
+    kv_format = make_formats(head_dim)[index]
+    for i, dtype in enumerate(DTYPES):
+        shape = index + head_dim // 8 + i
+        q_len = Q_LENS[shape % len(Q_LENS)]
+        num_q_per_kv = NUM_Q_PER_KV[(shape // len(Q_LENS) + i) % len(NUM_Q_PER_KV)]
+        lengths = (q_len, 64 + q_len, 127)
+        run_decode(engine, Case(pair(kv_format), head_dim, dtype, num_q_per_kv, q_len, lengths))
+
+
+@pytest.mark.parametrize("num_q_per_kv", [*NUM_Q_PER_KV, 3, 12])
+@pytest.mark.parametrize("q_len", Q_LENS)
+def test_decode_serves_every_group_and_chunk(engine: str, q_len: int, num_q_per_kv: int) -> None:
+    for kv_format in SOME_FORMATS:
+        lengths = (q_len, 60 + q_len, 128)
+        run_decode(engine, Case(pair(kv_format), 64, torch.bfloat16, num_q_per_kv, q_len, lengths))
+
+
+@pytest.mark.parametrize("kv_format", SOME_FORMATS, ids=name_of)
+def test_decode_serves_every_length(engine: str, kv_format: KVFormat) -> None:
+    lengths = tuple(range(129))  # a sequence for each, the empty one included
+    run_decode(engine, Case(pair(kv_format), 64, num_q_per_kv=2, lengths=lengths, num_kv_heads=1))
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3, 16])
+@pytest.mark.parametrize("kv_format", SOME_FORMATS, ids=name_of)
+def test_decode_splits_long_sequences(engine: str, kv_format: KVFormat, num_splits: int) -> None:
+    case = Case(pair(kv_format), 128, torch.bfloat16, 4, lengths=(3000, 17), capacity=3072)
+    run_decode(engine, case, num_splits=num_splits)
+
+
+EXTRAS: dict[str, dict[str, Any]] = {
+    "window": {"sliding_window": 20},
+    "window_of_one": {"sliding_window": 1},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": torch.linspace(-3, 6, 8)},
+    "alibi": {"alibi_slopes": torch.linspace(0.01, 0.5, 8)},
+    "all": {
+        "sliding_window": 33,
+        "softcap": 8.0,
+        "sinks": torch.linspace(-3, 6, 8),
+        "alibi_slopes": torch.linspace(0.01, 0.5, 8),
+    },
+}
+
+
+@pytest.mark.parametrize("starts", [None, (0, 13, 64)], ids=["no_padding", "left_padding"])
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_decode_serves_masks_and_extras(engine: str, extras: str, starts: tuple[int, ...] | None) -> None:
+    for kv_format in SOME_FORMATS:
+        for q_len in (1, 5):
+            case = Case(pair(kv_format), 64, torch.float32, 4, q_len, (q_len, 77, 128), starts)
+            run_decode(engine, case, **EXTRAS[extras])
+
+
+def test_decode_outputs_zero_where_nothing_is_attended(engine: str) -> None:
+    for kv_format in SOME_FORMATS:
+        case = Case(pair(kv_format), 64, q_len=3, lengths=(0, 2, 40), starts=(0, 2, 39))
+        out, lse = run_decode(engine, case)
+        assert not out[0].any() and not out[1].any() and not out[2, :1].any()
+        assert (lse[:2] == -torch.inf).all()
+        sinks = torch.tensor([0.5, -1.0])
+        out, lse = run_decode(engine, case, sinks=sinks)
+        assert not out[0].any()
+        assert_same(lse[0], sinks.unsqueeze(1).expand(2, 3), f"{case}: lse of the sink alone")
+
+
+def test_keys_and_values_may_differ_in_format_and_head_dim(engine: str) -> None:
+    every = make_formats()
+    for i, kv_format in enumerate(every):
+        case = Case((kv_format, every[(i + 7) % len(every)]), 64, torch.float16, 4, 2, (2, 90, 128), value_dim=96)
+        run_decode(engine, case)
+        case = Case((every[(i + 4) % len(every)], kv_format), 128, torch.bfloat16, 1, 1, (1, 90, 128), value_dim=40)
+        run_decode(engine, case)
+
+
+@pytest.mark.parametrize("kv_format", make_formats(), ids=name_of)
+def test_nan_stays_with_those_who_attend_to_it(engine: str, kv_format: KVFormat) -> None:
+    for side in (0, 1):
+        for bad in (torch.nan, torch.inf):
+            case = Case(pair(kv_format), 64, torch.float32, 2, 3, (50, 50, 50))
+            x = tokens(case, case.capacity, 64)
+            x[0, 0, 10, 5] = bad  # seen by all three queries of head 0, or of all heads where they share the scale
+            x[1, 1, 49, 63] = bad  # seen by the last query only
+            x[2, 0, 50, 0] = bad  # behind the end
+            if kv_format.granularity == "tensor":
+                x[2, 0, 50, 0] = 0.0  # one scale serves the sequence: it would be NaN everywhere
+            planes = [filled(case, 0), filled(case, 1)]
+            planes[side] = filled(case, side, x)
+            out, _ = run_decode(engine, case, planes=(planes[0], planes[1]))
+            assert out[0, :, :2].isnan().any() and out[1, 2, 2:].isnan().any()
+            assert out[2].isfinite().all()
+
+
+def test_one_bad_token_is_windowed_out(engine: str) -> None:
+    for kv_format in (KVFormat("none"), KVFormat("int8"), KVFormat("fp8"), KVFormat("int4", symmetric=False)):
+        case = Case(pair(kv_format), 64, num_q_per_kv=4, lengths=(100,), starts=(6,))
+        x = tokens(case, case.capacity, 64)
+        x[:, :, :90] = torch.nan
+        planes = filled(case, 0, x), filled(case, 1, x)
+        assert run_decode(engine, case, planes=planes, sliding_window=10)[0].isfinite().all()
+
+
+def test_decode_takes_any_strides(engine: str) -> None:
+    for kv_format in SOME_FORMATS:
+        case = Case(pair(kv_format), 64, torch.float32, 4, 5, (5, 61))
+        run_decode(engine, case, query=torch.randn(2, 5, 8, 64).transpose(1, 2))
+        run_decode(engine, case, query=torch.randn(2, 8, 64, 5).mT)
+        run_decode(engine, case, query=torch.randn(2, 8, 5, 128)[..., ::2])
+        run_decode(engine, case, query=torch.randn(1, 1, 1, 64).expand(2, 8, 5, 64))
+
+
+def test_offsets_beyond_two_gigabytes(engine: str) -> None:
+    """The second sequence begins 2.1 GB into the codes; only its last tokens are touched, so little memory is."""
+    capacity = 2**23 + 64
+    kv_format = KVFormat("int8", "tensor")
+    tail = Case(pair(kv_format), 256, torch.float32, 4, 2, (64, 64), (32, 32), num_kv_heads=1)
+    small = [clone(filled(tail, side)) for side in (0, 1)]
+    planes = []
+    for made in small:
+        codes = torch.empty(2, 1, capacity, 256, dtype=torch.uint8, device=engine)
+        codes[:, :, -64:] = made.codes[:, :, :64].to(engine)
+        assert made.scale is not None
+        planes.append(Planes(codes, made.scale.to(engine), None))
+    query = queries(tail)
+    key, value = tokens(tail, 2, 256), tokens(tail, 2, 256)
+    lengths = torch.tensor([capacity, capacity], dtype=torch.int32)
+    starts = torch.tensor([capacity - 32, capacity - 32], dtype=torch.int32)
+    out, _ = ops.decode(
+        *to(engine, query),
+        (key.to(engine), value.to(engine)),
+        *planes,
+        lengths.to(engine),
+        tail.formats,
+        softmax_scale=0.1,
+        starts=starts.to(engine),
+    )
+    for x, made, large in ((key, small[0], planes[0]), (value, small[1], planes[1])):
+        reference.append(x, made, kv_format, tail.lengths_tensor())
+        assert_same(large.codes[:, :, -64:], made.codes[:, :, :64], "codes at the end")
+    expected, _ = reference.decode_attention(
+        query,
+        *(reference.dequantize(made, kv_format) for made in small),
+        tail.lengths_tensor(),
+        softmax_scale=0.1,
+        starts=tail.starts_tensor(),
+    )
+    assert_close(out, expected, attention_bound(expected, expected, torch.float32, 60.0, largest(expected)), "out")
+
+
+# --- append and decode in one call ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_format", make_formats(), ids=name_of)
+def test_decode_appends_first(engine: str, kv_format: KVFormat) -> None:
+    for q_len in (1, 4):
+        case = Case(pair(kv_format), 64, torch.bfloat16, 2, q_len, (q_len, 40, 128))
+        new = tokens(case, q_len, 64), tokens(case, q_len, 64)
+        planes = [filled(case, 0), filled(case, 1)]
+        fused = [clone(made, engine) for made in planes]
+        query = queries(case)
+        arguments = case.lengths_tensor().to(engine), case.formats
+        out, lse = ops.decode(query.to(engine), tuple(to(engine, *new)), *fused, *arguments, softmax_scale=0.125)
+        for x, made, ours in zip(new, planes, fused, strict=True):
+            reference.append(x, made, kv_format, case.lengths_tensor())
+            assert_same_planes(ours, made, str(case))
+        again, lse_again = run_decode(engine, case, planes=(planes[0], planes[1]), query=query, softmax_scale=0.125)
+        assert_same(out, again.cpu(), f"{case}: fused and separate")
+        assert_same(lse, lse_again.cpu(), f"{case}: fused and separate")
+
+
+def test_equal_calls_give_equal_bits(engine: str) -> None:
+    """A call twice, and, at a fixed number of splits, a batch and its rows."""
+    for kv_format in SOME_FORMATS:
+        case = Case(pair(kv_format), 128, torch.bfloat16, 4, 1, (900, 33, 512), capacity=1024)
+        planes, query = [filled(case, 0), filled(case, 1)], queries(case)
+        out, lse = run_decode(engine, case, planes=(planes[0], planes[1]), query=query, num_splits=4)
+        again, _ = run_decode(engine, case, planes=(planes[0], planes[1]), query=query, num_splits=4)
+        assert_same(again, out.cpu(), f"{case}: twice")
+        for b in range(case.batch):
+            row = Case(case.formats, 128, case.dtype, 4, 1, (case.lengths[b],), capacity=1024)
+            sides = [
+                Planes(*(None if p is None else p[b : b + 1].clone() for p in (s.codes, s.scale, s.zero)))
+                for s in planes
+            ]
+            alone, lse_alone = run_decode(
+                engine, row, planes=(sides[0], sides[1]), query=query[b : b + 1], num_splits=4
+            )
+            assert_same(alone[0], out[b].cpu(), f"{row}: alone and in a batch")
+            assert_same(lse_alone[0], lse[b].cpu(), f"{row}: alone and in a batch")
+
+
+def test_empty_calls_do_nothing(engine: str) -> None:
+    kv_format = KVFormat("int4")
+    case = Case(pair(kv_format), 64, q_len=0, lengths=(5, 6))
+    out, lse = ops.decode(
+        queries(case).to(engine),
+        None,
+        clone(filled(case, 0), engine),
+        clone(filled(case, 1), engine),
+        case.lengths_tensor().to(engine),
+        case.formats,
+        softmax_scale=1.0,
+    )
+    assert out.shape == (2, 0, 2, 64) and lse.shape == (2, 2, 0)
+
+
+# --- torch's own checks -----------------------------------------------------------------------------------------------
+
+
+def op_arguments(engine: str, kv_format: KVFormat) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments of `append` and of `decode`, spelled out as the ops take them."""
+    case = Case(pair(kv_format), 64, torch.float32, 2, 2, (2, 30))
+    planes = [clone(filled(case, side), engine) for side in (0, 1)]
+    spelled = [plane for made in planes for plane in (made.codes, made.scale, made.zero)]
+    key, value, query, lengths = to(
+        engine, tokens(case, 2, 64), tokens(case, 2, 64), queries(case), case.lengths_tensor()
+    )
+    storage = (kv_format.storage_id, kv_format.storage_id)
+    starts, slopes = to(engine, torch.zeros(2, dtype=torch.int32), torch.rand(case.num_q_heads))
+    extras = (starts, None, slopes, 0.125, 0.0, 16, 0)
+    return (key, value, *spelled, lengths, *storage), (query, key, value, *spelled, lengths, *extras, *storage)
+
+
+@pytest.mark.parametrize("kv_format", make_formats(), ids=name_of)
+def test_opcheck(device: str, kv_format: KVFormat) -> None:
+    append, decode = op_arguments(device, kv_format)
+    torch.library.opcheck(torch.ops.hf_kvquant.append.default, append)
+    torch.library.opcheck(torch.ops.hf_kvquant.decode.default, decode)
+
+
+class Step(torch.nn.Module):
+    """A decode step between two operations that the compiler sees."""
+
+    def forward(
+        self, x: Tensor, key: Planes, value: Planes, lengths: Tensor, kv_formats: tuple[KVFormat, KVFormat]
+    ) -> Tensor:
+        x = x * 1.5
+        out, _ = ops.decode(x, (x[:, ::2], x[:, 1::2]), key, value, lengths, kv_formats, softmax_scale=0.125)
+        return out.flatten(2) + 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_to_one_graph(device: str, backend: str) -> None:
+    chosen = SOME_FORMATS if backend == "aot_eager" else SOME_FORMATS[2:3]
+    for kv_format in chosen:
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+        compiled = torch.compile(Step(), fullgraph=True, backend=counter)
+        case = Case(pair(kv_format), 64, torch.float32, 2, 1, (20, 31))
+        planes = [clone(filled(case, side), device) for side in (0, 1)]
+        ours = [clone(made, device) for made in planes]
+        for length in (40, 41, 42):
+            lengths = torch.tensor([length, length + 7], dtype=torch.int32, device=device)
+            x = queries(case).to(device)
+            expected = Step()(x, *planes, lengths, case.formats)
+            actual = compiled(x, *ours, lengths, case.formats)
+            assert_close(actual, expected.cpu(), 1e-6 if backend == "inductor" else 0.0, f"{case}, {backend}")
+            for side in (0, 1):
+                assert_same_planes(ours[side], clone(planes[side]), f"{case}, {backend}")
+        assert counter.frame_count == 1, "recompiled"
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("kv_format", SOME_FORMATS, ids=name_of)
+def test_graph_replay_equals_eager(kv_format: KVFormat) -> None:
+    """Captured once on another stream, replayed with other inputs and lengths."""
+    case = Case(pair(kv_format), 128, torch.bfloat16, 4, 1, (700, 90), capacity=2048)
+    planes = [clone(filled(case, side), "cuda") for side in (0, 1)]
+    ours = [clone(made, "cuda") for made in planes]
+    query, key, value = (x.cuda() for x in (queries(case), tokens(case, 1, 128), tokens(case, 1, 128)))
+    lengths = case.lengths_tensor().cuda()
+
+    def step(on: list[Planes]) -> tuple[Tensor, Tensor]:
+        return ops.decode(query, (key, value), *on, lengths, case.formats, softmax_scale=0.09)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step([clone(made, "cuda") for made in ours])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step(ours)
+    for length in (700, 701, 1500, 2048):
+        lengths.fill_(length)
+        for x in (query, key, value):
+            x.normal_()
+        graph.replay()
+        expected_out, expected_lse = step(planes)
+        assert_same(out, expected_out.cpu(), f"{case} at {length}")
+        assert_same(lse, expected_lse.cpu(), f"{case} at {length}")
+        for side in (0, 1):
+            assert_same_planes(ours[side], clone(planes[side]), f"{case} at {length}")
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def break_dtype(arguments: dict[str, Any]) -> None:
+    arguments["query"] = arguments["query"].double()
+
+
+def break_head_dim(arguments: dict[str, Any]) -> None:
+    arguments["query"] = arguments["query"][..., :32]
+
+
+def break_lengths_dtype(arguments: dict[str, Any]) -> None:
+    arguments["lengths"] = arguments["lengths"].long()
+
+
+def break_lengths_shape(arguments: dict[str, Any]) -> None:
+    arguments["lengths"] = arguments["lengths"][:1]
+
+
+def break_key_heads(arguments: dict[str, Any]) -> None:
+    arguments["new"] = (arguments["new"][0][:, :1], arguments["new"][1])
+
+
+def break_value_tokens(arguments: dict[str, Any]) -> None:
+    arguments["new"] = (arguments["new"][0], arguments["new"][1].repeat(1, 1, 2, 1))
+
+
+def break_query_tokens(arguments: dict[str, Any]) -> None:
+    arguments["query"] = arguments["query"].repeat(1, 1, 2, 1)
+
+
+def break_codes_dtype(arguments: dict[str, Any]) -> None:
+    planes = arguments["key_planes"]
+    arguments["key_planes"] = Planes(planes.codes.view(torch.int8), planes.scale, planes.zero)
+
+
+def break_scale_dtype(arguments: dict[str, Any]) -> None:
+    planes = arguments["value_planes"]
+    arguments["value_planes"] = Planes(planes.codes, planes.scale.float(), planes.zero)
+
+
+def break_scale_shape(arguments: dict[str, Any]) -> None:
+    planes = arguments["key_planes"]
+    arguments["key_planes"] = Planes(planes.codes, planes.scale[..., :64], planes.zero)
+
+
+def break_scale_missing(arguments: dict[str, Any]) -> None:
+    arguments["key_planes"] = Planes(arguments["key_planes"].codes, None, None)
+
+
+def break_zero_shape(arguments: dict[str, Any]) -> None:
+    planes = arguments["key_planes"]
+    arguments["key_planes"] = Planes(planes.codes, planes.scale, planes.zero[:, :1])
+
+
+def break_capacity(arguments: dict[str, Any]) -> None:
+    planes = arguments["key_planes"]
+    arguments["key_planes"] = Planes(planes.codes[:, :, :100], planes.scale, planes.zero)
+
+
+def break_sinks(arguments: dict[str, Any]) -> None:
+    arguments["sinks"] = torch.zeros(3, device=arguments["query"].device)
+
+
+def break_starts(arguments: dict[str, Any]) -> None:
+    arguments["starts"] = torch.zeros(2, device=arguments["query"].device)
+
+
+def break_softcap(arguments: dict[str, Any]) -> None:
+    arguments["softcap"] = -1.0
+
+
+def break_window(arguments: dict[str, Any]) -> None:
+    arguments["sliding_window"] = -5
+
+
+BROKEN = [
+    (break_dtype, r"decode: `query` must be float32, float16 or bfloat16, got Double\. Load"),
+    (break_head_dim, r"decode: `query` must have head_dim 64 like the cache, got 32\. Was"),
+    (break_lengths_dtype, r"decode: `lengths` must be int32, got Long\. Call"),
+    (break_lengths_shape, r"decode: `lengths` must be \[2\], one number per sequence of the cache, got \[1\]"),
+    (break_key_heads, r"decode: `key` must have 2 heads like the cache, got 1\. Was"),
+    (break_value_tokens, r"decode: `value` must have 1 tokens like the keys, got 2\."),
+    (break_query_tokens, r"decode: `key` must have 2 tokens like the query, got 1\. Append"),
+    (break_codes_dtype, r"decode: `key_codes` must be uint8 for storage 'int4', got Char\. Planes"),
+    (break_scale_dtype, r"decode: `value_scale` must be float16, got Float\. Planes"),
+    (break_scale_shape, r"decode: `key_scale` must be \[2, 2 or 1, groups, 128\] or .*, got \[2, 2, 1, 64\]\. Planes"),
+    (break_scale_missing, r"decode: `key_scale` must be given for storage 'int4', got None\. Planes"),
+    (break_zero_shape, r"decode: `key_zero` must be \[2, 2, 1, 128\] like the scale, got \[2, 1, 1, 128\]\. Planes"),
+    (break_capacity, r"decode: `key_codes` must have a capacity that is a multiple of 64, got 100\. Planes"),
+    (break_sinks, r"decode: `sinks` must be \[4\], one number per query head, got \[3\]"),
+    (break_starts, r"decode: `starts` must be int32, got Float\. Call"),
+    (break_softcap, r"decode: `softcap` must be positive, or 0 for none, got -1\."),
+    (break_window, r"decode: `sliding_window` must be between 0 and 2147483647, got -5\."),
+]
+
+
+def good_arguments(device: str) -> dict[str, Any]:
+    case = Case(pair(KVFormat("int4", symmetric=False)), 64, torch.float32, 2, 1, (1, 30))
+    return {
+        "query": queries(case).to(device),
+        "new": (tokens(case, 1, 64).to(device), tokens(case, 1, 64).to(device)),
+        "key_planes": clone(filled(case, 0), device),
+        "value_planes": clone(filled(case, 1), device),
+        "lengths": case.lengths_tensor().to(device),
+        "formats": case.formats,
+        "softmax_scale": 0.125,
+    }
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_bad_arguments_are_named(device: str, change: Callable[[dict[str, Any]], None], message: str) -> None:
+    arguments = good_arguments(device)
+    change(arguments)
+    before = clone(arguments["key_planes"]), clone(arguments["value_planes"])
+    with pytest.raises(ValueError, match=message):
+        ops.decode(**arguments)
+    assert_same_planes(arguments["key_planes"], before[0], "keys after an error")
+    assert_same_planes(arguments["value_planes"], before[1], "values after an error")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ((1, 129), r"`lengths` must be .*capacity of 128 tokens, got 129 for sequence 1\. Make a larger cache"),
+        ((0, 5), r"`lengths` must count the 1 new tokens, got 0 for sequence 0\."),
+        ((5, -1), r"`lengths` must .*, got -1 for sequence 1\."),
+    ],
+)
+def test_a_full_cache_is_refused_before_anything_is_written(lengths: tuple[int, int], message: str) -> None:
+    """On the CPU only: on a GPU lengths are not read by the host, and what has no room is left out."""
+    arguments = good_arguments("cpu")
+    arguments["lengths"] = torch.tensor(lengths, dtype=torch.int32)
+    before = clone(arguments["key_planes"])
+    with pytest.raises(ValueError, match="decode: " + message):
+        ops.decode(**arguments)
+    new, planes = arguments["new"], (arguments["key_planes"], arguments["value_planes"])
+    with pytest.raises(ValueError, match="append: " + message):
+        ops.append(*new, *planes, arguments["lengths"], arguments["formats"])
+    assert_same_planes(arguments["key_planes"], before, "keys after an error")
+
+
+def test_one_new_tensor_without_the_other_is_refused(device: str) -> None:
+    arguments = list(op_arguments(device, KVFormat("int8"))[1])
+    arguments[2] = None
+    with pytest.raises(
+        ValueError, match=r"decode: `value` must be given like `key`, got None\. Give both or neither\."
+    ):
+        torch.ops.hf_kvquant.decode(*arguments)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_extension_is_built_from_this_version() -> None:
+    module = ops.extension()
+    assert not isinstance(module, ImportError), f"not built: {module}"
+    assert module.OPS_VERSION == ops.OPS_VERSION
+    assert module.TOKEN_ALIGNMENT == formats.TOKEN_ALIGNMENT
+    assert {name: getattr(module, f"STORAGE_{name.upper()}") for name in formats.STORAGE_IDS} == formats.STORAGE_IDS
+    assert ops.has_kernels("cpu")
+    assert ops.has_kernels("cuda") == bool(module.HAS_CUDA)
+
+
+def test_an_unknown_capability_changes_nothing() -> None:
+    module = ops.extension()
+    assert not isinstance(module, ImportError)
+    before = module.cpu_capability()
+    assert before in ("portable", "avx2", "avx512")
+    assert not module.set_cpu_capability("avx1024")
+    assert module.cpu_capability() == before
