@@ -127,7 +127,7 @@ class KVFormat:
         if head_dim <= 0 or head_dim % 8 != 0:
             raise ValueError(
                 f"KVFormat: `head_dim` must be a positive multiple of 8, got {head_dim}. "
-                "Use preset 'none' for this model, or leave it unpatched."
+                "Leave the model unpatched."
             )
         if self.group_size is None:
             return 1
@@ -167,10 +167,13 @@ class KVFormat:
             capacity: Tokens to make room for.
             dtype: The model's dtype, in which storage type `none` keeps its values.
             device: Where the planes live.
+
+        Raises:
+            ValueError: `head_dim` does not fit; see `num_groups`.
         """
+        self.num_groups(head_dim)
         rows = (batch, num_kv_heads, capacity)
         if not self.is_quantized:
-            self.num_groups(head_dim)
             return Planes(torch.zeros((*rows, head_dim), dtype=dtype, device=device), None, None)
         shape = self.scale_shape(batch, num_kv_heads, head_dim, capacity)
         make_codes = torch.zeros if self.storage == "fp8" else torch.empty
