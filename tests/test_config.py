@@ -1,0 +1,373 @@
+"""`KVQuantConfig`: presets, aliases, round trips (JSON, `GenerationConfig`), and every refusal word by word."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from hf_kvquant import PRESETS, KVFormat, KVQuantConfig, LayerFormats
+from hf_kvquant.config import DEFAULT_PRESET
+
+INT8 = KVFormat("int8")
+INT4 = KVFormat("int4", symmetric=False)
+INT4_G32 = KVFormat("int4", "group", 32, symmetric=False)
+FP8 = KVFormat("fp8")
+NONE = KVFormat("none")
+
+EXAMPLES = {
+    **{preset: {"preset": preset} for preset in PRESETS},
+    "default": {},
+    "aliases": {"backend": "hf_kvquant", "nbits": 4, "q_group_size": 64, "residual_length": 0},
+    "sides": {"key": "int8", "value": {"storage": "int4", "granularity": "group", "group_size": 16}},
+    "layers": {"preset": "int4", "layers": {3: "int8", 0: {"preset": "k8v4", "value": "none"}}},
+    "static": {"preset": "fp8", "static": True},
+    "max_cache_len": {"preset": "int4-g32", "max_cache_len": 4096},
+}
+
+
+# --- what is accepted -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("preset", "key", "value"),
+    [
+        ("none", NONE, NONE),
+        ("int8", INT8, INT8),
+        ("k8v4", INT8, INT4),
+        ("int4", INT4, INT4),
+        ("int4-g32", INT4_G32, INT4_G32),
+        ("fp8", FP8, FP8),
+    ],
+)
+def test_presets(preset: str, key: KVFormat, value: KVFormat) -> None:
+    config = KVQuantConfig.from_preset(preset)
+    assert (config.key, config.value) == (key, value) == PRESETS[preset]
+    assert config.formats(0) == config.formats(99) == LayerFormats(key, value)
+    assert config == KVQuantConfig.resolve(preset) == KVQuantConfig.resolve({"preset": preset})
+
+
+def test_presets_are_all_tested() -> None:
+    assert list(PRESETS) == ["none", "int8", "k8v4", "int4", "int4-g32", "fp8"]
+
+
+def test_the_default_is_the_default_preset() -> None:
+    assert KVQuantConfig() == KVQuantConfig.from_dict({}) == KVQuantConfig.from_preset(DEFAULT_PRESET)
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "value"),
+    [
+        ({"nbits": 8}, INT8, INT8),
+        ({"nbits": 4}, INT4, INT4),
+        ({"nbits": None}, INT8, INT8),
+        ({"nbits": 4, "q_group_size": 32}, INT4_G32, INT4_G32),
+        ({"nbits": 4, "residual_length": 0}, INT4, INT4),
+        ({"q_group_size": 64}, KVFormat("int8", "group", 64), KVFormat("int8", "group", 64)),
+        ({"preset": "int4-g32", "q_group_size": None}, INT4_G32, INT4_G32),
+        ({"preset": "k8v4", "q_group_size": 32}, KVFormat("int8", "group", 32), INT4_G32),
+        ({"backend": "hf_kvquant"}, INT8, INT8),
+        ({"value": "int4"}, INT8, INT4),
+        ({"preset": "int4", "key": "fp8"}, FP8, INT4),
+        ({"key": FP8, "value": {"storage": "int4"}}, FP8, KVFormat("int4")),
+        ({"layers": None}, INT8, INT8),
+    ],
+    ids=str,
+)
+def test_spellings(data: dict[str, Any], key: KVFormat, value: KVFormat) -> None:
+    assert KVQuantConfig.from_dict(data) == KVQuantConfig(key, value)
+
+
+def test_layers() -> None:
+    config = KVQuantConfig.from_preset("int4", layers={"11": "int8", 2: {"value": "fp8"}, 0: {"preset": "none"}})
+    assert list(config.layers) == [0, 2, 11]
+    assert config.formats(0) == LayerFormats(NONE, NONE)
+    assert config.formats(1) == LayerFormats(INT4, INT4)
+    assert config.formats(2) == LayerFormats(INT8, FP8), "a layer starts from the default preset"
+    assert config.formats(11) == LayerFormats(INT8, INT8)
+
+
+def test_layers_may_be_layer_formats() -> None:
+    formats = LayerFormats(FP8, INT4)
+    assert KVQuantConfig.from_dict({"layers": {1: formats}}).formats(1) is formats
+
+
+def test_max_cache_len_implies_static() -> None:
+    assert KVQuantConfig(max_cache_len=128).static
+    assert not KVQuantConfig().static
+    assert KVQuantConfig(static=True).max_cache_len is None
+
+
+def test_resolve_passes_configs_through() -> None:
+    config = KVQuantConfig.from_preset("int4", static=True)
+    assert KVQuantConfig.resolve(config) is config
+
+
+def test_layer_names() -> None:
+    assert LayerFormats(INT8, INT8).describe() == "int8-head-symmetric"
+    assert LayerFormats(INT8, INT4).describe() == "key int8-head-symmetric, value int4-head-asymmetric"
+
+
+def test_a_config_keeps_its_own_layers() -> None:
+    layers = {0: LayerFormats(INT8, INT8)}
+    config = KVQuantConfig(layers=layers)
+    layers[1] = LayerFormats(NONE, NONE)
+    assert list(config.layers) == [0]
+    with pytest.raises(AttributeError):
+        config.static = True  # type: ignore[misc]
+
+
+# --- round trips ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_json_round_trip(name: str) -> None:
+    config = KVQuantConfig.from_dict(EXAMPLES[name])
+    data = config.to_dict()
+    assert KVQuantConfig.from_dict(data) == config
+    assert KVQuantConfig.from_dict(json.loads(json.dumps(data))) == config
+    assert json.loads(json.dumps(data)) == data, "to_dict must hold nothing that JSON changes"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_generation_config_round_trip(name: str, tmp_path: pathlib.Path) -> None:
+    config = KVQuantConfig.from_dict(EXAMPLES[name])
+    saved = GenerationConfig(cache_implementation="quantized", cache_config=config.to_dict())
+    saved.save_pretrained(tmp_path)
+    loaded = GenerationConfig.from_pretrained(tmp_path)
+    assert loaded.cache_implementation == "quantized"
+    assert loaded.cache_config["backend"] == "hf_kvquant"
+    assert KVQuantConfig.from_dict(loaded.cache_config) == config
+
+
+def test_dictionary_of_a_config() -> None:
+    assert KVQuantConfig.from_preset("int8", layers={2: "fp8"}, max_cache_len=64).to_dict() == {
+        "backend": "hf_kvquant",
+        "key": {"storage": "int8", "granularity": "head", "group_size": None, "symmetric": True},
+        "value": {"storage": "int8", "granularity": "head", "group_size": None, "symmetric": True},
+        "layers": {
+            "2": {
+                "key": {"storage": "fp8", "granularity": "head", "group_size": None, "symmetric": True},
+                "value": {"storage": "fp8", "granularity": "head", "group_size": None, "symmetric": True},
+            }
+        },
+        "static": True,
+        "max_cache_len": 64,
+    }
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+KNOWN = (
+    "['backend', 'preset', 'key', 'value', 'layers', 'static', 'max_cache_len', 'nbits', 'q_group_size', "
+    "'residual_length']"
+)
+PRESET_NAMES = "['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'fp8']"
+STORAGES = "['none', 'int8', 'int4', 'fp8']"
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (
+            {"nbit": 4},
+            ValueError,
+            f"KVQuantConfig: unknown key 'nbit'. Did you mean 'nbits'? Known keys: {KNOWN}.",
+        ),
+        (
+            {"wholly": 4},
+            ValueError,
+            f"KVQuantConfig: unknown key 'wholly'. Known keys: {KNOWN}.",
+        ),
+        (
+            {"backend": "quanto"},
+            ValueError,
+            "KVQuantConfig: `backend` must be 'hf_kvquant', got 'quanto'. "
+            "Other backends belong to transformers' own QuantizedCache.",
+        ),
+        (
+            {"preset": "int4-g3"},
+            ValueError,
+            f"KVQuantConfig: `preset` must be one of {PRESET_NAMES}, got 'int4-g3'. Did you mean 'int4-g32'?",
+        ),
+        (
+            {"preset": 8},
+            ValueError,
+            f"KVQuantConfig: `preset` must be one of {PRESET_NAMES}, got 8.",
+        ),
+        (
+            {"key": "fp88"},
+            ValueError,
+            f"KVQuantConfig: `key` must be one of {STORAGES} or a dictionary of KVFormat fields, got 'fp88'. "
+            "Did you mean 'fp8'?",
+        ),
+        (
+            {"value": 4},
+            ValueError,
+            f"KVQuantConfig: `value` must be one of {STORAGES} or a dictionary of KVFormat fields, got 4.",
+        ),
+        (
+            {"key": {"storage": "int8", "granularity": "group", "group_size": 7}},
+            ValueError,
+            "KVFormat: `group_size` must be a positive multiple of 8, got 7. Common sizes are 32 and 64.",
+        ),
+        (
+            {"layers": ["int8"]},
+            TypeError,
+            "KVQuantConfig: `layers` must map layer indices to presets or formats, got list.",
+        ),
+        (
+            {"layers": {0: 8}},
+            TypeError,
+            "KVQuantConfig: layer 0: `layers` must hold presets' names or dictionaries, got int.",
+        ),
+        (
+            {"layers": {"first": "int8"}},
+            ValueError,
+            "KVQuantConfig: `layers` must be keyed by layer indices from 0, got 'first'.",
+        ),
+        (
+            {"layers": {-1: "int8"}},
+            ValueError,
+            "KVQuantConfig: `layers` must be keyed by layer indices from 0, got -1.",
+        ),
+        (
+            {"layers": {"-1": "int8"}},
+            ValueError,
+            "KVQuantConfig: `layers` must be keyed by layer indices from 0, got '-1'.",
+        ),
+        (
+            {"layers": {True: "int8"}},
+            ValueError,
+            "KVQuantConfig: `layers` must be keyed by layer indices from 0, got True.",
+        ),
+        (
+            {"layers": {5: "in8"}},
+            ValueError,
+            f"KVQuantConfig: layer 5: `preset` must be one of {PRESET_NAMES}, got 'in8'. Did you mean 'int8'?",
+        ),
+        (
+            {"layers": {5: {"keys": "int8"}}},
+            ValueError,
+            "KVQuantConfig: layer 5: unknown key 'keys'. Did you mean 'key'? "
+            "A layer takes 'preset', 'key' and 'value'.",
+        ),
+        (
+            {"layers": {5: {"value": "int"}}},
+            ValueError,
+            f"KVQuantConfig: layer 5: `value` must be one of {STORAGES} or a dictionary of KVFormat fields, "
+            "got 'int'. Did you mean 'int8'?",
+        ),
+        (
+            {"residual_length": 128},
+            ValueError,
+            "KVQuantConfig: `residual_length` must be 0, got 128. "
+            "Every token is coded here, so there is no dense window: leave the key out.",
+        ),
+        (
+            {"nbits": 4, "preset": "int8", "value": "int8"},
+            ValueError,
+            "KVQuantConfig: `nbits` must not be given together with ['preset', 'value'], got 4. Keep one of them.",
+        ),
+        (
+            {"nbits": 2},
+            ValueError,
+            "KVQuantConfig: `nbits` must be one of [8, 4], got 2.",
+        ),
+        (
+            {"preset": "none", "q_group_size": 64},
+            ValueError,
+            "KVQuantConfig: `q_group_size` must be left out where keys or values are not quantised, got 64.",
+        ),
+        (
+            {"value": "none", "q_group_size": 64},
+            ValueError,
+            "KVQuantConfig: `q_group_size` must be left out where keys or values are not quantised, got 64.",
+        ),
+        (
+            {"q_group_size": 20},
+            ValueError,
+            "KVFormat: `group_size` must be a positive multiple of 8, got 20. Common sizes are 32 and 64.",
+        ),
+        (
+            {"static": "yes"},
+            TypeError,
+            "KVQuantConfig: `static` must be True or False, got 'yes'.",
+        ),
+        (
+            {"max_cache_len": 4096.0},
+            TypeError,
+            "KVQuantConfig: `max_cache_len` must be an int or None, got 4096.0.",
+        ),
+        (
+            {"max_cache_len": True},
+            TypeError,
+            "KVQuantConfig: `max_cache_len` must be an int or None, got True.",
+        ),
+        (
+            {"max_cache_len": 0},
+            ValueError,
+            "KVQuantConfig: `max_cache_len` must be positive, got 0. "
+            "Give the longest sequence in tokens, prompt included.",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_refuses(data: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        KVQuantConfig.from_dict(data)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        (
+            {"key": "int8"},
+            TypeError,
+            "KVQuantConfig: `key` must be a KVFormat, got 'int8'. KVQuantConfig.resolve accepts names and "
+            "dictionaries.",
+        ),
+        (
+            {"value": None},
+            TypeError,
+            "KVQuantConfig: `value` must be a KVFormat, got None. KVQuantConfig.resolve accepts names and "
+            "dictionaries.",
+        ),
+        (
+            {"layers": {"0": LayerFormats(INT8, INT8)}},
+            ValueError,
+            "KVQuantConfig: `layers` must be keyed by layer indices from 0, got '0'.",
+        ),
+        (
+            {"layers": {0: "int8"}},
+            TypeError,
+            "KVQuantConfig: `layers[0]` must be LayerFormats, got 'int8'.",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_constructor_refuses(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        KVQuantConfig(**fields)
+    assert str(caught.value) == message
+
+
+def test_resolve_refuses() -> None:
+    with pytest.raises(TypeError) as caught:
+        KVQuantConfig.resolve(4)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "KVQuantConfig: `preset_or_config` must be a preset's name, a dictionary or a KVQuantConfig, got int. "
+        f"Presets: {PRESET_NAMES}."
+    )
+
+
+def test_from_preset_refuses_unknown_options() -> None:
+    with pytest.raises(ValueError) as caught:
+        KVQuantConfig.from_preset("int4", max_cache_length=64)
+    assert str(caught.value) == (
+        f"KVQuantConfig: unknown key 'max_cache_length'. Did you mean 'max_cache_len'? Known keys: {KNOWN}."
+    )
