@@ -1,0 +1,409 @@
+// Attention of a block of query rows to a range of tokens, tile by tile of 64 tokens: scores, softmax with a running
+// maximum, values. Written once over simd.h and compiled for each instruction set; every format, mask and extra of
+// reference.decode_attention is served here. Tiles are dequantised to float32 in scratch that stays in L1 and L2 and is
+// shared by all rows; attend_vnni.h replaces the two inner products by integer ones where it can. How the rows and
+// tokens are divided into tasks is decided in cpu.cpp.
+//
+// Masking. A masked score becomes -inf before the maximum, so neither its size nor a NaN in it is ever seen. Values are
+// summed as p · value over the tile, so a value that is not finite would reach rows with p = 0: such elements are
+// replaced by 0 in the tile and written as NaN into the sums of the rows that see their token (`poison`).
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace hf_kvquant::cpu::KVQ_ISA {
+namespace {
+
+constexpr int kTile = 64;
+// 64 rows divide the cost of dequantising a tile enough (below 3 % of their products), and their sums fit L2.
+constexpr int kMaxRows = 64;
+
+// Where one attend keeps its tiles and rows. Rows of channels are padded to whole vectors, with zeros.
+struct Workspace {
+  int key_stride, value_stride;
+  float *query, *key, *value, *scores, *out, *scale_row, *zero_row;
+
+  static int64_t size(const DecodeParams& params) {
+    const int64_t key_stride = round_up(params.key_side.head_dim, 16), value_stride = round_up(params.value_side.head_dim, 16);
+    return (kMaxRows + kTile) * (key_stride + value_stride) + kMaxRows * kTile + 2 * (key_stride + value_stride);
+  }
+
+  Workspace(const DecodeParams& params, float* memory) {
+    const auto take = [&memory](int64_t count) {
+      float* start = memory;
+      memory += count;
+      return start;
+    };
+    key_stride = round_up(params.key_side.head_dim, 16);
+    value_stride = round_up(params.value_side.head_dim, 16);
+    query = take(static_cast<int64_t>(kMaxRows) * key_stride);
+    key = take(static_cast<int64_t>(kTile) * key_stride);
+    value = take(static_cast<int64_t>(kTile) * value_stride);
+    scores = take(kMaxRows * kTile);
+    out = take(static_cast<int64_t>(kMaxRows) * value_stride);
+    scale_row = take(key_stride + value_stride);
+    zero_row = take(key_stride + value_stride);
+  }
+};
+
+// What a row may see, and the state of its softmax.
+struct Row {
+  int head;            // query head
+  int position;        // in the sequence
+  int begin, end;      // visible tokens
+  float max, sum;
+  float rescale;       // what the current tile multiplies the sums so far with
+};
+
+// --- tiles of float32 ---------------------------------------------------------------------------------------------------
+
+// One row of codes as float32: load(c) gives the codes from channel c, finish(codes, c) the values.
+template <class Load, class LoadTail, class Finish>
+inline void expand_row(int head_dim, int stride, float* row, Load load_codes, LoadTail load_tail, Finish finish) {
+  int c = 0;
+  for (; c + kWidth <= head_dim; c += kWidth) store(row + c, finish(load_codes(c), c));
+  if (c < head_dim) {  // 8 channels of a vector of 16, through a copy that does not read past the row
+    float values[kWidth];
+    store(values, finish(load_tail(c, head_dim - c), c));
+    std::memcpy(row + c, values, sizeof(float) * (head_dim - c));
+    c = head_dim;
+  }
+  for (; c < stride; ++c) row[c] = 0.0f;
+}
+
+template <Storage kStorage>
+inline Float load_codes_at(const uint8_t* row, int c) {
+  if constexpr (kStorage == Storage::int4) return load_u4(row + c / 2);
+  if constexpr (kStorage == Storage::int8) return load_u8(row + c);
+  if constexpr (kStorage == Storage::fp8) return load_fp8(row + c);
+}
+
+// Codes are multiplied as integers and the zero added in float32, as reference.dequantize does: code · scale is exact.
+template <Storage kStorage, bool kIsSymmetric>
+bool dequantize_rows(const Side& side, int b, int head, int begin, int count, float* tile, int stride, float* scale_row,
+                     float* zero_row) {
+  constexpr float kOffset = !kIsSymmetric || kStorage == Storage::fp8 ? 0.0f : kStorage == Storage::int8 ? 128.0f : 8.0f;
+  const uint8_t* codes = side.codes + b * side.codes_stride_b + head * side.codes_stride_h;
+  const half_bits* scale = side.scale + b * side.scale_stride_b + head * side.scale_stride_h;
+  const half_bits* zero = kIsSymmetric ? nullptr : side.zero + b * side.zero_stride_b + head * side.zero_stride_h;
+  const int group_size = side.head_dim / side.num_groups;
+  const Float offset = broadcast(kOffset);
+  float flaw = 0.0f;  // becomes NaN with the first scale or zero that is not finite
+  Float flaws = zeros();
+  for (int t = 0; t < count; ++t) {
+    const int64_t token = begin + t;
+    const uint8_t* row = codes + token * side.codes_stride_t;
+    const auto load_row = [row](int c) { return load_codes_at<kStorage>(row, c); };
+    const auto load_tail = [row](int c, int remaining) {
+      uint8_t bytes[kWidth] = {};
+      constexpr int kPerByte = kStorage == Storage::int4 ? 2 : 1;
+      std::memcpy(bytes, row + c / kPerByte, remaining / kPerByte);
+      return load_codes_at<kStorage>(bytes, 0);
+    };
+    const auto value_of = [&](Float code, Float s, Float z) {
+      Float x;
+      if constexpr (kIsSymmetric) {
+        x = mul(sub(code, offset), s);
+      } else {
+        x = fma(code, s, z);
+      }
+      if constexpr (kStorage == Storage::fp8) flaws = add(flaws, sub(x, x));
+      return x;
+    };
+    for (int g = 0; g < side.num_groups; ++g) {
+      const float s = half_to_float(scale[g * side.scale_stride_g + token * side.scale_stride_t]);
+      const float z = kIsSymmetric ? 0.0f : half_to_float(zero[g * side.zero_stride_g + token * side.zero_stride_t]);
+      flaw += (s - s) + (z - z);
+      if (side.num_groups == 1) {
+        const Float scales = broadcast(s), offsets = broadcast(z);
+        expand_row(side.head_dim, stride, tile + t * stride, load_row, load_tail,
+                   [&](Float code, int) { return value_of(code, scales, offsets); });
+      } else {
+        for (int c = g * group_size; c < (g + 1) * group_size; ++c) {
+          scale_row[c] = s;
+          zero_row[c] = z;
+        }
+      }
+    }
+    if (side.num_groups > 1) {
+      expand_row(side.head_dim, stride, tile + t * stride, load_row, load_tail,
+                 [&](Float code, int c) { return value_of(code, load(scale_row + c), load(zero_row + c)); });
+    }
+  }
+  return flaw == 0.0f && sum_of(flaws) == 0.0f;
+}
+
+template <Dtype kDtype>
+bool widen_rows(const Side& side, int b, int head, int begin, int count, float* tile, int stride) {
+  const uint8_t* codes = side.codes + b * side.codes_stride_b + head * side.codes_stride_h;
+  Float flaws = zeros();
+  for (int t = 0; t < count; ++t) {
+    const uint8_t* row = codes + static_cast<int64_t>(begin + t) * side.codes_stride_t;
+    expand_row(
+        side.head_dim, stride, tile + t * stride, [row](int c) { return load_dense<kDtype>(row, c); },
+        [row](int c, int remaining) {
+          float values[kWidth] = {};
+          convert_dense(row, kDtype, c, remaining, values);
+          return load(values);
+        },
+        [&flaws](Float x, int) {
+          flaws = add(flaws, sub(x, x));
+          return x;
+        });
+  }
+  return sum_of(flaws) == 0.0f;
+}
+
+// Tokens begin ... begin + count - 1 of one side as float32 [kTile, stride]; rows up to a multiple of 16 are zeroed.
+// Returns whether all of it is finite.
+bool dequantize_tile(const Side& side, int b, int head, int begin, int count, float* tile, int stride, float* scale_row,
+                     float* zero_row) {
+  const int padded = round_up(count, 16);
+  std::memset(tile + count * stride, 0, sizeof(float) * (padded - count) * stride);
+  const auto quantized = [&](auto kernel) {
+    return kernel(side, b, head, begin, count, tile, stride, scale_row, zero_row);
+  };
+  const bool is_symmetric = side.is_symmetric;
+  switch (side.storage) {
+    case Storage::int8:
+      return is_symmetric ? quantized(dequantize_rows<Storage::int8, true>) : quantized(dequantize_rows<Storage::int8, false>);
+    case Storage::int4:
+      return is_symmetric ? quantized(dequantize_rows<Storage::int4, true>) : quantized(dequantize_rows<Storage::int4, false>);
+    case Storage::fp8:
+      return quantized(dequantize_rows<Storage::fp8, true>);
+    case Storage::none:
+      break;
+  }
+  switch (side.dense_dtype) {
+    case Dtype::fp32:
+      return widen_rows<Dtype::fp32>(side, b, head, begin, count, tile, stride);
+    case Dtype::bf16:
+      return widen_rows<Dtype::bf16>(side, b, head, begin, count, tile, stride);
+    case Dtype::fp16:
+      break;
+  }
+  return widen_rows<Dtype::fp16>(side, b, head, begin, count, tile, stride);
+}
+
+// --- inner products -----------------------------------------------------------------------------------------------------
+
+// query · key of kRows rows and `count` tokens. kWidth sums are kept at a time and added across lanes together: with 4
+// rows that is 4 tokens of AVX-512, so that each load of either side feeds 4 multiply-adds.
+template <int kRows>
+void score_rows(const float* query, const float* key, int stride, int count, float* scores) {
+  constexpr int kTokens = kWidth / kRows;
+  for (int t = 0; t < count; t += kTokens) {
+    Float sums[kWidth];
+    for (int i = 0; i < kWidth; ++i) sums[i] = zeros();
+    for (int c = 0; c < stride; c += kWidth) {
+      Float keys[kTokens];
+      for (int n = 0; n < kTokens; ++n) keys[n] = load(key + (t + n) * stride + c);
+      for (int r = 0; r < kRows; ++r) {
+        const Float q = load(query + r * stride + c);
+        for (int n = 0; n < kTokens; ++n) sums[r * kTokens + n] = fma(q, keys[n], sums[r * kTokens + n]);
+      }
+    }
+    float totals[kWidth];
+    store(totals, sum_each(sums));
+    for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kTile + t, totals + r * kTokens, sizeof(float) * kTokens);
+  }
+}
+
+// out = out · rescale + p · value for kRows rows and kVectors vectors of channels.
+template <int kRows, int kVectors>
+inline void add_values_block(const float* p, const float* value, int stride, int count, const Row* rows, float* out) {
+  Float sums[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    const Float rescale = broadcast(rows[r].rescale);
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = mul(load(out + r * stride + v * kWidth), rescale);
+  }
+  for (int t = 0; t < count; ++t) {
+    Float values[kVectors];
+    for (int v = 0; v < kVectors; ++v) values[v] = load(value + t * stride + v * kWidth);
+    for (int r = 0; r < kRows; ++r) {
+      const Float weight = broadcast(p[r * kTile + t]);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(weight, values[v], sums[r][v]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(out + r * stride + v * kWidth, sums[r][v]);
+  }
+}
+
+template <int kRows>
+void add_values(const float* p, const float* value, int stride, int count, const Row* rows, float* out) {
+  int c = 0;
+  for (; c + kValueVectors * kWidth <= stride; c += kValueVectors * kWidth) {
+    add_values_block<kRows, kValueVectors>(p, value + c, stride, count, rows, out + c);
+  }
+  for (; c < stride; c += kWidth) add_values_block<kRows, 1>(p, value + c, stride, count, rows, out + c);
+}
+
+// Calls kernel<4>, kernel<2> or kernel<1> for as many rows at a time as there are.
+template <class Kernel>
+inline void for_row_blocks(int num_rows, Kernel kernel) {
+  int r = 0;
+  for (; r + 4 <= num_rows; r += 4) kernel(std::integral_constant<int, 4>(), r);
+  if (r + 2 <= num_rows) {
+    kernel(std::integral_constant<int, 2>(), r);
+    r += 2;
+  }
+  if (r < num_rows) kernel(std::integral_constant<int, 1>(), r);
+}
+
+// --- softmax ------------------------------------------------------------------------------------------------------------
+
+// Scores of one row and tile to probabilities, in place; moves the row's maximum and sum along.
+void softmax_row(const DecodeParams& params, Row& row, int begin, int count, float* scores) {
+  const int padded = round_up(count, 16);
+  const Float scale = broadcast(params.softmax_scale);
+  const bool has_softcap = params.softcap > 0.0f;
+  const float slope = params.alibi_slopes == nullptr ? 0.0f : params.alibi_slopes[row.head];
+  for (int t = 0; t < padded; t += kWidth) {
+    Float x = mul(load(scores + t), scale);
+    if (has_softcap) x = mul(broadcast(params.softcap), tanh_of(div(x, broadcast(params.softcap))));
+    store(scores + t, x);
+  }
+  if (params.alibi_slopes != nullptr) {
+    for (int t = 0; t < count; ++t) scores[t] += slope * static_cast<float>(begin + t - row.position);
+  }
+  const int first = max_of(row.begin - begin, 0), last = min_of(row.end - begin, count);
+  for (int t = 0; t < min_of(first, padded); ++t) scores[t] = -kInfinity;
+  for (int t = max_of(last, 0); t < padded; ++t) scores[t] = -kInfinity;
+  Float largest = broadcast(row.max);
+  for (int t = 0; t < padded; t += kWidth) largest = max_of(load(scores + t), largest);
+  const float max = largest_of(largest);
+  // Where nothing finite has been seen, 0 takes the place of the maximum: e^(-inf - 0) is 0 and a NaN stays one.
+  const float base = max == -kInfinity ? 0.0f : max;
+  float old_max[kWidth] = {};
+  old_max[0] = row.max - base;
+  float rescales[kWidth];
+  store(rescales, exp_of(load(old_max)));
+  row.rescale = row.max == max ? 1.0f : rescales[0];
+  row.max = max;
+  const Float bases = broadcast(base);
+  Float sum = zeros();
+  for (int t = 0; t < padded; t += kWidth) {
+    const Float p = exp_of(sub(load(scores + t), bases));
+    store(scores + t, p);
+    sum = add(sum, p);
+  }
+  row.sum = row.sum * row.rescale + sum_of(sum);
+}
+
+// Replaces values that are not finite by 0 and makes the sums of the rows that see them NaN, channel by channel.
+void poison(const Workspace& work, int head_dim, int begin, int count, const Row* rows, int num_rows) {
+  for (int t = 0; t < count; ++t) {
+    float* value = work.value + t * work.value_stride;
+    for (int c = 0; c < head_dim; ++c) {
+      if (value[c] - value[c] == 0.0f) continue;
+      value[c] = 0.0f;
+      for (int r = 0; r < num_rows; ++r) {
+        const bool is_visible = rows[r].begin <= begin + t && begin + t < rows[r].end;
+        if (is_visible) work.out[r * work.value_stride + c] = std::numeric_limits<float>::quiet_NaN();
+      }
+    }
+  }
+}
+
+// --- the loop -----------------------------------------------------------------------------------------------------------
+
+Row make_row(const DecodeParams& params, const AttendTask& task, int r) {
+  const int num_q_per_kv = params.num_q_heads / params.num_kv_heads;
+  const int index = task.first_row + r;
+  Row row;
+  row.head = task.kv_head * num_q_per_kv + index % num_q_per_kv;
+  row.position = params.lengths[task.b] - params.q_len + index / num_q_per_kv;
+  row.begin = params.starts == nullptr ? 0 : params.starts[task.b];
+  if (params.sliding_window > 0) row.begin = max_of(row.begin, row.position - params.sliding_window + 1);
+  row.begin = max_of(row.begin, 0);
+  row.end = row.position + 1;
+  row.max = -kInfinity;
+  row.sum = 0.0f;
+  row.rescale = 1.0f;
+  return row;
+}
+
+void load_query(const DecodeParams& params, const AttendTask& task, const Row& row, int r, const Workspace& work) {
+  const int i = (task.first_row + r) / (params.num_q_heads / params.num_kv_heads);
+  const Dense& query = params.query;
+  const int64_t offset = task.b * query.stride_b + row.head * query.stride_h + i * query.stride_t;
+  float* result = work.query + r * work.key_stride;
+  convert_dense(query.data, query.dtype, offset, params.key_side.head_dim, result);
+  for (int c = params.key_side.head_dim; c < work.key_stride; ++c) result[c] = 0.0f;
+}
+
+void attend(const DecodeParams& params, const AttendTask& task, float* scratch, const Partial& partial) {
+  const Side &key = params.key_side, &value = params.value_side;
+  const Workspace work(params, scratch);
+  Row rows[kMaxRows];
+  for (int r = 0; r < task.num_rows; ++r) {
+    rows[r] = make_row(params, task, r);
+    load_query(params, task, rows[r], r, work);
+  }
+  std::memset(work.out, 0, sizeof(float) * task.num_rows * work.value_stride);
+
+  for (int begin = task.begin; begin < task.end; begin += kTile) {
+    const int count = min_of(kTile, task.end - begin);
+
+    dequantize_tile(key, task.b, task.kv_head, begin, count, work.key, work.key_stride, work.scale_row, work.zero_row);
+    for_row_blocks(task.num_rows, [&](auto size, int r) {
+      score_rows<size>(work.query + r * work.key_stride, work.key, work.key_stride, round_up(count, 16),
+                       work.scores + r * kTile);
+    });
+
+    for (int r = 0; r < task.num_rows; ++r) softmax_row(params, rows[r], begin, count, work.scores + r * kTile);
+
+    const bool is_finite = dequantize_tile(value, task.b, task.kv_head, begin, count, work.value, work.value_stride,
+                                           work.scale_row, work.zero_row);
+    if (!is_finite) poison(work, value.head_dim, begin, count, rows, task.num_rows);
+    for_row_blocks(task.num_rows, [&](auto size, int r) {
+      add_values<size>(work.scores + r * kTile, work.value, work.value_stride, count, rows + r,
+                       work.out + r * work.value_stride);
+    });
+  }
+
+  for (int r = 0; r < task.num_rows; ++r) {
+    std::memcpy(partial.out + static_cast<int64_t>(r) * value.head_dim, work.out + r * work.value_stride,
+                sizeof(float) * value.head_dim);
+    partial.max[r] = rows[r].max;
+    partial.sum[r] = rows[r].sum;
+  }
+}
+
+// --- combine ------------------------------------------------------------------------------------------------------------
+
+void finish(const DecodeParams& params, const AttendTask& task, const Partial* partials, int num_partials, float* scratch) {
+  const int value_dim = params.value_side.head_dim;
+  const int num_q_per_kv = params.num_q_heads / params.num_kv_heads;
+  for (int r = 0; r < task.num_rows; ++r) {
+    const int head = task.kv_head * num_q_per_kv + (task.first_row + r) % num_q_per_kv;
+    const int i = (task.first_row + r) / num_q_per_kv;
+    const float sink = params.sinks == nullptr ? -kInfinity : params.sinks[head];
+    float max = sink;
+    for (int s = 0; s < num_partials; ++s) max = partials[s].max[r] > max ? partials[s].max[r] : max;
+    const float base = max == -kInfinity ? 0.0f : max;
+    double sum = std::exp(sink - base);
+    for (int c = 0; c < value_dim; ++c) scratch[c] = 0.0f;
+    for (int s = 0; s < num_partials; ++s) {
+      const float weight = std::exp(partials[s].max[r] - base);
+      sum += static_cast<double>(weight) * partials[s].sum[r];
+      const float* out = partials[s].out + static_cast<int64_t>(r) * value_dim;
+      const Float weights = broadcast(weight);
+      for (int c = 0; c + kWidth <= value_dim; c += kWidth) {
+        store(scratch + c, fma(weights, load(out + c), load(scratch + c)));
+      }
+      for (int c = value_dim / kWidth * kWidth; c < value_dim; ++c) scratch[c] += weight * out[c];
+    }
+    const float factor = sum == 0.0 ? 1.0f : static_cast<float>(1.0 / sum);
+    for (int c = 0; c < value_dim; ++c) scratch[c] *= factor;
+    const int64_t out_row = (static_cast<int64_t>(task.b) * params.q_len + i) * params.num_q_heads + head;
+    round_dense(scratch, value_dim, params.query.dtype, params.out, out_row * value_dim);
+    const int64_t lse_row = (static_cast<int64_t>(task.b) * params.num_q_heads + head) * params.q_len + i;
+    params.lse[lse_row] = max == kInfinity ? kInfinity : max + static_cast<float>(std::log(sum));
+  }
+}
+
+}  // namespace
+}  // namespace hf_kvquant::cpu::KVQ_ISA

@@ -1,0 +1,264 @@
+// The CPU side of the two ops: which instruction set, how work is cut into tasks, who runs them. Kernels are in the
+// headers that the tables of kernels.h are made of; threads are PyTorch's own, so torch.set_num_threads holds here too.
+//
+// A task of decode is one block of query rows of one kv head against one split of the visible tokens. Splits depend on
+// lengths and num_splits only, never on threads, and are combined in order: a result does not change with the machine's
+// load or its number of cores.
+#include "cpu.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include <torch/csrc/stable/ops.h>
+
+#include "kernels.h"
+
+namespace hf_kvquant::cpu {
+namespace {
+
+// --- instruction sets ---------------------------------------------------------------------------------------------------
+
+bool supports_avx2() {
+#ifdef HF_KVQUANT_X86
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#else
+  return false;
+#endif
+}
+
+bool supports_avx512() {
+#ifdef HF_KVQUANT_X86
+  return supports_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+#else
+  return false;
+#endif
+}
+
+// The table of a name, nullptr when unknown or not available on this processor.
+const Kernels* find_kernels(const char* name) {
+  if (std::strcmp(name, "portable") == 0) return &kPortableKernels;
+#ifdef HF_KVQUANT_X86
+  if (std::strcmp(name, "avx2") == 0 && supports_avx2()) return &kAvx2Kernels;
+  if (std::strcmp(name, "avx512") == 0 && supports_avx512()) return &kAvx512Kernels;
+#endif
+  return nullptr;
+}
+
+const Kernels* best_kernels() {
+  for (const char* name : {"avx512", "avx2"}) {
+    if (const Kernels* kernels = find_kernels(name)) return kernels;
+  }
+  return &kPortableKernels;
+}
+
+std::atomic<const Kernels*>& current_kernels() {
+  static std::atomic<const Kernels*> current{best_kernels()};
+  return current;
+}
+
+// --- threads ------------------------------------------------------------------------------------------------------------
+
+// Runs task(i) for i in 0 ... count - 1. Threads take the next task when they are done with one, in order, so that they
+// read neighbouring memory and a slow core does not hold up the rest.
+template <class Task>
+void run_tasks(int64_t count, bool is_small, const Task& task) {
+  const int64_t num_threads = is_small ? 1 : std::min<int64_t>(torch::stable::get_num_threads(), count);
+  if (num_threads <= 1) {
+    for (int64_t i = 0; i < count; ++i) task(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < count; i = next++) task(i);
+  });
+}
+
+// Memory that stays with its thread and only grows: a decode step allocates nothing after the first.
+class Scratch {
+ public:
+  float* reserve(int64_t count) {
+    if (count > size_) {
+      memory_.reset(static_cast<float*>(std::aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64)));
+      if (memory_ == nullptr) throw std::bad_alloc();
+      size_ = count;
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(float* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<float[], Free> memory_;
+  int64_t size_ = 0;
+};
+
+// --- append -------------------------------------------------------------------------------------------------------------
+
+constexpr int kTokensPerTask = 64;
+// Below this many numbers one thread is done before a second one is awake (one token of 8 heads: 3 us).
+constexpr int64_t kSmallAppend = 32768;
+
+constexpr half_bits kHalfNan = 0x7E00;
+
+// A frozen scale serves all tokens of a sequence, so one number that is not finite takes it away from all of them.
+void check_frozen(const Kernels& kernels, const QuantizeTask& task, int batch, bool is_small) {
+  const Side& side = *task.side;
+  std::vector<std::atomic<bool>> is_flawed(batch);
+  run_tasks(static_cast<int64_t>(batch) * task.num_heads, is_small, [&](int64_t i) {
+    const int b = static_cast<int>(i / task.num_heads), head = static_cast<int>(i % task.num_heads);
+    if (!kernels.is_finite(task, b, head, 0, task.q_len)) is_flawed[b] = true;
+  });
+  for (int b = 0; b < batch; ++b) {
+    if (!is_flawed[b]) continue;
+    side.scale[b * side.scale_stride_b] = kHalfNan;
+    if (side.zero != nullptr) side.zero[b * side.zero_stride_b] = kHalfNan;
+  }
+}
+
+void append_side(const Kernels& kernels, const AppendParams& params, const Dense& source, const Side& side) {
+  const QuantizeTask task = {&source, &side, params.lengths, params.num_kv_heads, params.q_len};
+  const int64_t numbers = static_cast<int64_t>(params.batch) * params.num_kv_heads * params.q_len * side.head_dim;
+  const bool is_small = numbers <= kSmallAppend;
+  if (side.storage != Storage::none && side.is_frozen) check_frozen(kernels, task, params.batch, is_small);
+  const int heads = side.storage != Storage::none && side.is_shared_by_heads ? 1 : params.num_kv_heads;
+  const int chunks = (params.q_len + kTokensPerTask - 1) / kTokensPerTask;
+  run_tasks(static_cast<int64_t>(params.batch) * heads * chunks, is_small, [&](int64_t i) {
+    const int first = static_cast<int>(i % chunks) * kTokensPerTask;
+    const int head = static_cast<int>(i / chunks % heads), b = static_cast<int>(i / chunks / heads);
+    kernels.quantize(task, b, head, first, std::min(first + kTokensPerTask, params.q_len));
+  });
+}
+
+// --- decode -------------------------------------------------------------------------------------------------------------
+
+constexpr int kTokensPerSplit = 512;
+constexpr int kEnoughTasks = 256;
+
+struct Plan {
+  int num_rows, num_row_blocks, rows_per_block;
+  int num_splits;
+};
+
+struct Span {
+  int begin, end;
+};
+
+// Tokens that any of the queries `first` ... `last` of a sequence sees.
+Span visible_span(const DecodeParams& params, int b, int first, int last) {
+  const int length = params.lengths[b];
+  int begin = params.starts == nullptr ? 0 : std::max(params.starts[b], 0);
+  if (params.sliding_window > 0) begin = std::max(begin, length - params.q_len + first - params.sliding_window + 1);
+  return {begin, std::max(begin, length - params.q_len + last + 1)};
+}
+
+// Splits of 512 tokens as long as that makes no more than 256 tasks: enough for many cores and for balance between
+// unequal ones, while partial results stay below 2 % of the codes read.
+Plan make_plan(const DecodeParams& params, int max_rows) {
+  Plan plan;
+  plan.num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
+  plan.rows_per_block = std::min(plan.num_rows, max_rows);
+  plan.num_row_blocks = (plan.num_rows + plan.rows_per_block - 1) / plan.rows_per_block;
+  plan.num_splits = params.num_splits;
+  if (plan.num_splits <= 0) {
+    int longest = 0;
+    for (int b = 0; b < params.batch; ++b) {
+      const Span span = visible_span(params, b, 0, params.q_len - 1);
+      longest = std::max(longest, span.end - span.begin);
+    }
+    const int64_t blocks = static_cast<int64_t>(params.batch) * params.num_kv_heads * plan.num_row_blocks;
+    const int64_t wanted = (longest + kTokensPerSplit - 1) / kTokensPerSplit;
+    plan.num_splits = static_cast<int>(std::max<int64_t>(1, std::min(wanted, kEnoughTasks / blocks)));
+  }
+  return plan;
+}
+
+// Split `split` of a span, in whole tiles of 64 tokens counted from its begin.
+Span split_span(const Span& span, int split, int num_splits) {
+  const int64_t tiles = (static_cast<int64_t>(span.end - span.begin) + kTokenAlignment - 1) / kTokenAlignment;
+  const auto border = [&](int64_t s) {
+    return static_cast<int>(std::min<int64_t>(span.begin + tiles * s / num_splits * kTokenAlignment, span.end));
+  };
+  return {border(split), border(split + 1)};
+}
+
+Partial partial_at(float* memory, int num_rows, int value_dim) {
+  float* max = memory + static_cast<int64_t>(num_rows) * value_dim;
+  return {memory, max, max + num_rows};
+}
+
+}  // namespace
+
+void append(const AppendParams& params) {
+  if (params.batch == 0 || params.q_len == 0) return;
+  const Kernels& kernels = *current_kernels().load();
+  append_side(kernels, params, params.key, params.key_side);
+  append_side(kernels, params, params.value, params.value_side);
+}
+
+void decode(const DecodeParams& params) {
+  if (params.batch == 0 || params.q_len == 0) return;
+  const Kernels& kernels = *current_kernels().load();
+  const Plan plan = make_plan(params, kernels.max_rows);
+  const int value_dim = params.value_side.head_dim;
+  const int num_q_per_kv = params.num_q_heads / params.num_kv_heads;
+  const int64_t partial_size = static_cast<int64_t>(plan.rows_per_block) * (value_dim + 2);
+  const int64_t num_blocks = static_cast<int64_t>(params.batch) * params.num_kv_heads * plan.num_row_blocks;
+  const int64_t attend_size = (kernels.attend_scratch(params) + 15) / 16 * 16;
+
+  // The last task of a block to arrive combines it, so no second round of threads is needed. Without splits the
+  // partial result never leaves its thread.
+  static thread_local Scratch partial_scratch;
+  float* partials = plan.num_splits == 1 ? nullptr : partial_scratch.reserve(num_blocks * plan.num_splits * partial_size);
+  std::vector<std::atomic<int>> num_done(plan.num_splits == 1 ? 0 : num_blocks);
+
+  run_tasks(num_blocks * plan.num_splits, false, [&](int64_t i) {
+    static thread_local Scratch scratch;
+    float* memory = scratch.reserve(attend_size + partial_size);
+    const int split = static_cast<int>(i % plan.num_splits);
+    const int64_t block = i / plan.num_splits;
+    AttendTask task;
+    task.kv_head = static_cast<int>(block / plan.num_row_blocks % params.num_kv_heads);
+    task.b = static_cast<int>(block / plan.num_row_blocks / params.num_kv_heads);
+    task.first_row = static_cast<int>(block % plan.num_row_blocks) * plan.rows_per_block;
+    task.num_rows = std::min(plan.rows_per_block, plan.num_rows - task.first_row);
+    const Span span = visible_span(params, task.b, task.first_row / num_q_per_kv,
+                                   (task.first_row + task.num_rows - 1) / num_q_per_kv);
+    const Span part = split_span(span, split, plan.num_splits);
+    task.begin = part.begin;
+    task.end = part.end;
+
+    if (plan.num_splits == 1) {
+      const Partial partial = partial_at(memory + attend_size, task.num_rows, value_dim);
+      kernels.attend(params, task, memory, partial);
+      kernels.finish(params, task, &partial, 1, memory);
+      return;
+    }
+    float* block_memory = partials + block * plan.num_splits * partial_size;
+    kernels.attend(params, task, memory, partial_at(block_memory + split * partial_size, task.num_rows, value_dim));
+    if (++num_done[block] < plan.num_splits) return;
+    static thread_local std::vector<Partial> all;
+    all.resize(plan.num_splits);
+    for (int s = 0; s < plan.num_splits; ++s) {
+      all[s] = partial_at(block_memory + s * partial_size, task.num_rows, value_dim);
+    }
+    kernels.finish(params, task, all.data(), plan.num_splits, memory);
+  });
+}
+
+const char* capability() { return current_kernels().load()->name; }
+
+bool set_capability(const char* name) {
+  const Kernels* kernels = name == nullptr ? best_kernels() : find_kernels(name);
+  if (kernels == nullptr) return false;
+  current_kernels() = kernels;
+  return true;
+}
+
+}  // namespace hf_kvquant::cpu

@@ -1,0 +1,57 @@
+// What cpu.cpp asks of one instruction set: the table of its functions, and the unit of work they are handed. Each
+// kernels_*.cpp fills one table; the kernels themselves are in attend.h, attend_vnni.h and quantize.h.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu.h"
+
+namespace hf_kvquant::cpu {
+
+// Some rows of one kv head of one sequence against some of its tokens. A row is one query of one head; the rows of a kv
+// head are numbered position by position, heads of the group within: row = position · num_q_per_kv + head. So a block
+// of rows spans few positions and its causal bound is tight.
+struct AttendTask {
+  int b, kv_head;
+  int first_row, num_rows;
+  int begin, end;  // tokens; may be empty
+};
+
+// Softmax over a part of the tokens, before division: out = sum of p · value, sum = sum of p, p = e^(logit − max).
+struct Partial {
+  float* out;  // [num_rows, value head_dim]
+  float* max;  // [num_rows], -inf when nothing was visible
+  float* sum;  // [num_rows]
+};
+
+// New tokens of one side.
+struct QuantizeTask {
+  const Dense* source;
+  const Side* side;
+  const int32_t* lengths;
+  int num_heads, q_len;
+};
+
+struct Kernels {
+  const char* name;
+  // Rows that share one dequantised tile, at most.
+  int max_rows;
+  // Floats of scratch that attend needs for max_rows rows, whatever the length of the cache.
+  int64_t (*attend_scratch)(const DecodeParams& params);
+  void (*attend)(const DecodeParams& params, const AttendTask& task, float* scratch, const Partial& partial);
+  // Combines the splits of a block of rows by their log-sum-exp, in order, adds the sink, and writes out and lse.
+  void (*finish)(const DecodeParams& params, const AttendTask& task, const Partial* partials, int num_partials,
+                 float* scratch);
+  // Quantises tokens first ... last - 1 of `q_len` in one head, or in all heads where they share a scale.
+  void (*quantize)(const QuantizeTask& task, int b, int head, int first, int last);
+  // Whether tokens first ... last - 1 of a head are finite. A frozen scale needs to know before any code is written.
+  bool (*is_finite)(const QuantizeTask& task, int b, int head, int first, int last);
+};
+
+extern const Kernels kPortableKernels;
+#ifdef HF_KVQUANT_X86
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+}  // namespace hf_kvquant::cpu

@@ -1,0 +1,220 @@
+// Quantises new tokens into codes, scales and zeros, bit for bit as reference.append does. One scale is computed at a
+// time: a pass over the values that share it for the range, a pass that divides. Nothing here is contracted or
+// reciprocal: x - zero, the division and the rounding are each one float32 operation, as in the reference.
+//
+// The comparisons of minimum and maximum drop a NaN, and x - x is 0 for every finite x and NaN otherwise: summed beside
+// them it says whether a scale may exist at all.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace hf_kvquant::cpu::KVQ_ISA {
+namespace {
+
+constexpr half_bits kHalfNan = 0x7E00;
+constexpr half_bits kMinScale = 1;  // 2^-24
+
+inline bool is_finite_half(half_bits bits) { return (bits & 0x7C00) != 0x7C00; }
+
+inline float levels_of(const Side& side) {
+  if (side.storage == Storage::fp8) return 448.0f;
+  if (side.storage == Storage::int8) return side.is_symmetric ? 127.0f : 255.0f;
+  return side.is_symmetric ? 7.0f : 15.0f;
+}
+
+// Channels `begin` ... `end` - 1 of a row, a vector at a time. The last one is filled up by repeating its first channel,
+// which no minimum, maximum or check notices.
+template <Dtype kDtype, class Use>
+inline void for_channels(const void* row, int begin, int end, Use use) {
+  int c = begin;
+  for (; c + kWidth <= end; c += kWidth) use(load_dense<kDtype>(row, c), c, kWidth);
+  if (c < end) {
+    float values[kWidth];
+    convert_dense(row, kDtype, c, end - c, values);
+    for (int i = end - c; i < kWidth; ++i) values[i] = values[0];
+    use(load(values), c, end - c);
+  }
+}
+
+struct Range {
+  Float high, low, flaws;
+
+  template <Dtype kDtype>
+  void include(const void* row, int begin, int end) {
+    for_channels<kDtype>(row, begin, end, [this](Float x, int, int) {
+      high = max_of(high, x);
+      low = min_of(low, x);
+      flaws = add(flaws, sub(x, x));
+    });
+  }
+};
+
+inline Range empty_range() { return {broadcast(-kInfinity), broadcast(kInfinity), zeros()}; }
+
+// Scale and zero as stored, NaN where they cannot be.
+inline void scale_of(const Side& side, const Range& range, half_bits& scale, half_bits& zero) {
+  const float high = largest_of(range.high), low = smallest_of(range.low);
+  const float span = side.is_symmetric ? (std::fabs(high) > std::fabs(low) ? std::fabs(high) : std::fabs(low)) : high - low;
+  scale = float_to_half(span / levels_of(side));
+  zero = side.is_symmetric ? half_bits{0} : float_to_half(low);
+  if (sum_of(range.flaws) != 0.0f || !is_finite_half(scale) || !is_finite_half(zero)) {
+    scale = zero = kHalfNan;
+  } else if (scale == 0) {
+    scale = kMinScale;
+  }
+}
+
+template <Storage kStorage>
+inline void store_codes(uint8_t* row, int c, int count, Float codes) {
+  constexpr int kPerByte = kStorage == Storage::int4 ? 2 : 1;
+  uint8_t bytes[kWidth];
+  uint8_t* target = count == kWidth ? row + c / kPerByte : bytes;
+  if constexpr (kStorage == Storage::int4) store_u4(target, codes);
+  if constexpr (kStorage == Storage::int8) store_u8(target, codes);
+  if constexpr (kStorage == Storage::fp8) store_fp8(target, codes);
+  if (count < kWidth) std::memcpy(row + c / kPerByte, bytes, count / kPerByte);
+}
+
+// Codes of the channels that share a scale.
+template <Storage kStorage, Dtype kDtype>
+void write_codes(const Side& side, const void* source, int begin, int end, half_bits scale, half_bits zero, uint8_t* row) {
+  constexpr int kPerByte = kStorage == Storage::int4 ? 2 : 1;
+  const float divisor = half_to_float(scale);
+  if (divisor != divisor) {
+    std::memset(row + begin / kPerByte, 0, (end - begin) / kPerByte);
+    return;
+  }
+  const Float divisors = broadcast(divisor), zero_of_all = broadcast(half_to_float(zero));
+  const Float upper = broadcast(levels_of(side));
+  if constexpr (kStorage == Storage::fp8) {
+    const Float lower = sub(zeros(), upper);
+    for_channels<kDtype>(source, begin, end, [&](Float x, int c, int count) {
+      store_codes<kStorage>(row, c, count, min_of(max_of(div(x, divisors), lower), upper));
+    });
+  } else if (side.is_symmetric) {
+    const Float lower = sub(zeros(), upper), offset = add(upper, broadcast(1.0f));
+    for_channels<kDtype>(source, begin, end, [&](Float x, int c, int count) {
+      const Float code = round_even(min_of(max_of(div(x, divisors), lower), upper));
+      store_codes<kStorage>(row, c, count, add(code, offset));
+    });
+  } else {
+    for_channels<kDtype>(source, begin, end, [&](Float x, int c, int count) {
+      const Float code = div(sub(x, zero_of_all), divisors);
+      store_codes<kStorage>(row, c, count, round_even(min_of(max_of(code, zeros()), upper)));
+    });
+  }
+}
+
+// Tokens of one sequence, with the types known.
+template <Storage kStorage, Dtype kDtype>
+void quantize_tokens(const QuantizeTask& task, int b, int head, int first, int last) {
+  const Side& side = *task.side;
+  const Dense& source = *task.source;
+  const int group_size = side.head_dim / side.num_groups;
+  // Heads that share a scale are quantised together; with a frozen scale that is of no consequence.
+  const int head_end = side.is_shared_by_heads ? task.num_heads : head + 1;
+  for (int i = first; i < last; ++i) {
+    const int64_t token = task.lengths[b] - task.q_len + i;
+    const auto source_row = [&](int h) -> const void* {
+      const int64_t offset = b * source.stride_b + h * source.stride_h + i * source.stride_t;
+      return static_cast<const uint8_t*>(source.data) + offset * bytes_of(kDtype);
+    };
+    for (int g = 0; g < side.num_groups; ++g) {
+      const int begin = g * group_size, end = begin + group_size;
+      half_bits* scale = side.scale + b * side.scale_stride_b + head * side.scale_stride_h + g * side.scale_stride_g +
+                         token * side.scale_stride_t;
+      half_bits* zero = side.is_symmetric ? nullptr
+                                          : side.zero + b * side.zero_stride_b + head * side.zero_stride_h +
+                                                g * side.zero_stride_g + token * side.zero_stride_t;
+      half_bits new_scale, new_zero = 0;
+      if (side.is_frozen) {
+        new_scale = *scale;
+        if (zero != nullptr) new_zero = *zero;
+      } else {
+        Range range = empty_range();
+        for (int h = head; h < head_end; ++h) range.template include<kDtype>(source_row(h), begin, end);
+        scale_of(side, range, new_scale, new_zero);
+        *scale = new_scale;
+        if (zero != nullptr) *zero = new_zero;
+      }
+      for (int h = head; h < head_end; ++h) {
+        uint8_t* row = side.codes + b * side.codes_stride_b + h * side.codes_stride_h + token * side.codes_stride_t;
+        write_codes<kStorage, kDtype>(side, source_row(h), begin, end, new_scale, new_zero, row);
+      }
+    }
+  }
+}
+
+// Storage type none: the values as they come, or rounded to the dtype of the planes.
+void copy_tokens(const QuantizeTask& task, int b, int head, int first, int last) {
+  const Side& side = *task.side;
+  const Dense& source = *task.source;
+  for (int i = first; i < last; ++i) {
+    const int64_t token = task.lengths[b] - task.q_len + i;
+    const int64_t offset = b * source.stride_b + head * source.stride_h + i * source.stride_t;
+    uint8_t* row = side.codes + b * side.codes_stride_b + head * side.codes_stride_h + token * side.codes_stride_t;
+    if (source.dtype == side.dense_dtype) {
+      const int size = bytes_of(source.dtype);
+      std::memcpy(row, static_cast<const uint8_t*>(source.data) + offset * size, static_cast<size_t>(side.head_dim) * size);
+      continue;
+    }
+    for (int c = 0; c < side.head_dim; c += 8) {
+      float values[8];
+      convert_dense(source.data, source.dtype, offset + c, 8, values);
+      round_dense(values, 8, side.dense_dtype, row, c);
+    }
+  }
+}
+
+template <Storage kStorage>
+void quantize_storage(const QuantizeTask& task, int b, int head, int first, int last) {
+  switch (task.source->dtype) {
+    case Dtype::fp32:
+      return quantize_tokens<kStorage, Dtype::fp32>(task, b, head, first, last);
+    case Dtype::bf16:
+      return quantize_tokens<kStorage, Dtype::bf16>(task, b, head, first, last);
+    case Dtype::fp16:
+      return quantize_tokens<kStorage, Dtype::fp16>(task, b, head, first, last);
+  }
+}
+
+void quantize(const QuantizeTask& task, int b, int head, int first, int last) {
+  switch (task.side->storage) {
+    case Storage::int8:
+      return quantize_storage<Storage::int8>(task, b, head, first, last);
+    case Storage::int4:
+      return quantize_storage<Storage::int4>(task, b, head, first, last);
+    case Storage::fp8:
+      return quantize_storage<Storage::fp8>(task, b, head, first, last);
+    case Storage::none:
+      return copy_tokens(task, b, head, first, last);
+  }
+}
+
+template <Dtype kDtype>
+bool is_finite_dense(const QuantizeTask& task, int b, int head, int first, int last) {
+  const Dense& source = *task.source;
+  Float flaws = zeros();
+  for (int i = first; i < last; ++i) {
+    const int64_t offset = b * source.stride_b + head * source.stride_h + i * source.stride_t;
+    const void* row = static_cast<const uint8_t*>(source.data) + offset * bytes_of(kDtype);
+    for_channels<kDtype>(row, 0, task.side->head_dim, [&](Float x, int, int) { flaws = add(flaws, sub(x, x)); });
+  }
+  return sum_of(flaws) == 0.0f;
+}
+
+bool is_finite(const QuantizeTask& task, int b, int head, int first, int last) {
+  switch (task.source->dtype) {
+    case Dtype::fp32:
+      return is_finite_dense<Dtype::fp32>(task, b, head, first, last);
+    case Dtype::bf16:
+      return is_finite_dense<Dtype::bf16>(task, b, head, first, last);
+    case Dtype::fp16:
+      break;
+  }
+  return is_finite_dense<Dtype::fp16>(task, b, head, first, last);
+}
+
+}  // namespace
+}  // namespace hf_kvquant::cpu::KVQ_ISA
