@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_kvquant import reference
+from hf_kvquant.formats import KVFormat, Planes
+
 # Our error may be at most this many times PyTorch's own error in the working dtype: both round the same inputs, but in
 # a different order, so neither is systematically the smaller one.
 TORCH_FACTOR = 2.0
@@ -41,3 +44,32 @@ def lse_bound(expected: Tensor, torch_lse: Tensor, max_logit: float) -> float:
 def _largest(x: Tensor) -> float:
     finite = x[x.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def quantization_bound(x: Tensor, planes: Planes, kv_format: KVFormat) -> Tensor:
+    """The largest error of every element of `dequantize(quantize(x))`, float64, shape of `x`.
+
+    Integers: half a code, plus half a float16 ulp of the zero, which was rounded too. e4m3: half a step of a 3-bit
+    mantissa, relative above and absolute below the smallest normal code. Both: a scale below 2^-14 is a float16
+    subnormal, so it is off by up to 2^-25 and the largest code by `max_code` times that; and a few float32 roundings.
+    """
+    assert planes.scale is not None
+    scale, exact = _spread(planes.scale, x), x.double()
+    limit = reference.max_code(kv_format)
+    bound = torch.maximum(exact.abs() / 16, scale / 1024) if kv_format.storage == "fp8" else scale / 2
+    bound = bound + torch.where(scale < 2.0**-14, limit * 2.0**-25, 0.0)
+    magnitude = exact.abs()
+    if planes.zero is not None:
+        zero = _spread(planes.zero, x)
+        magnitude = magnitude + zero.abs()
+        _, exponent = torch.frexp(zero)
+        bound = bound + torch.clamp(torch.ldexp(torch.ones_like(zero), exponent - 11), min=2.0**-24) / 2
+    return bound + 4 * torch.finfo(torch.float32).eps * magnitude
+
+
+def _spread(plane: Tensor, x: Tensor) -> Tensor:
+    """A plane `[batch, heads, groups, tokens]` over the elements that it serves, float64, shape of `x`."""
+    batch, heads, tokens, head_dim = x.shape
+    groups = plane.shape[2]
+    plane = plane.double().expand(batch, heads, groups, tokens)
+    return plane.repeat_interleave(head_dim // groups, dim=2).mT
