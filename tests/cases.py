@@ -141,6 +141,11 @@ def filled(case: Case, side: int, x: Tensor | None = None) -> Planes:
 
 def clone(planes: Planes, device: str = "cpu") -> Planes:
     """A copy with the same strides, on a device."""
-    return Planes(
-        *(None if plane is None else plane.clone().to(device) for plane in (planes.codes, planes.scale, planes.zero))
-    )
+    scale, zero = (None if plane is None else plane.clone().to(device) for plane in (planes.scale, planes.zero))
+    return Planes(planes.codes.clone().to(device), scale, zero)
+
+
+def row_of(planes: Planes, b: int) -> Planes:
+    """A copy of the planes of one sequence."""
+    scale, zero = (None if plane is None else plane[b : b + 1].clone() for plane in (planes.scale, planes.zero))
+    return Planes(planes.codes[b : b + 1].clone(), scale, zero)
