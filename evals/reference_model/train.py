@@ -1,0 +1,487 @@
+"""Train, from nothing, the small Llama-architecture model that the evaluations in this repository use.
+
+A quantised cache can only be judged on a model that has learned something, on random weights attention is close to
+uniform and every error looks harmless. This script makes such a model small enough to live in the repository (about
+15.5 million parameters in bf16) yet shaped like a large one where the cache is concerned: head_dim 128, two query heads
+to a key-value head, rotary positions. Three commands, in this order, each writing into `--out`:
+
+    tokenizer   byte-level BPE learned from the training articles: tokenizer.json, tokenizer_config.json
+    train       the weights: config.json, generation_config.json, model.safetensors, training_log.jsonl
+    evaluate    validation loss, WikiText-2 perplexity in two conventions, greedy continuations; printed only
+
+The layers are those of transformers' `LlamaForCausalLM`, so what is trained is what `from_pretrained` loads. README.md
+beside this file holds the data's licence, the command that made the checkpoint here, and its results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+END_OF_TEXT = "<|endoftext|>"
+VALIDATION_SHARE = 0.01
+CONTEXT = 2048
+
+# Words keep the space before them and digits go in pairs, so that a year is two tokens and any number is spelled from
+# a hundred or so entries; runs of punctuation and of white space are pieces of their own.
+PIECE_PATTERN = (
+    r"'(?:[sdmt]|ll|ve|re)"
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+    r"|\p{N}{1,2}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+"
+    r"|\s+(?!\S)"
+    r"|\s+"
+)
+
+PROMPTS = (
+    "The Second World War began",
+    "Albert Einstein was a German-born physicist who",
+    "The city of Paris is",
+    "In computer science, an algorithm is",
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- data
+
+
+def read_articles(path: Path) -> tuple[list[str], list[str]]:
+    """Read the corpus and hold out its last articles.
+
+    Args:
+        path: UTF-8 text, plain or compressed as `.xz`; articles separated by a line that holds `<|endoftext|>`.
+
+    Returns:
+        The training articles and the validation articles (the last 1 % of them, at least one), white space at both
+        ends removed.
+    """
+    with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
+        articles = [article.strip() for article in file.read().split(END_OF_TEXT)]
+    held_out = max(1, round(len(articles) * VALIDATION_SHARE))
+    return articles[:-held_out], articles[-held_out:]
+
+
+def train_tokenizer(articles: list[str], vocab_size: int) -> Tokenizer:
+    """Learn a byte-level BPE without a normaliser, so that `decode(encode(text)) == text` for every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECE_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(articles, trainer, length=len(articles))
+    return tokenizer
+
+
+def encode_articles(tokenizer: Tokenizer, articles: list[str]) -> Tensor:
+    """Encode articles into one stream, each preceded by `<|endoftext|>`.
+
+    Returns:
+        `[tokens]`, int32, on the CPU. Encoded in parallel over all cores, 1024 articles at a time to bound memory.
+    """
+    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+    pieces: list[Tensor] = []
+    for start in range(0, len(articles), 1024):
+        for encoding in tokenizer.encode_batch_fast(articles[start : start + 1024]):
+            pieces.append(torch.tensor([end_of_text, *encoding.ids], dtype=torch.int32))
+    return torch.cat(pieces)
+
+
+def endless_batches(tokens: Tensor, rows: int, context: int, seed: int) -> Iterator[Tensor]:
+    """Yield `[rows, context + 1]` int64 batches for ever: each epoch cuts the stream at a new offset and shuffles.
+
+    Rows overlap by one token, so that each token is a target once an epoch, and never straddle an epoch.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    columns = torch.arange(context + 1, device=tokens.device)
+    while True:
+        offset = int(torch.randint(context, (), generator=generator))
+        windows = (len(tokens) - offset - 1) // context
+        if windows < rows:
+            raise ValueError(
+                f"endless_batches: `tokens` must fill a batch of {rows} windows of {context}, got {len(tokens)} "
+                "tokens. Lower --batch-rows or bring more text."
+            )
+        starts = offset + context * torch.randperm(windows, generator=generator)
+        starts = starts.to(tokens.device)
+        for first in range(0, windows - rows + 1, rows):
+            yield tokens[starts[first : first + rows, None] + columns].long()
+
+
+# ------------------------------------------------------------------------------------------------------------ model
+
+
+def build_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
+    """Build the model with fresh float32 weights.
+
+    `pad_token_id` stays unset: an embedding with a padding index would never learn `<|endoftext|>` as an input. The
+    projections that write into the residual stream start smaller, by 1 / sqrt(2 · layers), so that its variance does
+    not grow with depth.
+    """
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.intermediate_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.query_heads,
+        num_key_value_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        max_position_embeddings=args.context,
+        rms_norm_eps=1e-5,
+        initializer_range=0.02,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=None,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_((2 * args.layers) ** -0.5)
+            layer.mlp.down_proj.weight.mul_((2 * args.layers) ** -0.5)
+    return model
+
+
+def mean_loss(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
+    """Return the mean next-token loss of `batch` (`[rows, context + 1]`), in nats, as a float32 scalar.
+
+    The layers are called directly, without a mask: `LlamaModel.forward` builds a mask tensor when it is compiled,
+    which rules the flash attention kernels out. Under autocast the residual stream is bf16, as it is when the saved
+    bf16 checkpoint runs; the rotary tables stay float32.
+    """
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    stream = model.model.embed_tokens(inputs)  # [rows, context, hidden_size]
+    positions = torch.arange(inputs.shape[1], device=batch.device)[None]
+    rotary = model.model.rotary_emb(stream, positions)
+    if torch.is_autocast_enabled(batch.device.type):
+        stream = stream.to(torch.bfloat16)
+    for layer in model.model.layers:
+        stream = layer(stream, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+    logits = model.lm_head(model.model.norm(stream))  # [rows, context, vocab_size]
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def validation_loss(model: LlamaForCausalLM, tokens: Tensor, rows: int, context: int) -> float:
+    """Return the mean loss over all whole windows of a stream, cut without shuffling, `rows` windows at a time."""
+    windows = (len(tokens) - 1) // context
+    columns = torch.arange(context + 1, device=tokens.device)
+    starts = context * torch.arange(windows, device=tokens.device)
+    total = 0.0
+    for chunk in starts.split(rows):
+        total += float(mean_loss(model, tokens[chunk[:, None] + columns].long())) * len(chunk)
+    return total / windows
+
+
+# -------------------------------------------------------------------------------------------------------- optimiser
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Bring all singular values of `[n, rows, columns]` matrices near 1, keeping the singular vectors.
+
+    Five steps of a quintic Newton-Schulz iteration in bf16 whose coefficients (Jordan et al., 2024) trade an exact
+    limit for speed: values land between about 0.7 and 1.2, which is enough for a direction of descent.
+    """
+    wide = matrices.bfloat16()
+    if matrices.shape[1] > matrices.shape[2]:
+        wide = wide.mT
+    wide = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = wide @ wide.mT
+        wide = 3.4445 * wide + (2.0315 * gram @ gram - 4.7750 * gram) @ wide
+    return wide.mT if matrices.shape[1] > matrices.shape[2] else wide
+
+
+class Muon:
+    """Momentum whose update is orthogonalised, for the matrices of the layers (Jordan et al., 2024).
+
+    Matrices of one shape are stacked, so that a step is a few batched products instead of hundreds of small ones;
+    this is why `torch.optim.Muon` is not used. The update is scaled to a root mean square of 0.2 an element (Liu et
+    al., 2025), which puts the learning rate into the range of AdamW's.
+    """
+
+    def __init__(self, parameters: list[Tensor], weight_decay: float, *, compiled: bool) -> None:
+        shapes = sorted({tuple(parameter.shape) for parameter in parameters})
+        self.groups = [[p for p in parameters if tuple(p.shape) == shape] for shape in shapes]
+        self.momenta = [torch.zeros(len(group), *group[0].shape, device=group[0].device) for group in self.groups]
+        self.weight_decay = weight_decay
+        self.orthogonalize = torch.compile(orthogonalize, dynamic=False) if compiled else orthogonalize
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """Apply one Nesterov step (momentum 0.95) and decoupled weight decay, then drop the gradients."""
+        for group, momentum in zip(self.groups, self.momenta, strict=True):
+            gradient = torch.stack([parameter.grad for parameter in group])  # [n, rows, columns]
+            momentum.lerp_(gradient, 0.05)
+            update = self.orthogonalize(gradient.lerp_(momentum, 0.95)).float()
+            update *= 0.2 * max(update.shape[1:]) ** 0.5
+            torch._foreach_mul_(group, 1 - learning_rate * self.weight_decay)
+            torch._foreach_add_(group, list(update.unbind()), alpha=-learning_rate)
+            for parameter in group:
+                parameter.grad = None
+
+
+def schedule(progress: float, warmup: float) -> float:
+    """Return the learning-rate multiplier at `progress` in [0, 1): linear up during `warmup`, then linear to zero."""
+    return min(progress / warmup, (1 - progress) / (1 - warmup))
+
+
+# --------------------------------------------------------------------------------------------------------- commands
+
+
+def save_checkpoint(model: LlamaForCausalLM, folder: Path) -> None:
+    """Write config, generation config and bf16 weights; the model itself keeps its float32 weights.
+
+    Written beside the target and moved over it, so that a run that is stopped never leaves half a file.
+    """
+    state = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    copy.load_state_dict(state)
+    copy.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0, do_sample=False)
+    partial = folder / "partial"
+    copy.save_pretrained(partial)
+    for file in partial.iterdir():
+        os.replace(file, folder / file.name)
+    partial.rmdir()
+
+
+def run_tokenizer(args: argparse.Namespace) -> None:
+    """Train the tokenizer on the training articles and write the two files that `AutoTokenizer` reads."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    articles, _ = read_articles(args.data)
+    train_tokenizer(articles, args.vocab_size).save(str(args.out / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONTEXT,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    (args.out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def run_train(args: argparse.Namespace) -> None:
+    """Train until `--steps` or `--minutes` is reached and write the checkpoint; half-way once more, as insurance.
+
+    The learning rate follows progress in whichever of the two is the limit, and reaches zero at its end. The clock
+    starts after compilation. Every line of the log is one JSON object.
+    """
+    started = time.monotonic()
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    args.out.mkdir(parents=True, exist_ok=True)
+    device = torch.device(args.device)
+    log = (args.out / "training_log.jsonl").open("w", encoding="utf-8")
+
+    def report(**values: object) -> None:
+        line = json.dumps({key: round(v, 5) if isinstance(v, float) else v for key, v in values.items()})
+        print(line, flush=True)
+        print(line, file=log, flush=True)
+
+    tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
+    train_articles, validation_articles = read_articles(args.data)
+    if args.articles:
+        train_articles, validation_articles = train_articles[: args.articles], validation_articles[:1]
+    train_tokens = encode_articles(tokenizer, train_articles).to(device)
+    validation_tokens = encode_articles(tokenizer, validation_articles).to(device)
+
+    model = build_model(args, tokenizer.get_vocab_size()).to(device)
+    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    # Embeddings (also the output layer) and norm weights: AdamW, and no decay, which would fade rare tokens.
+    others = [model.model.embed_tokens.weight, *(p for p in model.parameters() if p.ndim == 1)]
+    muon = Muon(matrices, args.weight_decay, compiled=args.compile)
+    adamw = torch.optim.AdamW(
+        others, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=True if device.type == "cuda" else None
+    )
+    loss_of = torch.compile(mean_loss, dynamic=False) if args.compile else mean_loss
+    batches = endless_batches(train_tokens, args.batch_rows, args.context, args.seed)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss_of(model, next(batches)).backward()
+    muon.step(0.0)
+    model.zero_grad(set_to_none=True)
+    report(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        train_tokens=len(train_tokens),
+        validation_tokens=len(validation_tokens),
+        batch_tokens=args.batch_rows * args.context,
+        preparation_seconds=time.monotonic() - started,
+        torch=torch.__version__,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    )
+
+    def validate() -> float:
+        with torch.autocast(device.type, torch.bfloat16):
+            return validation_loss(model, validation_tokens, args.batch_rows, args.context)
+
+    started = time.monotonic()
+    step, next_log, half_way_saved = 0, 0.0, False
+    losses: list[Tensor] = []
+    while (progress := step / args.steps if args.steps else (time.monotonic() - started) / (60 * args.minutes)) < 1:
+        multiplier = schedule(progress, args.warmup)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = loss_of(model, next(batches))
+        loss.backward()
+        for group in adamw.param_groups:
+            group["lr"] = multiplier * args.embedding_learning_rate
+        adamw.step()
+        muon.step(multiplier * args.learning_rate)
+        adamw.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+        step += 1
+        # Reading a loss waits for the device. Every tenth step is often enough to keep the clock honest and rare
+        # enough to keep the queue full.
+        if step % 10 == 0:
+            losses[-1].item()
+        if time.monotonic() - started >= next_log:
+            next_log += args.log_seconds
+            train_loss = float(torch.stack(losses).mean())
+            losses.clear()
+            tokens = step * args.batch_rows * args.context
+            seconds = time.monotonic() - started
+            report(step=step, seconds=seconds, tokens=tokens, learning_rate=multiplier, train_loss=train_loss)
+        if progress >= 0.5 and not half_way_saved:
+            half_way_saved = True
+            save_checkpoint(model, args.out)
+            report(step=step, validation_loss=validate())
+    seconds = time.monotonic() - started
+    save_checkpoint(model, args.out)
+    tokens = step * args.batch_rows * args.context
+    report(
+        step=step,
+        seconds=seconds,
+        tokens=tokens,
+        epochs=tokens / len(train_tokens),
+        train_loss=float(torch.stack(losses).mean()) if losses else None,
+        validation_loss=validate(),
+    )
+    log.close()
+
+
+@torch.no_grad()
+def negative_log_likelihood(model: LlamaForCausalLM, windows: list[Tensor], device: torch.device) -> float:
+    """Return the summed loss, in nats, of every token but the first of each window (`[tokens]` each)."""
+    total = 0.0
+    for window in windows:
+        logits = model(window[None].to(device)).logits[0, :-1].float()  # [tokens - 1, vocab_size]
+        total += float(F.cross_entropy(logits, window[1:].to(device), reduction="sum"))
+    return total
+
+
+def run_evaluate(args: argparse.Namespace) -> None:
+    """Print validation loss, WikiText-2 perplexities and greedy continuations of the checkpoint in `--out`, float32."""
+    device = torch.device(args.device)
+    tokenizer = AutoTokenizer.from_pretrained(args.out)
+    model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).to(device).eval()
+    window = args.context
+
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt").to(device)
+        output = model.generate(**inputs, max_new_tokens=60, do_sample=False)
+        print(json.dumps({"greedy": tokenizer.decode(output[0])}, ensure_ascii=False), flush=True)
+
+    if args.wikitext:
+        text = args.wikitext.read_text(encoding="utf-8")
+        # Per token, as papers report it: rows of the data set joined by two newlines, whole windows only.
+        rows = [line if line.strip() else "" for line in text.splitlines(keepends=True)]
+        ids = tokenizer("\n\n".join(rows), return_tensors="pt", verbose=False).input_ids[0]
+        windows = list(ids[: len(ids) // window * window].split(window))
+        loss = negative_log_likelihood(model, windows, device) / (len(windows) * (window - 1))
+        print(json.dumps({"per_token_perplexity": math.exp(loss), "windows": len(windows), "tokens": len(ids)}))
+        # Per word: the file as it is, every token scored once, after the end-of-text token or its own window's start.
+        ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+        first = torch.tensor([tokenizer.bos_token_id])
+        windows = [torch.cat([first, chunk]) for chunk in ids.split(window - 1)]
+        loss = negative_log_likelihood(model, windows, device)
+        words = len(text.split())
+        print(
+            json.dumps(
+                {
+                    "per_word_perplexity": math.exp(loss / words),
+                    "words": words,
+                    "tokens": len(ids),
+                    "bits_per_byte": loss / math.log(2) / len(text.encode()),
+                }
+            )
+        )
+
+    if args.data:
+        _, articles = read_articles(args.data)
+        tokens = encode_articles(tokenizer.backend_tokenizer, articles).to(device)
+        loss = validation_loss(model, tokens, 1, window)
+        print(json.dumps({"validation_loss": loss, "tokens": len(tokens), "articles": len(articles)}))
+
+
+def main() -> None:
+    """Parse the command line and run one of the three commands."""
+    parser = argparse.ArgumentParser(description="Train the small reference model of the evaluations.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    tokenizer = commands.add_parser("tokenizer", help="learn the vocabulary")
+    tokenizer.add_argument("--vocab-size", type=int, default=8192)
+
+    train = commands.add_parser("train", help="train the model")
+    limit = train.add_mutually_exclusive_group()
+    limit.add_argument("--minutes", type=float, default=8.2, help="training time, preparation not counted")
+    limit.add_argument("--steps", type=int, help="optimiser steps, instead of --minutes; the same on any machine")
+    train.add_argument("--tokenizer", type=Path, help="folder of tokenizer.json, if not --out")
+    train.add_argument("--articles", type=int, help="use only the first ARTICLES, for a rehearsal")
+    train.add_argument("--batch-rows", type=int, default=64, help="windows per step")
+    train.add_argument("--learning-rate", type=float, default=5e-3, help="peak, for the matrices of the layers")
+    train.add_argument("--embedding-learning-rate", type=float, default=8e-3, help="peak, for embeddings and norms")
+    train.add_argument("--weight-decay", type=float, default=0.25, help="for the matrices, times the learning rate")
+    train.add_argument("--warmup", type=float, default=0.02, help="share of the run")
+    train.add_argument("--hidden-size", type=int, default=384)
+    train.add_argument("--intermediate-size", type=int, default=1024)
+    train.add_argument("--layers", type=int, default=7)
+    train.add_argument("--query-heads", type=int, default=4)
+    train.add_argument("--kv-heads", type=int, default=2)
+    train.add_argument("--head-dim", type=int, default=128)
+    train.add_argument("--log-seconds", type=float, default=10.0)
+    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--no-compile", dest="compile", action="store_false", help="skip torch.compile")
+
+    evaluate = commands.add_parser("evaluate", help="measure a checkpoint")
+    evaluate.add_argument("--wikitext", type=Path, help="the WikiText-2 raw test split")
+
+    for command in (tokenizer, train, evaluate):
+        command.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+        command.add_argument(
+            "--data", type=Path, required=command is not evaluate, help="articles, .xz or plain text; see README.md"
+        )
+    for command in (train, evaluate):
+        command.add_argument("--context", type=int, default=CONTEXT, help="tokens in a window")
+        command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+    args = parser.parse_args()
+    if args.command == "train" and args.tokenizer is None:
+        args.tokenizer = args.out
+    {"tokenizer": run_tokenizer, "train": run_train, "evaluate": run_evaluate}[args.command](args)
+
+
+if __name__ == "__main__":
+    main()
