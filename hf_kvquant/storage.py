@@ -130,6 +130,18 @@ class LayerStorage:
             TypeError: The dtype is not served.
             ValueError: A shape is not served.
         """
+        self._check_served(key, value)
+        self.batch, self.num_kv_heads, tokens, self.key_head_dim = key.shape
+        self.value_head_dim = value.shape[-1]
+        self.dtype = key.dtype
+        capacity = _aligned(self.max_cache_len if self.max_cache_len is not None else tokens)
+        self.key_planes = self._new_planes(self.formats.key, self.key_head_dim, capacity, key.device)
+        self.value_planes = self._new_planes(self.formats.value, self.value_head_dim, capacity, key.device)
+        self.lengths = torch.zeros(self.batch, dtype=torch.int32, device=key.device)
+        self._length = 0
+        self._pin_addresses()
+
+    def _check_served(self, key: Tensor, value: Tensor) -> None:
         for name, x, kv_format in (("key", key, self.formats.key), ("value", value, self.formats.value)):
             if x.ndim != 4:
                 raise ValueError(
@@ -147,18 +159,16 @@ class LayerStorage:
                 f"({list(key.shape[:3])}, {key.dtype}, {key.device}), "
                 f"got {list(value.shape[:3])}, {value.dtype}, {value.device}."
             )
-        self.batch, self.num_kv_heads, tokens, self.key_head_dim = key.shape
-        self.value_head_dim = value.shape[-1]
-        self.dtype = key.dtype
-        capacity = _aligned(self.max_cache_len if self.max_cache_len is not None else tokens)
-        self.key_planes = self._new_planes(self.formats.key, self.key_head_dim, capacity, key.device)
-        self.value_planes = self._new_planes(self.formats.value, self.value_head_dim, capacity, key.device)
-        self.lengths = torch.zeros(self.batch, dtype=torch.int32, device=key.device)
-        self._length = 0
+
+    def _pin_addresses(self) -> None:
+        """Tell the compiler that static buffers stay: it would not put a step that mutates others into a CUDA graph."""
         if self.is_static and not torch.compiler.is_compiling():
-            # Without fixed addresses, CUDA graphs are skipped for a step that mutates these buffers.
-            for tensor in (*self.key_planes.tensors(), *self.value_planes.tensors(), self.lengths):
+            for tensor in self._tensors():
                 torch._dynamo.mark_static_address(tensor)
+
+    def _tensors(self) -> list[Tensor]:
+        key_planes, value_planes = self._planes()
+        return [*key_planes.tensors(), *value_planes.tensors(), self._lengths()]
 
     def _new_planes(self, kv_format: KVFormat, head_dim: int, capacity: int, device: torch.device) -> Planes:
         assert self.dtype is not None
@@ -174,12 +184,18 @@ class LayerStorage:
         Raises:
             TypeError, ValueError: They do not fit what is stored, or a static storage is full. Nothing has changed.
         """
+        if self.is_allocated:
+            self._check_fits(key, value)
+        else:
+            self._check_served(key, value)
+        q_len = key.shape[2]
+        self._check_room(q_len)
         if not self.is_allocated:
             self.allocate(key, value)
-        self._check_fits(key, value)
-        q_len = key.shape[2]
         if q_len == 0:
             return
+        if self.key_transform is not None:
+            key = self.key_transform.transform_key(key)
         self.flush()
         self._make_room(q_len)
         assert self.lengths is not None
@@ -189,8 +205,6 @@ class LayerStorage:
         else:
             self._length = self.length + q_len
             self.lengths.add_(q_len)
-        if self.key_transform is not None:
-            key = self.key_transform.transform_key(key)
         self._freeze_scales(key, value)
         self.pending = (key, value)
         self.is_empty = False
@@ -212,21 +226,27 @@ class LayerStorage:
         if key.shape[2] != value.shape[2]:
             raise ValueError(f"{self.name}: `value` must have {key.shape[2]} tokens like `key`, got {value.shape[2]}.")
 
-    def _make_room(self, q_len: int) -> None:
-        if self.is_static and torch.compiler.is_compiling():
-            return  # the host does not know the length there; whoever compiles sizes the cache, and CPU ops check
+    def _check_room(self, q_len: int) -> None:
+        if self.max_cache_len is None or torch.compiler.is_compiling():
+            return  # a compiled step does not know the length; whoever compiles sizes the cache, and CPU ops check
         needed = self.length + q_len
-        if self.max_cache_len is not None:
-            if needed > self.max_cache_len:
-                raise ValueError(
-                    f"{self.name}: `max_cache_len` must be at least {needed} for these tokens, got "
-                    f"{self.max_cache_len} ({self.length} held, {q_len} new). Build the cache with a larger "
-                    "max_cache_len, or reset it."
-                )
-        elif needed > self.capacity:
-            capacity = _aligned(needed if self.is_empty else max(needed, int(self.capacity * GROWTH)))
-            self.key_planes = self._grown(self.key_planes, self.formats.key, self.key_head_dim, capacity)
-            self.value_planes = self._grown(self.value_planes, self.formats.value, self.value_head_dim, capacity)
+        if needed > self.max_cache_len:
+            raise ValueError(
+                f"{self.name}: `max_cache_len` must be at least {needed} for these tokens, got "
+                f"{self.max_cache_len} ({self.length} held, {q_len} new). Build the cache with a larger "
+                "max_cache_len, or reset it."
+            )
+
+    def _make_room(self, q_len: int) -> None:
+        if self.is_static or self.length + q_len <= self.capacity:
+            return
+        needed = self.length + q_len
+        capacity = _aligned(needed if self.is_empty else max(needed, int(self.capacity * GROWTH)))
+        # Assigned together, so that memory which runs out in between leaves both sides as they were.
+        self.key_planes, self.value_planes = (
+            self._grown(self.key_planes, self.formats.key, self.key_head_dim, capacity),
+            self._grown(self.value_planes, self.formats.value, self.value_head_dim, capacity),
+        )
 
     def _grown(self, planes: Planes | None, kv_format: KVFormat, head_dim: int, capacity: int) -> Planes:
         assert planes is not None
@@ -258,8 +278,8 @@ class LayerStorage:
         if self.pending is None:
             return
         key, value = self.pending
-        self.pending = None
         ops.append(key, value, *self._planes(), self._lengths(), self._formats())
+        self.pending = None
 
     def attend(self, query: Tensor, *, softmax_scale: float, **options: Any) -> tuple[Tensor, Tensor]:
         """Write pending tokens and attend to everything stored, in one op. See `ops.decode` for arguments and results.
@@ -269,12 +289,19 @@ class LayerStorage:
             softmax_scale: Multiplies query · key.
             **options: `starts`, `sinks`, `alibi_slopes`, `softcap`, `sliding_window`, `num_splits`.
         """
-        new, self.pending = self.pending, None
         if self.key_transform is not None:
             query = self.key_transform.transform_query(query)
-        return ops.decode(
-            query, new, *self._planes(), self._lengths(), self._formats(), softmax_scale=softmax_scale, **options
+        result = ops.decode(
+            query,
+            self.pending,
+            *self._planes(),
+            self._lengths(),
+            self._formats(),
+            softmax_scale=softmax_scale,
+            **options,
         )
+        self.pending = None  # only now: a query that is refused must not lose tokens that `lengths` counts already
+        return result
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """Dense keys and values in the model's dtype and basis.
@@ -354,11 +381,13 @@ class LayerStorage:
         index = indices.to(self.device)
         if index.dtype == torch.bool:
             index = index.nonzero().flatten()
-        in_place = self.is_static and index.numel() == self.batch
+        if self.is_static and index.numel() == self.batch:
+            for tensor in self._tensors():
+                tensor.copy_(tensor.index_select(0, index))
+            return
 
         def selected(tensor: Tensor) -> Tensor:
-            chosen = tensor.index_select(0, index)
-            return tensor.copy_(chosen) if in_place else chosen
+            return tensor.index_select(0, index)
 
         def selected_planes(planes: Planes) -> Planes:
             # Only what is held is worth moving: a growing buffer is cut to its length and grows again when needed.
@@ -369,6 +398,7 @@ class LayerStorage:
         self.key_planes, self.value_planes = selected_planes(key_planes), selected_planes(value_planes)
         self.lengths = selected(self._lengths())
         self.batch = index.numel()
+        self._pin_addresses()
 
     def repeat(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times in place: a, a, b, b."""
@@ -387,6 +417,7 @@ class LayerStorage:
 
         self.key_planes, self.value_planes = _map(key_planes, moved), _map(value_planes, moved)
         self.lengths = moved(self._lengths())
+        self._pin_addresses()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: pending tokens are written, and a static copy gets addresses of its own."""
