@@ -109,9 +109,8 @@ class KVHandle:
 
     def to(self, *args: Any, **kwargs: Any) -> KVHandle | Tensor:
         """Itself where nothing changes, as a tensor does, else the dense tensor moved or cast."""
-        if args == (self.device,) or args == (self.dtype,):
-            return self
-        return self.dense().to(*args, **kwargs)
+        alike = torch.empty((0, 0, 0, 0), dtype=self.dtype, device=self.device)
+        return self if alike.to(*args, **kwargs) is alike else self.dense().to(*args, **kwargs)
 
     def dense(self) -> Tensor:
         """The dequantised tensor, in the model's dtype and basis."""
