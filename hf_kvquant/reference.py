@@ -51,7 +51,7 @@ def compute_scale(x: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None
     """
     batch, num_kv_heads, tokens, head_dim = x.shape
     groups = kv_format.num_groups(head_dim)
-    x = x.float().reshape(batch, num_kv_heads, tokens, groups, -1)
+    x = x.float().reshape(batch, num_kv_heads, tokens, groups, head_dim // groups)
     shared = {"tensor": (1, 2, 3, 4), "token": (1, 3, 4), "head": (3, 4), "group": (4,)}[kv_format.granularity]
     # [batch, heads, tokens, groups] -> [batch, heads, groups, tokens], shared axes of size 1
     high = x.amax(shared, keepdim=True).squeeze(-1).mT
