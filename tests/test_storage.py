@@ -1,0 +1,818 @@
+"""`LayerStorage` against a plain list of dense tensors: random histories, growth, refusals that change nothing.
+
+The model of a storage is what anybody would write without caring about speed: tokens are quantised and dequantised by
+`reference.py` once, when they come, and kept dense. Whatever happens to a storage afterwards, its dense tensors agree
+with the model bitwise and its attention within the bound of tolerances.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import make_formats, name_of
+from compare import assert_close, assert_same
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tolerances import attention_bound, lse_bound
+from torch import Tensor
+
+from hf_kvquant import reference
+from hf_kvquant.config import LayerFormats
+from hf_kvquant.formats import KVFormat, Planes
+from hf_kvquant.storage import LayerStorage
+
+HEADS, KEY_DIM, VALUE_DIM = 2, 64, 32
+MAX_BATCH, MAX_CACHE_LEN = 6, 150
+FORMATS = make_formats(KEY_DIM)
+INT8 = LayerFormats(KVFormat("int8"), KVFormat("int8"))
+INT4 = LayerFormats(KVFormat("int4", symmetric=False), KVFormat("int4", symmetric=False))
+TENSOR = LayerFormats(KVFormat("int8", "tensor", symmetric=False), KVFormat("int4", "tensor"))
+NONE = LayerFormats(KVFormat("none"), KVFormat("none"))
+SOME_FORMATS = [NONE, INT8, INT4, TENSOR, LayerFormats(KVFormat("fp8", "token"), KVFormat("int4", "group", 32))]
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def new_tokens(
+    batch: int, count: int, dtype: torch.dtype = torch.float32, device: str = "cpu", scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Random keys and values, drawn on the CPU so that they are the same on every device."""
+    key = torch.randn(batch, HEADS, count, KEY_DIM) * scale
+    value = torch.randn(batch, HEADS, count, VALUE_DIM) * scale
+    return key.to(device, dtype), value.to(device, dtype)
+
+
+class DenseModel:
+    """What a storage stands for: dense keys and values, float32, on the CPU."""
+
+    def __init__(self, formats: LayerFormats) -> None:
+        self.formats = formats
+        self.sides: list[Tensor] = []
+        self.frozen: list[tuple[Tensor | None, Tensor | None]] = []
+
+    @property
+    def length(self) -> int:
+        return self.sides[0].shape[2] if self.sides else 0
+
+    def extend(self, key: Tensor, value: Tensor) -> None:
+        if key.shape[2] == 0:
+            self.sides = self.sides or [key.cpu().float(), value.cpu().float()]
+            return
+        new = []
+        for side, (x, kv_format) in enumerate(zip((key, value), (self.formats.key, self.formats.value), strict=True)):
+            x = x.cpu()
+            if self.length == 0:  # the first tokens freeze the scale of granularity `tensor`
+                is_frozen = kv_format.granularity == "tensor"
+                self.frozen[side:] = [reference.compute_scale(x, kv_format) if is_frozen else (None, None)]
+            planes = Planes(x, None, None)
+            if kv_format.is_quantized:
+                planes = reference.quantize(x, kv_format, *self.frozen[side])
+            new.append(reference.dequantize(planes, kv_format))
+        self.sides = [torch.cat(pair, dim=2) for pair in zip(self.sides, new, strict=True)] if self.sides else new
+
+    def crop(self, count: int) -> None:
+        self.sides = [x[:, :, : max(0, x.shape[2] - count)] for x in self.sides]
+
+    def select(self, index: Tensor) -> None:
+        self.sides = [x[index] for x in self.sides]
+        self.frozen = [
+            tuple(None if x is None else x[index] for x in pair)  # type: ignore[misc]
+            for pair in self.frozen
+        ]
+
+
+def assert_dense(storage: LayerStorage, model: DenseModel) -> None:
+    """Dense keys and values agree bitwise."""
+    assert storage.dtype is not None
+    for x, expected in zip(storage.dequantize(), model.sides, strict=True):
+        if storage.is_static:
+            assert x.shape[2] == storage.max_cache_len
+            x = x[:, :, : model.length]
+        assert_same(x, expected.to(storage.dtype), storage.formats.describe())
+
+
+def assert_attends(
+    storage: LayerStorage, model: DenseModel, q_len: int, *, starts: Tensor | None = None, **options: Any
+) -> None:
+    """Attention of new random queries agrees with the reference, within what the working dtype allows."""
+    what = storage.formats.describe()
+    batch, num_q_heads = model.sides[0].shape[0], 2 * HEADS
+    assert storage.dtype is not None
+    query = torch.randn(batch, num_q_heads, q_len, KEY_DIM).to(storage.dtype)
+    lengths = torch.full((batch,), model.length, dtype=torch.int32)
+    options["softmax_scale"] = KEY_DIM**-0.5
+    expected, expected_lse = reference.decode_attention(query.float(), *model.sides, lengths, starts=starts, **options)
+    dense = [x.to(storage.dtype) for x in model.sides]
+    plain, plain_lse = reference.decode_attention(query, *dense, lengths, starts=starts, **options)
+    starts = None if starts is None else starts.to(storage.device)
+    out, lse = storage.attend(query.to(storage.device), starts=starts, **options)
+    assert out.dtype == storage.dtype and lse.dtype == torch.float32
+    max_logit = float((query.float().norm(dim=-1).max() * model.sides[0].norm(dim=-1).max()) * KEY_DIM**-0.5)
+    max_value = float(model.sides[1].abs().max())
+    bound = attention_bound(expected, plain, storage.dtype, max_logit, max_value)
+    assert_close(out, expected, bound, f"{what}, out")
+    assert_close(lse, expected_lse, lse_bound(expected_lse, plain_lse, max_logit), f"{what}, lse")
+
+
+def snapshot(storage: LayerStorage) -> list[Tensor]:
+    """Copies of everything that a storage holds in tensors."""
+    planes = [storage.key_planes, storage.value_planes]
+    tensors = [tensor for side in planes if side is not None for tensor in side.tensors()]
+    return [x.clone() for x in (*tensors, *([] if storage.lengths is None else [storage.lengths]))]
+
+
+def addresses(storage: LayerStorage) -> list[int]:
+    assert storage.key_planes is not None and storage.value_planes is not None and storage.lengths is not None
+    tensors = (*storage.key_planes.tensors(), *storage.value_planes.tensors(), storage.lengths)
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+# --- random histories -------------------------------------------------------------------------------------------------
+
+
+class StorageMachine(RuleBasedStateMachine):
+    """Does to a storage, in any order, what transformers does to caches, and the same to the model."""
+
+    @initialize(
+        key_format=st.sampled_from(FORMATS),
+        value_format=st.sampled_from(FORMATS),
+        max_cache_len=st.sampled_from([None, None, MAX_CACHE_LEN]),
+        batch=st.integers(1, 3),
+        dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
+        device=st.sampled_from(DEVICES),
+    )
+    def build(
+        self,
+        key_format: KVFormat,
+        value_format: KVFormat,
+        max_cache_len: int | None,
+        batch: int,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        torch.manual_seed(0)
+        formats = LayerFormats(key_format, value_format)
+        self.storage = LayerStorage(formats, max_cache_len=max_cache_len)
+        self.model = DenseModel(formats)
+        self.batch, self.dtype, self.device = batch, dtype, device
+        self.pinned: list[int] = []
+
+    @rule(count=st.sampled_from([0, 1, 1, 1, 2, 5, 17, 63, 64, 65]), scale=st.sampled_from([1.0, 0.1, 30.0]))
+    def extend(self, count: int, scale: float) -> None:
+        new = new_tokens(self.batch, count, self.dtype, self.device, scale)
+        if self.storage.is_static and self.storage.length + count > MAX_CACHE_LEN:
+            before, pending = snapshot(self.storage), self.storage.pending
+            with pytest.raises(ValueError, match="`max_cache_len` must be at least"):
+                self.storage.extend(*new)
+            assert self.storage.pending is pending
+            for x, expected in zip(snapshot(self.storage), before, strict=True):
+                assert_same(x, expected.cpu(), "a full storage")
+            return
+        self.storage.extend(*new)
+        self.model.extend(*new)
+        assert (self.storage.pending is not None) == (count > 0 or self.storage.pending is not None)
+        if self.storage.is_static and not self.pinned:
+            self.pinned = addresses(self.storage)
+
+    @precondition(lambda self: self.model.length > 0)
+    @rule(
+        q_len=st.integers(1, 4),
+        padding=st.sampled_from([0, 0, 1, 20]),
+        sliding_window=st.sampled_from([0, 0, 3]),
+    )
+    def attend(self, q_len: int, padding: int, sliding_window: int) -> None:
+        if self.storage.pending is not None:
+            q_len = self.storage.pending[0].shape[2]
+        starts = torch.arange(self.batch, dtype=torch.int32) * padding if padding else None
+        assert_attends(self.storage, self.model, q_len, starts=starts, sliding_window=sliding_window)
+        assert self.storage.pending is None
+
+    @rule()
+    def flush(self) -> None:
+        self.storage.flush()
+        assert self.storage.pending is None
+
+    @precondition(lambda self: self.storage.is_allocated)
+    @rule()
+    def dequantize(self) -> None:
+        assert_dense(self.storage, self.model)
+
+    @rule(count=st.sampled_from([0, 1, 3, 64, 1000]))
+    def crop(self, count: int) -> None:
+        self.storage.crop(count)
+        self.model.crop(count)
+
+    @precondition(lambda self: self.storage.is_allocated)
+    @rule(data=st.data())
+    def select(self, data: st.DataObject) -> None:
+        kind = data.draw(st.sampled_from(["permutation", "permutation", "any", "mask"]), "kind")
+        if kind == "permutation":
+            index = torch.tensor(data.draw(st.permutations(range(self.batch)), "index"))
+        elif kind == "any":
+            picks = st.lists(st.integers(0, self.batch - 1), min_size=1, max_size=MAX_BATCH)
+            index = torch.tensor(data.draw(picks, "index"))
+        else:
+            picks = st.lists(st.booleans(), min_size=self.batch, max_size=self.batch).filter(any)
+            index = torch.tensor(data.draw(picks, "index"))
+        self.storage.select(index.to(data.draw(st.sampled_from(DEVICES), "index device")))
+        self.model.select(index)
+        self._batch_is(int(index.sum()) if index.dtype == torch.bool else index.numel())
+
+    @precondition(lambda self: self.storage.is_allocated and self.batch <= MAX_BATCH // 2)
+    @rule(repeats=st.integers(1, 2))
+    def repeat(self, repeats: int) -> None:
+        self.storage.repeat(repeats)
+        self.model.select(torch.arange(self.batch).repeat_interleave(repeats))
+        self._batch_is(self.batch * repeats)
+
+    def _batch_is(self, batch: int) -> None:
+        if batch != self.batch and self.storage.is_static:
+            self.pinned = addresses(self.storage)
+        self.batch = batch
+
+    @rule()
+    def reset(self) -> None:
+        self.storage.reset()
+        self.model.crop(self.model.length)
+
+    @rule(batch=st.integers(1, 3), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+    def release(self, batch: int, dtype: torch.dtype) -> None:
+        self.storage.release()
+        assert not self.storage.is_allocated and self.storage.num_bytes == 0
+        self.model = DenseModel(self.model.formats)
+        self.batch, self.dtype, self.pinned = batch, dtype, []
+
+    @rule(copier=st.sampled_from([copy.deepcopy, lambda storage: pickle.loads(pickle.dumps(storage))]))
+    def duplicate(self, copier: Callable[[LayerStorage], LayerStorage]) -> None:
+        twin = copier(self.storage)
+        # The one left behind must not share memory with its copy.
+        for tensor in self.storage.key_planes.tensors() if self.storage.key_planes is not None else ():
+            tensor.fill_(7)
+        self.storage.reset()
+        self.storage = twin
+        self.pinned = addresses(twin) if twin.is_static and twin.is_allocated else []
+
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        self.device = data.draw(st.sampled_from(DEVICES), "device")
+        self.storage.move(self.device)
+        if self.storage.is_allocated:
+            self._batch_is(self.batch)
+            self.pinned = addresses(self.storage) if self.storage.is_static else []
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "storage"):
+            return
+        storage = self.storage
+        assert storage.length == self.model.length
+        assert storage.is_empty == (self.model.length == 0)
+        if not storage.is_allocated:
+            return
+        assert storage.batch == self.batch
+        assert storage.lengths is not None and storage.lengths.tolist() == [self.model.length] * self.batch
+        assert storage.capacity >= max(storage.length, storage.max_cache_len or 0) and storage.capacity % 64 == 0
+        assert storage.device.type == self.device
+        if storage.is_static:
+            assert addresses(storage) == self.pinned
+
+
+TestHistories = StorageMachine.TestCase
+# Shrunk examples are the same on every machine, and no file remembers them.
+TestHistories.settings = settings(
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=200,
+    stateful_step_count=30,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+# --- fixed histories --------------------------------------------------------------------------------------------------
+
+
+def filled(
+    formats: LayerFormats, counts: list[int], *, max_cache_len: int | None = None, device: str = "cpu", batch: int = 2
+) -> tuple[LayerStorage, DenseModel]:
+    """A storage that took chunks of these lengths, the last one still pending, and its model."""
+    storage, model = LayerStorage(formats, max_cache_len=max_cache_len, name="layer 3"), DenseModel(formats)
+    for count in counts:
+        new = new_tokens(batch, count, device=device)
+        storage.extend(*new)
+        model.extend(*new)
+    return storage, model
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 200], ids=["growing", "static"])
+@pytest.mark.parametrize("kv_format", FORMATS, ids=name_of)
+def test_prefill_and_decode(kv_format: KVFormat, max_cache_len: int | None, device: str) -> None:
+    storage, model = filled(LayerFormats(kv_format, kv_format), [60], max_cache_len=max_cache_len, device=device)
+    storage.flush()
+    for count in (1, 1, 1, 1, 1, 1, 5, 1):  # over the border of the first 64
+        new = new_tokens(2, count, device=device)
+        storage.extend(*new)
+        model.extend(*new)
+        assert_attends(storage, model, count)
+    assert_dense(storage, model)
+
+
+@pytest.mark.parametrize("consumers", ["attend", "flush", "dequantize", "attend flush attend", "dequantize attend"])
+@pytest.mark.parametrize("formats", SOME_FORMATS, ids=LayerFormats.describe)
+def test_tokens_are_appended_exactly_once(
+    formats: LayerFormats, consumers: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Written a second time they would land in the same place, so the writes themselves are counted.
+    storage, model = filled(formats, [7, 2], device=device)
+    appended: list[int] = []
+    for name in ("append", "decode"):
+        monkeypatch.setattr(f"hf_kvquant.storage.ops.{name}", counting(name, appended))
+    for consumer in consumers.split():
+        if consumer == "attend":
+            assert_attends(storage, model, 2)
+        else:
+            getattr(storage, consumer)()
+    assert appended == [2]
+    assert_dense(storage, model)
+    assert appended == [2]
+
+
+def counting(name: str, appended: list[int]) -> Callable[..., Any]:
+    """The op, noting the number of tokens whenever it writes some."""
+    from hf_kvquant import ops
+
+    op = getattr(ops, name)
+
+    def call(first: Tensor, second: Any, *args: Any, **kwargs: Any) -> Any:
+        new = second if name == "decode" else (first, second)
+        if new is not None:
+            appended.append(new[0].shape[2])
+        return op(first, second, *args, **kwargs)
+
+    return call
+
+
+def test_a_bad_token_spoils_attention_until_it_is_cropped(device: str) -> None:
+    storage, model = filled(INT8, [7], device=device)
+    key, value = new_tokens(2, 1, device=device)
+    bad = key.clone()
+    bad[1, 0, 0, 5] = torch.nan
+    storage.extend(bad, value)
+    out, _ = storage.attend(torch.randn(2, 4, 1, KEY_DIM).to(device), softmax_scale=0.1)
+    spoiled = out.isnan().all(-1).squeeze(1)
+    assert spoiled.tolist() == [[False] * 4, [True, True, False, False]]
+    storage.crop(1)
+    storage.extend(key, value)
+    model.extend(key, value)
+    assert_attends(storage, model, 1)
+    assert_dense(storage, model)
+
+
+def test_a_bad_token_spoils_a_frozen_scale_until_the_storage_is_reset(device: str) -> None:
+    storage, _ = filled(TENSOR, [7], device=device)
+    bad = new_tokens(2, 1, device=device)
+    bad[0][1, 0, 0, 5] = torch.inf
+    storage.extend(*bad)
+    key, value = storage.dequantize()
+    assert key[0].isfinite().all() and key[1].isnan().all() and value.isfinite().all()
+    storage.crop(1)
+    assert storage.dequantize()[0][1].isnan().all()
+    storage.reset()
+    model, new = DenseModel(TENSOR), new_tokens(2, 3, device=device)
+    storage.extend(*new)
+    model.extend(*new)
+    assert_dense(storage, model)
+
+
+def test_nothing_quantised_is_handed_out_without_a_copy(device: str) -> None:
+    storage, _ = filled(NONE, [7], device=device)
+    assert storage.key_planes is None or storage.dequantize()[0].data_ptr() == storage.key_planes.codes.data_ptr()
+    assert not storage.is_quantized and LayerStorage(INT8).is_quantized
+
+
+def test_sizes() -> None:
+    storage, _ = filled(INT4, [7], batch=3)
+    assert storage.bytes_per_token == HEADS * (KEY_DIM // 2 + 4) + HEADS * (VALUE_DIM // 2 + 4)
+    assert storage.num_bytes == 3 * 64 * storage.bytes_per_token
+    storage.release()
+    assert storage.num_bytes == 0 and storage.capacity == 0
+
+
+def test_query_offset() -> None:
+    growing, _ = filled(INT8, [7, 3])
+    assert growing.query_offset(3) == 7
+    static, _ = filled(INT8, [7, 3], max_cache_len=64)
+    offset = static.query_offset(3)
+    assert isinstance(offset, Tensor) and offset.ndim == 0 and offset.item() == 7
+
+
+def test_no_tokens_allocate_and_change_nothing(device: str) -> None:
+    storage, model = filled(INT8, [0], device=device)
+    assert storage.is_allocated and storage.is_empty and storage.pending is None and storage.length == 0
+    assert [x.shape[2] for x in storage.dequantize()] == [0, 0]
+    new = new_tokens(2, 3, device=device)
+    storage.extend(*new)
+    storage.extend(*new_tokens(2, 0, device=device))
+    model.extend(*new)
+    assert storage.pending is not None, "no tokens are no reason to write the pending ones"
+    assert_dense(storage, model)
+
+
+def test_what_is_not_allocated_has_nothing_to_change() -> None:
+    storage = LayerStorage(INT8)
+    storage.flush()
+    storage.crop(3)
+    storage.select(torch.tensor([1, 0]))
+    storage.repeat(2)
+    storage.move("cpu")
+    storage.reset()
+    storage.release()
+    assert not storage.is_allocated and storage.is_empty and storage.length == 0
+
+
+def test_names_of_storages_are_those_of_their_formats() -> None:
+    assert {LayerStorage(INT8).is_static, LayerStorage(INT8, max_cache_len=5).is_static} == {False, True}
+    assert LayerStorage(INT8, max_cache_len=5).max_cache_len == 5
+
+
+# --- growth -----------------------------------------------------------------------------------------------------------
+
+
+def test_growth_is_geometric() -> None:
+    storage = LayerStorage(INT8)
+    x = torch.randn(1, 1, 1, 8)
+    capacities: list[int] = []
+    copied = 0
+    for length in range(1, 5001):
+        storage.extend(x, x)
+        storage.flush()
+        if not capacities or storage.capacity != capacities[-1]:
+            copied += length - 1
+            capacities.append(storage.capacity)
+        assert storage.capacity <= max(64, 1.5 * length + 64)
+    assert len(capacities) <= 12, f"5000 tokens took the capacities {capacities}"
+    assert copied <= 3 * 5000
+
+
+def test_a_long_first_chunk_is_not_rounded_up_by_half() -> None:
+    storage, _ = filled(INT8, [130])
+    assert storage.capacity == 192
+    storage.reset()
+    storage.extend(*new_tokens(2, 1000))
+    assert storage.capacity == 1024
+
+
+@pytest.mark.parametrize("kv_format", FORMATS, ids=name_of)
+def test_growth_keeps_planes(kv_format: KVFormat, device: str) -> None:
+    storage, model = filled(LayerFormats(kv_format, kv_format), [64], device=device)
+    storage.flush()
+    before = snapshot(storage)[:-1]
+    new = new_tokens(2, 1, device=device, scale=100.0)
+    storage.extend(*new)
+    assert storage.capacity == 128
+    for plane, old in zip(snapshot(storage)[:-1], before, strict=True):
+        if old.shape[-1] == 1:
+            assert_same(plane, old.cpu(), "a frozen scale")
+        elif old.shape[2] == 64:  # codes: [batch, heads, tokens, row]
+            assert_same(plane[:, :, :64], old.cpu(), "codes")
+        else:
+            assert_same(plane[..., :64], old.cpu(), "scale or zero")
+    model.extend(*new)
+    assert_dense(storage, model)
+
+
+def test_memory_that_runs_out_while_growing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, model = filled(LayerFormats(KVFormat("int8"), KVFormat("int4")), [60])
+    storage.flush()
+    before = snapshot(storage)
+    allocate = KVFormat.allocate
+
+    def fails_for_values(self: KVFormat, *args: Any, **kwargs: Any) -> Planes:
+        if self.storage == "int4":
+            raise torch.OutOfMemoryError("no memory left")
+        return allocate(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KVFormat, "allocate", fails_for_values)
+        with pytest.raises(torch.OutOfMemoryError):
+            storage.extend(*new_tokens(2, 10))
+    for x, expected in zip(snapshot(storage), before, strict=True):
+        assert_same(x, expected, "after running out of memory")
+    new = new_tokens(2, 10)
+    storage.extend(*new)
+    model.extend(*new)
+    assert_dense(storage, model)
+
+
+# --- static storages --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("formats", SOME_FORMATS, ids=LayerFormats.describe)
+def test_static_addresses_never_change(formats: LayerFormats, device: str) -> None:
+    storage, _ = filled(formats, [30], max_cache_len=100, device=device, batch=3)
+    before = storage._tensors()
+    pinned = addresses(storage)
+    assert storage.capacity == 128
+    storage.extend(*new_tokens(3, 60, device=device))
+    storage.attend(torch.randn(3, 4, 60, KEY_DIM).to(device), softmax_scale=0.1)
+    storage.select(torch.tensor([2, 0, 0]))
+    storage.crop(5)
+    storage.repeat(1)
+    storage.move(device)
+    storage.reset()
+    storage.extend(*new_tokens(3, 100, device=device))
+    storage.dequantize()
+    assert addresses(storage) == pinned
+    # The compiler knows a tensor, not an address, to be static.
+    assert all(now is then for now, then in zip(storage._tensors(), before, strict=True))
+
+
+def test_static_buffers_are_marked_for_the_compiler() -> None:
+    storage, _ = filled(INT4, [30], max_cache_len=100)
+    for change in (lambda: None, lambda: storage.repeat(2), lambda: storage.select(torch.tensor([0]))):
+        change()
+        assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in storage._tensors())
+    twin = copy.deepcopy(storage)
+    assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in twin._tensors())
+
+
+@pytest.mark.parametrize("held", [0, 1, 99, 100])
+@pytest.mark.parametrize("formats", SOME_FORMATS, ids=LayerFormats.describe)
+def test_a_full_static_storage_refuses_before_anything_changes(formats: LayerFormats, held: int, device: str) -> None:
+    storage, model = filled(formats, [held] if held else [], max_cache_len=100, device=device)
+    before, pending = snapshot(storage), storage.pending
+    with pytest.raises(ValueError) as caught:
+        storage.extend(*new_tokens(2, 101 - held, device=device))
+    assert str(caught.value) == (
+        f"layer 3: `max_cache_len` must be at least 101 for these tokens, got 100 ({held} held, {101 - held} new). "
+        "Build the cache with a larger max_cache_len, or reset it."
+    )
+    assert storage.pending is pending and storage.length == held and storage.is_allocated == (held > 0)
+    for x, expected in zip(snapshot(storage), before, strict=True):
+        assert_same(x, expected.cpu(), "a full storage")
+    if held < 100:
+        new = new_tokens(2, 100 - held, device=device)
+        storage.extend(*new)
+        model.extend(*new)
+    assert_dense(storage, model)
+
+
+def test_a_compiled_step_advances_the_length_on_the_device_only(device: str) -> None:
+    eager, model = filled(INT4, [9], max_cache_len=64, device=device)
+    eager.flush()
+    compiled = copy.deepcopy(eager)
+
+    def step(storage: LayerStorage, key: Tensor, value: Tensor, query: Tensor) -> Tensor:
+        storage.extend(key, value)
+        return storage.attend(query, softmax_scale=0.1)[0]
+
+    compiled_step = torch.compile(step, fullgraph=True, backend="eager")
+    for _ in range(3):
+        new = new_tokens(2, 1, device=device)
+        query = torch.randn(2, 4, 1, KEY_DIM).to(device)
+        model.extend(*new)
+        assert_same(compiled_step(compiled, *new, query), step(eager, *new, query).cpu(), "compiled step")
+    assert compiled.length == eager.length == 12
+    assert_dense(compiled, model)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+AS_CACHE = (
+    "Start a new cache for another batch or model, or use reset, batch_select_indices or batch_repeat_interleave."
+)
+
+
+def tokens_of(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+KEY, VALUE = (2, HEADS, 3, KEY_DIM), (2, HEADS, 3, VALUE_DIM)
+MISFITS: dict[str, tuple[Tensor, Tensor, str]] = {
+    "key batch": (
+        tokens_of(3, HEADS, 3, KEY_DIM),
+        tokens_of(3, HEADS, 3, VALUE_DIM),
+        f"layer 3: `key` must have batch 2, 2 key-value heads and head_dim 64 like the cache, got shape "
+        f"[3, 2, 3, 64]. {AS_CACHE}",
+    ),
+    "value batch": (
+        tokens_of(*KEY),
+        tokens_of(1, HEADS, 3, VALUE_DIM),
+        f"layer 3: `value` must have batch 2, 2 key-value heads and head_dim 32 like the cache, got shape "
+        f"[1, 2, 3, 32]. {AS_CACHE}",
+    ),
+    "key heads": (
+        tokens_of(2, 4, 3, KEY_DIM),
+        tokens_of(2, 4, 3, VALUE_DIM),
+        f"layer 3: `key` must have batch 2, 2 key-value heads and head_dim 64 like the cache, got shape "
+        f"[2, 4, 3, 64]. {AS_CACHE}",
+    ),
+    "key head_dim": (
+        tokens_of(2, HEADS, 3, 128),
+        tokens_of(*VALUE),
+        f"layer 3: `key` must have batch 2, 2 key-value heads and head_dim 64 like the cache, got shape "
+        f"[2, 2, 3, 128]. {AS_CACHE}",
+    ),
+    "value head_dim": (
+        tokens_of(*KEY),
+        tokens_of(*KEY),
+        f"layer 3: `value` must have batch 2, 2 key-value heads and head_dim 32 like the cache, got shape "
+        f"[2, 2, 3, 64]. {AS_CACHE}",
+    ),
+    "key ndim": (
+        tokens_of(2, 3, KEY_DIM),
+        tokens_of(*VALUE),
+        f"layer 3: `key` must have batch 2, 2 key-value heads and head_dim 64 like the cache, got shape "
+        f"[2, 3, 64]. {AS_CACHE}",
+    ),
+    "key dtype": (
+        tokens_of(*KEY, dtype=torch.bfloat16),
+        tokens_of(*VALUE, dtype=torch.bfloat16),
+        "layer 3: `key` must be torch.float32 on cpu like the cache, got torch.bfloat16 on cpu. "
+        "Start a new cache after moving or casting the model.",
+    ),
+    "value dtype": (
+        tokens_of(*KEY),
+        tokens_of(*VALUE, dtype=torch.float16),
+        "layer 3: `value` must be torch.float32 on cpu like the cache, got torch.float16 on cpu. "
+        "Start a new cache after moving or casting the model.",
+    ),
+    "key device": (
+        tokens_of(*KEY, device="meta"),
+        tokens_of(*VALUE, device="meta"),
+        "layer 3: `key` must be torch.float32 on cpu like the cache, got torch.float32 on meta. "
+        "Start a new cache after moving or casting the model.",
+    ),
+    "value tokens": (
+        tokens_of(*KEY),
+        tokens_of(2, HEADS, 4, VALUE_DIM),
+        "layer 3: `value` must have 3 tokens like `key`, got 4.",
+    ),
+}
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 64], ids=["growing", "static"])
+@pytest.mark.parametrize("formats", SOME_FORMATS, ids=LayerFormats.describe)
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_misfits_change_nothing(misfit: str, formats: LayerFormats, max_cache_len: int | None) -> None:
+    storage, model = filled(formats, [5, 2], max_cache_len=max_cache_len)
+    key, value, message = MISFITS[misfit]
+    before, pending = snapshot(storage), storage.pending
+    with pytest.raises(ValueError) as caught:
+        storage.extend(key, value)
+    assert str(caught.value) == message
+    assert storage.pending is pending and storage.length == 7
+    for x, expected in zip(snapshot(storage), before, strict=True):
+        assert_same(x, expected, "after a refusal")
+    assert_attends(storage, model, 2)
+    assert_dense(storage, model)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "message"),
+    [
+        (
+            tokens_of(2, 3, KEY_DIM),
+            tokens_of(*VALUE),
+            ValueError,
+            "layer 3: `key` must be [batch, num_kv_heads, tokens, head_dim], got shape [2, 3, 64].",
+        ),
+        (
+            tokens_of(*KEY),
+            tokens_of(2, 3, VALUE_DIM),
+            ValueError,
+            "layer 3: `value` must be [batch, num_kv_heads, tokens, head_dim], got shape [2, 3, 32].",
+        ),
+        (
+            tokens_of(*KEY, dtype=torch.float64),
+            tokens_of(*VALUE, dtype=torch.float64),
+            TypeError,
+            "layer 3: `key` must be float32, bfloat16 or float16, got torch.float64. "
+            "Load the model in one of these dtypes.",
+        ),
+        (
+            tokens_of(2, HEADS, 3, 20),
+            tokens_of(*VALUE),
+            ValueError,
+            "KVFormat: `head_dim` must be a positive multiple of 8, got 20. Leave the model unpatched.",
+        ),
+        (
+            tokens_of(*KEY),
+            tokens_of(2, HEADS, 4, VALUE_DIM),
+            ValueError,
+            "layer 3: `value` must have the batch, heads, tokens, dtype and device of `key` "
+            "([2, 2, 3], torch.float32, cpu), got [2, 2, 4], torch.float32, cpu.",
+        ),
+        (
+            tokens_of(*KEY),
+            tokens_of(*VALUE, dtype=torch.float16),
+            ValueError,
+            "layer 3: `value` must have the batch, heads, tokens, dtype and device of `key` "
+            "([2, 2, 3], torch.float32, cpu), got [2, 2, 3], torch.float16, cpu.",
+        ),
+        (
+            tokens_of(*KEY),
+            tokens_of(*VALUE, device="meta"),
+            ValueError,
+            "layer 3: `value` must have the batch, heads, tokens, dtype and device of `key` "
+            "([2, 2, 3], torch.float32, cpu), got [2, 2, 3], torch.float32, meta.",
+        ),
+    ],
+    ids=["key ndim", "value ndim", "dtype", "head_dim", "value tokens", "value dtype", "value device"],
+)
+def test_what_cannot_be_served_allocates_nothing(
+    key: Tensor, value: Tensor, error: type[Exception], message: str
+) -> None:
+    storage = LayerStorage(INT8, name="layer 3")
+    for call in (storage.extend, storage.allocate):
+        with pytest.raises(error) as caught:
+            call(key, value)
+        assert str(caught.value) == message
+        assert not storage.is_allocated and storage.is_empty and storage.num_bytes == 0
+    model, new = DenseModel(INT8), new_tokens(1, 3)
+    storage.extend(*new)
+    model.extend(*new)
+    assert_dense(storage, model)
+
+
+def test_a_refused_query_does_not_lose_pending_tokens() -> None:
+    storage, model = filled(INT8, [5, 2])
+    for query, message in (
+        (
+            torch.randn(3, 4, 2, KEY_DIM),
+            "decode: `query` must have batch 2 like the cache, got 3. Was this cache filled for another batch? "
+            "Use batch_select_indices, batch_repeat_interleave or reset.",
+        ),
+        (
+            torch.randn(2, 3, 2, KEY_DIM),
+            "decode: `query` must have a multiple of 2 heads, the cache's key-value heads, got 3. "
+            "Was this cache filled by another model?",
+        ),
+    ):
+        with pytest.raises(ValueError) as caught:
+            storage.attend(query, softmax_scale=0.1)
+        assert str(caught.value) == message
+        assert storage.pending is not None
+    assert_attends(storage, model, 2)
+    assert_dense(storage, model)
+
+
+# --- key transforms ---------------------------------------------------------------------------------------------------
+
+
+class Rotation:
+    """A random orthogonal map for every key-value head."""
+
+    def __init__(self, device: str) -> None:
+        self.matrix = torch.linalg.qr(torch.randn(HEADS, KEY_DIM, KEY_DIM))[0].to(device)
+
+    def transform_key(self, key: Tensor) -> Tensor:
+        return key @ self.matrix
+
+    def transform_query(self, query: Tensor) -> Tensor:
+        return query @ self.matrix.repeat_interleave(query.shape[1] // HEADS, dim=0)
+
+    def undo(self, key: Tensor) -> Tensor:
+        return key @ self.matrix.mT
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 64], ids=["growing", "static"])
+def test_a_rotation_of_keys_and_queries_changes_nothing_but_rounding(max_cache_len: int | None, device: str) -> None:
+    torch.set_float32_matmul_precision("highest")
+    rotation = Rotation(device)
+    rotated = LayerStorage(NONE, max_cache_len=max_cache_len, key_transform=rotation)
+    model = DenseModel(NONE)
+    for count in (9, 2):
+        new = new_tokens(2, count, device=device)
+        rotated.extend(*new)
+        model.extend(*new)
+    assert_attends(rotated, model, 2)
+    key, value = (x[:, :, :11] for x in rotated.dequantize())
+    assert_same(value, model.sides[1], "values")
+    # Two products with an orthogonal matrix; every float32 sum of 64 products is off by less than 64 ulps.
+    bound = 2 * KEY_DIM * torch.finfo(torch.float32).eps * float(model.sides[0].norm(dim=-1).max())
+    assert_close(key, model.sides[0], bound, "keys in the model's basis")
+
+
+@pytest.mark.parametrize("formats", SOME_FORMATS, ids=LayerFormats.describe)
+def test_rotated_keys_are_what_is_quantised(formats: LayerFormats) -> None:
+    rotation = Rotation("cpu")
+    storage = LayerStorage(formats, key_transform=rotation)
+    plain, model = LayerStorage(formats), DenseModel(formats)
+    for count in (9, 2):
+        key, value = new_tokens(2, count)
+        storage.extend(key, value)
+        plain.extend(rotation.transform_key(key), value)
+        model.extend(rotation.transform_key(key), value)
+    query = torch.randn(2, 4, 2, KEY_DIM)
+    out, lse = storage.attend(query, softmax_scale=0.1)
+    expected, expected_lse = plain.attend(rotation.transform_query(query), softmax_scale=0.1)
+    assert_same(out, expected, "out")
+    assert_same(lse, expected_lse, "lse")
+    assert_same(storage.dequantize()[0], rotation.undo(model.sides[0]), "keys in the model's basis")
+    assert_dense(plain, model)
