@@ -62,12 +62,21 @@ class KVStep:
         self.q_len = q_len
         self._dense: tuple[Tensor, Tensor] | None = None
 
-    def dense(self, reason: str) -> tuple[Tensor, Tensor]:
-        """Dequantised keys and values, computed once per step. `reason` is logged and counted where codes exist."""
+    def dense(self, reason: str, *, contiguous: bool = True) -> tuple[Tensor, Tensor]:
+        """Dequantised keys and values, computed once per step.
+
+        Args:
+            reason: Logged and counted where codes exist.
+            contiguous: False allows views of the planes. Matrix products over a view may be summed in another order,
+                so that layers in which nothing is quantised would not give the very logits of transformers' own cache.
+        """
         if self._dense is None:
             if self.storage.is_quantized:
                 self.storage.note_fallback(reason)
             self._dense = self.storage.dequantize()
+        if contiguous:
+            key, value = self._dense
+            self._dense = key.contiguous(), value.contiguous()
         return self._dense
 
 
@@ -121,6 +130,8 @@ class KVHandle:
             f"KVHandle({'value' if self.side else 'key'}, {list(self.shape)}, {self.step.storage.formats.describe()})"
         )
 
+    __hash__ = object.__hash__
+
     def __getitem__(self, index: Any) -> Tensor:
         return self.dense()[index]
 
@@ -152,7 +163,14 @@ def _densified(value: Any) -> Any:
     return value
 
 
-for _name in ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__matmul__", "__rmatmul__",
-              "__truediv__", "__neg__", "__len__"):  # fmt: skip
-    # Operators are looked up on the type, past __getattr__.
-    setattr(KVHandle, _name, lambda self, *args, _name=_name: getattr(self.dense(), _name)(*_densified(args)))
+def _forward(name: str) -> Callable[..., Any]:
+    def operator(self: KVHandle, *args: Any) -> Any:
+        return getattr(self.dense(), name)(*_densified(args))
+
+    return operator
+
+
+# Operators are looked up on the type, past __getattr__. Without __eq__ and __bool__, Python's own would answer.
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "truediv", "rtruediv", "pow", "rpow",
+              "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne", "len", "bool"):  # fmt: skip
+    setattr(KVHandle, f"__{_name}__", _forward(f"__{_name}__"))
