@@ -2,8 +2,8 @@
 
 Raw tensors (the first chunk, layers of other caches) go to the attention implementation that the model had before,
 called `prev` here, with the very mask it would have got. Handles go to the decode kernel, for which the mask function
-returns the number of left-padding tokens per sequence as a 4-D int32 tensor: being 4-D it passes through transformers
-untouched, and its shape never changes. What the kernel does not serve goes to `prev` on dequantised tensors.
+returns a 4-D int32 tensor of bounds: being 4-D it passes through transformers untouched, and its shape never changes.
+What the kernel does not serve goes to `prev` on dequantised tensors, with a mask made from those bounds.
 
 transformers gives the mask function neither layer nor cache, so there is one registered name per `prev`:
 `hf_kvquant` over sdpa, `hf_kvquant-eager`, and one for each other implementation.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,8 @@ def attention_mask(
         **kwargs: As transformers passes them.
 
     Returns:
-        For plain causal masks over handles `None`, or `[batch, 1, 1, 1]` int32, the number of left-padding tokens.
+        For plain causal masks over handles `[2, batch, 1, 1]` int32: the number of left-padding tokens, and the
+        position of the first query. `None` where neither says anything: one query, no padding, a growing cache.
         Otherwise what `prev` needs.
     """
     if isinstance(kv_length, KVLength):
@@ -99,15 +100,28 @@ def attention_mask(
                 notes.has_holes = notes.has_holes or _has_holes(attention_mask)
         is_plain = mask_function is causal_mask_function and not kwargs.get("use_vmap", False)
         if is_plain and not kv_length.is_first_chunk and not notes.has_holes:
-            return None if attention_mask is None else _padding_lengths(attention_mask)
+            return _bounds(attention_mask, **kwargs)
     return _mask_of(prev)(
         kv_length=int(kv_length), mask_function=mask_function, attention_mask=attention_mask, **kwargs
     )
 
 
-def _padding_lengths(mask: Tensor) -> Tensor:
-    """Left-padding tokens per sequence, `[batch, 1, 1, 1]` int32, of a `[batch, tokens]` bool mask."""
-    return (mask.cumsum(-1) == 0).sum(-1, dtype=torch.int32).view(-1, 1, 1, 1)
+def _bounds(
+    mask: Tensor | None, *, batch_size: int, q_length: int, q_offset: int | Tensor, device: torch.device, **_: Any
+) -> Tensor | None:
+    """What attention over handles has to know, from the arguments of a mask function. See `attention_mask`.
+
+    The kernel knows the offset itself. It is here for models that change keys or values and so pass dense tensors: with
+    several queries, or with the unused capacity of a static cache, attention could not tell what a query may see.
+    """
+    is_growing = isinstance(q_offset, int)
+    if mask is None and q_length == 1 and is_growing:
+        return None
+    bounds = torch.zeros((2, batch_size, 1, 1), dtype=torch.int32, device=device)
+    if mask is not None:
+        bounds[0] = (mask.cumsum(-1) == 0).sum(-1, dtype=torch.int32).view(-1, 1, 1)
+    bounds[1] = q_offset
+    return bounds
 
 
 def _has_holes(mask: Tensor) -> bool:
@@ -160,6 +174,8 @@ def attention(
         NotImplementedError: The attention weights, or keys picked by the model, were asked for over a quantised cache.
     """
     if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
+        if _is_bounds(attention_mask):  # the model has changed what `update` gave it
+            attention_mask = _dense_mask(prev, query, key.shape[2], attention_mask[1, 0, 0, 0], attention_mask)
         return _call(prev, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     for name in _REFUSED & kwargs.keys():
         if kwargs[name] is not None:
@@ -178,22 +194,23 @@ def attention(
         out, _ = step.storage.attend(
             query,
             softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            starts=None if attention_mask is None else attention_mask.view(-1),
+            starts=None if attention_mask is None else attention_mask[0].view(-1),
             sinks=kwargs.get("s_aux"),
             softcap=kwargs.get("softcap") or 0.0,
             sliding_window=kwargs.get("sliding_window") or 0,
         )
         return out, None
-    dense_key, dense_value = step.dense(reason)
+    # scaled_dot_product_attention gives the same result for a view.
+    dense_key, dense_value = step.dense(reason, contiguous=prev != "sdpa")
     mask = attention_mask
-    if _is_padding_lengths(mask):
+    if mask is None or _is_bounds(mask):
         mask = _dense_mask(prev, query, dense_key.shape[2], step.storage.query_offset(query.shape[2]), mask)
     return _call(prev, module, query, dense_key, dense_value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-def _is_padding_lengths(mask: Tensor | None) -> bool:
-    """Whether a mask is one that `attention_mask` makes for handles: absent, or the padding lengths."""
-    return mask is None or (mask.dtype == torch.int32 and mask.ndim == 4 and mask.shape[1:] == (1, 1, 1))
+def _is_bounds(mask: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether a mask is one that `attention_mask` makes for handles."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.ndim == 4 and mask.shape[2:] == (1, 1)
 
 
 def _why_not_kernel(
@@ -207,7 +224,7 @@ def _why_not_kernel(
     """Why a layer has to attend to dense tensors, or `None` if the kernel serves it."""
     if not is_quantized:
         return "nothing is quantised in this layer"
-    if not _is_padding_lengths(mask):
+    if mask is not None and not _is_bounds(mask):
         return "the attention mask is neither causal nor left padding"
     if dropout and module.training:
         return "attention dropout"
@@ -227,12 +244,12 @@ def _is_harmless(name: str) -> bool:
     return name.startswith(("cu_seq_lens", "max_length", "output_", "return_", "num_items"))
 
 
-def _dense_mask(prev: str, query: Tensor, kv_length: int, offset: int | Tensor, padding: Tensor | None) -> Any:
+def _dense_mask(prev: str, query: Tensor, kv_length: int, offset: int | Tensor, bounds: Tensor | None) -> Any:
     """The mask that `prev` would have got for a causal mask with left padding over a dense cache."""
     batch, _, q_len, _ = query.shape
     mask = None
-    if padding is not None:
-        mask = torch.arange(kv_length, device=query.device) >= padding.view(-1, 1)
+    if bounds is not None:
+        mask = torch.arange(kv_length, device=query.device) >= bounds[0].view(-1, 1)
     return _mask_of(prev)(
         batch_size=batch,
         q_length=q_len,
