@@ -37,6 +37,9 @@ _LEFT_TO_TRANSFORMERS = (
     "dummy",
 )
 
+# Models that pick the keys to attend to by computing on the mask themselves, where ours means nothing to them.
+_PICK_KEYS = ("doge", "minimax_m3_vl", "minimax_m3_vl_text")
+
 
 class KVQuantLayer(CacheLayerMixin):
     """One full-attention layer of a `KVQuantCache`.
@@ -99,8 +102,9 @@ class KVQuantLayer(CacheLayerMixin):
             value_states: The same for values.
 
         Returns:
-            The very tensors that were given for the first chunk; afterwards two handles over one step, to which the new
-            tokens belong, and through which they are written when attention runs.
+            The very tensors that were given for the first chunk (contiguous where nothing is quantised); afterwards two
+            handles over one step, to which the new tokens belong, and through which they are written when attention
+            runs.
 
         Raises:
             TypeError, ValueError: See `LayerStorage.extend`. Nothing has changed then.
@@ -109,6 +113,9 @@ class KVQuantLayer(CacheLayerMixin):
         self.storage.extend(key_states, value_states)
         if is_first_chunk:
             self.storage.flush()
+            if not self.storage.is_quantized:
+                # What transformers' own layers return, so that matrix products are summed in the same order.
+                return key_states.contiguous(), value_states.contiguous()
             return key_states, value_states
         step = KVStep(self.storage, key_states.shape[2])
         return KVHandle(step, 0), KVHandle(step, 1)
@@ -281,9 +288,15 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
         ValueError: The config names layers that do not exist, or a format that head_dim does not fit.
     """
     model_type = text_config.model_type
-    if getattr(text_config, "kv_lora_rank", None) is not None:
+    layer_configs = text_config.per_layer_config
+    if any(getattr(layer_config, "kv_lora_rank", None) is not None for layer_config in layer_configs):
         raise NotImplementedError(
             f"KVQuantCache: {model_type} keeps a latent (MLA) cache, which cannot be quantised per head. "
+            "Leave the model unpatched."
+        )
+    if model_type in _PICK_KEYS:
+        raise NotImplementedError(
+            f"KVQuantCache: {model_type} picks the keys that it attends to, which codes cannot serve. "
             "Leave the model unpatched."
         )
     unknown = sorted(set(layer_types) - {"full_attention", *_LEFT_TO_TRANSFORMERS})
@@ -298,16 +311,21 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
             f"KVQuantCache: `layers` must name layers below {len(layer_types)}, the model's number of layers, "
             f"got {beyond}."
         )
-    head_dim = getattr(text_config, "head_dim", None)
-    if head_dim is None and getattr(text_config, "num_attention_heads", None):
-        hidden_size = getattr(text_config, "hidden_size", None)
-        head_dim = None if hidden_size is None else hidden_size // text_config.num_attention_heads
-    if isinstance(head_dim, int):
-        for index, layer_type in enumerate(layer_types):
-            if layer_type == "full_attention":
-                formats: LayerFormats = quant_config.formats(index)
-                formats.key.num_groups(head_dim)
-                formats.value.num_groups(head_dim)
+    for index, (layer_type, layer_config) in enumerate(zip(layer_types, layer_configs, strict=True)):
+        head_dim = _head_dim(layer_config)
+        if layer_type == "full_attention" and head_dim is not None:
+            formats: LayerFormats = quant_config.formats(index)
+            formats.key.num_groups(head_dim)
+            formats.value.num_groups(head_dim)
+
+
+def _head_dim(config: PreTrainedConfig) -> int | None:
+    """Channels of a head as far as a config tells; tensors decide in the end."""
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None and getattr(config, "num_attention_heads", None):
+        hidden_size = getattr(config, "hidden_size", None)
+        head_dim = None if hidden_size is None else hidden_size // config.num_attention_heads
+    return head_dim if isinstance(head_dim, int) else None
 
 
 def _transformers_layer(layer_type: str, kwargs: dict[str, Any], max_cache_len: int | None) -> Any:
