@@ -198,9 +198,7 @@ def cache_for(
         config = state.config
     else:
         return None
-    # transformers declares this method on a mixin, where type checkers take it for a tensor.
-    keeps_cache: Callable[[], bool] = getattr(model, "_supports_default_dynamic_cache")  # noqa: B009
-    if model.config.is_encoder_decoder or not keeps_cache():
+    if model.config.is_encoder_decoder or not _keeps_cache(model):
         raise NotImplementedError(
             f"generate: {type(model).__name__} does not keep a cache of its decoder alone, so it cannot be quantised. "
             "Drop cache_config, or unpatch the model."
@@ -235,6 +233,12 @@ def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config.get_text_config(decoder=True)
 
 
+def _keeps_cache(model: PreTrainedModel) -> bool:
+    """Whether the model works with transformers' default cache; one without `generate` is taken to."""
+    keeps_cache: Callable[[], bool] | None = getattr(model, "_supports_default_dynamic_cache", None)
+    return keeps_cache is None or keeps_cache()
+
+
 def _check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -245,6 +249,11 @@ def _check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
         raise NotImplementedError(
             f"patch: {type(model).__name__} is an encoder-decoder, whose cross-attention cache cannot be quantised. "
             "Pass EncoderDecoderCache(KVQuantCache(...), DynamicCache()) as past_key_values instead."
+        )
+    if not _keeps_cache(model):
+        raise NotImplementedError(
+            f"patch: {type(model).__name__} does not keep its state in a cache of transformers, so there are no keys "
+            "and values to quantise. Leave the model unpatched."
         )
     text_config = _text_config(model)
     layer_types, _ = get_layer_types_and_kwargs(text_config)
