@@ -1,0 +1,66 @@
+# The commands of the repository; `make help` lists them. Each does all of its own set-up, once: a virtual environment in
+# .venv, the pinned packages of requirements.txt, and the extension, compiled again whenever its sources change. What CI
+# runs is in .ci/run; how the extension is compiled is in setup.py.
+
+PYTHON ?= python3
+# Threads of pytest-xdist, and whatever else pytest should get.
+PYTEST_ARGS ?= -n auto
+DEMO_ARGS ?= --max-new-tokens 96 --repetition-penalty 1.15
+
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := $(VENV)/packages.stamp
+READY := $(VENV)/extension.stamp
+BUILD_INPUTS := setup.py pyproject.toml $(shell find csrc -type f)
+DEMO_PROMPTS := $(sort $(wildcard evals/demo_prompts/*.txt))
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format types cuda wheel clean distclean
+
+help:  ## list the commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: $(READY)  ## virtual environment, pinned packages, extension
+
+demo: $(READY)  ## continue real prompts with the reference model under none, int8 and int4
+	HF_HUB_OFFLINE=1 $(BIN)/hf-kvquant generate evals/reference_model $(DEMO_PROMPTS:%=--prompt-file %) $(DEMO_ARGS)
+
+test: $(READY)  ## all tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(PACKAGES)  ## ruff: errors and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(PACKAGES)  ## let ruff fix and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(PACKAGES)  ## mypy, strict, on the package
+	$(BIN)/mypy
+
+cuda: $(READY)  ## check that the CUDA sources compile (needs nvcc, no GPU)
+	$(BIN)/python -c "from hf_kvquant import ops; raise SystemExit(not ops.has_kernels('cuda') and \
+	    'cuda: the extension has no CUDA kernels. Put nvcc on PATH, then rm $(READY)')"
+
+wheel: $(PACKAGES)  ## a wheel in dist/, built in isolation
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:  ## remove what was built, keep .venv
+	rm -rf build dist *.egg-info hf_kvquant/*.so $(READY)
+
+distclean: clean  ## remove .venv too
+	rm -rf $(VENV)
+
+$(PACKAGES): requirements.txt
+	@$(PYTHON) -c "import sys; raise SystemExit(sys.version_info < (3, 10) and \
+	    f'make: PYTHON must be Python 3.10 or later, got {sys.version.split()[0]}. make PYTHON=python3.11 ...')"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -r requirements.txt
+	@touch $@
+
+$(READY): $(PACKAGES) $(BUILD_INPUTS)
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@

@@ -1,0 +1,336 @@
+"""The command `hf-kvquant`: what a user may type, how results are shown, and which mistakes get which line.
+
+`generate` continues prompts under one or more presets and ends with a table; the work is done in `generation.py`.
+`env` says what is installed, what is missing and how to get it. A mistake in the arguments ends with one line on stderr
+and exit code 2, a bug with a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from . import __version__, ops
+from ._errors import did_you_mean
+from .config import PRESETS
+from .generation import UNQUANTIZED, Summary, run_presets
+from .patching import patched
+
+COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+REINSTALL = "pip install --no-build-isolation --force-reinstall --no-deps ."
+
+
+class UsageError(Exception):
+    """A mistake in what the user gave. Its text is all that is shown."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: Arguments without the program's name; `None` takes those of the process.
+
+    Returns:
+        The exit code: 0, or 2 for a mistake in the arguments, 130 when interrupted.
+    """
+    args = parser().parse_args(argv)
+    try:
+        args.run(args)
+    except UsageError as error:
+        print(f"hf-kvquant: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    root = argparse.ArgumentParser(
+        prog="hf-kvquant", description="Generate text with a quantised key-value cache, and see what it costs."
+    )
+    root.add_argument("--version", action="version", version=f"hf-kvquant {__version__}")
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    generate = commands.add_parser(
+        "generate",
+        help="continue prompts under one or more presets",
+        description="Continue prompts under each preset, streaming the text, and end with a table. Where the "
+        f"unquantised cache ('{UNQUANTIZED}') is among the presets, the others are compared with it on the text that "
+        "it wrote: teacher-forced, token by token, through each preset's own cache.",
+    )
+    generate.add_argument("model", metavar="MODEL", help="a folder or a hub id")
+    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeatable")
+    generate.add_argument(
+        "--prompt-file", action="append", default=[], metavar="FILE", help="a file that holds one prompt; repeatable"
+    )
+    generate.add_argument(
+        "--preset",
+        action="append",
+        metavar="NAME",
+        help=f"one of {', '.join(PRESETS)}; repeatable (default: {', '.join(COMPARED_PRESETS)})",
+    )
+    generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
+    generate.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
+    generate.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
+    generate.add_argument("--sample", action="store_true", help="sample instead of taking the most likely token")
+    generate.add_argument("--temperature", type=float, metavar="X", help="with --sample (default: 1)")
+    generate.add_argument("--top-p", type=float, metavar="X", help="with --sample (default: 1)")
+    generate.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="above 1 discourages tokens that were there (default: 1)"
+    )
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="with --sample, for every text (default: 0)")
+    generate.add_argument("--no-stream", action="store_true", help="show the table only, not the text")
+    generate.set_defaults(run=run_generate)
+    env = commands.add_parser("env", help="show versions, kernels and devices, and what is missing")
+    env.set_defaults(run=run_env)
+    return root
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    """`hf-kvquant generate`.
+
+    Raises:
+        UsageError: An argument has no meaning, or does not fit the model.
+    """
+    presets = checked_presets(args.preset)
+    texts = checked_prompts(args)
+    sampling = checked_sampling(args)
+    if args.max_new_tokens < 1:
+        raise UsageError(f"generate: `--max-new-tokens` must be at least 1, got {args.max_new_tokens}.")
+    device = checked_device(args.device)
+    model, tokenizer = load(args.model, args.dtype, device)
+    prompts = tokenize(model, tokenizer, texts, args.max_new_tokens)
+    for preset in presets:
+        try:
+            with patched(model, preset):
+                pass
+        except (NotImplementedError, ValueError, TypeError) as error:
+            raise UsageError(f"generate: `--preset {preset}` does not fit {args.model}. {error}") from error
+
+    console = Console(highlight=False)
+
+    def start(index: int, preset: str) -> None:
+        if args.no_stream:
+            return
+        if preset == presets[0]:
+            console.rule(f"prompt {index + 1} of {len(texts)}", align="left")
+            console.out(texts[index], style="italic")
+        console.print(f"[bold cyan]{preset:>{max(map(len, presets))}}[/] …", end="")
+
+    def show(text: str) -> None:
+        if not args.no_stream:
+            console.out(text, end="")
+            console.file.flush()
+
+    summaries = run_presets(
+        model,
+        tokenizer,
+        prompts,
+        presets,
+        max_new_tokens=args.max_new_tokens,
+        sampling=sampling,
+        seed=args.seed,
+        on_start=start,
+        on_text=show,
+    )
+    where = f"{model.dtype} on {device}".removeprefix("torch.")
+    show_summaries(console, summaries, title=f"{args.model}, {where}, {len(prompts)} prompts")
+
+
+def show_summaries(console: Console, summaries: Sequence[Summary], *, title: str) -> None:
+    """Print the table of presets, and below it how its columns were measured."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("preset")
+    for heading in ("cache B/token", "peak cache", "tokens/s", "agreement", "KL, nats/token"):
+        table.add_column(heading, justify="right")
+    for row in summaries:
+        table.add_row(
+            row.preset,
+            f"{row.bytes_per_token:,}",
+            f"{row.peak_bytes / 1024:,.0f} KiB",
+            "-" if row.tokens_per_second is None else f"{row.tokens_per_second:.1f}",
+            "-" if row.agreement is None else f"{row.agreement:.2%}",
+            "-" if row.kld is None else f"{row.kld:.2e}",
+        )
+    console.print()
+    console.print(table)
+    notes = ["Peak cache: bytes allocated at the end of the longest text. tokens/s: decoding only, without prefill."]
+    num_scored = max(row.num_scored for row in summaries)
+    if num_scored:
+        notes.append(
+            f"Agreement of the most likely next token and KL divergence: against transformers' DynamicCache, over the "
+            f"{num_scored} tokens that '{UNQUANTIZED}' wrote, fed one by one through each preset's cache."
+        )
+    else:
+        notes.append(f"Agreement and KL divergence: add --preset {UNQUANTIZED} to compare with the unquantised cache.")
+    if any(row.is_served is False for row in summaries):
+        notes.append("Some layers attended to dequantised tensors; the log above says why. Correct, slower.")
+    for note in notes:
+        console.print(note, style="dim")
+
+
+def checked_presets(names: Sequence[str] | None) -> list[str]:
+    """The presets to run, each once, in the order given."""
+    for name in names or ():
+        if name not in PRESETS:
+            raise UsageError(
+                f"generate: `--preset` must be one of {', '.join(PRESETS)}, got '{name}'.{did_you_mean(name, PRESETS)}"
+            )
+    return list(dict.fromkeys(names or COMPARED_PRESETS))
+
+
+def checked_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts of `--prompt` and `--prompt-file`, without white space at their ends."""
+    prompts = [("`--prompt`", text) for text in args.prompt]
+    for name in args.prompt_file:
+        try:
+            prompts.append((f"`--prompt-file` {name}", Path(name).read_text(encoding="utf-8")))
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise UsageError(f"generate: `--prompt-file` must be a text file, got {name}: {reason}.") from error
+    if not prompts:
+        raise UsageError(
+            "generate: `--prompt` or `--prompt-file` must be given, got neither. Add --prompt 'Some text'."
+        )
+    for where, text in prompts:
+        if not text.strip():
+            raise UsageError(f"generate: {where} must hold text, got nothing but white space. Write a prompt into it.")
+    return [text.strip() for _, text in prompts]
+
+
+def checked_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `model.generate` that say how the next token is chosen."""
+    chosen = {name: value for name in ("temperature", "top_p") if (value := getattr(args, name)) is not None}
+    if chosen and not args.sample:
+        option = "--" + next(iter(chosen)).replace("_", "-")
+        raise UsageError(f"generate: `{option}` must come with --sample, got it alone. Add --sample.")
+    if args.repetition_penalty is not None:
+        chosen["repetition_penalty"] = args.repetition_penalty
+    for name, value in chosen.items():
+        if value <= 0 or (name == "top_p" and value > 1):
+            expected = "above 0 and at most 1" if name == "top_p" else "positive"
+            raise UsageError(f"generate: `--{name.replace('_', '-')}` must be {expected}, got {value}.")
+    return {"do_sample": args.sample, **chosen}
+
+
+def checked_device(name: str | None) -> torch.device:
+    """The device that a user names, or the best one."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"generate: `--device` must be a torch device such as cpu or cuda:0, got '{name}'.") from error
+    available = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= available:
+        raise UsageError(
+            f"generate: `--device` must be there, got '{name}' with {available} CUDA devices. Use --device cpu, or see "
+            "hf-kvquant env."
+        )
+    return device
+
+
+def load(name: str, dtype: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer."""
+    path = Path(name).expanduser()
+    # A hub id has at most one slash and no folder here that it could be meant to lie in.
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and path.parent.exists())
+    if looks_local and not (path / "config.json").is_file():
+        found = "a folder without config.json" if path.is_dir() else "no such folder"
+        raise UsageError(
+            f"generate: `MODEL` must be a folder with a transformers model or a hub id, got {name}: {found}."
+        )
+    transformers.utils.logging.disable_progress_bar()
+    source = str(path) if path.exists() else name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"generate: `MODEL` must be a folder with a causal language model and its tokenizer, or a hub id, "
+            f"got {name}: {reason}"
+        ) from error
+    return model.to(device).eval(), tokenizer
+
+
+def tokenize(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_new_tokens: int
+) -> list[Tensor]:
+    """Token ids of each prompt, `[1, tokens]` int64 on the model's device, checked against the model's context."""
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    prompts = []
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        if context is not None and ids.shape[1] + max_new_tokens > context:
+            room = context - ids.shape[1]
+            remedy = f"Use --max-new-tokens {room} or less." if room > 0 else "Shorten the prompt."
+            raise UsageError(
+                f"generate: prompt and `--max-new-tokens` must fit the model's {context} positions, got {ids.shape[1]} "
+                f"and {max_new_tokens} tokens. {remedy}"
+            )
+        prompts.append(ids.to(model.device))
+    return prompts
+
+
+# --- env --------------------------------------------------------------------------------------------------------------
+
+
+def run_env(args: argparse.Namespace) -> None:
+    """`hf-kvquant env`."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in environment().items():
+        table.add_row(name, value)
+    Console(highlight=False).print(table)
+
+
+def environment() -> dict[str, str]:
+    """What there is, and for what there is not, how to get it."""
+    module = ops.extension()
+    facts = {
+        "hf-kvquant": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "platform": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
+    }
+    if isinstance(module, ModuleType):
+        facts["extension"] = str(module.__file__)
+        facts["CPU kernels"] = str(module.cpu_capability())
+    else:
+        facts["extension"] = (
+            f"missing ({module}): the PyTorch reference serves. Install a C++ compiler, then {REINSTALL}"
+        )
+    if ops.has_kernels("cuda"):
+        assert isinstance(module, ModuleType)
+        facts["CUDA kernels"] = f"compute capabilities {module.cuda_archs()}"
+    else:
+        nvcc = "nvcc is there" if shutil.which("nvcc") else "no nvcc on PATH: install the CUDA toolkit"
+        facts["CUDA kernels"] = f"missing ({nvcc}). Then {REINSTALL}"
+    if torch.cuda.is_available():
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        facts["GPUs"] = ", ".join(f"{device.name} ({device.major}.{device.minor})" for device in devices)
+    elif torch.version.cuda is None:
+        facts["GPUs"] = "none: this torch is built for CPUs only"
+    else:
+        facts["GPUs"] = f"none found by this torch, built for CUDA {torch.version.cuda}"
+    return facts

@@ -1,0 +1,191 @@
+"""Continue prompts under several presets and say what each costs: what `hf-kvquant generate` does, without display.
+
+Each preset continues each prompt with `model.generate` on a patched model. The text that the unquantised cache wrote is
+then fed again, teacher-forced, through every cache (`fidelity.py`), so that presets are compared on equal text. What is
+printed where, and what a user may pass, is decided in `cli.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from .cache import KVQuantCache
+from .fidelity import Fidelity, compare
+from .patching import patched
+
+# The preset whose text the others are measured on: it keeps keys and values as they come.
+UNQUANTIZED = "none"
+# Tokens generated before anything is timed, so that no preset pays for threads and allocators that start up.
+WARM_UP_TOKENS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """What one preset wrote behind one prompt.
+
+    Attributes:
+        ids: `[1, tokens]` int64, prompt included.
+        num_new: Tokens written.
+        decode_seconds: From the first new token to the last; prefill is not in it.
+        bytes_per_token: Bytes of the cache that one more token takes in all layers.
+        peak_bytes: Bytes that the cache had allocated at the end. A growing cache never gives bytes back.
+    """
+
+    ids: Tensor
+    num_new: int
+    decode_seconds: float
+    bytes_per_token: int
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """One preset over all prompts; what a row of the table shows.
+
+    Attributes:
+        preset: Its name.
+        bytes_per_token: Of the cache.
+        peak_bytes: Of the largest cache.
+        tokens_per_second: Of decoding, prefill excluded. `None` when no prompt got a second token.
+        agreement: Share of tokens whose most likely successor is that under the unquantised cache; `None` when the
+            presets to run do not include the unquantised one.
+        kld: Mean KL divergence from the unquantised cache, nats per token; `None` likewise.
+        num_scored: Tokens behind the last two.
+        is_served: Whether decoding attended to codes in every quantised layer; `None` when not compared.
+    """
+
+    preset: str
+    bytes_per_token: int
+    peak_bytes: int
+    tokens_per_second: float | None
+    agreement: float | None
+    kld: float | None
+    num_scored: int
+    is_served: bool | None
+
+
+def run_presets(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Tensor],
+    presets: Sequence[str],
+    *,
+    max_new_tokens: int,
+    sampling: Mapping[str, Any],
+    seed: int = 0,
+    on_start: Callable[[int, str], None],
+    on_text: Callable[[str], None],
+) -> list[Summary]:
+    """Continue every prompt under every preset, then compare with the unquantised cache if it is among them.
+
+    Args:
+        model: The model, on its device.
+        tokenizer: Its tokenizer.
+        prompts: `[1, tokens]` int64 each, on the model's device.
+        presets: Names, in the order of the result.
+        max_new_tokens: Per prompt.
+        sampling: Further arguments of `generate`, such as `do_sample`.
+        seed: Set before each continuation, so that sampling presets draw the same numbers.
+        on_start: Called with a prompt's index and a preset before its text.
+        on_text: Called with each piece of text as it is written, and with a new line at its end.
+
+    Returns:
+        One summary per preset.
+    """
+    for preset in presets:
+        continue_prompt(model, tokenizer, prompts[0], preset, max_new_tokens=WARM_UP_TOKENS, sampling={})
+    written: dict[str, list[Continuation]] = {preset: [] for preset in presets}
+    for index, prompt in enumerate(prompts):
+        for preset in presets:
+            on_start(index, preset)
+            torch.manual_seed(seed)
+            written[preset].append(
+                continue_prompt(
+                    model, tokenizer, prompt, preset, max_new_tokens=max_new_tokens, sampling=sampling, on_text=on_text
+                )
+            )
+    results: dict[str, list[Fidelity]] = {preset: [] for preset in presets}
+    for prompt, text in zip(prompts, written.get(UNQUANTIZED, ()), strict=False):
+        if text.num_new > 1:  # the first new token comes from the prefill, which is exact
+            for preset, result in compare(
+                model, text.ids, {preset: preset for preset in presets}, first_chunk=prompt.shape[1]
+            ).items():
+                results[preset].append(result)
+    return [_summary(preset, written[preset], results[preset]) for preset in presets]
+
+
+def continue_prompt(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Tensor,
+    preset: str,
+    *,
+    max_new_tokens: int,
+    sampling: Mapping[str, Any],
+    on_text: Callable[[str], None] | None = None,
+) -> Continuation:
+    """Continue one prompt (`[1, tokens]` int64) under one preset. See `run_presets` for the arguments."""
+    streamer = _Stream(tokenizer, on_text or (lambda text: None))
+    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    with patched(model, preset):
+        generate: Any = model.generate
+        result = generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad_token_id,
+            streamer=streamer,
+            return_dict_in_generate=True,
+            **{"do_sample": False, **sampling},
+        )
+    cache = result.past_key_values
+    assert isinstance(cache, KVQuantCache)
+    return Continuation(
+        ids=result.sequences,
+        num_new=result.sequences.shape[1] - prompt.shape[1],
+        decode_seconds=streamer.times[-1] - streamer.times[0],
+        bytes_per_token=cache.bytes_per_token,
+        peak_bytes=cache.num_bytes,
+    )
+
+
+class _Stream(TextStreamer):
+    """Hands text on as soon as it is certain, and notes when each token came."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_text = on_text
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt first, then one token at a time."""
+        if not self.next_tokens_are_prompt:
+            self.times.append(time.perf_counter())
+        super().put(value)  # type: ignore[no-untyped-call]
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Pass text on."""
+        self.on_text(text + "\n" if stream_end else text)
+
+
+def _summary(preset: str, written: Sequence[Continuation], results: Sequence[Fidelity]) -> Summary:
+    num_decoded = sum(text.num_new - 1 for text in written)
+    kld = torch.cat([result.kld for result in results]) if results else None
+    agrees = torch.cat([result.agrees for result in results]) if results else None
+    return Summary(
+        preset=preset,
+        bytes_per_token=max(text.bytes_per_token for text in written),
+        peak_bytes=max(text.peak_bytes for text in written),
+        tokens_per_second=num_decoded / sum(text.decode_seconds for text in written) if num_decoded else None,
+        agreement=None if agrees is None else float(agrees.double().mean()),
+        kld=None if kld is None else float(kld.double().mean()),
+        num_scored=0 if kld is None else kld.numel(),
+        is_served=all(result.pairs_read == result.pairs_expected for result in results) if results else None,
+    )
