@@ -1,0 +1,254 @@
+"""What importing the package does and does not do, with the compiled extension, without it, and with a stale one.
+
+Imports are looked at from fresh interpreters, which are slow to start: each script below checks all it can.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import logging
+import pathlib
+import subprocess
+import sys
+import textwrap
+import types
+from typing import Any
+
+import pytest
+
+import hf_kvquant
+from hf_kvquant import ops
+
+PACKAGE = pathlib.Path(hf_kvquant.__file__).parent
+
+
+def run_script(script: str) -> str:
+    """Runs a script in a fresh interpreter in which warnings are errors, and returns what it printed to stderr."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=PACKAGE.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "", done.stdout
+    return done.stderr
+
+
+# --- the public names -------------------------------------------------------------------------------------------------
+
+
+def test_all_is_sorted() -> None:
+    # As ruff sorts it: constants, classes, the rest.
+    order = sorted(hf_kvquant.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert hf_kvquant.__all__ == order
+
+
+def test_all_is_what_there_is() -> None:
+    public = {
+        name
+        for name, value in vars(hf_kvquant).items()
+        if not name.startswith("_") and not inspect.ismodule(value) and name != "annotations"
+    }
+    assert set(hf_kvquant.__all__) == public | {"__version__"}
+
+
+def test_the_package_is_typed_and_has_a_version() -> None:
+    assert (PACKAGE / "py.typed").exists()
+    assert hf_kvquant.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize(
+    "module", ["formats", "config", "reference", "ops", "storage", "handle", "transforms/__init__"]
+)
+def test_what_is_below_the_cache_knows_no_transformers(module: str) -> None:
+    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+        if isinstance(node, ast.Import):
+            imported = [alias.name for alias in node.names]
+        else:
+            imported = [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+        assert not any(name.split(".")[0] == "transformers" for name in imported)
+
+
+# --- what an import does ----------------------------------------------------------------------------------------------
+
+
+def test_importing_adds_two_ops_and_two_implementations_and_nothing_else() -> None:
+    run_script(
+        """
+        import logging
+        import torch
+        import transformers
+        from transformers import GenerationMixin, PreTrainedModel
+        from transformers import cache_utils, masking_utils, modeling_utils
+        from transformers.generation import utils as generation_utils
+
+        registries = {
+            "attention": modeling_utils.ALL_ATTENTION_FUNCTIONS,
+            "mask": masking_utils.ALL_MASK_ATTENTION_FUNCTIONS,
+        }
+        owners = (
+            GenerationMixin, PreTrainedModel, cache_utils.Cache, cache_utils.DynamicCache, cache_utils.StaticCache,
+            cache_utils.QuantizedCache, cache_utils, masking_utils, modeling_utils, generation_utils,
+            torch.nn.functional, torch.Tensor,
+        )
+
+        def schemas():
+            return {schema.name for schema in torch._C._jit_get_all_schemas()}
+
+        def settings():
+            return (
+                torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
+                torch.are_deterministic_algorithms_enabled(), torch.get_rng_state().tolist(),
+                logging.getLogger().handlers, logging.getLogger().level, logging.getLogger("hf_kvquant").handlers,
+            )
+
+        entries = {name: {key: registry[key] for key in registry.valid_keys()} for name, registry in registries.items()}
+        members = [dict(vars(owner)) for owner in owners]
+        mappings = dict(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING), dict(cache_utils.STATIC_LAYER_TYPE_MAPPING)
+        ops, before = schemas(), settings()
+
+        import hf_kvquant
+
+        assert not torch.cuda.is_initialized()
+        assert schemas() - ops == {"hf_kvquant::append", "hf_kvquant::decode"}, schemas() - ops
+        assert ops <= schemas()
+        for name, registry in registries.items():
+            assert set(registry.valid_keys()) - entries[name].keys() == {"hf_kvquant", "hf_kvquant-eager"}, name
+            for key, value in entries[name].items():
+                assert registry[key] is value, (name, key)
+        for owner, then in zip(owners, members):
+            now = vars(owner)
+            assert now.keys() == then.keys(), (owner, now.keys() ^ then.keys())
+            for key in then:
+                assert now[key] is then[key], (owner, key)
+        assert mappings == (cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, cache_utils.STATIC_LAYER_TYPE_MAPPING)
+        assert settings() == before
+        """
+    )
+
+
+def test_without_the_extension_the_reference_serves_and_says_so_once() -> None:
+    log = run_script(
+        """
+        import sys
+        sys.modules["hf_kvquant._C"] = None  # what an import finds where nothing was compiled
+
+        import logging
+        logging.basicConfig(format="LOG %(name)s: %(message)s")
+
+        import torch
+        import hf_kvquant
+        from hf_kvquant import ops, reference
+        from hf_kvquant.config import PRESETS, LayerFormats
+        from hf_kvquant.storage import LayerStorage
+
+        assert isinstance(ops.extension(), ImportError)
+        assert not ops.has_kernels("cpu") and not ops.has_kernels("cuda")
+        for formats in PRESETS.values():
+            storage = LayerStorage(LayerFormats(*formats))
+            chunks = [(torch.randn(2, 2, q_len, 64), torch.randn(2, 2, q_len, 64)) for q_len in (5, 1, 1)]
+            for key, value in chunks:
+                query = torch.randn(2, 4, key.shape[2], 64)
+                storage.extend(key, value)
+                out, lse = storage.attend(query, softmax_scale=0.125)
+            dense = []
+            for side, kv_format in enumerate(formats):
+                x = torch.cat([chunk[side] for chunk in chunks], dim=2)
+                if kv_format.is_quantized:
+                    x = reference.dequantize(reference.quantize(x, kv_format), kv_format)
+                dense.append(x)
+            lengths = torch.tensor([7, 7], dtype=torch.int32)
+            expected, expected_lse = reference.decode_attention(query, *dense, lengths, softmax_scale=0.125)
+            torch.testing.assert_close(out, expected)
+            torch.testing.assert_close(lse, expected_lse)
+        """
+    )
+    lines = [line for line in log.splitlines() if line.startswith("LOG hf_kvquant")]
+    assert lines == [
+        "LOG hf_kvquant.ops: ops: no compiled kernels for cpu, the PyTorch reference serves: correct, slower "
+        "(import of hf_kvquant._C halted; None in sys.modules). "
+        "Install a compiler and reinstall: pip install --no-build-isolation ."
+    ]
+
+
+# --- the extension ----------------------------------------------------------------------------------------------------
+
+CONSTANTS = {
+    "OPS_VERSION": ops.OPS_VERSION,
+    "TOKEN_ALIGNMENT": 64,
+    "STORAGE_NONE": 0,
+    "STORAGE_INT8": 1,
+    "STORAGE_INT4": 2,
+    "STORAGE_FP8": 3,
+    "HAS_CPU": 1,
+    "HAS_CUDA": 0,
+}
+
+
+def load(monkeypatch: pytest.MonkeyPatch, **constants: Any) -> Any:
+    """`ops.extension()`, past its cache, where the extension is a module with these constants."""
+    module = types.ModuleType("hf_kvquant._C")
+    vars(module).update(constants)
+    monkeypatch.setitem(sys.modules, "hf_kvquant._C", module)
+    return ops.extension.__wrapped__()
+
+
+def test_an_extension_of_the_same_age_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load(monkeypatch, **CONSTANTS)
+    assert module is sys.modules["hf_kvquant._C"]
+    monkeypatch.setattr(ops, "extension", lambda: module)
+    assert ops.has_kernels("cpu") and not ops.has_kernels("cuda") and not ops.has_kernels("xpu")
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected", "found"),
+    [
+        ({"OPS_VERSION": ops.OPS_VERSION - 1}, f"OPS_VERSION {ops.OPS_VERSION}", str(ops.OPS_VERSION - 1)),
+        ({"OPS_VERSION": None}, f"OPS_VERSION {ops.OPS_VERSION}", "None"),
+        ({"TOKEN_ALIGNMENT": 128}, "TOKEN_ALIGNMENT 64", "128"),
+        ({"STORAGE_INT4": 3}, "STORAGE_INT4 2", "3"),
+    ],
+    ids=str,
+)
+def test_an_extension_of_another_age_is_refused(
+    changed: dict[str, Any], expected: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = {name: value for name, value in (CONSTANTS | changed).items() if value is not None}
+    with pytest.raises(RuntimeError) as caught:
+        load(monkeypatch, **constants)
+    assert str(caught.value) == (
+        f"ops: the extension must be built from this version of the package ({expected}), got {found}. "
+        "Reinstall: pip install --no-build-isolation ."
+    )
+
+
+def test_a_package_of_another_age_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "OPS_VERSION", ops.OPS_VERSION + 1)
+    with pytest.raises(RuntimeError, match="must be built from this version of the package"):
+        load(monkeypatch, **CONSTANTS)
+
+
+def test_why_there_is_no_extension_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise ImportError(f"{name}: undefined symbol")
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    reason = ops.extension.__wrapped__()
+    assert isinstance(reason, ImportError) and str(reason) == "hf_kvquant._C: undefined symbol"
+
+
+def test_a_device_without_kernels_is_said_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = load(monkeypatch, **CONSTANTS)
+    monkeypatch.setattr(ops, "extension", lambda: module)
+    with caplog.at_level(logging.WARNING, logger="hf_kvquant"):
+        ops._warn_reference.__wrapped__("cuda")
+    assert [record.getMessage() for record in caplog.records] == [
+        "ops: no compiled kernels for cuda, the PyTorch reference serves: correct, slower "
+        "(it was built without kernels for cuda). Install a compiler and reinstall: pip install --no-build-isolation ."
+    ]
