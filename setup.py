@@ -78,19 +78,21 @@ def torch_folder() -> Path | None:
     return next((path for path in found if (path / "include/torch/csrc/stable/library.h").is_file()), None)
 
 
-def cuda_folder() -> Path | None:
-    """The CUDA toolkit, or `None` when there is no nvcc or CUDA is to be skipped."""
+def find_cuda() -> tuple[Path, Path] | None:
+    """The CUDA toolkit and its folder of libraries, or `None` when there is none or CUDA is to be skipped."""
     if os.environ.get("HF_KVQUANT_SKIP_CUDA", "0") not in ("", "0"):
         print("hf_kvquant: HF_KVQUANT_SKIP_CUDA is set, building the CPU kernels only.")
-        return None
-    if not any(ROOT.glob("csrc/cuda/*.cu")):
         return None
     on_path = shutil.which("nvcc")
     beside_nvcc = Path(on_path).resolve().parents[1] if on_path else None
     for candidate in (os.environ.get("CUDA_HOME"), beside_nvcc, "/usr/local/cuda"):
-        if candidate and (Path(candidate) / "bin" / "nvcc").is_file():
-            return Path(candidate)
-    print("hf_kvquant: no nvcc in CUDA_HOME, PATH or /usr/local/cuda, building the CPU kernels only.")
+        if not candidate or not (Path(candidate) / "bin" / "nvcc").is_file():
+            continue
+        for libraries in (Path(candidate) / "lib64", Path(candidate) / "lib"):
+            # An nvcc on the PATH may be a mere link to the toolkit, with no libraries beside it.
+            if (libraries / "libcudart_static.a").is_file():
+                return Path(candidate), libraries
+    print("hf_kvquant: no CUDA toolkit at CUDA_HOME, nvcc on PATH or /usr/local/cuda, building the CPU kernels only.")
     return None
 
 
@@ -121,7 +123,7 @@ def ninja_command() -> str:
 
 def write_ninja(torch: Path, output: Path) -> str:
     """The build file that turns `csrc/` into `output`. Paths in it are relative to this folder."""
-    cuda = cuda_folder()
+    found_cuda = find_cuda()
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     includes = ["-Icsrc", f'-isystem "{torch / "include"}"', f'-isystem "{sysconfig.get_path("include")}"']
     defines = list(DEFINES)
@@ -132,7 +134,8 @@ def write_ninja(torch: Path, output: Path) -> str:
     if not is_x86:
         sources = [path for path in sources if not path.stem.endswith(tuple(X86_FLAGS))]
     lines = [f"builddir = {OBJECTS}", f"cxx = {os.environ.get('CXX', 'c++')}"]
-    if cuda is not None:
+    if found_cuda is not None:
+        cuda, libraries = found_cuda
         archs = cuda_archs()
         includes.append(f'-isystem "{cuda / "include"}"')
         defines.append(f"'-DHF_KVQUANT_CUDA_ARCHS=\"{';'.join(archs)}\"'")
@@ -144,7 +147,6 @@ def write_ninja(torch: Path, output: Path) -> str:
             f"nvcc_flags = {' '.join([*NVCC_FLAGS, *targets, '-Icsrc'])}",
         ]
         # Linked statically, so that the binary does not care which CUDA runtime torch brings, or whether it brings one.
-        libraries = next(path for path in (cuda / "lib64", cuda / "lib") if (path / "libcudart_static.a").is_file())
         link_flags += [f'-L"{libraries}"', "-lcudart_static", "-ldl", "-lrt"]
     lines.append(f"flags = {' '.join(CXX_FLAGS + defines + includes)}")
     lines += [f"link_flags = {' '.join(link_flags)}", NINJA_RULES]

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <sstream>
@@ -273,7 +274,8 @@ DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, con
             ".");
   params.softmax_scale = static_cast<float>(softmax_scale);
   params.softcap = static_cast<float>(softcap);
-  params.sliding_window = to_int("decode", "sliding_window", sliding_window);
+  // A window of the whole capacity hides nothing, and positions minus a larger one might not fit an int.
+  params.sliding_window = std::min(to_int("decode", "sliding_window", sliding_window), params.capacity);
   params.num_splits = to_int("decode", "num_splits", num_splits);
   return params;
 }

@@ -1,0 +1,122 @@
+// Reading and writing single values and rows of codes on the device, and launching: what the kernels share. A lane takes
+// eight consecutive channels at a time, which lie in one group for every group size. Layouts are those of format.h.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "../format.h"
+
+namespace hf_kvquant::cuda {
+
+constexpr int kLanes = 32;
+constexpr int kChunk = 8;  // channels of a lane
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr half_bits kHalfNan = 0x7e00;
+
+__device__ inline float half_to_float(half_bits bits) { return __half2float(__ushort_as_half(bits)); }
+__device__ inline half_bits float_to_half(float x) { return __half_as_ushort(__float2half_rn(x)); }
+__device__ inline bool is_finite_half(half_bits bits) { return (bits & 0x7c00) != 0x7c00; }
+
+__device__ inline float load_value(const void* data, Dtype dtype, int64_t index) {
+  switch (dtype) {
+    case Dtype::fp32: return static_cast<const float*>(data)[index];
+    case Dtype::fp16: return __half2float(static_cast<const __half*>(data)[index]);
+    default: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[index]);
+  }
+}
+
+__device__ inline void store_value(void* data, Dtype dtype, int64_t index, float x) {
+  switch (dtype) {
+    case Dtype::fp32: static_cast<float*>(data)[index] = x; break;
+    case Dtype::fp16: static_cast<__half*>(data)[index] = __float2half_rn(x); break;
+    default: static_cast<__nv_bfloat16*>(data)[index] = __float2bfloat16_rn(x);
+  }
+}
+
+__device__ inline uint8_t* code_row(const Side& side, int64_t b, int64_t h, int64_t t) {
+  return side.codes + b * side.codes_stride_b + h * side.codes_stride_h + t * side.codes_stride_t;
+}
+
+__device__ inline half_bits* scale_at(const Side& side, int64_t b, int64_t h, int64_t g, int64_t t) {
+  return side.scale + b * side.scale_stride_b + h * side.scale_stride_h + g * side.scale_stride_g +
+         t * side.scale_stride_t;
+}
+
+__device__ inline half_bits* zero_at(const Side& side, int64_t b, int64_t h, int64_t g, int64_t t) {
+  return side.zero + b * side.zero_stride_b + h * side.zero_stride_h + g * side.zero_stride_g +
+         t * side.zero_stride_t;
+}
+
+// What is added to a signed code before it is stored unsigned.
+__device__ inline float code_offset(const Side& side) {
+  if (!side.is_symmetric || side.storage == Storage::fp8) return 0.f;
+  return side.storage == Storage::int8 ? 128.f : 8.f;
+}
+
+// The eight channels from `c` on of a row, dequantised: code · scale + zero.
+__device__ inline void load_channels(const Side& side, int64_t b, int64_t h, int64_t t, int c, float (&x)[kChunk]) {
+  const uint8_t* row = code_row(side, b, h, t);
+  if (side.storage == Storage::none) {
+    if (side.dense_dtype == Dtype::fp32) {
+      const float4* words = reinterpret_cast<const float4*>(row) + c / 4;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float4 word = words[i];
+        x[4 * i] = word.x, x[4 * i + 1] = word.y, x[4 * i + 2] = word.z, x[4 * i + 3] = word.w;
+      }
+      return;
+    }
+    const uint4 word = reinterpret_cast<const uint4*>(row)[c / kChunk];
+    const uint32_t pairs[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      const uint16_t bits = pairs[i / 2] >> (16 * (i % 2));
+      x[i] = side.dense_dtype == Dtype::fp16 ? half_to_float(bits) : __uint_as_float(uint32_t{bits} << 16);
+    }
+    return;
+  }
+  const int g = c / (side.head_dim / side.num_groups);
+  const float scale = half_to_float(*scale_at(side, b, h, g, t));
+  const float zero = side.is_symmetric ? 0.f : half_to_float(*zero_at(side, b, h, g, t));
+  const float offset = code_offset(side);
+  if (side.storage == Storage::int4) {
+    const uint32_t word = reinterpret_cast<const uint32_t*>(row)[c / kChunk];
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) x[i] = static_cast<float>((word >> (4 * i)) & 15) - offset;
+  } else {
+    const uint2 word = reinterpret_cast<const uint2*>(row)[c / kChunk];
+    const uint32_t words[2] = {word.x, word.y};
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      const uint8_t byte = words[i / 4] >> (8 * (i % 4));
+      x[i] = side.storage == Storage::int8 ? static_cast<float>(byte) - offset
+                                           : __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3)));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) x[i] = x[i] * scale + zero;
+}
+
+// Every kernel is launched here: grid size and launch errors are checked in one place.
+template <class... Parameters, class... Arguments>
+void launch(const char* where, void (*kernel)(Parameters...), int64_t num_blocks, int num_threads, size_t shared_bytes,
+            void* stream, const Arguments&... arguments) {
+  if (num_blocks > 0x7fffffff) {
+    throw std::runtime_error(std::string(where) + ": a call must need fewer than 2^31 thread blocks, got " +
+                             std::to_string(num_blocks) + ". Feed the tokens in smaller chunks.");
+  }
+  kernel<<<static_cast<unsigned>(num_blocks), num_threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(
+      arguments...);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string(where) + ": the kernel must start, got: " + cudaGetErrorString(error) +
+                             ". Was the extension built for this GPU (HF_KVQUANT_CUDA_ARCHS)?");
+  }
+}
+
+}  // namespace hf_kvquant::cuda

@@ -1,0 +1,215 @@
+// Attention of the newest tokens over codes, for every format and head dim up to 256: the plain version, against which
+// faster kernels are measured. Keys and values are read once for up to eight queries, straight from memory to
+// registers, and dequantised there.
+//
+// A worker is the 1 to 32 lanes that together hold a row, eight channels each. Workers of a block take tokens in turn;
+// each keeps its own running maximum m, sum l and weighted values, in the manner of online softmax, and they merge at
+// the end of the block's part of the sequence. With several parts a second kernel combines their results.
+// Not decided here: how many parts there are (plan.cpp).
+#include "codes.cuh"
+#include "cuda.h"
+
+namespace hf_kvquant::cuda {
+namespace {
+
+constexpr int kNumThreads = 128;
+
+// A position after the softmax scale: the softcap, then ALiBi's slope times the distance.
+__device__ float shape_logit(float logit, float softcap, float slope, int distance) {
+  if (softcap > 0.f) logit = softcap * tanhf(logit / softcap);
+  return logit + slope * static_cast<float>(distance);
+}
+
+// exp(x - maximum) where nothing has been seen yet (maximum = -inf) must be 0, not NaN.
+__device__ float exp_below(float x, float maximum) { return expf(x - (maximum == -INFINITY ? 0.f : maximum)); }
+
+// Writes one row: `sum` is the weighted sum of values, `l` the sum of weights relative to exp(m).
+struct Output {
+  const DecodeParams& params;
+  int64_t b, head, i;
+
+  __device__ void write(float sum, float m, float l, int c) const {
+    const int64_t head_dim = params.value_side.head_dim;
+    float maximum = m;
+    if (params.sinks != nullptr) {
+      const float sink = params.sinks[head];
+      maximum = fmaxf(m, sink);
+      const float weight = exp_below(m, maximum);
+      sum *= weight;
+      l = l * weight + exp_below(sink, maximum);
+    }
+    const int64_t row = (b * params.q_len + i) * params.num_q_heads + head;
+    store_value(params.out, params.query.dtype, row * head_dim + c, l == 0.f ? 0.f : sum / l);
+    if (c == 0) params.lse[(b * params.num_q_heads + head) * params.q_len + i] = maximum + logf(l);
+  }
+};
+
+// The place of one row's result of one part: head_dim sums, then m and l.
+__device__ float* partial_row(const DecodeParams& params, float* workspace, int64_t split, int64_t b, int64_t head,
+                              int64_t i) {
+  const int64_t row = ((split * params.batch + b) * params.num_q_heads + head) * params.q_len + i;
+  return workspace + row * (params.value_side.head_dim + 2);
+}
+
+template <int kRows>
+__global__ void __launch_bounds__(kNumThreads)
+    attend(const __grid_constant__ DecodeParams params, int num_splits, int num_tiles, int lanes_per_worker,
+           float* workspace) {
+  // --- which part of which sequence, which queries
+  int64_t block = blockIdx.x;
+  const int split = block % num_splits;
+  block /= num_splits;
+  const int tile = block % num_tiles;
+  block /= num_tiles;
+  const int h = block % params.num_kv_heads;
+  const int64_t b = block / params.num_kv_heads;
+
+  const int length = min(max(params.lengths[b], 0), params.capacity);
+  const int first_position = length - params.q_len;  // of the first query; negative when it attends to nothing
+  int begin = params.starts == nullptr ? 0 : max(params.starts[b], 0);
+  if (params.sliding_window > 0) begin = max(begin, first_position - params.sliding_window + 1);
+  const int64_t num_tokens = max(length - begin, 0);
+  const int64_t tokens_per_split = (num_tokens + num_splits - 1) / num_splits;
+  const int64_t split_begin = begin + split * tokens_per_split;
+  const int64_t split_end = min(split_begin + tokens_per_split, static_cast<int64_t>(length));
+
+  const int num_workers = kNumThreads / lanes_per_worker;
+  const int worker = threadIdx.x / lanes_per_worker, c = threadIdx.x % lanes_per_worker * kChunk;
+  const bool has_key = c < params.key_side.head_dim, has_value = c < params.value_side.head_dim;
+  const int num_q_per_kv = params.num_q_heads / params.num_kv_heads;
+  const int num_rows = min(kRows, num_q_per_kv * params.q_len - tile * kRows);
+
+  float query[kRows][kChunk] = {}, slope[kRows] = {};
+  int position[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = tile * kRows + r, head = h * num_q_per_kv + row / params.q_len, i = row % params.q_len;
+    position[r] = r < num_rows ? first_position + i : -1;
+    if (r >= num_rows) continue;
+    if (params.alibi_slopes != nullptr) slope[r] = params.alibi_slopes[head];
+    if (!has_key) continue;
+    const int64_t first = b * params.query.stride_b + head * params.query.stride_h + i * params.query.stride_t + c;
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+      query[r][k] = load_value(params.query.data, params.query.dtype, first + k) * params.softmax_scale;
+    }
+  }
+
+  // --- tokens
+  float m[kRows], l[kRows] = {}, sum[kRows][kChunk] = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) m[r] = -INFINITY;
+  // All lanes of a warp go round equally often, since they shuffle together.
+#pragma unroll 2
+  for (int64_t base = split_begin; base < split_end; base += num_workers) {
+    const int64_t t = base + worker;
+    const bool is_in_range = t < split_end;
+    float key[kChunk] = {}, value[kChunk] = {};
+    if (is_in_range && has_key) load_channels(params.key_side, b, h, t, c, key);
+    if (is_in_range && has_value) load_channels(params.value_side, b, h, t, c, value);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float logit = 0.f;
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) logit += query[r][k] * key[k];
+      for (int distance = lanes_per_worker / 2; distance > 0; distance /= 2) {
+        logit += __shfl_xor_sync(kAllLanes, logit, distance);
+      }
+      // What a query must not see is skipped, not multiplied by 0: it may be NaN.
+      const bool is_visible = is_in_range && t <= position[r] &&
+                              (params.sliding_window == 0 || t > position[r] - params.sliding_window);
+      if (!is_visible) continue;
+      logit = shape_logit(logit, params.softcap, slope[r], static_cast<int>(t) - position[r]);
+      const float maximum = fmaxf(m[r], logit);
+      const float kept = exp_below(m[r], maximum), weight = exp_below(logit, maximum);
+      m[r] = maximum;
+      l[r] = l[r] * kept + weight;
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) sum[r][k] = sum[r][k] * kept + weight * value[k];
+    }
+  }
+
+  // --- merge the workers of the block
+  extern __shared__ float shared[];  // [num_workers][kRows][head_dim sums, m, l]
+  const int head_dim = params.value_side.head_dim, stride = head_dim + 2;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float* mine = shared + (worker * kRows + r) * stride;
+    if (has_value) {
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) mine[c + k] = sum[r][k];
+    }
+    if (c == 0) mine[head_dim] = m[r], mine[head_dim + 1] = l[r];
+  }
+  __syncthreads();
+  for (int element = threadIdx.x; element < num_rows * head_dim; element += kNumThreads) {
+    const int r = element / head_dim, channel = element % head_dim;
+    float maximum = -INFINITY, total = 0.f, weights = 0.f;
+    for (int w = 0; w < num_workers; ++w) maximum = fmaxf(maximum, shared[(w * kRows + r) * stride + head_dim]);
+    for (int w = 0; w < num_workers; ++w) {
+      const float* theirs = shared + (w * kRows + r) * stride;
+      const float weight = exp_below(theirs[head_dim], maximum);
+      total += theirs[channel] * weight;
+      weights += theirs[head_dim + 1] * weight;
+    }
+    const int row = tile * kRows + r, head = h * num_q_per_kv + row / params.q_len, i = row % params.q_len;
+    if (num_splits == 1) {
+      Output{params, b, head, i}.write(total, maximum, weights, channel);
+    } else {
+      float* partial = partial_row(params, workspace, split, b, head, i);
+      partial[channel] = total;
+      if (channel == 0) partial[head_dim] = maximum, partial[head_dim + 1] = weights;
+    }
+  }
+}
+
+// One thread block merges the parts of one row.
+__global__ void combine(const __grid_constant__ DecodeParams params, int num_splits, float* workspace) {
+  const int64_t i = blockIdx.x % params.q_len, head = blockIdx.x / params.q_len % params.num_q_heads;
+  const int64_t b = blockIdx.x / params.q_len / params.num_q_heads;
+  const int head_dim = params.value_side.head_dim;
+  float maximum = -INFINITY;
+  for (int split = 0; split < num_splits; ++split) {
+    maximum = fmaxf(maximum, partial_row(params, workspace, split, b, head, i)[head_dim]);
+  }
+  for (int c = threadIdx.x; c < head_dim; c += blockDim.x) {
+    float total = 0.f, weights = 0.f;
+    for (int split = 0; split < num_splits; ++split) {
+      const float* partial = partial_row(params, workspace, split, b, head, i);
+      const float weight = exp_below(partial[head_dim], maximum);
+      total += partial[c] * weight;
+      weights += partial[head_dim + 1] * weight;
+    }
+    Output{params, b, head, i}.write(total, maximum, weights, c);
+  }
+}
+
+template <int kRows>
+void launch_attend(const DecodeParams& params, int num_splits, float* workspace, void* stream) {
+  const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
+  const int num_tiles = (num_rows + kRows - 1) / kRows;
+  const int num_chunks = max(params.key_side.head_dim, params.value_side.head_dim) / kChunk;
+  int lanes_per_worker = 1;
+  while (lanes_per_worker < num_chunks) lanes_per_worker *= 2;
+  const int num_workers = kNumThreads / lanes_per_worker;
+  const size_t shared_bytes = sizeof(float) * num_workers * kRows * (params.value_side.head_dim + 2);
+  const int64_t num_blocks = int64_t{num_splits} * num_tiles * params.num_kv_heads * params.batch;
+  launch("decode", attend<kRows>, num_blocks, kNumThreads, shared_bytes, stream, params, num_splits, num_tiles,
+         lanes_per_worker, workspace);
+}
+
+}  // namespace
+
+void decode(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream) {
+  switch (plan.rows_per_block) {
+    case 1: launch_attend<1>(params, plan.num_splits, workspace, stream); break;
+    case 4: launch_attend<4>(params, plan.num_splits, workspace, stream); break;
+    default: launch_attend<8>(params, plan.num_splits, workspace, stream);
+  }
+  if (plan.num_splits > 1) {
+    const int64_t num_rows = int64_t{params.batch} * params.num_q_heads * params.q_len;
+    launch("decode", combine, num_rows, kNumThreads, 0, stream, params, plan.num_splits, workspace);
+  }
+}
+
+}  // namespace hf_kvquant::cuda
