@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.generation.configuration_utils import GenerationMode
 
 from .attention import implementation_name, is_ours
 from .cache import KVQuantCache, check_model
@@ -161,19 +162,27 @@ def prepare_cache(
         *args: `generation_mode, batch_size, max_cache_length`, as transformers passes them.
         fall_through: What prepares every other cache; `None` means the model class's own method.
     """
-    cache = cache_for(model, generation_config, model_kwargs, max_cache_length=args[-1])
+    generation_mode, _, max_cache_length = args
+    if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
+        # Proposals go beyond the length asked for, and one cache of an assistant serves many calls of its `generate`.
+        max_cache_length = None
+    cache = cache_for(model, generation_config, model_kwargs, max_cache_length=max_cache_length)
     if cache is None:
         if fall_through is not None:
             return fall_through(model, generation_config, model_kwargs, *args)
         return getattr(type(model), _HOOK)(model, generation_config, model_kwargs, *args)
     model_kwargs["past_key_values"] = cache
+    if _asks_for_us(generation_config):
+        # This call's copy of the config goes on to an assistant model, which need not be patched, and transformers' own
+        # class does not know our options.
+        generation_config.cache_implementation = generation_config.cache_config = None
     if generation_config.is_assistant:
         cache.activate_past_recording()  # type: ignore[no-untyped-call]
     return None
 
 
 def cache_for(
-    model: PreTrainedModel, generation_config: Any, model_kwargs: Mapping[str, Any], *, max_cache_length: int
+    model: PreTrainedModel, generation_config: Any, model_kwargs: Mapping[str, Any], *, max_cache_length: int | None
 ) -> KVQuantCache | None:
     """The cache for one call of `generate`, or `None` where the call is not ours.
 
@@ -181,7 +190,8 @@ def cache_for(
         model: The generating model.
         generation_config: Of this call.
         model_kwargs: Of this call.
-        max_cache_length: Tokens that a static cache has to hold for it.
+        max_cache_length: Tokens that a static cache has to hold for it; `None` where nobody knows, so that the cache
+            grows whatever the config says.
 
     Raises:
         NotImplementedError, TypeError, ValueError: As `KVQuantCache` does; `output_attentions` is refused too.
@@ -208,6 +218,8 @@ def cache_for(
             "generate: `output_attentions` must be False with a quantised cache, got True: attention weights are never "
             "formed. Use hf_kvquant.unpatch, or another cache_implementation."
         )
+    if max_cache_length is None:
+        return KVQuantCache(model.config, dataclasses.replace(config, static=False, max_cache_len=None))
     max_cache_len = None
     if config.static:
         max_cache_len = config.max_cache_len or max_cache_length
