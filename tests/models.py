@@ -1,0 +1,338 @@
+"""Tiny random models, one per family, and the caches and prompts that the tests over them share.
+
+A family is built from its config alone, with weights large enough that attention is far from uniform, so that an error
+in one key moves the logits. `ReferenceCache` is what every quantised path is compared with: transformers' own growing
+layers, whose tokens are quantised and dequantised by `hf_kvquant.reference` and by nothing else of the package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import compare
+import tolerances
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from hf_kvquant import KVQuantCache, KVQuantConfig, reference
+from hf_kvquant.formats import KVFormat, Planes
+
+VOCAB_SIZE = 96
+PAD, BOS = 0, 1
+HEAD_DIM = 64
+LEFT_OUT = object()  # an option with this value takes the common one away
+HIDDEN_SIZE = 128  # not the 4 heads times HEAD_DIM, where a config has a head_dim of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How to build one tiny model.
+
+    Attributes:
+        model_type: transformers' name.
+        options: What the config needs beyond `_COMMON`.
+        is_served: Whether the kernel serves its full-attention layers; otherwise they fall back.
+    """
+
+    model_type: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_served: bool = True
+
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 128,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": None,  # every generation has the length that it was asked for
+    "tie_word_embeddings": False,  # tied ones make random models repeat one token
+}
+_MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# For configs that know no head_dim.
+_WIDE = {"hidden_size": 4 * HEAD_DIM}
+# GPT-2 has names of its own for sizes, and every query head has a key-value head.
+_GPT = {"n_embd": 4 * HEAD_DIM, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48, "rotary_dim": 8}
+_SHARED = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("llama"),
+    "qwen2": Family("qwen2"),
+    "qwen3": Family("qwen3"),
+    "qwen3_moe": Family("qwen3_moe", _MOE),
+    "qwen3_next": Family(
+        "qwen3_next",
+        {
+            **_MOE,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "mistral": Family("mistral", {"sliding_window": None}),
+    "mixtral": Family("mixtral", {**_MOE, "sliding_window": None}),
+    "gemma": Family("gemma"),
+    "gemma2": Family("gemma2", {**_MIXED, "query_pre_attn_scalar": HEAD_DIM, "attn_logit_softcapping": 3.0}),
+    "gemma3_text": Family("gemma3_text", {**_MIXED, "query_pre_attn_scalar": HEAD_DIM}),
+    "phi": Family("phi", _WIDE),
+    "phi3": Family("phi3", {**_WIDE, "sliding_window": None}),
+    "gpt_neox": Family("gpt_neox", _WIDE),
+    "gpt2": Family("gpt2", _GPT),
+    "gpt_bigcode": Family("gpt_bigcode", {**_GPT, "multi_query": True}),
+    "opt": Family("opt", {**_WIDE, "ffn_dim": 48, "word_embed_proj_dim": 4 * HEAD_DIM}),
+    "cohere": Family("cohere", _WIDE),
+    "cohere2": Family("cohere2", _MIXED),
+    "glm": Family("glm"),
+    "glm4": Family("glm4"),
+    "olmo": Family("olmo", _WIDE),
+    "olmo2": Family("olmo2", _WIDE),
+    "olmo3": Family("olmo3", {**_WIDE, **_MIXED}),
+    "olmoe": Family("olmoe", {**_WIDE, **_MOE}),
+    "granite": Family("granite", _WIDE),
+    "granitemoe": Family("granitemoe", {**_WIDE, **_MOE}),
+    "gpt_oss": Family("gpt_oss", {**_MOE, **_MIXED}),
+    "smollm3": Family("smollm3", {"no_rope_layers": [1, 0]}),
+    "starcoder2": Family("starcoder2", {**_WIDE, "sliding_window": None}),
+    "stablelm": Family("stablelm", _WIDE),
+    "persimmon": Family("persimmon", _WIDE),
+    "exaone4": Family("exaone4", _MIXED),
+    "nemotron": Family("nemotron"),
+    "helium": Family("helium", {**_WIDE}),
+    "ernie4_5": Family("ernie4_5"),
+    "seed_oss": Family("seed_oss"),
+    "arcee": Family("arcee"),
+    "apertus": Family("apertus"),
+    "hunyuan_v1_dense": Family("hunyuan_v1_dense"),
+    "phimoe": Family("phimoe", {**_WIDE, **_MOE, "sliding_window": None}),
+    "minimax_m2": Family("minimax_m2", {**_MOE}),
+    "dots1": Family("dots1", {**_MOE, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
+    "lfm2": Family("lfm2", {**_WIDE, "layer_types": ["conv", "full_attention"]}),
+    "llama4_text": Family(
+        "llama4_text",
+        {
+            **_MOE,
+            "layer_types": ["chunked_attention", "full_attention"],
+            "attention_chunk_size": 8,
+            "intermediate_size_mlp": 48,
+        },
+    ),
+    # The last two layers attend to the keys and values of the first two.
+    "gemma3n_text": Family("gemma3n_text", {**_SHARED, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4}),
+    "gemma4_text": Family("gemma4_text", {**_SHARED, "global_head_dim": HEAD_DIM}),
+    "jamba": Family("jamba", {**_WIDE, **_MOE, "attn_layer_offset": 1, "attn_layer_period": 2, "mamba_d_state": 4}),
+    "bamba": Family("bamba", {**_WIDE, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_state": 4}),
+    "jetmoe": Family("jetmoe", {**_MOE, "kv_channels": HEAD_DIM}, is_served=False),
+    "diffllama": Family("diffllama", is_served=False),
+    "gptj": Family("gptj", _GPT, is_served=False),
+    "codegen": Family("codegen", _GPT, is_served=False),
+    "gpt_neo": Family(
+        "gpt_neo", {**_WIDE, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}, is_served=False
+    ),
+    "xglm": Family("xglm", {"d_model": 4 * HEAD_DIM, "attention_heads": 4, "ffn_dim": 48}, is_served=False),
+    "bloom": Family("bloom", _WIDE, is_served=False),
+    "falcon": Family("falcon", {**_WIDE, "head_dim": LEFT_OUT, "num_kv_heads": 2}, is_served=False),
+    "mpt": Family("mpt", {"d_model": 4 * HEAD_DIM, "n_heads": 4, "n_layers": 2, "use_cache": True}, is_served=False),
+}
+
+
+def build(model_type: str, dtype: torch.dtype = torch.float32, attention: str | None = None, **options: Any) -> Any:
+    """A model with random weights, in evaluation mode.
+
+    Args:
+        model_type: transformers' name of the family.
+        dtype: Of the weights.
+        attention: The attention implementation; `None` leaves it to transformers.
+        **options: Override the common small sizes.
+    """
+    torch.manual_seed(1234)
+    sizes = {name: value for name, value in {**_COMMON, **options}.items() if value is not LEFT_OUT}
+    config = AutoConfig.for_model(model_type, **sizes)
+    kwargs = {} if attention is None else {"attn_implementation": attention}
+    model = AutoModelForCausalLM.from_config(config, **kwargs)
+    return randomized(model).to(dtype).eval()
+
+
+def randomized(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with weights of unit gain: what `from_config` draws is too small for attention to choose anything."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed" in name or "wte" in name:
+                parameter.normal_(0.0, 1.0)
+            elif parameter.ndim >= 2:
+                parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
+            elif "norm" not in name and "ln" not in name:  # biases, and the sinks of gpt-oss
+                parameter.normal_(0.0, 0.5)
+    return model
+
+
+@functools.cache
+def family(name: str) -> Any:
+    """The float32 model of a family. Shared by tests, so whoever patches it unpatches it."""
+    return build(FAMILIES[name].model_type, **FAMILIES[name].options)
+
+
+@functools.cache
+def llama(dtype: torch.dtype = torch.float32, attention: str | None = None, **options: Any) -> Any:
+    """A tiny llama with other sizes, shared like `family`."""
+    return build("llama", dtype, attention, **options)
+
+
+@functools.cache
+def bart() -> Any:
+    """A tiny encoder-decoder."""
+    torch.manual_seed(1234)
+    config = BartConfig(
+        vocab_size=VOCAB_SIZE,
+        d_model=4 * HEAD_DIM,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_position_embeddings=64,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=VOCAB_SIZE - 1,
+        forced_eos_token_id=None,
+    )
+    model = BartForConditionalGeneration(config)
+    model.generation_config.eos_token_id = None
+    return randomized(model).eval()
+
+
+def left_padded(batch: int = 3, tokens: int = 9, pads: tuple[int, ...] = (3, 0, 5)) -> dict[str, Tensor]:
+    """Prompts as `generate` takes them: `input_ids` and `attention_mask`, `pads[i]` tokens of left padding each."""
+    generator = torch.Generator().manual_seed(7)
+    input_ids = torch.randint(3, VOCAB_SIZE, (batch, tokens), generator=generator)
+    mask = torch.ones_like(input_ids)
+    for row in range(batch):
+        mask[row, : pads[row % len(pads)]] = 0
+    return {"input_ids": input_ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
+
+
+def greedy(model: Any, inputs: Mapping[str, Tensor], new_tokens: int = 6, **options: Any) -> Any:
+    """What `generate` returns for greedy decoding, raw logits and cache included."""
+    defaults = {
+        "do_sample": False,
+        "max_new_tokens": new_tokens,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    return model.generate(**inputs, **{**defaults, **options})
+
+
+def logits(output: Any) -> Tensor:
+    """The raw logits of an output, `[batch, new tokens, vocabulary]` float32."""
+    return torch.stack(output.logits, dim=1).float()
+
+
+def forced(sequences: Tensor) -> Any:
+    """A `prefix_allowed_tokens_fn` that makes `generate` repeat `sequences`, whatever the logits say."""
+    return lambda batch, ids: [int(sequences[batch, ids.shape[-1]])]
+
+
+class RecordingCache(KVQuantCache):
+    """A `KVQuantCache` that remembers what its own layers were given: per layer, keys and values call by call."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.recorded: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.recorded[layer_idx].append((key_states.clone(), value_states.clone()))
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class ReferenceLayer(DynamicLayer):
+    """Dense keys and values that went through the specification; the first chunk comes back as given.
+
+    Args:
+        key_format: Of keys.
+        value_format: Of values.
+        replay: What another cache was given, to be kept in place of what this one is given. Two runs that differ in the
+            order of a sum only may still round one value to two codes; with the same values they cannot.
+    """
+
+    def __init__(
+        self, key_format: KVFormat, value_format: KVFormat, replay: list[tuple[Tensor, Tensor]] | None = None
+    ) -> None:
+        super().__init__()
+        self.formats = (key_format, value_format)
+        self.frozen: list[Planes | None] = [None, None]  # per-tensor scales of the first chunk
+        self.replay = None if replay is None else iter(replay)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.replay is not None:
+            key, value = next(self.replay)
+            for own, other, name in ((key_states, key, "keys"), (value_states, value, "values")):
+                bound = tolerances.projection_bound(own, other.dtype)
+                compare.assert_close(other, own.float(), bound, f"{name} that go into the cache")
+            key_states, value_states = key.to(key_states.dtype), value.to(value_states.dtype)
+        is_first_chunk = self.get_seq_length() == 0
+        dense = super().update(self._through_codes(0, key_states), self._through_codes(1, value_states))
+        return (key_states, value_states) if is_first_chunk else dense
+
+    def _through_codes(self, side: int, x: Tensor) -> Tensor:
+        kv_format = self.formats[side]
+        if not kv_format.is_quantized:
+            return x
+        frozen = self.frozen[side]
+        planes = reference.quantize(x, kv_format, *((frozen.scale, frozen.zero) if frozen else ()))
+        if kv_format.granularity == "tensor":
+            self.frozen[side] = planes
+        return reference.dequantize(planes, kv_format, x.dtype)
+
+
+class ReferenceCache(DynamicCache):
+    """A `DynamicCache` whose full-attention layers attend to dequantised tensors, for an unpatched model.
+
+    Args:
+        config: The model's config.
+        preset_or_config: As for `KVQuantCache`.
+        replay: What a `RecordingCache` recorded.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        preset_or_config: Any,
+        replay: Mapping[int, list[tuple[Tensor, Tensor]]] | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        quant_config = KVQuantConfig.resolve(preset_or_config)
+        for index, layer in enumerate(self.layers):
+            if type(layer) is DynamicLayer:
+                formats = quant_config.formats(index)
+                self.layers[index] = ReferenceLayer(
+                    formats.key, formats.value, None if replay is None else replay[index]
+                )

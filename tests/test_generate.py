@@ -1,0 +1,622 @@
+"""`generate` on patched models: every family, preset and shape, and everything that `generate` can do with a cache.
+
+Preset `none` must give the very logits of transformers' own cache. Every other path is compared with the unpatched
+model over a `ReferenceCache`, that is, over tensors that went through the specification: never with full precision.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from typing import Any
+
+import compare
+import models
+import pytest
+import tolerances
+import torch
+from models import FAMILIES, RecordingCache, ReferenceCache, forced, greedy, left_padded, logits
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerFast, pipeline
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
+
+import hf_kvquant
+from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched, reference
+from hf_kvquant.cache import KVQuantLayer
+from hf_kvquant.storage import _log_fallback
+
+QUANTIZED = [preset for preset in PRESETS if preset != "none"]
+
+
+def check_against_reference(
+    model: Any, config: Any, inputs: dict[str, Tensor], exact_model: Any = None
+) -> tuple[Tensor, Any]:
+    """Compare the logits of a patched model with those over a `ReferenceCache` that was given the same keys and values.
+
+    Args:
+        model: Unpatched.
+        config: A preset's name or a dictionary.
+        inputs: A prompt.
+        exact_model: The same model in float32, where `model` is not.
+
+    Returns:
+        The reference's logits, and the cache of the patched model.
+    """
+    cache = RecordingCache(model.config, config)
+    with patched(model, config):
+        output = greedy(model, inputs, past_key_values=cache)
+
+    def run(which: Any) -> Tensor:
+        replayed = ReferenceCache(which.config, config, cache.recorded)
+        tokens = forced(output.sequences)
+        return logits(greedy(which, inputs, past_key_values=replayed, prefix_allowed_tokens_fn=tokens))
+
+    torch_logits = run(model)
+    expected = torch_logits if exact_model is None else run(exact_model)
+    bound = tolerances.model_bound(expected, torch_logits, model.dtype)
+    compare.assert_close(logits(output), expected, bound, f"{model.config.model_type}, {config}")
+    tokens = output.sequences[:, -expected.shape[1] :]
+    chosen = expected.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    assert (chosen >= expected.amax(-1) - 2 * bound).all(), "a token is not the most probable one"
+    return expected, cache
+
+
+# --- families ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def unquantized(family: str) -> Any:
+    return greedy(models.family(family), left_padded())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_none_gives_the_very_logits_of_an_unpatched_model(family: str) -> None:
+    model, expected = models.family(family), unquantized(family)
+    with patched(model, "none"):
+        output = greedy(model, left_padded())
+    assert isinstance(output.past_key_values, KVQuantCache)
+    compare.assert_same(output.sequences, expected.sequences, f"{family}, tokens")
+    compare.assert_same(logits(output), logits(expected), f"{family}, logits")
+
+
+@pytest.mark.parametrize("preset", QUANTIZED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_presets_attend_to_what_the_reference_decodes(family: str, preset: str) -> None:
+    expected, cache = check_against_reference(models.family(family), preset, left_padded())
+    fallbacks = sum(sum(storage.fallbacks.values()) for storage in cache.storages)
+    assert (fallbacks == 0) == FAMILIES[family].is_served, f"{fallbacks} steps fell back"
+    # The comparison above would pass without any quantisation if quantisation did not show in the logits.
+    dense = logits(unquantized(family))
+    bound = tolerances.model_bound(expected, expected, torch.float32)
+    assert float((expected[:, 1] - dense[:, 1]).abs().max()) > 10 * bound
+    compare.assert_close(expected[:, 0], dense[:, 0], bound, f"{family}, the first token is that of full precision")
+
+
+# --- shapes and dtypes ------------------------------------------------------------------------------------------------
+
+HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
+
+
+@pytest.mark.parametrize("preset", ["int8", "k8v4", "int4", "fp8"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 24])
+def test_head_dims(head_dim: int, preset: str) -> None:
+    check_against_reference(models.llama(head_dim=head_dim), preset, left_padded())
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_heads_and_dtypes(dtype: torch.dtype, heads: str, preset: str) -> None:
+    model = models.llama(dtype, num_key_value_heads=HEADS[heads])
+    exact = None if dtype == torch.float32 else models.build("llama", num_key_value_heads=HEADS[heads])
+    if exact is not None:
+        exact.load_state_dict(model.state_dict())  # rounded to dtype, computed in float32
+    check_against_reference(model, preset, left_padded(), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_none_gives_the_very_logits_in_half_precision(dtype: torch.dtype) -> None:
+    model = models.llama(dtype)
+    expected = greedy(model, left_padded())
+    with patched(model, "none"):
+        output = greedy(model, left_padded())
+    compare.assert_same(logits(output), logits(expected), "logits")
+
+
+FORMATS = {
+    "tensor": {"storage": "int8", "granularity": "tensor"},
+    "token": {"storage": "int8", "granularity": "token", "symmetric": False},
+    "group": {"storage": "int4", "granularity": "group", "group_size": 16},
+}
+
+
+@pytest.mark.parametrize("value", FORMATS)
+@pytest.mark.parametrize("key", FORMATS)
+def test_granularities(key: str, value: str) -> None:
+    check_against_reference(models.llama(), {"key": FORMATS[key], "value": FORMATS[value]}, left_padded())
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gpt2", "llama"])
+def test_eager_attention_before_ours(family: str) -> None:
+    options = FAMILIES[family].options
+    model = models.build(FAMILIES[family].model_type, attention="eager", **options)
+    expected = greedy(model, left_padded())
+    with patched(model, "none"):
+        compare.assert_same(logits(greedy(model, left_padded())), logits(expected), "logits")
+    check_against_reference(model, "int4", left_padded())
+
+
+def test_long_chunks_over_codes() -> None:
+    """Chunks of several queries, each over what came before it."""
+    inputs = left_padded(batch=2, tokens=40, pads=(11, 0))
+    model = models.llama(num_hidden_layers=1)
+    output = greedy(model, inputs, prefill_chunk_size=7, past_key_values=ReferenceCache(model.config, "int4"))
+    with patched(model, "int4"):
+        ours = greedy(model, inputs, prefill_chunk_size=7)
+    bound = tolerances.model_bound(logits(output), logits(output), torch.float32)
+    compare.assert_close(logits(ours), logits(output), bound, "logits")
+
+
+# --- what generate can do ---------------------------------------------------------------------------------------------
+
+# In each, the keys and values that are quantised are the same in both runs to the last bit: those of the first layer
+# depend on the tokens alone, and what lies below a quantised second layer is not quantised.
+CONFIGS: dict[str, Any] = {
+    "none": "none",
+    "first_layer": {"preset": "int4", "layers": {1: "none"}},
+    "last_layer": {"preset": "none", "layers": {1: "int8"}},
+    "static": {"preset": "int4", "layers": {1: "none"}, "static": True},
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 30, "temperature": 1.5},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5},
+    "sampled_beams": {"num_beams": 2, "do_sample": True},
+    "prefill_chunks": {"prefill_chunk_size": 4},
+    "penalty": {"repetition_penalty": 1.3},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_generate_features(config: str, feature: str) -> None:
+    model, inputs, options = models.llama(), left_padded(), FEATURES[feature]
+    torch.manual_seed(5)
+    expected = greedy(model, inputs, past_key_values=ReferenceCache(model.config, CONFIGS[config]), **options)
+    torch.manual_seed(5)
+    with patched(model, CONFIGS[config]):
+        output = greedy(model, inputs, **options)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
+    compare.assert_close(logits(output), logits(expected), bound, "logits")
+    assert not any(storage.fallbacks for storage in output.past_key_values.storages)
+
+
+def test_every_beam_keeps_the_keys_of_its_own_tokens() -> None:
+    """The logits of the last step, computed again from the chosen tokens without any reordering."""
+    model, config = models.llama(), CONFIGS["first_layer"]
+    inputs = left_padded()
+    with patched(model, config):
+        beams = greedy(model, inputs, num_beams=4, num_return_sequences=4, output_scores=True)
+        rows = {name: value.repeat_interleave(4, 0) for name, value in inputs.items()}
+        again = greedy(model, rows, prefix_allowed_tokens_fn=forced(beams.sequences))
+    chosen = beams.sequences[:, -6:]
+    log_probabilities = logits(again).log_softmax(-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+    total = log_probabilities.sum(-1) / chosen.shape[1]
+    compare.assert_close(beams.sequences_scores, total, 1e-4, "scores of beams")
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_prompt_lookup(config: str) -> None:
+    model = models.llama()
+    prompt = torch.tensor([[5, 9, 5, 9, 5, 9, 7, 5, 9]])
+    expected = greedy(model, {"input_ids": prompt}, past_key_values=ReferenceCache(model.config, CONFIGS[config]))
+    with patched(model, CONFIGS[config]):
+        output = greedy(model, {"input_ids": prompt}, prompt_lookup_num_tokens=3)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+
+
+@pytest.mark.parametrize("which", ["main", "both", "assistant"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_assisted_decoding_changes_no_token(config: str, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.llama()
+    # Nearly the same model: some of its proposals are accepted, others are cropped.
+    assistant = models.build("llama")
+    with torch.no_grad():
+        assistant.lm_head.weight.add_(torch.randn_like(assistant.lm_head.weight) * 0.1)
+    assistant.generation_config.update(
+        num_assistant_tokens=3, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    inputs = left_padded(batch=1, pads=(0,))
+    crops: list[int] = []
+    monkeypatch.setattr(
+        KVQuantCache, "crop", lambda self, tokens: (crops.append(tokens), Cache.crop(self, tokens))[1], raising=False
+    )
+    default = "none" if which == "assistant" else CONFIGS[config]
+    expected = greedy(model, inputs, 12, past_key_values=ReferenceCache(model.config, default))
+    if which != "assistant":
+        hf_kvquant.patch(model, CONFIGS[config])
+    if which != "main":
+        hf_kvquant.patch(assistant, CONFIGS[config])
+    try:
+        output = greedy(model, inputs, 12, assistant_model=assistant)
+    finally:
+        if which != "assistant":
+            hf_kvquant.unpatch(model)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    assert min(crops) < 0 and len(set(crops)) > 1, f"proposals must be both accepted and refused, crops {crops}"
+
+
+# --- one cache, several calls -----------------------------------------------------------------------------------------
+
+
+def continued(inputs: dict[str, Tensor], output: Any, new: Tensor, new_mask: Tensor | None = None) -> dict[str, Tensor]:
+    """The prompt of a second turn: everything so far, then new tokens."""
+    generated = output.sequences.shape[1] - inputs["attention_mask"].shape[1]
+    ones = torch.ones((new.shape[0], generated), dtype=torch.long)
+    mask = [inputs["attention_mask"], ones, torch.ones_like(new) if new_mask is None else new_mask]
+    return {"input_ids": torch.cat([output.sequences, new], 1), "attention_mask": torch.cat(mask, 1)}
+
+
+@pytest.mark.parametrize("num_new", [1, 6])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_chat_continues_on_the_returned_cache(config: str, num_new: int) -> None:
+    model, inputs = models.llama(), left_padded()
+    spelled = CONFIGS[config]
+    if config == "static":
+        spelled = {**spelled, "max_cache_len": 60}
+    new = torch.randint(3, 90, (3, num_new))
+
+    def chat(cache: Any) -> list[Any]:
+        first = greedy(model, inputs, 4, past_key_values=cache)
+        second_inputs = continued(inputs, first, new)
+        second = greedy(model, second_inputs, 4, past_key_values=first.past_key_values)
+        third_inputs = continued(second_inputs, second, new)
+        return [second, greedy(model, third_inputs, 4, past_key_values=second.past_key_values)]
+
+    expected = chat(ReferenceCache(model.config, spelled))
+    with patched(model, spelled):
+        turns = chat(None)
+    for output, dense in zip(turns, expected, strict=True):
+        compare.assert_same(output.sequences, dense.sequences, "tokens")
+        bound = tolerances.model_bound(logits(dense), logits(dense), torch.float32)
+        compare.assert_close(logits(output), logits(dense), bound, "logits")
+        assert not any(storage.fallbacks for storage in output.past_key_values.storages)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_masks_with_holes_fall_back_to_dense_tensors(config: str) -> None:
+    model, inputs = models.llama(), left_padded()
+    spelled = CONFIGS[config]
+    if config == "static":
+        spelled = {**spelled, "max_cache_len": 60}
+    new = torch.randint(3, 90, (3, 4))
+    new_mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])  # right padding, and tokens behind it
+
+    def chat(cache: Any) -> Any:
+        first = greedy(model, inputs, 4, past_key_values=cache)
+        return greedy(model, continued(inputs, first, new, new_mask), 4, past_key_values=first.past_key_values)
+
+    expected = chat(ReferenceCache(model.config, spelled))
+    with patched(model, spelled):
+        output = chat(None)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
+    compare.assert_close(logits(output), logits(expected), bound, "logits")
+    for storage in output.past_key_values.storages:
+        assert sum(storage.fallbacks.values()) == (4 if storage.is_quantized else 0)
+    output.past_key_values.reset()
+    with patched(model, spelled):
+        fresh = greedy(model, inputs, 4, past_key_values=output.past_key_values)
+    for storage in fresh.past_key_values.storages:
+        assert sum(storage.fallbacks.values()) == (4 if storage.is_quantized else 0), "a reset forgets the holes"
+
+
+def test_a_right_padded_prompt_falls_back() -> None:
+    model, inputs = models.llama(), left_padded()
+    inputs = {name: value.flip(1) for name, value in inputs.items()}
+    config = CONFIGS["first_layer"]
+    expected = greedy(model, inputs, past_key_values=ReferenceCache(model.config, config))
+    with patched(model, config):
+        output = greedy(model, inputs)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    assert sum(output.past_key_values.storages[0].fallbacks.values()) == 5
+
+
+@pytest.mark.parametrize("config", ["none", "first_layer", "last_layer"])
+def test_a_shared_prefix_is_repeated(config: str) -> None:
+    model = models.llama()
+    prefix = torch.randint(3, 90, (1, 7))
+    rest = torch.randint(3, 90, (3, 4))
+    inputs = {"input_ids": torch.cat([prefix.expand(3, -1), rest], 1)}
+
+    def run(cache: Any) -> Any:
+        with torch.no_grad():
+            model(input_ids=prefix, past_key_values=cache)
+        cache.batch_repeat_interleave(3)
+        return greedy(model, inputs, past_key_values=cache)
+
+    expected = run(ReferenceCache(model.config, CONFIGS[config]))
+    with patched(model, CONFIGS[config]):
+        output = run(KVQuantCache(model.config, CONFIGS[config]))
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    assert not any(storage.fallbacks for storage in output.past_key_values.storages)
+
+
+# --- what is not ours -------------------------------------------------------------------------------------------------
+
+
+def check_unchanged(output: Any, expected: Any) -> None:
+    assert type(output.past_key_values) is type(expected.past_key_values)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    compare.assert_same(logits(output), logits(expected), "logits")
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_other_cache_implementations_stay_what_they_are(family: str, implementation: str) -> None:
+    model, inputs = models.family(family), left_padded()
+    expected = greedy(model, inputs, cache_implementation=implementation)
+    with patched(model, "int4"):
+        check_unchanged(greedy(model, inputs, cache_implementation=implementation), expected)
+
+
+@pytest.mark.parametrize("make", [DynamicCache, functools.partial(StaticCache, max_cache_len=40)], ids=str)
+def test_a_cache_of_the_user_stays_what_it_is(make: Any) -> None:
+    model, inputs = models.llama(), left_padded()
+    expected = greedy(model, inputs, past_key_values=make(config=model.config), prefill_chunk_size=5)
+    with patched(model, "int4"):
+        mine = make(config=model.config)
+        output = greedy(model, inputs, past_key_values=mine, prefill_chunk_size=5)
+    assert output.past_key_values is mine
+    check_unchanged(output, expected)
+
+
+def test_without_a_cache_nothing_changes() -> None:
+    model, inputs = models.llama(), left_padded()
+    expected = greedy(model, inputs, use_cache=False)
+    with patched(model, "int4"):
+        output = greedy(model, inputs, use_cache=False)
+    assert output.past_key_values is None
+    check_unchanged(output, expected)
+
+
+def test_forward_without_a_cache_is_that_of_the_unpatched_model() -> None:
+    model, inputs = models.llama(), left_padded()
+    expected = model(**inputs, use_cache=False).logits
+    with patched(model, "int4"):
+        compare.assert_same(model(**inputs, use_cache=False).logits.detach(), expected.detach(), "logits")
+
+
+def test_training_runs_through_a_patched_model() -> None:
+    model = models.build("llama")
+    ids = left_padded()["input_ids"]
+    hf_kvquant.patch(model, "int4")
+    model.train()
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# --- the flag ---------------------------------------------------------------------------------------------------------
+
+
+def flag(**options: Any) -> dict[str, Any]:
+    return {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", **options}}
+
+
+def test_the_flag_names_another_preset_than_patch_did() -> None:
+    model, inputs = models.llama(), left_padded()
+    with patched(model, "int4"):
+        expected = greedy(model, inputs)
+    options = flag(preset="int4")
+    before = copy.deepcopy(options)
+    with patched(model, "fp8"):
+        for _ in range(2):  # the same dictionary twice: it is not consumed
+            output = greedy(model, inputs, **options)
+            assert output.past_key_values.quant_config == KVQuantConfig.from_preset("int4")
+            compare.assert_same(logits(output), logits(expected), "logits")
+        assert greedy(model, inputs).past_key_values.quant_config == KVQuantConfig.from_preset("fp8")
+    assert options == before
+
+
+def test_the_flag_without_options_means_what_patch_said() -> None:
+    model = models.llama()
+    with patched(model, "int4"):
+        output = greedy(model, left_padded(), **flag())
+    assert output.past_key_values.quant_config == KVQuantConfig.from_preset("int4")
+
+
+def test_the_flag_survives_a_saved_generation_config(tmp_path: Any) -> None:
+    model, inputs = models.llama(), left_padded()
+    config = KVQuantConfig.from_preset("k8v4", layers={0: "int8"})
+    saved = GenerationConfig(cache_implementation="quantized", cache_config=config.to_dict(), max_new_tokens=5)
+    saved.save_pretrained(tmp_path)
+    loaded = GenerationConfig.from_pretrained(tmp_path)
+    with patched(model, "none"):
+        output = model.generate(**inputs, generation_config=loaded, return_dict_in_generate=True)
+    assert output.past_key_values.quant_config == config
+
+
+def test_the_flag_speaks_the_words_of_transformers() -> None:
+    model = models.llama()
+    with patched(model, "none"):
+        output = greedy(model, left_padded(), **flag(nbits=4, q_group_size=32))
+    assert output.past_key_values.quant_config == KVQuantConfig.from_preset("int4-g32")
+
+
+def test_the_flag_with_another_backend_is_left_to_transformers() -> None:
+    model = models.llama()
+    with patched(model, "int4"), pytest.raises(ValueError, match="nonsense"):
+        greedy(model, left_padded(), cache_implementation="quantized", cache_config={"backend": "nonsense"})
+
+
+def test_the_flag_leaves_the_assistant_alone() -> None:
+    model, assistant = models.llama(), models.build("llama", num_hidden_layers=1)
+    inputs = left_padded(batch=1, pads=(0,))
+    with patched(model, "none"):
+        expected = greedy(model, inputs, **flag(preset="int8"))
+        output = greedy(model, inputs, **flag(preset="int8"), assistant_model=assistant)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+
+
+# --- around generate --------------------------------------------------------------------------------------------------
+
+
+class Tokens:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+def test_streaming() -> None:
+    model, streamer = models.llama(), Tokens()
+    with patched(model, "int4"):
+        output = greedy(model, left_padded(batch=1), streamer=streamer)
+    assert streamer.tokens == [*output.sequences[0].tolist(), -1]
+
+
+def test_a_pipeline() -> None:
+    model = models.llama()
+    words = {f"w{index}": index for index in range(models.VOCAB_SIZE)}
+    vocabulary = Tokenizer(WordLevel(words, unk_token="w0"))
+    vocabulary.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="w0", padding_side="left")
+    with patched(model, "int4"):
+        generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        options = {"max_new_tokens": 4, "do_sample": False, "return_full_text": False}
+        texts = generator(["w5 w6 w7", "w8"], batch_size=2, **options)
+        ids = tokenizer(["w5 w6 w7", "w8"], return_tensors="pt", padding=True)
+        expected = model.generate(
+            input_ids=ids["input_ids"], attention_mask=ids["attention_mask"], max_new_tokens=4, do_sample=False
+        )
+    assert [row[0]["generated_text"] for row in texts] == tokenizer.batch_decode(expected[:, -4:])
+
+
+def test_a_mask_of_four_dimensions() -> None:
+    """A user's own mask over the second chunk: every token sees the first chunk but its first two tokens."""
+    model = models.llama()
+    first, second = torch.randint(3, 90, (2, 6)), torch.randint(3, 90, (2, 3))
+    visible = torch.ones(2, 1, 3, 9, dtype=torch.bool).tril(6)
+    visible[..., :2] = False
+    config = CONFIGS["first_layer"]
+
+    def run(cache: Any) -> Tensor:
+        with torch.no_grad():
+            model(input_ids=first, past_key_values=cache)
+            return model(
+                input_ids=second, attention_mask=visible, position_ids=torch.arange(6, 9)[None], past_key_values=cache
+            ).logits
+
+    expected = run(ReferenceCache(model.config, config))
+    cache = KVQuantCache(model.config, config)
+    with patched(model, config):
+        ours = run(cache)
+    compare.assert_close(ours, expected, tolerances.model_bound(expected, expected, torch.float32), "logits")
+    assert sum(cache.storages[0].fallbacks.values()) == 1
+
+
+def test_logits_to_keep() -> None:
+    model, inputs = models.llama(), left_padded()
+    cache = KVQuantCache(model.config, "int4")
+    with torch.no_grad(), patched(model, "int4"):
+        model(**inputs, past_key_values=cache)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(3, 4, dtype=torch.long)], 1)
+        again = copy.deepcopy(cache)
+        tokens = torch.randint(3, 90, (3, 4))
+        last = model(input_ids=tokens, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits
+        every = model(input_ids=tokens, attention_mask=mask, past_key_values=again).logits
+    assert last.shape[1] == 1
+    compare.assert_close(last, every[:, -1:], tolerances.model_bound(every, every, torch.float32), "last logits")
+
+
+def test_a_cache_passed_by_hand_is_the_one_that_patch_makes() -> None:
+    model, inputs = models.llama(), left_padded()
+    cache = KVQuantCache(model.config, "int4")
+    with patched(model, "int4"):
+        expected = greedy(model, inputs)
+        output = greedy(model, inputs, past_key_values=cache)
+    assert output.past_key_values is cache
+    compare.assert_same(logits(output), logits(expected), "logits")
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_cache_passed_to_an_unpatched_model_falls_back(config: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = models.llama(), left_padded()
+    spelled = CONFIGS[config]
+    if config == "static":
+        spelled = {**spelled, "max_cache_len": 40}
+    expected = greedy(model, inputs, past_key_values=ReferenceCache(model.config, spelled))
+    _log_fallback.cache_clear()
+    with caplog.at_level(logging.WARNING, "hf_kvquant"):
+        output = greedy(model, inputs, past_key_values=KVQuantCache(model.config, spelled))
+        greedy(model, inputs, past_key_values=KVQuantCache(model.config, spelled))
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
+    compare.assert_close(logits(output), logits(expected), bound, "logits")
+    lines = [record.message for record in caplog.records if record.name.startswith("hf_kvquant.storage")]
+    assert lines == ([] if config == "none" else [
+        "attention runs on dequantised tensors: the model or its attention implementation looks at keys and values "
+        "itself (is the model patched?). Correct, slower."
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", ["none", "int4"])
+def test_the_decoder_of_an_encoder_decoder(preset: str) -> None:
+    """Its own cache may be ours; the one of cross-attention stays with transformers."""
+    model = models.bart()
+    inputs = {"input_ids": torch.randint(3, 90, (2, 7))}
+
+    def run(own: Any) -> Any:
+        cache = EncoderDecoderCache(own, DynamicCache(config=model.config))
+        return greedy(model, inputs, past_key_values=cache, decoder_start_token_id=models.BOS)
+
+    expected = run(ReferenceCache(model.config, preset))
+    output = run(KVQuantCache(model.config, preset))
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
+    compare.assert_close(logits(output), logits(expected), bound, "logits")
+
+
+# --- layers of several kinds ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss", "exaone4", "llama4_text"])
+def test_layers_that_are_not_full_attention_stay_with_transformers(family: str, static: bool) -> None:
+    model, inputs = models.family(family), left_padded(tokens=12)
+    expected = greedy(model, inputs, 12, cache_implementation="static" if static else "dynamic")
+    with patched(model, {"preset": "none", "static": static}):
+        output = greedy(model, inputs, 12)
+    kinds = [type(layer) for layer in output.past_key_values.layers]
+    assert kinds == [type(expected.past_key_values.layers[0]), KVQuantLayer]
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
+    compare.assert_close(logits(output), logits(expected), bound, "logits")
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_share_keys_and_values_append_once(family: str) -> None:
+    model, inputs = models.family(family), left_padded()
+    cache = RecordingCache(model.config, "int4")
+    with patched(model, "int4"):
+        output = greedy(model, inputs, past_key_values=cache)
+    (layer,) = (layer for layer in cache.layers if isinstance(layer, KVQuantLayer))
+    index = cache.layers.index(layer)
+    given = [torch.cat(sides, 2) for sides in zip(*cache.recorded[index], strict=True)]
+    assert layer.get_seq_length() == output.sequences.shape[1] - 1
+    formats = (layer.storage.formats.key, layer.storage.formats.value)
+    for dense, x, kv_format in zip(layer.storage.dequantize(), given, formats, strict=True):
+        expected = reference.dequantize(reference.quantize(x, kv_format), kv_format)
+        compare.assert_same(dense, expected, "what the cache holds")
