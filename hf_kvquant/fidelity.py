@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -74,60 +74,81 @@ def compare(
     Raises:
         ValueError: The text has no token to score, or a chunk has no token.
     """
-    num_fed = input_ids.shape[1] - 1
-    if input_ids.shape[0] != 1:
-        raise ValueError(f"compare: `input_ids` must hold one text, got {input_ids.shape[0]}. Call once per text.")
-    if first_chunk < 1 or chunk_size < 1:
-        raise ValueError(
-            f"compare: `first_chunk` and `chunk_size` must be at least 1, got {first_chunk} and {chunk_size}."
-        )
-    if num_fed <= first_chunk:
-        raise ValueError(
-            f"compare: `input_ids` must have at least {first_chunk + 2} tokens, two more than the first chunk, "
-            f"got {num_fed + 1}. Give a longer text or a smaller first chunk."
-        )
-    bounds = [0, *range(first_chunk, num_fed, chunk_size), num_fed]
+    fed, targets = input_ids[:, :-1], input_ids[0, 1:]
     with patched(model, "none"):
         caches = {name: KVQuantCache(model.config, config) for name, config in configs.items()}
-        dense = DynamicCache(config=model.config)
+        streams = {
+            name: feed(model, fed, cache, first_chunk=first_chunk, chunk_size=chunk_size)
+            for name, cache in caches.items()
+        }
         counters = {name: PairCounter() for name in configs}
-        pieces: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in configs}
-        dense_nll = []
-        for start, stop in itertools.pairwise(bounds):
-            chunk, targets = input_ids[:, start:stop], input_ids[0, start + 1 : stop + 1]
-            reference = _log_probs(model, chunk, dense)
-            dense_nll.append(F.nll_loss(reference, targets, reduction="none").cpu())
-            for name, cache in caches.items():
+        pieces: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in configs}
+        position = 0
+        for reference in feed(
+            model, fed, DynamicCache(config=model.config), first_chunk=first_chunk, chunk_size=chunk_size
+        ):
+            target = targets[position : position + len(reference)]
+            position += len(reference)
+            reference_nll = F.nll_loss(reference, target, reduction="none")
+            for name, stream in streams.items():
                 with counters[name]:
-                    log_probs = _log_probs(model, chunk, cache)
+                    log_probs = next(stream)
                 kld = F.kl_div(log_probs, reference, log_target=True, reduction="none").sum(-1)
                 agrees = log_probs.argmax(-1) == reference.argmax(-1)
-                nll = F.nll_loss(log_probs, targets, reduction="none")
-                pieces[name].append((kld.cpu(), agrees.cpu(), nll.cpu()))
+                nll = F.nll_loss(log_probs, target, reduction="none")
+                pieces[name].append((kld.cpu(), agrees.cpu(), nll.cpu(), reference_nll.cpu()))
     results = {}
     for name, cache in caches.items():
-        kld, agrees, nll = (torch.cat(parts) for parts in zip(*pieces[name], strict=True))
+        kld, agrees, nll, reference_nll = (torch.cat(parts) for parts in zip(*pieces[name], strict=True))
         num_quantized = sum(storage.is_quantized for storage in cache.storages)
         results[name] = Fidelity(
             kld=kld[first_chunk:],
             agrees=agrees[first_chunk:],
             nll=nll,
-            reference_nll=torch.cat(dense_nll),
+            reference_nll=reference_nll,
             pairs_read=counters[name].pairs,
-            pairs_expected=num_quantized * causal_pairs(num_fed, first_chunk),
+            pairs_expected=num_quantized * causal_pairs(fed.shape[1], first_chunk),
         )
     return results
+
+
+@torch.inference_mode()
+def feed(
+    model: PreTrainedModel, input_ids: Tensor, cache: Cache, *, first_chunk: int, chunk_size: int
+) -> Iterator[Tensor]:
+    """Feed one text through an empty cache, chunk by chunk.
+
+    Args:
+        model: Patched where `cache` is ours.
+        input_ids: `[1, tokens]` int64, more tokens than the first chunk.
+        cache: Filled as the chunks are asked for.
+        first_chunk: Tokens of the first chunk.
+        chunk_size: Tokens of each later one; the last may have fewer.
+
+    Yields:
+        `[q_len, vocab_size]` float32 per chunk: log-probabilities of the next token, new memory.
+
+    Raises:
+        ValueError: There is more than one text, it ends with the first chunk, or a chunk has no token.
+    """
+    num_texts, tokens = input_ids.shape
+    if num_texts != 1:
+        raise ValueError(f"feed: `input_ids` must hold one text, got {num_texts}. Call once per text.")
+    if first_chunk < 1 or chunk_size < 1:
+        raise ValueError(f"feed: `first_chunk` and `chunk_size` must be positive, got {first_chunk} and {chunk_size}.")
+    if tokens <= first_chunk:
+        raise ValueError(
+            f"feed: `input_ids` must have more than the {first_chunk} tokens of the first chunk, got {tokens}. "
+            "Give a longer text or a smaller first chunk."
+        )
+    for start, stop in itertools.pairwise([0, *range(first_chunk, tokens, chunk_size), tokens]):
+        output = model(input_ids=input_ids[:, start:stop], past_key_values=cache, use_cache=True)
+        yield output.logits[0].float().log_softmax(-1)
 
 
 def causal_pairs(tokens: int, first_chunk: int) -> int:
     """(Query, token) pairs that one layer serves from codes for a text fed in chunks, however large they are."""
     return (tokens * (tokens + 1) - first_chunk * (first_chunk + 1)) // 2
-
-
-def _log_probs(model: PreTrainedModel, chunk: Tensor, cache: Cache) -> Tensor:
-    """Feed `[1, q_len]` tokens; float32 log-softmax over the vocabulary, `[q_len, vocab_size]`."""
-    logits: Tensor = model(input_ids=chunk, past_key_values=cache, use_cache=True).logits
-    return logits[0].float().log_softmax(-1)
 
 
 class PairCounter(TorchDispatchMode):
