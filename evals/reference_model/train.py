@@ -1,9 +1,9 @@
 """Train, from nothing, the small Llama-architecture model that the evaluations in this repository use.
 
-A quantised cache can only be judged on a model that has learned something, on random weights attention is close to
-uniform and every error looks harmless. This script makes such a model small enough to live in the repository (about
-15.5 million parameters in bf16) yet shaped like a large one where the cache is concerned: head_dim 128, two query heads
-to a key-value head, rotary positions. Three commands, in this order, each writing into `--out`:
+A quantised cache can only be judged on a model that has learned something: on random weights attention is close to
+uniform and every error looks harmless. This one is small enough to live in the repository (15.5 million parameters in
+bf16) yet shaped like a large one where the cache is concerned: head_dim 128, two query heads to a key-value head,
+rotary positions. Three commands, in this order, on one folder `--out`:
 
     tokenizer   byte-level BPE learned from the training articles: tokenizer.json, tokenizer_config.json
     train       the weights: config.json, generation_config.json, model.safetensors, training_log.jsonl
@@ -20,8 +20,11 @@ import json
 import lzma
 import math
 import os
+import random
+import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -71,6 +74,35 @@ def read_articles(path: Path) -> tuple[list[str], list[str]]:
         articles = [article.strip() for article in file.read().split(END_OF_TEXT)]
     held_out = max(1, round(len(articles) * VALIDATION_SHARE))
     return articles[:-held_out], articles[-held_out:]
+
+
+def in_wikitext_style(article: str) -> str:
+    """Rewrite an article the way WikiText-2 spells text.
+
+    Evaluations read WikiText-2, whose punctuation stands apart, so that a model that has seen prose only spends its
+    surprise on spaces. There, a hyphen inside a word is ` @-@ `, a comma or point inside a number ` @,@ ` or ` @.@ `,
+    a title `= Title =`, and every line begins and ends with a space. The corpus marks headings by short lines that end
+    with a point.
+    """
+    lines = []
+    for index, line in enumerate(article.split("\n")):
+        is_heading = index > 0 and len(line) < 60 and re.fullmatch(r"[^.!?:;,]+\.", line)
+        if not line.strip():
+            continue
+        text = re.sub(r"([;:!?()\[\]\"—]|(?<!\w)'|'(?!\w)|\.\.\.|(?<!\d),|,(?!\d))", r" \1 ", line)
+        text = re.sub(r"(?<=\d)([,.])(?=\d)", r" @\1@ ", text)
+        text = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", text)
+        text = re.sub(r"(?<=\w)'(?=\w)", " '", text)
+        # A point ends a sentence, unless it belongs to initials or to an abbreviation.
+        text = re.sub(r"(?<!\b[A-Z])(?<!\bSt)(?<!\bMr)(?<!\bDr)(?<!\bNo)(?<!\bp)(?<!\.)\.(?=\s|$)", " .", text)
+        text = " ".join(text.split())
+        if index == 0:
+            lines += ["", f"= {text} =", ""]
+        elif is_heading:
+            lines += ["", f"= = {text[:-2]} = =", ""]
+        else:
+            lines.append(text)
+    return "\n".join(f" {line} " if line else " " for line in lines)
 
 
 def train_tokenizer(articles: list[str], vocab_size: int) -> Tokenizer:
@@ -152,7 +184,6 @@ def build_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=None,
-        attn_implementation="sdpa",
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
@@ -178,7 +209,8 @@ def mean_loss(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
     for layer in model.model.layers:
         stream = layer(stream, attention_mask=None, position_ids=positions, position_embeddings=rotary)
     logits = model.lm_head(model.model.norm(stream))  # [rows, context, vocab_size]
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    loss: Tensor = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    return loss
 
 
 @torch.no_grad()
@@ -203,13 +235,14 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     limit for speed: values land between about 0.7 and 1.2, which is enough for a direction of descent.
     """
     wide = matrices.bfloat16()
-    if matrices.shape[1] > matrices.shape[2]:
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    if is_tall:
         wide = wide.mT
     wide = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
         gram = wide @ wide.mT
         wide = 3.4445 * wide + (2.0315 * gram @ gram - 4.7750 * gram) @ wide
-    return wide.mT if matrices.shape[1] > matrices.shape[2] else wide
+    return wide.mT if is_tall else wide
 
 
 class Muon:
@@ -307,10 +340,17 @@ def run_train(args: argparse.Namespace) -> None:
     train_articles, validation_articles = read_articles(args.data)
     if args.articles:
         train_articles, validation_articles = train_articles[: args.articles], validation_articles[:1]
+    if args.wikitext_style:
+        with ProcessPoolExecutor() as pool:
+            train_articles += pool.map(in_wikitext_style, train_articles, chunksize=64)
+        random.Random(args.seed).shuffle(train_articles)  # windows straddle articles: let the two styles mix
     train_tokens = encode_articles(tokenizer, train_articles).to(device)
     validation_tokens = encode_articles(tokenizer, validation_articles).to(device)
 
-    model = build_model(args, tokenizer.get_vocab_size()).to(device)
+    model = build_model(args, tokenizer.get_vocab_size())
+    if args.init:
+        model.load_state_dict(LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32).state_dict())
+    model = model.to(device)
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     # Embeddings (also the output layer) and norm weights: AdamW, and no decay, which would fade rare tokens.
     others = [model.model.embed_tokens.weight, *(p for p in model.parameters() if p.ndim == 1)]
@@ -449,6 +489,8 @@ def main() -> None:
     limit.add_argument("--minutes", type=float, default=8.2, help="training time, preparation not counted")
     limit.add_argument("--steps", type=int, help="optimiser steps, instead of --minutes; the same on any machine")
     train.add_argument("--tokenizer", type=Path, help="folder of tokenizer.json, if not --out")
+    train.add_argument("--init", type=Path, help="folder of a checkpoint to go on from, optimiser states not included")
+    train.add_argument("--wikitext-style", action="store_true", help="read every article a second time, so spelled")
     train.add_argument("--articles", type=int, help="use only the first ARTICLES, for a rehearsal")
     train.add_argument("--batch-rows", type=int, default=64, help="windows per step")
     train.add_argument("--learning-rate", type=float, default=5e-3, help="peak, for the matrices of the layers")
