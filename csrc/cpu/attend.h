@@ -12,6 +12,10 @@
 #include "kernels.h"
 #include "simd.h"
 
+#if KVQ_USE_AVX512
+#include "attend_vnni.h"
+#endif
+
 namespace hf_kvquant::cpu::KVQ_ISA {
 namespace {
 
@@ -24,19 +28,40 @@ struct Workspace {
   int key_stride, value_stride;
   float *query, *key, *value, *scores, *out, *scale_row, *zero_row;
 
+#if KVQ_USE_AVX512
+  bool has_integer_keys, has_integer_values;
+  // Scales and zeros of one tile, [num_groups, kTile]; sums of the query over groups, [kMaxRows, num_groups of keys].
+  float *key_scale, *key_zero, *value_scale, *value_zero, *query_sums, *raw_scores;
+  uint8_t *query_sets, *weights;
+#endif
+
   static int64_t size(const DecodeParams& params) {
-    const int64_t key_stride = round_up(params.key_side.head_dim, 16), value_stride = round_up(params.value_side.head_dim, 16);
-    return (kMaxRows + kTile) * (key_stride + value_stride) + kMaxRows * kTile + 2 * (key_stride + value_stride);
+    return reinterpret_cast<intptr_t>(Workspace(params, nullptr).end) / sizeof(float);
   }
 
   Workspace(const DecodeParams& params, float* memory) {
     const auto take = [&memory](int64_t count) {
       float* start = memory;
-      memory += count;
+      // By number: the size is found by laying out a workspace that starts at address 0.
+      memory = reinterpret_cast<float*>(reinterpret_cast<intptr_t>(memory) + round_up_bytes(count * sizeof(float)));
       return start;
     };
-    key_stride = round_up(params.key_side.head_dim, 16);
-    value_stride = round_up(params.value_side.head_dim, 16);
+    const Side &key_side = params.key_side, &value_side = params.value_side;
+    key_stride = round_up(key_side.head_dim, 16);
+    value_stride = round_up(value_side.head_dim, 16);
+#if KVQ_USE_AVX512
+    has_integer_keys = serves_keys(key_side);
+    has_integer_values = serves_values(value_side);
+    if (has_integer_values) value_stride = num_blocks_of(value_side) * 16 * channels_per_lane(value_side);
+    key_scale = take(static_cast<int64_t>(key_side.num_groups) * kTile);
+    key_zero = take(static_cast<int64_t>(key_side.num_groups) * kTile);
+    value_scale = take(static_cast<int64_t>(value_side.num_groups) * kTile);
+    value_zero = take(static_cast<int64_t>(value_side.num_groups) * kTile);
+    query_sums = take(static_cast<int64_t>(kMaxRows) * key_side.num_groups);
+    raw_scores = take(4 * kTile);
+    query_sets = reinterpret_cast<uint8_t*>(take(kMaxRows / 4 * query_set_bytes(key_side) / 4));
+    weights = reinterpret_cast<uint8_t*>(take(weights_bytes(value_side) / 4));
+#endif
     query = take(static_cast<int64_t>(kMaxRows) * key_stride);
     key = take(static_cast<int64_t>(kTile) * key_stride);
     value = take(static_cast<int64_t>(kTile) * value_stride);
@@ -44,7 +69,13 @@ struct Workspace {
     out = take(static_cast<int64_t>(kMaxRows) * value_stride);
     scale_row = take(key_stride + value_stride);
     zero_row = take(key_stride + value_stride);
+    end = memory;
   }
+
+ private:
+  float* end;
+
+  static int64_t round_up_bytes(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 };
 
 // What a row may see, and the state of its softmax.
@@ -254,7 +285,7 @@ inline void for_row_blocks(int num_rows, Kernel kernel) {
 
 // --- softmax ------------------------------------------------------------------------------------------------------------
 
-// Scores of one row and tile to probabilities, in place; moves the row's maximum and sum along.
+// Scores of one row and tile to probabilities, in place, 0 up to the end of the tile; moves the row's maximum and sum along.
 void softmax_row(const DecodeParams& params, Row& row, int begin, int count, float* scores) {
   const int padded = round_up(count, 16);
   const Float scale = broadcast(params.softmax_scale);
@@ -289,11 +320,14 @@ void softmax_row(const DecodeParams& params, Row& row, int begin, int count, flo
     store(scores + t, p);
     sum = add(sum, p);
   }
+  std::memset(scores + padded, 0, sizeof(float) * (kTile - padded));
   row.sum = row.sum * row.rescale + sum_of(sum);
 }
 
-// Replaces values that are not finite by 0 and makes the sums of the rows that see them NaN, channel by channel.
-void poison(const Workspace& work, int head_dim, int begin, int count, const Row* rows, int num_rows) {
+// Replaces values that are not finite by 0 and makes the sums of the rows that see them NaN, channel by channel. The
+// tile is in natural order, channel c of the sums at place(c).
+template <class Place>
+void poison(const Workspace& work, int head_dim, int begin, int count, const Row* rows, int num_rows, Place place) {
   for (int t = 0; t < count; ++t) {
     float* value = work.value + t * work.value_stride;
     for (int c = 0; c < head_dim; ++c) {
@@ -301,7 +335,7 @@ void poison(const Workspace& work, int head_dim, int begin, int count, const Row
       value[c] = 0.0f;
       for (int r = 0; r < num_rows; ++r) {
         const bool is_visible = rows[r].begin <= begin + t && begin + t < rows[r].end;
-        if (is_visible) work.out[r * work.value_stride + c] = std::numeric_limits<float>::quiet_NaN();
+        if (is_visible) work.out[r * work.value_stride + place(c)] = std::numeric_limits<float>::quiet_NaN();
       }
     }
   }
@@ -334,39 +368,176 @@ void load_query(const DecodeParams& params, const AttendTask& task, const Row& r
   for (int c = params.key_side.head_dim; c < work.key_stride; ++c) result[c] = 0.0f;
 }
 
+// Scores of all rows and a tile of tokens, before softmax_scale, by dequantising the keys.
+void score_tile(const DecodeParams& params, const AttendTask& task, int begin, int count, const Workspace& work) {
+  dequantize_tile(params.key_side, task.b, task.kv_head, begin, count, work.key, work.key_stride, work.scale_row,
+                  work.zero_row);
+  for_row_blocks(task.num_rows, [&](auto size, int r) {
+    score_rows<size>(work.query + r * work.key_stride, work.key, work.key_stride, round_up(count, 16),
+                     work.scores + r * kTile);
+  });
+}
+
+// Adds p · value of a tile to the sums of all rows, by dequantising the values.
+void add_tile(const DecodeParams& params, const AttendTask& task, int begin, int count, const Row* rows,
+              const Workspace& work) {
+  const Side& side = params.value_side;
+  const bool is_finite = dequantize_tile(side, task.b, task.kv_head, begin, count, work.value, work.value_stride,
+                                         work.scale_row, work.zero_row);
+  const auto poison_at = [&](auto place) { poison(work, side.head_dim, begin, count, rows, task.num_rows, place); };
+#if KVQ_USE_AVX512
+  if (work.has_integer_values) {
+    const int m = channels_per_lane(side);
+    if (!is_finite) poison_at([m](int c) { return transposed_place(c, m); });
+    for (int t = 0; t < count; ++t) {
+      float* value = work.value + t * work.value_stride;
+      std::memcpy(work.scale_row, value, sizeof(float) * work.value_stride);
+      for (int c = 0; c < work.value_stride; ++c) value[transposed_place(c, m)] = work.scale_row[c];
+    }
+  } else if (!is_finite) {
+    poison_at([](int c) { return c; });
+  }
+#else
+  if (!is_finite) poison_at([](int c) { return c; });
+#endif
+  for_row_blocks(task.num_rows, [&](auto size, int r) {
+    add_values<size>(work.scores + r * kTile, work.value, work.value_stride, count, rows + r,
+                     work.out + r * work.value_stride);
+  });
+}
+
+#if KVQ_USE_AVX512
+
+// The rows of a task in fixed point, four at a time, and the sums of their channels.
+void make_query_sets(const DecodeParams& params, const AttendTask& task, const Workspace& work, QuerySet* sets) {
+  const Side& side = params.key_side;
+  const int group_size = side.head_dim / side.num_groups;
+  for (int r = 0; r < task.num_rows; r += 4) {
+    sets[r / 4] = make_query_set(side, work.query + r * work.key_stride, work.key_stride, min_of(4, task.num_rows - r),
+                                 params.query.dtype == Dtype::fp32, work.query_sets + r / 4 * query_set_bytes(side));
+  }
+  for (int r = 0; r < task.num_rows; ++r) {
+    for (int g = 0; g < side.num_groups; ++g) {
+      float sum = 0.0f;
+      for (int c = g * group_size; c < (g + 1) * group_size; ++c) sum += work.query[r * work.key_stride + c];
+      work.query_sums[r * side.num_groups + g] = sum;
+    }
+  }
+}
+
+bool load_tile_scales(const Side& side, int b, int head, int begin, int count, float* scale, float* zero) {
+  bool is_finite = load_scales(side.scale + b * side.scale_stride_b + head * side.scale_stride_h, side.scale_stride_g,
+                               side.scale_stride_t, side.num_groups, begin, count, scale);
+  if (!side.is_symmetric) {
+    is_finite &= load_scales(side.zero + b * side.zero_stride_b + head * side.zero_stride_h, side.zero_stride_g,
+                             side.zero_stride_t, side.num_groups, begin, count, zero);
+  }
+  return is_finite;
+}
+
+// score_tile and add_tile without leaving the integers.
+void score_tile_of_codes(const DecodeParams& params, const AttendTask& task, int begin, int count, const QuerySet* sets,
+                         const Workspace& work) {
+  const Side& side = params.key_side;
+  load_tile_scales(side, task.b, task.kv_head, begin, count, work.key_scale, work.key_zero);
+  if (!side.is_symmetric) {
+    const Float center = broadcast(static_cast<float>(code_center(side)));
+    for (int i = 0; i < side.num_groups * kTile; i += kWidth) {
+      store(work.key_zero + i, fma(load(work.key_scale + i), center, load(work.key_zero + i)));
+    }
+  }
+  const uint8_t* codes = codes_of(side, task.b, task.kv_head, begin);
+  for (int r = 0; r < task.num_rows; r += 4) {
+    score_set(side, sets[r / 4], min_of(4, task.num_rows - r), codes, count, work.key_scale,
+              side.is_symmetric ? nullptr : work.key_zero, work.query_sums + r * side.num_groups, work.raw_scores,
+              work.scores + r * kTile);
+  }
+}
+
+// False, and nothing done, when a scale of the tile is not finite: add_tile knows what to do with that.
+bool add_tile_of_codes(const DecodeParams& params, const AttendTask& task, int begin, int count, const Row* rows,
+                       const Workspace& work) {
+  const Side& side = params.value_side;
+  if (!load_tile_scales(side, task.b, task.kv_head, begin, count, work.value_scale, work.value_zero)) return false;
+  const uint8_t* codes = codes_of(side, task.b, task.kv_head, begin);
+  const float* zero = side.is_symmetric ? nullptr : work.value_zero;
+  const Weights weights = make_weights(side, work.weights);
+  const int num_words = params.query.dtype == Dtype::fp32 ? 2 : 1;
+  for (int first = 0; first < task.num_rows; first += 4) {
+    const int num_rows = min_of(4, task.num_rows - first);
+    float rescales[4] = {};
+    for (int r = 0; r < num_rows; ++r) {
+      rescales[r] = rows[first + r].rescale;
+      const float* p = work.scores + (first + r) * kTile;
+      if (num_words == 2) {
+        fill_weights<2>(side, weights, r, p, work.value_scale, zero);
+      } else {
+        fill_weights<1>(side, weights, r, p, work.value_scale, zero);
+      }
+    }
+    float* out = work.out + first * work.value_stride;
+    const auto run = [&](auto kernel) { kernel(side, weights, num_words, codes, count, rescales, out, work.value_stride); };
+    if (num_rows == 1) {
+      run(add_codes_of<1>);
+    } else if (num_rows == 2) {
+      run(add_codes_of<2>);
+    } else {
+      run(add_codes_of<4>);
+    }
+  }
+  return true;
+}
+
+#endif
+
 void attend(const DecodeParams& params, const AttendTask& task, float* scratch, const Partial& partial) {
-  const Side &key = params.key_side, &value = params.value_side;
   const Workspace work(params, scratch);
   Row rows[kMaxRows];
   for (int r = 0; r < task.num_rows; ++r) {
     rows[r] = make_row(params, task, r);
     load_query(params, task, rows[r], r, work);
   }
-  std::memset(work.out, 0, sizeof(float) * task.num_rows * work.value_stride);
+  std::memset(work.out, 0, sizeof(float) * round_up(task.num_rows, 4) * work.value_stride);
+#if KVQ_USE_AVX512
+  QuerySet query_sets[kMaxRows / 4];
+  if (work.has_integer_keys) make_query_sets(params, task, work, query_sets);
+#endif
 
   for (int begin = task.begin; begin < task.end; begin += kTile) {
     const int count = min_of(kTile, task.end - begin);
-
-    dequantize_tile(key, task.b, task.kv_head, begin, count, work.key, work.key_stride, work.scale_row, work.zero_row);
-    for_row_blocks(task.num_rows, [&](auto size, int r) {
-      score_rows<size>(work.query + r * work.key_stride, work.key, work.key_stride, round_up(count, 16),
-                       work.scores + r * kTile);
-    });
-
+#if KVQ_USE_AVX512
+    if (work.has_integer_keys) {
+      score_tile_of_codes(params, task, begin, count, query_sets, work);
+    } else {
+      score_tile(params, task, begin, count, work);
+    }
     for (int r = 0; r < task.num_rows; ++r) softmax_row(params, rows[r], begin, count, work.scores + r * kTile);
-
-    const bool is_finite = dequantize_tile(value, task.b, task.kv_head, begin, count, work.value, work.value_stride,
-                                           work.scale_row, work.zero_row);
-    if (!is_finite) poison(work, value.head_dim, begin, count, rows, task.num_rows);
-    for_row_blocks(task.num_rows, [&](auto size, int r) {
-      add_values<size>(work.scores + r * kTile, work.value, work.value_stride, count, rows + r,
-                       work.out + r * work.value_stride);
-    });
+    if (work.has_integer_values && add_tile_of_codes(params, task, begin, count, rows, work)) continue;
+    add_tile(params, task, begin, count, rows, work);
+#else
+    score_tile(params, task, begin, count, work);
+    for (int r = 0; r < task.num_rows; ++r) softmax_row(params, rows[r], begin, count, work.scores + r * kTile);
+    add_tile(params, task, begin, count, rows, work);
+#endif
   }
 
+  const int value_dim = params.value_side.head_dim;
   for (int r = 0; r < task.num_rows; ++r) {
-    std::memcpy(partial.out + static_cast<int64_t>(r) * value.head_dim, work.out + r * work.value_stride,
-                sizeof(float) * value.head_dim);
+    float* result = partial.out + static_cast<int64_t>(r) * value_dim;
+    const float* out = work.out + r * work.value_stride;
+#if KVQ_USE_AVX512
+    if (work.has_integer_values) {
+      if (params.value_side.storage == Storage::int4) {
+        restore_row<8>(out, value_dim, result);
+      } else {
+        restore_row<4>(out, value_dim, result);
+      }
+    } else {
+      std::memcpy(result, out, sizeof(float) * value_dim);
+    }
+#else
+    std::memcpy(result, out, sizeof(float) * value_dim);
+#endif
     partial.max[r] = rows[r].max;
     partial.sum[r] = rows[r].sum;
   }

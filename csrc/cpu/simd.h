@@ -296,71 +296,54 @@ inline Float sum_each(const Float (&x)[kWidth]) {
 
 #else
 
-// Four numbers and loops over them: what every compiler turns into whatever vectors the target is sure to have.
+// Vectors of four, in the language of GCC and Clang: what the target is sure to have (SSE2, NEON) comes out of it. Plain
+// loops over an array of four were not vectorised by GCC 12 and ran at a quarter of the speed.
 constexpr int kWidth = 4;
 constexpr int kValueVectors = 2;
-struct Float {
-  float lane[kWidth];
-};
+typedef float Float __attribute__((vector_size(16)));
+typedef int32_t Int __attribute__((vector_size(16)));
 
-template <class Op>
-inline Float each(Op op) {
-  Float result;
-  for (int i = 0; i < kWidth; ++i) result.lane[i] = op(i);
-  return result;
-}
-inline Float zeros() { return {}; }
-inline Float broadcast(float x) { return {{x, x, x, x}}; }
+inline Float zeros() { return Float{}; }
+inline Float broadcast(float x) { return Float{x, x, x, x}; }
 inline Float load(const float* p) {
   Float x;
   std::memcpy(&x, p, sizeof(x));
   return x;
 }
 inline void store(float* p, Float x) { std::memcpy(p, &x, sizeof(x)); }
-inline Float add(Float a, Float b) {
-  return each([&](int i) { return a.lane[i] + b.lane[i]; });
-}
-inline Float sub(Float a, Float b) {
-  return each([&](int i) { return a.lane[i] - b.lane[i]; });
-}
-inline Float mul(Float a, Float b) {
-  return each([&](int i) { return a.lane[i] * b.lane[i]; });
-}
-inline Float div(Float a, Float b) {
-  return each([&](int i) { return a.lane[i] / b.lane[i]; });
-}
-inline Float fma(Float a, Float b, Float c) {
-  return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
-}
-inline Float max_of(Float a, Float b) {
-  return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
-}
-inline Float min_of(Float a, Float b) {
-  return each([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
-}
+inline Float add(Float a, Float b) { return a + b; }
+inline Float sub(Float a, Float b) { return a - b; }
+inline Float mul(Float a, Float b) { return a * b; }
+inline Float div(Float a, Float b) { return a / b; }
+inline Float fma(Float a, Float b, Float c) { return a * b + c; }
+inline Float select(Int mask, Float a, Float b) { return bit_cast<Float>((mask & bit_cast<Int>(a)) | (~mask & bit_cast<Int>(b))); }
+inline Float max_of(Float a, Float b) { return select(a > b, a, b); }
+inline Float min_of(Float a, Float b) { return select(a < b, a, b); }
+inline Float abs_of(Float x) { return bit_cast<Float>(bit_cast<Int>(x) & 0x7FFFFFFF); }
+inline Float select_less(Float x, Float y, Float a, Float b) { return select(x < y, a, b); }
+// Adding 1.5 · 2^23 leaves no bits for a fraction; numbers beyond 2^22 here are only ever far out of range.
 inline Float round_even(Float x) {
-  return each([&](int i) { return std::nearbyint(x.lane[i]); });
-}
-inline Float abs_of(Float x) {
-  return each([&](int i) { return std::fabs(x.lane[i]); });
-}
-inline Float select_less(Float x, Float y, Float a, Float b) {
-  return each([&](int i) { return x.lane[i] < y.lane[i] ? a.lane[i] : b.lane[i]; });
+  const Float magic = broadcast(12582912.0f);
+  return select(abs_of(x) < 4194304.0f, (x + magic) - magic, x);
 }
 inline Float scale_by_power(Float x, Float n) {
-  return each([&](int i) {
-    if (!(n.lane[i] >= -126.0f)) return n.lane[i] != n.lane[i] ? x.lane[i] : 0.0f;
-    return x.lane[i] * bit_cast<float>((static_cast<int32_t>(n.lane[i]) + 127) << 23);
-  });
+  const Int is_number = n >= -126.0f;
+  const Int exponent = __builtin_convertvector(select(is_number, n, zeros()), Int);
+  const Float scaled = x * bit_cast<Float>((exponent + 127) << 23);
+  return select(is_number | (n != n), scaled, zeros());
 }
-inline float sum_of(Float x) { return (x.lane[0] + x.lane[2]) + (x.lane[1] + x.lane[3]); }
+inline float sum_of(Float x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 inline float largest_of(Float x) {
-  const float a = x.lane[0] > x.lane[2] ? x.lane[0] : x.lane[2], b = x.lane[1] > x.lane[3] ? x.lane[1] : x.lane[3];
+  const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
   return a > b ? a : b;
 }
 inline float smallest_of(Float x) {
-  const float a = x.lane[0] < x.lane[2] ? x.lane[0] : x.lane[2], b = x.lane[1] < x.lane[3] ? x.lane[1] : x.lane[3];
+  const float a = x[0] < x[2] ? x[0] : x[2], b = x[1] < x[3] ? x[1] : x[3];
   return a < b ? a : b;
+}
+template <class Op>
+inline Float each(Op op) {
+  return Float{op(0), op(1), op(2), op(3)};
 }
 inline Float load_bf16(const uint16_t* p) {
   return each([&](int i) { return bf16_to_float(p[i]); });
@@ -384,31 +367,33 @@ inline Float load_fp8(const uint8_t* p) {
   });
 }
 inline void store_bf16(uint16_t* p, Float x) {
-  for (int i = 0; i < kWidth; ++i) p[i] = float_to_bf16(x.lane[i]);
+  for (int i = 0; i < kWidth; ++i) p[i] = float_to_bf16(x[i]);
 }
 inline void store_half(uint16_t* p, Float x) {
-  for (int i = 0; i < kWidth; ++i) p[i] = float_to_half(x.lane[i]);
+  for (int i = 0; i < kWidth; ++i) p[i] = float_to_half(x[i]);
 }
 inline void store_u8(uint8_t* p, Float x) {
-  for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint8_t>(x.lane[i]);
+  for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint8_t>(x[i]);
 }
 inline void store_u4(uint8_t* p, Float x) {
   for (int i = 0; i < kWidth / 2; ++i) {
-    p[i] = static_cast<uint8_t>(static_cast<int>(x.lane[2 * i]) | static_cast<int>(x.lane[2 * i + 1]) << 4);
+    p[i] = static_cast<uint8_t>(static_cast<int>(x[2 * i]) | static_cast<int>(x[2 * i + 1]) << 4);
   }
 }
 // |x| <= 448. From 2^-6 up the mantissa is rounded to 3 bits in place; below, codes count multiples of 2^-9.
 inline void store_fp8(uint8_t* p, Float x) {
   for (int i = 0; i < kWidth; ++i) {
-    const uint32_t bits = bit_cast<uint32_t>(x.lane[i]), magnitude = bits & 0x7FFFFFFF;
+    const uint32_t bits = bit_cast<uint32_t>(x[i]), magnitude = bits & 0x7FFFFFFF;
     const uint32_t normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3);
     const bool is_tiny = magnitude < (121u << 23);
-    const uint32_t code = is_tiny ? static_cast<uint32_t>(std::nearbyint(std::fabs(x.lane[i]) * 512.0f)) : normal;
+    const uint32_t code = is_tiny ? static_cast<uint32_t>(std::nearbyint(std::fabs(x[i]) * 512.0f)) : normal;
     p[i] = static_cast<uint8_t>(code | bits >> 31 << 7);
   }
 }
 inline Float sum_each(const Float (&x)[kWidth]) {
-  return each([&](int i) { return sum_of(x[i]); });
+  const Float low = __builtin_shuffle(x[0], x[1], Int{0, 4, 1, 5}) + __builtin_shuffle(x[0], x[1], Int{2, 6, 3, 7});
+  const Float high = __builtin_shuffle(x[2], x[3], Int{0, 4, 1, 5}) + __builtin_shuffle(x[2], x[3], Int{2, 6, 3, 7});
+  return __builtin_shuffle(low, high, Int{0, 1, 4, 5}) + __builtin_shuffle(low, high, Int{2, 3, 6, 7});
 }
 
 #endif

@@ -1,0 +1,554 @@
+// The two inner products of attend.h on integer codes, with VNNI: no code is ever converted to float32. Included by
+// attend.h for AVX-512 only; serves int8 and int4 in every granularity whose groups fill whole chunks. What the
+// products mean and when they are used is decided in attend.h.
+//
+// Keys. A query row is written in fixed point, relative to its largest channel: 16 bits (two limbs of 8) when the model
+// computes in 16 bits, 32 bits (four limbs) for float32: a unit is a power of two, so nearly every channel is exact.
+// vpdpbusd multiplies unsigned codes by signed limbs. Lanes hold *rows*: a chunk of 16 bytes of one token is broadcast
+// by the load itself and meets the same 16 channels of four query rows. So four heads share each load, and a sum crosses
+// only four lanes.
+//
+//     zmm of codes      | token t: bytes 0..15 | the same | the same | the same |
+//     zmm of limbs      | row 0                | row 1    | row 2    | row 3    |
+//
+// Values. Probabilities times scales become 15-bit integers relative to the largest of the tile, float32 takes a second
+// word of 15 bits for the remainder. vpdpwssd adds the products of two tokens. Codes of a token pair are brought side by
+// side with shifts and blends, which leaves the output transposed: in a block of 16 m channels, channel m j + i is lane j
+// of vector i (m = 4 for int8, 8 for int4). Sums stay in that order until the end of the task.
+//
+//     dword of a token's codes, int8       c3 c2 c1 c0      two tokens a, b:   x = b1 b0 a1 a0   y = b3 b2 a3 a2
+//     int16 pairs of channels 0 and 1      x & 00FF00FF, x >> 8 per word
+//
+// Offsets of symmetric codes are exact: accumulators start at -offset times the sum of the limbs, or of the weights. Keys
+// with a zero are centred in the same way, at 128 or 8, and the zero takes up the rest: what rounding there is in a query
+// then meets smaller codes, and less cancels.
+#pragma once
+
+#include "simd.h"
+
+namespace hf_kvquant::cpu::KVQ_ISA {
+namespace {
+
+constexpr int kIntegerTile = 64;  // tokens; equals kTile of attend.h
+constexpr int kPairs = kIntegerTile / 2;
+constexpr int kMaxLimbs = 4;
+constexpr float kWeightLimit = 32767.0f;
+
+inline int code_offset(const Side& side) {
+  return !side.is_symmetric ? 0 : side.storage == Storage::int8 ? 128 : 8;
+}
+
+inline int code_center(const Side& side) { return side.storage == Storage::int8 ? 128 : 8; }
+
+inline const uint8_t* codes_of(const Side& side, int b, int head, int token) {
+  return side.codes + b * side.codes_stride_b + head * side.codes_stride_h + token * side.codes_stride_t;
+}
+
+// `count` tokens of a scale or zero plane as float32 [num_groups, kIntegerTile], the rest of the tile zero. Returns
+// whether all of them are finite.
+inline bool load_scales(const half_bits* plane, int64_t stride_g, int64_t stride_t, int num_groups, int begin, int count,
+                        float* result) {
+  __m512 flaws = zeros();
+  for (int g = 0; g < num_groups; ++g) {
+    const half_bits* row = plane + g * stride_g + begin * stride_t;
+    for (int t = 0; t < kIntegerTile; t += 16) {
+      const int valid = max_of(0, min_of(16, count - t));
+      const __mmask16 mask = static_cast<__mmask16>((1u << valid) - 1);
+      __m256i bits;
+      if (stride_t == 1) {
+        bits = _mm256_maskz_loadu_epi16(mask, row + t);
+      } else if (stride_t == 0) {
+        bits = _mm256_maskz_set1_epi16(mask, static_cast<short>(row[0]));
+      } else {
+        alignas(32) half_bits gathered[16] = {};
+        for (int i = 0; i < valid; ++i) gathered[i] = row[(t + i) * stride_t];
+        bits = _mm256_load_si256(reinterpret_cast<const __m256i*>(gathered));
+      }
+      const __m512 x = _mm512_cvtph_ps(bits);
+      flaws = add(flaws, sub(x, x));
+      store(result + g * kIntegerTile + t, x);
+    }
+  }
+  return sum_of(flaws) == 0.0f;
+}
+
+// --- keys ---------------------------------------------------------------------------------------------------------------
+
+// Up to four query rows as limbs. `limbs` is [chunk][nibble][limb][64 bytes]; the 64 bytes are num_rows parts, one for
+// each row's share of the chunk.
+struct QuerySet {
+  int num_rows;      // 1, 2 or 4; 3 rows are 4 with an empty one
+  int num_limbs;     // 2 or 4
+  int chunk_bytes;   // 64 / num_rows
+  int num_chunks;
+  const int8_t* limbs;
+  const int32_t* bias;   // [group][limb][16]
+  const float* steps;    // [16], in the lanes of the row: what one unit of fixed point is worth
+};
+
+inline bool serves_keys(const Side& side) {
+  if (side.storage != Storage::int8 && side.storage != Storage::int4) return false;
+  if (side.head_dim > 256) return false;  // sums of 16-bit queries and 8-bit codes fill 31 bits at 256 channels
+  const int group_bytes = side.head_dim / side.num_groups / (side.storage == Storage::int4 ? 2 : 1);
+  return side.num_groups == 1 || group_bytes % 16 == 0;
+}
+
+inline int64_t query_set_bytes(const Side& side) {
+  return kMaxLimbs * (static_cast<int64_t>(round_up(side.head_dim, 128)) * 4 + side.num_groups * 64) + 64;
+}
+
+// One row in fixed point: limbs[nibble][limb] receives row_bytes bytes, sums[group][limb] the sums over each group.
+// Returns what a unit is worth; NaN for a query that is not finite, so that all of its scores are.
+inline float fix_row(const Side& side, const float* row, int num_limbs, int8_t* const (&limbs)[2][kMaxLimbs], int32_t* sums) {
+  const bool is_int4 = side.storage == Storage::int4;
+  const int group_size = side.head_dim / side.num_groups;
+  __m512 sizes = zeros(), flaws = zeros();
+  for (int c = 0; c < side.head_dim; c += 16) {  // rows are padded to 16 with zeros
+    const __m512 x = load(row + c);
+    sizes = max_of(sizes, abs_of(x));
+    flaws = add(flaws, sub(x, x));
+  }
+  const bool is_finite = sum_of(flaws) == 0.0f;
+  const float limit = num_limbs == 4 ? 2139062016.0f : 32639.0f;  // 127 in every limb
+  const float largest = largest_of(sizes);
+  const bool is_zero = !is_finite || largest < 1e-20f;
+  // The smallest power of two that fits: all but the smallest channels are then whole numbers of units.
+  float unit = is_zero ? 0.0f : std::exp2(std::ceil(std::log2(largest / limit)));
+  if (!is_zero && largest > limit * unit) unit *= 2.0f;
+  const __m512 factor = broadcast(is_zero ? 0.0f : 1.0f / unit);
+  for (int c = 0; c < side.head_dim; c += 16) {
+    __m512i fixed = _mm512_cvtps_epi32(mul(load(row + c), factor));
+    if (is_zero) fixed = _mm512_setzero_si512();
+    for (int limb = 0; limb < num_limbs; ++limb) {
+      const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(fixed, 24), 24);
+      fixed = _mm512_srai_epi32(_mm512_sub_epi32(fixed, low), 8);
+      sums[c / group_size * num_limbs + limb] += _mm512_reduce_add_epi32(low);
+      const __m128i bytes = _mm512_cvtepi32_epi8(low);
+      if (is_int4) {  // even channels meet low nibbles, odd ones high nibbles
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(limbs[0][limb] + c / 2), _mm_cvtepi16_epi8(bytes));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(limbs[1][limb] + c / 2), _mm_cvtepi16_epi8(_mm_srli_epi16(bytes, 8)));
+      } else {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(limbs[0][limb] + c), bytes);
+      }
+    }
+  }
+  return is_finite ? unit : std::numeric_limits<float>::quiet_NaN();
+}
+
+// Writes rows `rows` (float32, `count` of them, 1 to 4) in fixed point into `memory`.
+inline QuerySet make_query_set(const Side& side, const float* rows, int stride, int count, bool is_float32, uint8_t* memory) {
+  QuerySet set;
+  set.num_rows = count == 1 && side.num_groups == 1 ? 1 : count == 2 && side.num_groups == 1 ? 2 : 4;
+  set.num_limbs = is_float32 ? 4 : 2;
+  set.chunk_bytes = 64 / set.num_rows;
+  const int num_nibbles = side.storage == Storage::int4 ? 2 : 1;
+  const int row_bytes = side.head_dim / num_nibbles;
+  set.num_chunks = (row_bytes + set.chunk_bytes - 1) / set.chunk_bytes;
+  const int64_t limb_bytes = static_cast<int64_t>(set.num_chunks) * num_nibbles * set.num_limbs * 64;
+  const int64_t bias_bytes = static_cast<int64_t>(side.num_groups) * set.num_limbs * 64;
+  int8_t* limbs = reinterpret_cast<int8_t*>(memory);
+  int32_t* bias = reinterpret_cast<int32_t*>(memory + limb_bytes);
+  float* steps = reinterpret_cast<float*>(memory + limb_bytes + bias_bytes);
+  std::memset(memory, 0, limb_bytes + bias_bytes + 64);
+  const int lanes = 16 / set.num_rows;
+  for (int r = 0; r < count; ++r) {
+    int8_t parts[2][kMaxLimbs][256 + 64] = {};
+    int32_t sums[256 / 8 * kMaxLimbs] = {};
+    int8_t* const targets[2][kMaxLimbs] = {{parts[0][0], parts[0][1], parts[0][2], parts[0][3]},
+                                                   {parts[1][0], parts[1][1], parts[1][2], parts[1][3]}};
+    const float step = fix_row(side, rows + r * stride, set.num_limbs, targets, sums);
+    for (int i = 0; i < lanes; ++i) steps[r * lanes + i] = step;
+    for (int i = 0; i < side.num_groups * set.num_limbs; ++i) bias[i * 16 + r * lanes] = -code_center(side) * sums[i];
+    for (int chunk = 0; chunk < set.num_chunks; ++chunk) {
+      for (int i = 0; i < num_nibbles * set.num_limbs; ++i) {
+        std::memcpy(limbs + (chunk * num_nibbles * set.num_limbs + i) * 64 + r * set.chunk_bytes,
+                    parts[i / set.num_limbs][i % set.num_limbs] + chunk * set.chunk_bytes, set.chunk_bytes);
+      }
+    }
+  }
+  set.limbs = limbs;
+  set.bias = bias;
+  set.steps = steps;
+  return set;
+}
+
+// A chunk of one token, once for every row.
+template <int kRows>
+inline __m512i load_chunk(const uint8_t* p) {
+  if constexpr (kRows == 4) return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  if constexpr (kRows == 2) return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  if constexpr (kRows == 1) return _mm512_loadu_si512(p);
+}
+
+// The last, shorter chunk of a row: nothing past the row is read.
+template <int kRows>
+inline __m512i load_part(const uint8_t* p, int bytes) {
+  const __m512i part = _mm512_maskz_loadu_epi8((uint64_t{1} << bytes) - 1, p);
+  if constexpr (kRows == 4) return _mm512_broadcast_i32x4(_mm512_castsi512_si128(part));
+  if constexpr (kRows == 2) return _mm512_broadcast_i64x4(_mm512_castsi512_si256(part));
+  if constexpr (kRows == 1) return part;
+}
+
+// Sums over each 128 bits: lane t of quarter l is the sum of quarter l of x[t].
+inline __m512i sum_quarters(__m512i x0, __m512i x1, __m512i x2, __m512i x3) {
+  const __m512i low = _mm512_add_epi32(_mm512_unpacklo_epi32(x0, x1), _mm512_unpackhi_epi32(x0, x1));
+  const __m512i high = _mm512_add_epi32(_mm512_unpacklo_epi32(x2, x3), _mm512_unpackhi_epi32(x2, x3));
+  return _mm512_add_epi32(_mm512_unpacklo_epi64(low, high), _mm512_unpackhi_epi64(low, high));
+}
+
+// The same for rows that take two or four quarters: every quarter of a row gets the sum over all of them.
+template <int kRows>
+inline __m512i sum_tokens(__m512i x0, __m512i x1, __m512i x2, __m512i x3) {
+  __m512i sums = sum_quarters(x0, x1, x2, x3);
+  if constexpr (kRows <= 2) sums = _mm512_add_epi32(sums, _mm512_shuffle_i32x4(sums, sums, 0xB1));
+  if constexpr (kRows == 1) sums = _mm512_add_epi32(sums, _mm512_shuffle_i32x4(sums, sums, 0x4E));
+  return sums;
+}
+
+// Row r of the scores of four tokens goes to scores + r · kIntegerTile.
+template <int kRows>
+inline void store_rows(float* scores, __m512 x) {
+  _mm_storeu_ps(scores, _mm512_castps512_ps128(x));
+  if constexpr (kRows == 2) _mm_storeu_ps(scores + kIntegerTile, _mm512_extractf32x4_ps(x, 2));
+  if constexpr (kRows == 4) {
+    _mm_storeu_ps(scores + kIntegerTile, _mm512_extractf32x4_ps(x, 1));
+    _mm_storeu_ps(scores + 2 * kIntegerTile, _mm512_extractf32x4_ps(x, 2));
+    _mm_storeu_ps(scores + 3 * kIntegerTile, _mm512_extractf32x4_ps(x, 3));
+  }
+}
+
+// Chunks first_chunk ... last_chunk - 1 of query · codes for `count` tokens, offsets removed, in units of the query.
+// 8 tokens at a time with two limbs and 4 with four: 16 accumulators, as vpdpbusd takes 4 clocks.
+template <Storage kStorage, int kRows, int kLimbs>
+void score_codes(const Side& side, const QuerySet& set, int group, int first_chunk, int last_chunk, const uint8_t* codes,
+                 int count, float* scores) {
+  constexpr int kTokens = kLimbs == 2 ? 8 : 4;
+  constexpr int kNibbles = kStorage == Storage::int4 ? 2 : 1;
+  const int row_bytes = side.head_dim / kNibbles;
+  const int part_bytes = row_bytes % set.chunk_bytes;
+  const int full_chunks = last_chunk == set.num_chunks && part_bytes != 0 ? last_chunk - 1 : last_chunk;
+  const __m512 steps = load(set.steps);
+  const __m512i mask = _mm512_set1_epi8(15);
+  const int64_t ahead = kIntegerTile * side.codes_stride_t;
+  for (int t = 0; t < count; t += kTokens) {
+    const uint8_t* tokens[kTokens];
+    for (int n = 0; n < kTokens; ++n) tokens[n] = codes + min_of(t + n, count - 1) * side.codes_stride_t;
+    __m512i sums[kTokens][kLimbs];
+    for (int limb = 0; limb < kLimbs; ++limb) {
+      const __m512i bias = _mm512_loadu_si512(set.bias + (group * kLimbs + limb) * 16);
+      for (int n = 0; n < kTokens; ++n) sums[n][limb] = bias;
+    }
+    const auto add_chunk = [&](int chunk, auto load_at) {
+      const int8_t* limbs = set.limbs + chunk * kNibbles * kLimbs * 64;
+      __m512i q[kNibbles][kLimbs];
+      for (int i = 0; i < kNibbles * kLimbs; ++i) q[i / kLimbs][i % kLimbs] = _mm512_loadu_si512(limbs + i * 64);
+      for (int n = 0; n < kTokens; ++n) {
+        const __m512i bytes = load_at(tokens[n] + chunk * set.chunk_bytes);
+        if constexpr (kStorage == Storage::int8) {
+          for (int limb = 0; limb < kLimbs; ++limb) sums[n][limb] = _mm512_dpbusd_epi32(sums[n][limb], bytes, q[0][limb]);
+        } else {
+          const __m512i even = _mm512_and_si512(bytes, mask);
+          const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask);
+          for (int limb = 0; limb < kLimbs; ++limb) {
+            sums[n][limb] = _mm512_dpbusd_epi32(sums[n][limb], even, q[0][limb]);
+            sums[n][limb] = _mm512_dpbusd_epi32(sums[n][limb], odd, q[1][limb]);
+          }
+        }
+      }
+    };
+    for (int chunk = first_chunk; chunk < full_chunks; ++chunk) {
+      add_chunk(chunk, [](const uint8_t* p) { return load_chunk<kRows>(p); });
+    }
+    if (full_chunks < last_chunk) {
+      add_chunk(full_chunks, [part_bytes](const uint8_t* p) { return load_part<kRows>(p, part_bytes); });
+    }
+    for (int n = 0; n < kTokens; ++n) _mm_prefetch(reinterpret_cast<const char*>(tokens[n] + ahead), _MM_HINT_T0);
+    if (row_bytes > 64) {
+      for (int n = 0; n < kTokens; ++n) _mm_prefetch(reinterpret_cast<const char*>(tokens[n] + ahead + 64), _MM_HINT_T0);
+    }
+    for (int n = 0; n < kTokens; n += 4) {
+      __m512i high[4];
+      for (int i = 0; i < 4; ++i) {
+        high[i] = _mm512_add_epi32(_mm512_slli_epi32(sums[n + i][kLimbs - 1], 8), sums[n + i][kLimbs - 2]);
+      }
+      __m512 x = _mm512_cvtepi32_ps(sum_tokens<kRows>(high[0], high[1], high[2], high[3]));
+      if constexpr (kLimbs == 4) {
+        __m512i low[4];
+        for (int i = 0; i < 4; ++i) low[i] = _mm512_add_epi32(_mm512_slli_epi32(sums[n + i][1], 8), sums[n + i][0]);
+        x = fma(x, broadcast(65536.0f), _mm512_cvtepi32_ps(sum_tokens<kRows>(low[0], low[1], low[2], low[3])));
+      }
+      store_rows<kRows>(scores + t + n, mul(x, steps));
+    }
+  }
+}
+
+template <Storage kStorage>
+inline void score_codes_of(const Side& side, const QuerySet& set, int group, int first_chunk, int last_chunk,
+                           const uint8_t* codes, int count, float* scores) {
+  const auto run = [&](auto kernel) { kernel(side, set, group, first_chunk, last_chunk, codes, count, scores); };
+  if (set.num_limbs == 2) {
+    if (set.num_rows == 4) return run(score_codes<kStorage, 4, 2>);
+    if (set.num_rows == 2) return run(score_codes<kStorage, 2, 2>);
+    return run(score_codes<kStorage, 1, 2>);
+  }
+  if (set.num_rows == 4) return run(score_codes<kStorage, 4, 4>);
+  if (set.num_rows == 2) return run(score_codes<kStorage, 2, 4>);
+  return run(score_codes<kStorage, 1, 4>);
+}
+
+// query · key for the rows of a set: codes by integers, then one scale and zero per token and group.
+//   scale, zero   [num_groups, kIntegerTile]; zero, nullptr when symmetric, belongs to centred codes
+//   query_sums    [row, num_groups], sums of the query over the channels of a group
+//   raw           [4, kIntegerTile] scratch
+//   scores        [row, kIntegerTile]
+inline void score_set(const Side& side, const QuerySet& set, int num_rows, const uint8_t* codes, int count,
+                      const float* scale, const float* zero, const float* query_sums, float* raw, float* scores) {
+  const int chunks = set.num_chunks / side.num_groups;
+  for (int g = 0; g < side.num_groups; ++g) {
+    const int last = side.num_groups == 1 ? set.num_chunks : (g + 1) * chunks;
+    if (side.storage == Storage::int8) {
+      score_codes_of<Storage::int8>(side, set, g, g * chunks, last, codes, count, raw);
+    } else {
+      score_codes_of<Storage::int4>(side, set, g, g * chunks, last, codes, count, raw);
+    }
+    for (int r = 0; r < num_rows; ++r) {
+      const __m512 query_sum = broadcast(query_sums[r * side.num_groups + g]);
+      for (int t = 0; t < count; t += 16) {
+        __m512 x = mul(load(raw + r * kIntegerTile + t), load(scale + g * kIntegerTile + t));
+        if (zero != nullptr) x = fma(load(zero + g * kIntegerTile + t), query_sum, x);
+        float* target = scores + r * kIntegerTile + t;
+        store(target, g == 0 ? x : add(load(target), x));
+      }
+    }
+  }
+}
+
+// --- values -------------------------------------------------------------------------------------------------------------
+
+inline bool serves_values(const Side& side) { return side.storage == Storage::int8 || side.storage == Storage::int4; }
+
+// m of the file comment: channels that a dword of codes holds.
+inline int channels_per_lane(const Side& side) { return side.storage == Storage::int4 ? 8 : 4; }
+
+// Where channel c lies in the transposed blocks.
+inline int transposed_place(int c, int m) { return c / (16 * m) * (16 * m) + c % m * 16 + c % (16 * m) / m; }
+
+inline void interleave(__m512 a, __m512 b, __m512& low, __m512& high) {
+  const __m512i first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  low = _mm512_permutex2var_ps(a, first, b);
+  high = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, _mm512_set1_epi32(8)), b);
+}
+
+// Natural order out of a transposed block: vectors of even i interleaved, then those of odd i, then both.
+template <int kM>
+inline void restore_order(const __m512 (&x)[kM], __m512 (&result)[kM]) {
+  if constexpr (kM == 1) {
+    result[0] = x[0];
+  } else {
+    __m512 even[kM / 2], odd[kM / 2], even_done[kM / 2], odd_done[kM / 2];
+    for (int i = 0; i < kM / 2; ++i) {
+      even[i] = x[2 * i];
+      odd[i] = x[2 * i + 1];
+    }
+    restore_order<kM / 2>(even, even_done);
+    restore_order<kM / 2>(odd, odd_done);
+    for (int i = 0; i < kM / 2; ++i) interleave(even_done[i], odd_done[i], result[2 * i], result[2 * i + 1]);
+  }
+}
+
+template <int kM>
+inline void restore_row(const float* transposed, int head_dim, float* row) {
+  for (int c = 0; c < head_dim; c += 16 * kM) {
+    __m512 x[kM], natural[kM];
+    for (int i = 0; i < kM; ++i) x[i] = load(transposed + c + 16 * i);
+    restore_order<kM>(x, natural);
+    for (int i = 0; i < kM; ++i) {
+      const int valid = max_of(0, min_of(16, head_dim - c - 16 * i));
+      _mm512_mask_storeu_ps(row + c + 16 * i, static_cast<__mmask16>((1u << valid) - 1), natural[i]);
+    }
+  }
+}
+
+// Probabilities of up to four rows and one tile in fixed point, and what turns sums of products into values.
+struct Weights {
+  // [word][row][pair], two tokens of 16 bits, for num_groups 1; else [word][block][row][pair][16], in the lanes of the
+  // channels that they weigh.
+  int32_t* pairs;
+  // [block][word][row][16]: the sum's start, and what a unit is worth; [block][row][16]: sum of p · zero.
+  int32_t* bias;
+  float *units, *zeros;
+};
+
+constexpr int kMaxWords = 2;
+
+inline int num_blocks_of(const Side& side) {
+  const int block = 16 * channels_per_lane(side);
+  return (side.head_dim + block - 1) / block;
+}
+
+inline int64_t weights_bytes(const Side& side) {
+  const int64_t blocks = num_blocks_of(side);
+  return (kMaxWords * blocks * 4 * kPairs * 16 + (2 * kMaxWords + 1) * blocks * 4 * 16) * 4 +
+         kMaxWords * static_cast<int64_t>(side.num_groups) * kPairs * 4 + 64;
+}
+
+inline Weights make_weights(const Side& side, uint8_t* memory) {
+  const int64_t blocks = num_blocks_of(side);
+  Weights weights;
+  weights.pairs = reinterpret_cast<int32_t*>(memory);
+  weights.bias = weights.pairs + kMaxWords * blocks * 4 * kPairs * 16;
+  weights.units = reinterpret_cast<float*>(weights.bias + kMaxWords * blocks * 4 * 16);
+  weights.zeros = weights.units + kMaxWords * blocks * 4 * 16;
+  return weights;
+}
+
+// Row r of the weights: p [kIntegerTile], zero beyond the tokens there are; scale and zero [num_groups, kIntegerTile].
+template <int kWords>
+void fill_weights(const Side& side, const Weights& weights, int r, const float* p, const float* scale, const float* zero) {
+  const int num_blocks = num_blocks_of(side), m = channels_per_lane(side);
+  const int group_size = side.head_dim / side.num_groups;
+  for (int g = 0; g < side.num_groups; ++g) {
+    __m512 products[4];
+    __m512 largest = zeros(), zero_sum = zeros();
+    for (int i = 0; i < 4; ++i) {
+      const __m512 x = load(p + 16 * i);
+      products[i] = mul(x, load(scale + g * kIntegerTile + 16 * i));
+      largest = max_of(largest, products[i]);
+      if (zero != nullptr) zero_sum = fma(x, load(zero + g * kIntegerTile + 16 * i), zero_sum);
+    }
+    const float top = largest_of(largest);
+    const float factor = top > 1e-30f ? kWeightLimit / top : 0.0f;
+    const float unit = top > 1e-30f ? top / kWeightLimit : 0.0f;
+    alignas(64) int16_t words[kWords][kIntegerTile];
+    int32_t bias[kWords];
+    __m512i word_sums[kWords];
+    for (int w = 0; w < kWords; ++w) word_sums[w] = _mm512_setzero_si512();
+    for (int i = 0; i < 4; ++i) {
+      const __m512 rounded = round_even(mul(products[i], broadcast(factor)));
+      __m512i word = _mm512_cvtps_epi32(rounded);
+      word_sums[0] = _mm512_add_epi32(word_sums[0], word);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(words[0] + 16 * i), _mm512_cvtepi32_epi16(word));
+      if constexpr (kWords == 2) {
+        // The product is exact inside the multiply-add, so this is what rounding took away, within half a unit.
+        const __m512 rest = fma(products[i], broadcast(factor), sub(zeros(), rounded));
+        word = _mm512_cvtps_epi32(mul(rest, broadcast(32768.0f)));
+        word_sums[1] = _mm512_add_epi32(word_sums[1], word);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(words[1] + 16 * i), _mm512_cvtepi32_epi16(word));
+      }
+    }
+    const int offset = code_offset(side);
+    for (int w = 0; w < kWords; ++w) bias[w] = offset == 0 ? 0 : -offset * _mm512_reduce_add_epi32(word_sums[w]);
+    const float zero_total = zero == nullptr ? 0.0f : sum_of(zero_sum);
+
+    // The lanes of this group, in each block.
+    for (int block = 0; block < num_blocks; ++block) {
+      const int first = max_of(g * group_size / m - block * 16, 0);
+      const int last = min_of(((g + 1) * group_size + m - 1) / m - block * 16, 16);
+      if (first >= last) continue;
+      const __mmask16 lanes = static_cast<__mmask16>((1u << last) - (1u << first));
+      for (int w = 0; w < kWords; ++w) {
+        const int64_t place = ((block * kWords + w) * 4 + r) * 16;
+        _mm512_mask_storeu_epi32(weights.bias + place, lanes, _mm512_set1_epi32(bias[w]));
+        _mm512_mask_storeu_ps(weights.units + place, lanes, broadcast(w == 0 ? unit : unit / 32768.0f));
+        if (side.num_groups == 1) continue;
+        int32_t* target = weights.pairs + ((w * num_blocks + block) * 4 + r) * kPairs * 16;
+        for (int pair = 0; pair < kPairs; ++pair) {
+          int32_t both;
+          std::memcpy(&both, words[w] + 2 * pair, sizeof(both));
+          _mm512_mask_storeu_epi32(target + pair * 16, lanes, _mm512_set1_epi32(both));
+        }
+      }
+      _mm512_mask_storeu_ps(weights.zeros + (block * 4 + r) * 16, lanes, broadcast(zero_total));
+    }
+    if (side.num_groups == 1) {
+      for (int w = 0; w < kWords; ++w) std::memcpy(weights.pairs + (w * 4 + r) * kPairs, words[w], sizeof(words[w]));
+    }
+  }
+}
+
+// One block of 64 bytes of codes and one word of the weights: sums[i] of a row are channels m j + i. int4 takes its
+// eight vectors in two parts, so that 4 rows x 4 vectors of sums fit the registers.
+template <Storage kStorage, int kPart, int kRows, bool kIsGrouped>
+inline void add_codes_block(const uint8_t* codes, int64_t stride_t, uint64_t mask, int count, const int32_t* pairs,
+                            const int32_t* bias, const float* units, bool is_first_word, const float* rescales,
+                            const float* zero_sums, float* out, int out_stride) {
+  __m512i sums[kRows][4];
+  for (int r = 0; r < kRows; ++r) {
+    const __m512i start = _mm512_loadu_si512(bias + r * 16);
+    for (int i = 0; i < 4; ++i) sums[r][i] = start;
+  }
+  const __m512i low_byte = _mm512_set1_epi32(0x00FF00FF), low_nibble = _mm512_set1_epi32(0x000F000F);
+  constexpr __mmask32 kUpperWords = 0xAAAAAAAA;
+  for (int t = 0; t < count; t += 2) {
+    const uint8_t* row = codes + t * stride_t;
+    const __m512i a = _mm512_maskz_loadu_epi8(mask, row);
+    // A token that is missing at the end has weight 0.
+    const __m512i b = _mm512_maskz_loadu_epi8(mask, t + 1 < count ? row + stride_t : row);
+    __m512i v[4];
+    if constexpr (kStorage == Storage::int8) {
+      const __m512i x = _mm512_mask_blend_epi16(kUpperWords, a, _mm512_slli_epi32(b, 16));
+      const __m512i y = _mm512_mask_blend_epi16(kUpperWords, _mm512_srli_epi32(a, 16), b);
+      v[0] = _mm512_and_si512(x, low_byte);
+      v[1] = _mm512_srli_epi16(x, 8);
+      v[2] = _mm512_and_si512(y, low_byte);
+      v[3] = _mm512_srli_epi16(y, 8);
+    } else {
+      const __m512i x = kPart == 0 ? _mm512_mask_blend_epi16(kUpperWords, a, _mm512_slli_epi32(b, 16))
+                                   : _mm512_mask_blend_epi16(kUpperWords, _mm512_srli_epi32(a, 16), b);
+      v[0] = _mm512_and_si512(x, low_nibble);
+      v[1] = _mm512_and_si512(_mm512_srli_epi16(x, 4), low_nibble);
+      v[2] = _mm512_and_si512(_mm512_srli_epi16(x, 8), low_nibble);
+      v[3] = _mm512_srli_epi16(x, 12);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const __m512i weight = kIsGrouped ? _mm512_loadu_si512(pairs + (r * kPairs + t / 2) * 16)
+                                        : _mm512_set1_epi32(pairs[r * kPairs + t / 2]);
+      for (int i = 0; i < 4; ++i) sums[r][i] = _mm512_dpwssd_epi32(sums[r][i], v[i], weight);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    const __m512 unit = load(units + r * 16);
+    for (int i = 0; i < 4; ++i) {
+      float* target = out + r * out_stride + (4 * kPart + i) * 16;
+      const __m512 before = is_first_word ? fma(load(target), broadcast(rescales[r]), load(zero_sums + r * 16)) : load(target);
+      store(target, fma(_mm512_cvtepi32_ps(sums[r][i]), unit, before));
+    }
+  }
+}
+
+// out = out · rescale + sum of p · value over the tokens of a tile, for kRows rows whose weights are filled.
+template <Storage kStorage, int kRows, bool kIsGrouped>
+void add_codes(const Side& side, const Weights& weights, int num_words, const uint8_t* codes, int count,
+               const float* rescales, float* out, int out_stride) {
+  constexpr int kPerByte = kStorage == Storage::int4 ? 2 : 1;
+  const int row_bytes = side.head_dim / kPerByte;
+  const int num_blocks = num_blocks_of(side);
+  for (int block = 0; block < num_blocks; ++block) {
+    const int bytes = min_of(row_bytes - block * 64, 64);
+    const uint64_t mask = bytes == 64 ? ~uint64_t{0} : (uint64_t{1} << bytes) - 1;
+    for (int w = 0; w < num_words; ++w) {
+      const int32_t* pairs =
+          weights.pairs + (kIsGrouped ? (w * num_blocks + block) * 4 * kPairs * 16 : w * 4 * kPairs);
+      const int64_t place = (block * num_words + w) * 4 * 16;
+      const auto run = [&](auto kernel) {
+        kernel(codes + block * 64, side.codes_stride_t, mask, count, pairs, weights.bias + place, weights.units + place,
+               w == 0, rescales, weights.zeros + block * 4 * 16, out + block * 64 * kPerByte, out_stride);
+      };
+      run(add_codes_block<kStorage, 0, kRows, kIsGrouped>);
+      if constexpr (kStorage == Storage::int4) run(add_codes_block<kStorage, 1, kRows, kIsGrouped>);
+    }
+  }
+}
+
+template <int kRows>
+inline void add_codes_of(const Side& side, const Weights& weights, int num_words, const uint8_t* codes, int count,
+                         const float* rescales, float* out, int out_stride) {
+  const auto run = [&](auto kernel) { kernel(side, weights, num_words, codes, count, rescales, out, out_stride); };
+  if (side.storage == Storage::int8) {
+    return side.num_groups == 1 ? run(add_codes<Storage::int8, kRows, false>) : run(add_codes<Storage::int8, kRows, true>);
+  }
+  return side.num_groups == 1 ? run(add_codes<Storage::int4, kRows, false>) : run(add_codes<Storage::int4, kRows, true>);
+}
+
+}  // namespace
+}  // namespace hf_kvquant::cpu::KVQ_ISA
