@@ -1,0 +1,563 @@
+"""`KVQuantCache` against the contract of transformers' caches.
+
+Operations are compared with transformers' own `DynamicCache`, which for quantised presets holds tensors that went
+through the specification (`models.ReferenceCache`): equal to the last bit, whatever was done to the batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import compare
+import models
+import pytest
+import torch
+from models import ReferenceCache, greedy, left_padded, logits
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    QuantizedCache,
+    StaticLayer,
+)
+
+from hf_kvquant import PRESETS, KVFormat, KVQuantCache, KVQuantConfig, patched
+from hf_kvquant.cache import KVQuantLayer, _log_nothing_to_quantize
+from hf_kvquant.handle import KVHandle, KVLength
+
+BATCH, KV_HEADS, HEAD_DIM = 3, 2, models.HEAD_DIM
+CONFIG = models.llama().config
+MAX_CACHE_LEN = 90
+
+
+def new_tokens(count: int, batch: int = BATCH, heads: int = KV_HEADS, head_dim: int = HEAD_DIM) -> tuple[Tensor, ...]:
+    return torch.randn(batch, heads, count, head_dim), torch.randn(batch, heads, count, head_dim)
+
+
+def give(cache: Cache, chunks: list[list[tuple[Tensor, ...]]]) -> Cache:
+    """Update every layer with every chunk."""
+    for chunk in chunks:
+        for index, (key, value) in enumerate(chunk):
+            cache.update(key, value, index)
+    return cache
+
+
+def chunks_of(*counts: int, batch: int = BATCH) -> list[list[tuple[Tensor, ...]]]:
+    return [[new_tokens(count, batch) for _ in range(2)] for count in counts]
+
+
+def make(preset: Any, kind: str) -> KVQuantCache:
+    return KVQuantCache(CONFIG, preset, max_cache_len=MAX_CACHE_LEN if kind == "static" else None)
+
+
+def check_same_tokens(cache: KVQuantCache, expected: Cache, what: str) -> None:
+    """The tokens that both hold, layer by layer."""
+    for index, (layer, other) in enumerate(zip(cache.layers, expected.layers, strict=True)):
+        length = other.get_seq_length()
+        assert int(layer.get_seq_length()) == length, f"{what}, layer {index}: length"
+        if length:
+            compare.assert_same(layer.keys[:, :, :length], other.keys, f"{what}, keys of layer {index}")
+            compare.assert_same(layer.values[:, :, :length], other.values, f"{what}, values of layer {index}")
+
+
+kinds = pytest.mark.parametrize("kind", ["growing", "static"])
+presets = pytest.mark.parametrize("preset", PRESETS)
+
+# --- what a cache is --------------------------------------------------------------------------------------------------
+
+
+@kinds
+def test_what_a_cache_is(kind: str) -> None:
+    cache = make("int8", kind)
+    assert isinstance(cache, QuantizedCache) and isinstance(cache, Cache)
+    assert not isinstance(cache, DynamicCache)
+    assert len(cache) == 2 and all(type(layer) is KVQuantLayer for layer in cache.layers)
+    assert not any(isinstance(layer, (DynamicLayer, StaticLayer)) for layer in cache.layers)
+    assert cache.is_compileable == (kind == "static")
+    assert cache.is_croppable and not cache.is_initialized
+    assert cache.is_sliding == [False, False]
+    assert cache.get_max_length() == (MAX_CACHE_LEN if kind == "static" else -1)
+
+
+def test_a_cache_is_not_moved_by_accelerate() -> None:
+    assert not hasattr(make("int8", "growing"), "to"), "send_to_device moves whatever has `to`"
+
+
+def test_the_layer_types_of_transformers_are_left_alone() -> None:
+    assert DYNAMIC_LAYER_TYPE_MAPPING["full_attention"] is DynamicLayer
+    assert STATIC_LAYER_TYPE_MAPPING["full_attention"] is StaticLayer
+    assert KVQuantLayer not in (*DYNAMIC_LAYER_TYPE_MAPPING.values(), *STATIC_LAYER_TYPE_MAPPING.values())
+    assert KVQuantLayer._layer_type is None
+
+
+@kinds
+def test_lengths_and_mask_sizes(kind: str) -> None:
+    cache = make("int8", kind)
+    assert cache.get_seq_length() == 0
+    assert cache.get_mask_sizes(5, 0) == (5, 0), "while empty, the mask is that of the first chunk alone"
+    assert cache.get_mask_sizes(5, 0)[0].is_first_chunk
+    give(cache, chunks_of(5))
+    for length in (5, 6, 7):
+        seen = cache.get_seq_length()
+        if kind == "static":
+            assert isinstance(seen, Tensor) and seen.ndim == 0 and seen.dtype == torch.int32
+        else:
+            assert type(seen) is int
+        assert int(seen) == length
+        size, offset = cache.get_mask_sizes(3, 0)
+        assert isinstance(size, KVLength) and not size.is_first_chunk
+        assert (size, offset) == (MAX_CACHE_LEN if kind == "static" else length + 3, 0)
+        give(cache, chunks_of(1))
+    assert cache.is_initialized and cache.batch_size == BATCH
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0 and cache.get_mask_sizes(4, 0) == (4, 0)
+
+
+@kinds
+@presets
+def test_the_first_chunk_comes_back_and_handles_follow(preset: str, kind: str) -> None:
+    cache = make(preset, kind)
+    key, value = new_tokens(7)
+    same_key, same_value = cache.update(key, value, 0)
+    assert same_key is key and same_value is value
+    key, value = new_tokens(2)
+    key_handle, value_handle = cache.update(key, value, 0)
+    assert isinstance(key_handle, KVHandle) and isinstance(value_handle, KVHandle)
+    assert key_handle.step is value_handle.step
+    assert list(key_handle.shape) == [BATCH, KV_HEADS, MAX_CACHE_LEN if kind == "static" else 9, HEAD_DIM]
+
+
+def test_overrides_by_layer() -> None:
+    cache = KVQuantCache(CONFIG, {"preset": "int4", "layers": {"1": {"preset": "none", "value": "fp8"}}})
+    assert [layer.storage.formats.describe() for layer in cache.layers] == [
+        "int4-head-asymmetric",
+        "key none, value fp8-head-symmetric",
+    ]
+    assert repr(cache.layers[0]) == "KVQuantLayer(int4-head-asymmetric)"
+    assert cache.quant_config == KVQuantConfig.resolve(cache.quant_config.to_dict())
+
+
+def test_bytes() -> None:
+    cache = KVQuantCache(CONFIG, "int8")
+    assert cache.num_bytes == cache.num_bytes_held == cache.bytes_per_token == 0
+    give(cache, chunks_of(10))
+    per_token = 2 * 2 * KV_HEADS * (HEAD_DIM + 2)  # layers, keys and values, heads, codes and a float16 scale
+    assert cache.bytes_per_token == per_token
+    assert cache.num_bytes_held == per_token * BATCH * 10
+    assert cache.num_bytes == per_token * BATCH * 64, "capacities are multiples of 64 tokens"
+
+
+# --- what is done to a cache ------------------------------------------------------------------------------------------
+
+OPERATIONS: dict[str, Callable[[Any], Any]] = {
+    "crop_nothing": lambda cache: cache.crop(0),
+    "crop_one": lambda cache: cache.crop(-1),
+    "crop_some": lambda cache: cache.crop(-5),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([2, 2, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([2, 0])),
+    "select_one_twice": lambda cache: cache.batch_select_indices(torch.tensor([1, 1, 0, 2])),
+    "select_by_mask": lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])),
+}
+
+
+@kinds
+@presets
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operations(operation: str, preset: str, kind: str) -> None:
+    """Right after a step whose tokens may still be pending, and then once more behind newer tokens."""
+    cache, expected = make(preset, kind), ReferenceCache(CONFIG, preset)
+    chunks = chunks_of(11, 1, 3)
+    give(cache, chunks), give(expected, chunks)
+    for round_ in ("first", "second"):
+        OPERATIONS["crop_one" if round_ == "second" else operation](cache)
+        OPERATIONS["crop_one" if round_ == "second" else operation](expected)
+        check_same_tokens(cache, expected, f"{operation}, {round_}")
+        more = chunks_of(2, 1, batch=expected.layers[0].keys.shape[0])
+        give(cache, more), give(expected, more)
+        check_same_tokens(cache, expected, f"{operation}, {round_}, and more tokens")
+    assert cache.batch_size == expected.layers[0].keys.shape[0]
+
+
+@kinds
+@pytest.mark.parametrize("preset", ["none", "int4"])
+def test_crop_at_every_length(preset: str, kind: str) -> None:
+    for length in (1, 2, 63, 64, 65, 66):
+        for removed in {1, 2, 63, length - 1, length} & set(range(1, length + 1)):
+            cache, expected = make(preset, kind), ReferenceCache(CONFIG, preset)
+            chunks = chunks_of(*([length - 1, 1] if length > 1 else [1]))
+            give(cache, chunks), give(expected, chunks)
+            cache.crop(-removed), expected.crop(-removed)
+            assert int(cache.get_seq_length()) == length - removed
+            check_same_tokens(cache, expected, f"{removed} of {length}")
+            if removed == length:
+                assert cache.get_mask_sizes(3, 0) == (3, 0), "an emptied cache takes a first chunk again"
+
+
+@kinds
+def test_crop_removes_at_most_everything(kind: str) -> None:
+    cache = give(make("int8", kind), chunks_of(4))
+    cache.crop(-9)
+    assert int(cache.get_seq_length()) == 0
+
+
+@kinds
+def test_crop_of_nothing(kind: str) -> None:
+    cache = make("int8", kind)
+    cache.crop(-3)
+    cache.crop(0)
+    assert not cache.is_initialized and cache.get_seq_length() == 0
+
+
+def test_crop_refuses_a_length_to_keep() -> None:
+    cache = give(make("int8", "growing"), chunks_of(4))
+    message = "KVQuantLayer: `tokens_to_remove` must be 0 or negative, got 3. crop(-n) removes the newest n tokens."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cache.crop(3)
+    assert cache.get_seq_length() == 4
+
+
+@pytest.mark.parametrize("operation", ["reorder", "repeat", "select"])
+def test_operations_on_an_empty_cache(operation: str) -> None:
+    cache = make("int8", "growing")
+    OPERATIONS[operation](cache)
+    give(cache, chunks_of(4, batch=5))
+    assert cache.batch_size == 5
+
+
+@kinds
+@presets
+def test_reset(preset: str, kind: str) -> None:
+    cache = give(make(preset, kind), chunks_of(70, 1))
+    addresses = [plane.data_ptr() for storage in cache.storages for plane in storage.key_planes.tensors()]
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+    expected, chunks = ReferenceCache(CONFIG, preset), chunks_of(6, 1)
+    give(cache, chunks), give(expected, chunks)
+    check_same_tokens(cache, expected, "after a reset")
+    if kind == "static":
+        assert addresses == [plane.data_ptr() for storage in cache.storages for plane in storage.key_planes.tensors()]
+
+
+def test_a_growing_cache_takes_another_batch_after_a_reset() -> None:
+    cache = give(make("int8", "growing"), chunks_of(4))
+    cache.reset()
+    give(cache, chunks_of(4, batch=5))
+    assert cache.batch_size == 5
+
+
+@kinds
+def test_offload_and_prefetch(kind: str) -> None:
+    cache, expected = make("int4", kind), ReferenceCache(CONFIG, "int4")
+    for layer in cache.layers:  # before the first tokens there is nothing to move
+        layer.offload()
+        layer.prefetch()
+    chunks = chunks_of(9, 1)
+    give(cache, chunks), give(expected, chunks)
+    for layer in cache.layers:
+        layer.offload()
+        layer.prefetch()
+    check_same_tokens(cache, expected, "after coming back")
+
+
+@kinds
+@pytest.mark.parametrize("preset", ["none", "int4"])
+def test_early_initialization(preset: str, kind: str) -> None:
+    cache, expected = make(preset, kind), ReferenceCache(CONFIG, preset)
+    cache.early_initialization(BATCH, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
+    assert cache.is_initialized and cache.batch_size == BATCH and int(cache.get_seq_length()) == 0
+    assert cache.get_mask_sizes(4, 0) == (4, 0)
+    chunks = chunks_of(4, 1)
+    key, value = chunks[0][0]
+    assert make(preset, kind).update(key, value, 0)[0] is key
+    give(cache, chunks), give(expected, chunks)
+    check_same_tokens(cache, expected, "after early initialisation")
+
+
+def through_pickle(cache: Any) -> Any:
+    return pickle.loads(pickle.dumps(cache))
+
+
+def through_torch_save(cache: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(cache, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@kinds
+@presets
+@pytest.mark.parametrize("copier", [copy.deepcopy, through_pickle, through_torch_save])
+def test_a_copy_in_the_middle_of_a_generation_goes_on_alike(copier: Any, preset: str, kind: str) -> None:
+    model, inputs = models.llama(), left_padded()
+    cache = make(preset, kind)
+    with patched(model, preset):
+        half = greedy(model, inputs, 4, past_key_values=cache)
+        twin = copier(cache)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(3, 4, dtype=torch.long)], 1)
+        rest = {"input_ids": half.sequences, "attention_mask": mask}
+        expected = greedy(model, rest, 4, past_key_values=cache)
+        length = int(twin.get_seq_length())
+        output = greedy(model, rest, 4, past_key_values=twin)
+    assert length == half.sequences.shape[1] - 1, "the copy does not see what happens to the original"
+    compare.assert_same(logits(output), logits(expected), "logits")
+    assert len({id(layer.notes) for layer in twin.layers}) == 1, "the layers of a copy share what masks have shown"
+    assert twin.layers[0].notes is twin.notes is not cache.notes
+
+
+def test_a_copy_writes_pending_tokens_first() -> None:
+    cache, expected = make("int4", "growing"), ReferenceCache(CONFIG, "int4")
+    chunks = chunks_of(4, 2)
+    give(cache, chunks), give(expected, chunks)
+    assert cache.storages[0].pending is not None
+    check_same_tokens(copy.deepcopy(cache), expected, "copy")
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def frozen(cache: KVQuantCache) -> list[Tensor]:
+    """Everything a cache holds, copied."""
+    cache.layers[0].keys  # noqa: B018  writes pending tokens
+    cache.layers[1].keys  # noqa: B018
+    return [
+        plane.clone()
+        for storage in cache.storages
+        for plane in (*storage.key_planes.tensors(), *storage.value_planes.tensors(), storage.lengths)
+    ]
+
+
+def check_unchanged(cache: KVQuantCache, before: list[Tensor]) -> None:
+    for index, (now, then) in enumerate(zip(frozen(cache), before, strict=True)):
+        compare.assert_same(now, then, f"tensor {index} of the cache")
+
+
+def test_a_full_cache_refuses_before_anything_changes() -> None:
+    cache = give(KVQuantCache(CONFIG, "int8", max_cache_len=6), chunks_of(4, 1))
+    before = frozen(cache)
+    message = (
+        "layer 0: `max_cache_len` must be at least 7 for these tokens, got 6 (5 held, 2 new). "
+        "Build the cache with a larger max_cache_len, or reset it."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        give(cache, chunks_of(2))
+    check_unchanged(cache, before)
+    give(cache, chunks_of(1))
+    assert int(cache.get_seq_length()) == 6
+
+
+def test_a_full_cache_in_generate() -> None:
+    model = models.llama()
+    cache = KVQuantCache(model.config, "int8", max_cache_len=12)
+    with patched(model, "int8"), pytest.raises(ValueError, match=r"layer 0: `max_cache_len` must be at least 13"):
+        greedy(model, left_padded(), 8, past_key_values=cache)
+    assert int(cache.get_seq_length()) == 12
+    assert [storage.length for storage in cache.storages] == [12, 12]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (
+            new_tokens(1, batch=2),
+            "layer 0: `key` must have batch 3, 2 key-value heads and head_dim 64 like the cache, got shape "
+            "[2, 2, 1, 64]. Start a new cache for another batch or model, or use reset, batch_select_indices or "
+            "batch_repeat_interleave.",
+        ),
+        (new_tokens(1, heads=4), "layer 0: `key` must have batch 3, 2 key-value heads and head_dim 64 like the cache"),
+        (tuple(x.half() for x in new_tokens(1)), "layer 0: `key` must be torch.float32 on cpu like the cache"),
+    ],
+    ids=["batch", "heads", "dtype"],
+)
+def test_misfits_change_nothing(tokens: tuple[Tensor, ...], message: str) -> None:
+    cache = give(make("int4", "growing"), chunks_of(4))
+    before = frozen(cache)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cache.update(*tokens, 0)
+    check_unchanged(cache, before)
+
+
+def test_another_batch_in_generate() -> None:
+    model = models.llama()
+    with patched(model, "int8"):
+        cache = greedy(model, left_padded()).past_key_values
+        longer = {"input_ids": torch.randint(3, 90, (2, 20))}
+        with pytest.raises(ValueError, match="`key` must have batch 3"):
+            greedy(model, longer, past_key_values=cache)
+    assert cache.get_seq_length() == 14
+
+
+REFUSALS: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
+    "mla": (
+        lambda: AutoConfig.for_model("deepseek_v3"),
+        "int8",
+        {},
+        NotImplementedError,
+        "KVQuantCache: deepseek_v3 keeps a latent (MLA) cache, which cannot be quantised per head. "
+        "Leave the model unpatched.",
+    ),
+    "picks_keys": (
+        lambda: AutoConfig.for_model("doge"),
+        "int8",
+        {},
+        NotImplementedError,
+        "KVQuantCache: doge picks the keys that it attends to, which codes cannot serve. Leave the model unpatched.",
+    ),
+    "layer_types": (
+        lambda: AutoConfig.for_model("deepseek_v4", kv_lora_rank=None),
+        "int8",
+        {},
+        NotImplementedError,
+        "KVQuantCache: deepseek_v4 has layers of type ['compressed_sparse_attention', 'heavily_compressed_attention'], "
+        "whose caches are not keys and values per head. Leave the model unpatched.",
+    ),
+    "preset": (
+        lambda: CONFIG,
+        "int5",
+        {},
+        ValueError,
+        "KVQuantConfig: `preset` must be one of ['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'fp8'], got 'int5'. "
+        "Did you mean 'int",
+    ),
+    "key": (
+        lambda: CONFIG,
+        {"nbit": 4},
+        {},
+        ValueError,
+        "KVQuantConfig: unknown key 'nbit'. Did you mean 'nbits'? Known keys: ",
+    ),
+    "layers": (
+        lambda: CONFIG,
+        {"preset": "int8", "layers": {5: "none"}},
+        {},
+        ValueError,
+        "KVQuantCache: `layers` must name layers below 2, the model's number of layers, got [5].",
+    ),
+    "static_without_a_length": (
+        lambda: CONFIG,
+        {"preset": "int8", "static": True},
+        {},
+        ValueError,
+        "KVQuantCache: `max_cache_len` must be given for a static cache, got None. "
+        "Give the longest sequence in tokens, prompt included.",
+    ),
+    "head_dim": (
+        lambda: models.llama(head_dim=20).config,
+        "int8",
+        {},
+        ValueError,
+        "KVFormat: `head_dim` must be a positive multiple of 8, got 20. ",
+    ),
+    "group_size": (
+        lambda: models.llama(head_dim=80).config,
+        "int4-g32",
+        {},
+        ValueError,
+        "KVFormat: `group_size` must divide head_dim 80, got 32. Choose a divisor, or granularity 'head'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refuses(name: str) -> None:
+    config, quant_config, options, error, message = REFUSALS[name]
+    with pytest.raises(error, match=re.escape(message)):
+        KVQuantCache(config(), quant_config, **options)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["deepseek_v2", "deepseek_v32", "axk2", "glm_moe_dsa", "longcat_flash", "minicpm3", "dots3_note_text", "hy_v4"],
+)
+def test_models_with_latent_caches(model_type: str) -> None:
+    with pytest.raises(NotImplementedError, match=r"keeps a latent \(MLA\) cache"):
+        KVQuantCache(AutoConfig.for_model(model_type))
+
+
+@pytest.mark.parametrize("model_type", ["minimax_m3_vl_text", "qwen4_exp_text", "unlimited_ocr_text"])
+def test_models_with_caches_of_their_own(model_type: str) -> None:
+    with pytest.raises(NotImplementedError, match="Leave the model unpatched"):
+        KVQuantCache(AutoConfig.for_model(model_type))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_dtypes(dtype: torch.dtype) -> None:
+    cache = make("int8", "growing")
+    with pytest.raises(TypeError, match=f"layer 0: `key` must be float32, bfloat16 or float16, got {dtype}"):
+        cache.update(*(x.to(dtype) for x in new_tokens(1)), 0)
+    assert not cache.is_initialized
+
+
+# --- layers that stay with transformers -------------------------------------------------------------------------------
+
+
+def test_a_model_without_full_attention_is_not_quantised(caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = models.build("mistral", sliding_window=4), left_padded()
+    expected = greedy(model, inputs)
+    _log_nothing_to_quantize.cache_clear()
+    with caplog.at_level(logging.WARNING, "hf_kvquant"), patched(model, "int4"):
+        output = greedy(model, inputs)
+    compare.assert_same(logits(output), logits(expected), "logits")
+    assert [record.message for record in caplog.records if record.name == "hf_kvquant.cache"] == [
+        "KVQuantCache: the model has no full-attention layer (its layers are ['sliding_attention']), "
+        "so nothing is quantised."
+    ]
+
+
+def test_operations_reach_the_layers_of_transformers() -> None:
+    model, inputs = models.family("gemma2"), left_padded()
+    with torch.no_grad(), patched(model, "none"):
+        cache, expected = KVQuantCache(model.config, "none"), DynamicCache(config=model.config)
+        for each in (cache, expected):
+            model(**inputs, past_key_values=each)
+            each.batch_repeat_interleave(2)
+            each.reorder_cache(torch.tensor([5, 4, 3, 2, 1, 0]))
+            each.batch_select_indices(torch.tensor([0, 3]))
+    for layer, other in zip(cache.layers, expected.layers, strict=True):
+        compare.assert_same(layer.keys, other.keys, "keys")
+
+
+def test_recording_of_the_past_reaches_sliding_layers() -> None:
+    cache = KVQuantCache(models.family("gemma2").config, "int8")
+    cache.activate_past_recording()
+    assert cache.is_recording_past(0)
+    assert not cache.is_recording_past(1), "a full layer needs no record: it can be cropped as it is"
+
+
+def test_key_transforms_reach_their_layers() -> None:
+    class Negation:
+        def transform_key(self, key: Tensor) -> Tensor:
+            return -key
+
+        def transform_query(self, query: Tensor) -> Tensor:
+            return -query
+
+        def undo(self, key: Tensor) -> Tensor:
+            return -key
+
+    cache = KVQuantCache(CONFIG, "int8", key_transforms={1: Negation()})
+    assert [storage.key_transform is not None for storage in cache.storages] == [False, True]
+    model, inputs = models.llama(), left_padded()
+    with patched(model, "int8"):
+        expected = greedy(model, inputs)
+        output = greedy(model, inputs, past_key_values=cache)
+    # A symmetric format codes a negated key as the negated code.
+    compare.assert_same(logits(output), logits(expected), "logits")
+
+
+def test_formats_beyond_the_presets() -> None:
+    config = KVQuantConfig(key=KVFormat("int8", "token"), value=KVFormat("int4", "group", 16, symmetric=False))
+    cache, expected = KVQuantCache(CONFIG, config), ReferenceCache(CONFIG, config)
+    chunks = chunks_of(5, 1)
+    give(cache, chunks), give(expected, chunks)
+    check_same_tokens(cache, expected, "tokens")
