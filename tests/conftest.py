@@ -10,6 +10,10 @@ from cases import engines
 
 from hf_kvquant import ops
 
+# The tensors of the tests are small: a second thread costs more than it computes, five times the run time on a busy
+# machine. Where threads are what is tested, the test asks for them.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
