@@ -43,7 +43,7 @@ class Family:
 
     Attributes:
         model_type: transformers' name.
-        options: What the config needs beyond `_COMMON`.
+        options: What the config needs beyond `COMMON`.
         is_served: Whether the kernel serves its full-attention layers; otherwise they fall back.
     """
 
@@ -52,7 +52,7 @@ class Family:
     is_served: bool = True
 
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": HIDDEN_SIZE,
     "intermediate_size": 48,
@@ -174,7 +174,7 @@ def build(model_type: str, dtype: torch.dtype = torch.float32, attention: str | 
         **options: Override the common small sizes.
     """
     torch.manual_seed(1234)
-    sizes = {name: value for name, value in {**_COMMON, **options}.items() if value is not LEFT_OUT}
+    sizes = {name: value for name, value in {**COMMON, **options}.items() if value is not LEFT_OUT}
     config = AutoConfig.for_model(model_type, **sizes)
     kwargs = {} if attention is None else {"attn_implementation": attention}
     model = AutoModelForCausalLM.from_config(config, **kwargs)

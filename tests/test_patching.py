@@ -1,0 +1,497 @@
+"""`patch`, `unpatch`, `patched`, `enable` and `disable`: what they leave on a model, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import logging
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import compare
+import models
+import pytest
+import torch
+from models import FAMILIES, greedy, left_padded, logits
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3ForConditionalGeneration,
+    GenerationMixin,
+    PreTrainedModel,
+)
+from transformers.cache_utils import DynamicCache
+
+import hf_kvquant
+from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, unpatch
+from hf_kvquant.patching import state_of
+
+FLAG = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int4"}}
+
+
+def visible_state(model: PreTrainedModel) -> dict[str, Any]:
+    """Everything about a model that a patch could leave behind."""
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    return {
+        "attributes": sorted(model.__dict__),
+        "configs": [config.to_json_string(use_diff=False) for config in configs],
+        "implementations": [config._attn_implementation for config in configs],
+        "generation": model.generation_config.to_json_string(),
+        "prepare_cache": model._prepare_cache_for_generation,
+        "forward": model.forward,
+    }
+
+
+# --- patch and unpatch ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gptj", "qwen3_next"])
+def test_unpatch_undoes_patch(family: str) -> None:
+    model = models.build(FAMILIES[family].model_type, **FAMILIES[family].options)
+    before, expected = visible_state(model), greedy(model, left_padded())
+    assert patch(model, "int4") is model
+    greedy(model, left_padded())
+    assert unpatch(model) is model
+    assert visible_state(model) == before
+    output = greedy(model, left_padded())
+    assert type(output.past_key_values) is DynamicCache
+    compare.assert_same(logits(output), logits(expected), "logits")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_attention_implementation_comes_back(attention: str) -> None:
+    model = models.build("llama", attention=attention)
+    patch(model)
+    assert model.config._attn_implementation == {"sdpa": "hf_kvquant", "eager": "hf_kvquant-eager"}[attention]
+    patch(model, "int4")  # over a patched model, what was there before is what was there before
+    unpatch(model)
+    assert model.config._attn_implementation == attention
+
+
+def test_patching_twice_replaces_the_config() -> None:
+    model = models.build("llama")
+    patch(model, "int4")
+    patch(model, {"preset": "fp8", "layers": {0: "none"}})
+    config = KVQuantConfig.from_preset("fp8", layers={0: "none"})
+    assert greedy(model, left_padded()).past_key_values.quant_config == config
+    unpatch(model)
+    assert state_of(model) is None
+
+
+def test_the_default_preset_is_int8() -> None:
+    model = models.build("llama")
+    patch(model)
+    assert greedy(model, left_padded()).past_key_values.quant_config == KVQuantConfig.from_preset("int8")
+
+
+def test_unpatch_refuses_an_unpatched_model() -> None:
+    message = "unpatch: `model` must be patched, got an unpatched LlamaForCausalLM. Call patch first."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        unpatch(models.llama())
+
+
+def test_other_models_are_untouched() -> None:
+    model, other = models.build("llama"), models.llama()
+    before, expected = visible_state(other), greedy(other, left_padded())
+    patch(model, "int4")
+    assert visible_state(other) == before
+    output = greedy(other, left_padded())
+    assert type(output.past_key_values) is DynamicCache
+    compare.assert_same(logits(output), logits(expected), "logits")
+
+
+def test_a_base_model_without_generate() -> None:
+    base = models.build("llama").model
+    before = sorted(base.__dict__)
+    ids = left_padded()["input_ids"]
+    cache = KVQuantCache(base.config, "int8")
+    with torch.no_grad(), patched(base, "int8"):
+        base(input_ids=ids, past_key_values=cache)
+        base(input_ids=ids[:, :1], past_key_values=cache)
+    assert not cache.storages[0].fallbacks
+    assert sorted(base.__dict__) == before
+
+
+# --- patched ----------------------------------------------------------------------------------------------------------
+
+
+def test_patched_restores_after_an_exception() -> None:
+    model = models.build("llama")
+    before = visible_state(model)
+    with pytest.raises(KeyError, match="inside"), patched(model, "int4"):
+        raise KeyError("inside")
+    assert visible_state(model) == before
+
+
+def test_patched_nests() -> None:
+    model = models.build("llama")
+    before = visible_state(model)
+
+    def preset_in_use() -> KVQuantConfig:
+        return greedy(model, left_padded(), 2).past_key_values.quant_config
+
+    with patched(model, "int4") as inner:
+        assert inner is model
+        with patched(model, "fp8"):
+            assert preset_in_use() == KVQuantConfig.from_preset("fp8")
+            with patched(model, "none"):
+                assert preset_in_use() == KVQuantConfig.from_preset("none")
+            assert preset_in_use() == KVQuantConfig.from_preset("fp8")
+        assert preset_in_use() == KVQuantConfig.from_preset("int4")
+    assert visible_state(model) == before
+
+
+def test_patched_leaves_a_patched_model_patched() -> None:
+    model = models.build("llama")
+    patch(model, "int4")
+    with pytest.raises(KeyError), patched(model, "fp8"):
+        raise KeyError
+    assert greedy(model, left_padded(), 2).past_key_values.quant_config == KVQuantConfig.from_preset("int4")
+
+
+def test_patched_with_a_config_that_is_refused_changes_nothing() -> None:
+    model = models.build("llama")
+    before = visible_state(model)
+    with pytest.raises(ValueError, match="`preset` must be one of"), patched(model, "int3"):
+        pass
+    assert visible_state(model) == before
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def through_pickle(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch_save(model: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, through_pickle, through_torch_save])
+def test_a_copy_of_a_patched_model_is_patched_by_itself(copier: Any) -> None:
+    model = models.build("llama")
+    patch(model, "int4")
+    expected = greedy(model, left_padded())
+    twin = copier(model)
+    assert twin._prepare_cache_for_generation.args == (twin,), "the hook of the copy belongs to the copy"
+    unpatch(model)
+    output = greedy(twin, left_padded())
+    assert isinstance(output.past_key_values, KVQuantCache) and not output.past_key_values.storages[0].fallbacks
+    compare.assert_same(logits(output), logits(expected), "logits")
+    unpatch(twin)
+    assert type(greedy(twin, left_padded()).past_key_values) is DynamicCache
+
+
+def test_nothing_of_ours_is_saved_with_a_model(tmp_path: Path) -> None:
+    model = models.build("llama")
+    model.save_pretrained(tmp_path / "before")
+    patch(model, "int4")
+    greedy(model, left_padded())
+    model.save_pretrained(tmp_path / "patched")
+    for file in ("config.json", "generation_config.json"):
+        assert (tmp_path / "patched" / file).read_text() == (tmp_path / "before" / file).read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
+    assert loaded.config._attn_implementation == "sdpa"
+    assert "kvquant" not in json.dumps(loaded.config.to_dict())
+    unpatch(model)
+    expected = greedy(model, left_padded())
+    compare.assert_same(logits(greedy(loaded.eval(), left_padded())), logits(expected), "logits")
+
+
+def test_a_state_dict_is_the_same() -> None:
+    model = models.build("llama")
+    names = list(model.state_dict())
+    patch(model, "int4")
+    assert list(model.state_dict()) == names
+
+
+# --- enable and disable -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def enabled() -> Iterator[None]:
+    hf_kvquant.enable()
+    yield
+    hf_kvquant.disable()
+
+
+def test_the_flag_is_unknown_before_enable() -> None:
+    with pytest.raises((ValueError, TypeError), match="backend|preset"):  # noqa: RUF043
+        greedy(models.llama(), left_padded(), **FLAG)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_enable_makes_the_flag_work_on_every_model() -> None:
+    model, other = models.build("llama"), models.llama()
+    with patched(other, "int4"):
+        expected = greedy(other, left_padded())
+    for _ in range(2):
+        output = greedy(model, left_padded(), **FLAG)
+        assert isinstance(output.past_key_values, KVQuantCache) and not output.past_key_values.storages[0].fallbacks
+        compare.assert_same(logits(output), logits(expected), "logits")
+    assert state_of(model) is None
+    plain = greedy(model, left_padded())
+    assert type(plain.past_key_values) is DynamicCache, "without the flag, nothing is quantised"
+    compare.assert_same(logits(plain), logits(greedy(other, left_padded())), "logits")
+
+
+@pytest.mark.usefixtures("enabled")
+def test_enable_without_options_means_the_default_preset() -> None:
+    options = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant"}}
+    output = greedy(models.build("llama"), left_padded(), **options)
+    assert output.past_key_values.quant_config == KVQuantConfig.from_preset("int8")
+
+
+@pytest.mark.usefixtures("enabled")
+def test_enable_leaves_other_backends_to_transformers() -> None:
+    with pytest.raises(ValueError, match="nonsense"):
+        options = {"cache_implementation": "quantized", "cache_config": {"backend": "nonsense"}}
+        greedy(models.build("llama"), left_padded(), **options)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_enable_and_patch_get_along() -> None:
+    model = models.build("llama")
+    before = visible_state(model)
+    with patched(model, "int8"):
+        assert greedy(model, left_padded()).past_key_values.quant_config == KVQuantConfig.from_preset("int8")
+        assert greedy(model, left_padded(), **FLAG).past_key_values.quant_config == KVQuantConfig.from_preset("int4")
+    assert visible_state(model) == before
+
+
+def test_patch_after_enable_restores_what_was_before_both() -> None:
+    model = models.build("llama")
+    hf_kvquant.enable()
+    try:
+        greedy(model, left_padded(), **FLAG)
+    finally:
+        hf_kvquant.disable()
+    patch(model, "int4")
+    assert not greedy(model, left_padded()).past_key_values.storages[0].fallbacks
+    unpatch(model)
+    output = greedy(model, left_padded())
+    assert type(output.past_key_values) is DynamicCache
+    compare.assert_same(logits(output), logits(greedy(models.llama(), left_padded())), "logits")
+
+
+def test_enable_and_disable_restore_the_method_of_transformers() -> None:
+    method = GenerationMixin._prepare_cache_for_generation
+    hf_kvquant.disable()  # not in force: nothing happens
+    assert GenerationMixin._prepare_cache_for_generation is method
+    hf_kvquant.enable()
+    hf_kvquant.enable()
+    assert GenerationMixin._prepare_cache_for_generation is not method
+    hf_kvquant.disable()
+    assert GenerationMixin._prepare_cache_for_generation is method
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def tiny_deepseek() -> Any:
+    return models.build(
+        "deepseek_v3",
+        head_dim=models.LEFT_OUT,
+        num_key_value_heads=4,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        first_k_dense_replace=2,
+    )
+
+
+REFUSALS: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "mla": (
+        tiny_deepseek,
+        "int8",
+        NotImplementedError,
+        "KVQuantCache: deepseek_v3 keeps a latent (MLA) cache, which cannot be quantised per head. "
+        "Leave the model unpatched.",
+    ),
+    "encoder_decoder": (
+        models.bart,
+        "int8",
+        NotImplementedError,
+        "patch: BartForConditionalGeneration is an encoder-decoder, whose cross-attention cache cannot be quantised. "
+        "Pass EncoderDecoderCache(KVQuantCache(...), DynamicCache()) as past_key_values instead.",
+    ),
+    "no_cache_of_transformers": (
+        lambda: models.build("xlstm", num_heads=2, head_dim=models.LEFT_OUT),
+        "int8",
+        NotImplementedError,
+        "patch: xLSTMForCausalLM does not keep its state in a cache of transformers, so there are no keys and values "
+        "to quantise. Leave the model unpatched.",
+    ),
+    "preset": (
+        models.llama,
+        "k8v8",
+        ValueError,
+        "KVQuantConfig: `preset` must be one of ['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'fp8'], got 'k8v8'. "
+        "Did you mean 'k8v4'?",
+    ),
+    "key": (
+        models.llama,
+        {"preset": "int8", "stattic": True},
+        ValueError,
+        "KVQuantConfig: unknown key 'stattic'. Did you mean 'static'? Known keys: ",
+    ),
+    "type": (
+        models.llama,
+        8,
+        TypeError,
+        "KVQuantConfig: `preset_or_config` must be a preset's name, a dictionary or a KVQuantConfig, got int. "
+        "Presets: ",
+    ),
+    "layers": (
+        models.llama,
+        {"layers": {2: "none"}},
+        ValueError,
+        "KVQuantCache: `layers` must name layers below 2, the model's number of layers, got [2].",
+    ),
+    "head_dim": (
+        lambda: models.llama(head_dim=20),
+        "int4",
+        ValueError,
+        "KVFormat: `head_dim` must be a positive multiple of 8, got 20. ",
+    ),
+    "group_size": (
+        lambda: models.llama(head_dim=80),
+        "int4-g32",
+        ValueError,
+        "KVFormat: `group_size` must divide head_dim 80, got 32. Choose a divisor, or granularity 'head'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refused_model_is_left_as_it_was(name: str) -> None:
+    make, config, error, message = REFUSALS[name]
+    model = make()
+    before, inputs = visible_state(model), {"input_ids": torch.randint(3, 90, (2, 5))}
+    expected = greedy(model, inputs, decoder_start_token_id=1)
+    with pytest.raises(error, match=re.escape(message)):
+        patch(model, config)
+    assert visible_state(model) == before
+    compare.assert_same(logits(greedy(model, inputs, decoder_start_token_id=1)), logits(expected), "logits")
+
+
+def test_a_pipeline_is_not_a_model() -> None:
+    message = (
+        "patch: `model` must be a transformers PreTrainedModel, got Linear. "
+        "Pass the model itself, not a pipeline or a wrapper."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        patch(torch.nn.Linear(2, 2), "int8")
+
+
+@pytest.mark.parametrize("through", ["patch", "flag"])
+def test_attention_weights_are_refused_and_the_model_generates_as_before(through: str) -> None:
+    model, inputs = models.build("llama", attention="eager"), left_padded()
+    message = (
+        "generate: `output_attentions` must be False with a quantised cache, got True: attention weights are never "
+        "formed. Use hf_kvquant.unpatch, or another cache_implementation."
+    )
+    with patched(model, "int4"):
+        expected = greedy(model, inputs)
+        options = FLAG if through == "flag" else {}
+        with pytest.raises(NotImplementedError, match=re.escape(message)):
+            greedy(model, inputs, output_attentions=True, **options)
+        compare.assert_same(logits(greedy(model, inputs)), logits(expected), "logits")
+        weights = greedy(model, inputs, output_attentions=True, cache_implementation="dynamic").attentions
+    assert weights[1][0].shape == (3, 4, 1, 10)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_the_flag_is_refused_for_an_encoder_decoder() -> None:
+    message = (
+        "generate: BartForConditionalGeneration does not keep a cache of its decoder alone, so it cannot be quantised. "
+        "Drop cache_config, or unpatch the model."
+    )
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        greedy(models.bart(), {"input_ids": torch.randint(3, 90, (2, 5))}, decoder_start_token_id=1, **FLAG)
+
+
+def test_a_bad_flag_is_refused_and_the_model_generates_as_before() -> None:
+    model, inputs = models.llama(), left_padded()
+    with patched(model, "int4"):
+        expected = greedy(model, inputs)
+        bad = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "presett": "int8"}}
+        with pytest.raises(ValueError, match="unknown key 'presett'. Did you mean 'preset'?"):  # noqa: RUF043
+            greedy(model, inputs, **bad)
+        compare.assert_same(logits(greedy(model, inputs)), logits(expected), "logits")
+
+
+def test_a_static_cache_that_is_too_short_for_the_call() -> None:
+    model = models.llama()
+    message = (
+        "generate: `max_cache_len` must be at least 14 for this prompt and max_new_tokens, got 10. "
+        "Raise it in the config, or leave it out and pass static=True."
+    )
+    with patched(model, {"preset": "int8", "max_cache_len": 10}):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            greedy(model, left_padded())
+        assert greedy(model, left_padded(), 2).past_key_values.max_cache_len == 10
+
+
+# --- static caches and what is said -----------------------------------------------------------------------------------
+
+
+def test_a_static_cache_is_as_long_as_the_call_needs() -> None:
+    model = models.llama()
+    with patched(model, {"preset": "int8", "static": True}):
+        cache = greedy(model, left_padded()).past_key_values
+        beams = greedy(model, left_padded(), num_beams=2).past_key_values
+    assert cache.max_cache_len == cache.get_max_length() == 14  # the last of 15 tokens is never an input
+    assert beams.batch_size == 6, "the batch is that of the first tokens, beams included"
+
+
+def test_a_model_outside_the_registry_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    model = models.family("gptj")
+    with caplog.at_level(logging.WARNING, "hf_kvquant"), patched(model, "int8"):
+        pass
+    assert [record.message for record in caplog.records if record.name == "hf_kvquant.patching"] == [
+        "patch: GPTJForCausalLM computes attention by itself, outside transformers' registry, so it attends to "
+        "dequantised tensors. Correct, slower."
+    ]
+
+
+def test_only_the_text_model_of_a_vision_language_model_is_patched() -> None:
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config={
+            **models.COMMON,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 6,
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+    )
+    model = models.randomized(Gemma3ForConditionalGeneration(config)).eval()
+    model.generation_config.eos_token_id = None
+    before, inputs = visible_state(model), left_padded()
+    expected = greedy(model, inputs)
+    with patched(model, "none"):
+        assert model.config.text_config._attn_implementation == "hf_kvquant"
+        assert model.config.vision_config._attn_implementation == "sdpa"
+        output = greedy(model, inputs)
+        assert not output.past_key_values.storages[0].fallbacks
+    assert isinstance(output.past_key_values, KVQuantCache)
+    compare.assert_same(logits(output), logits(expected), "logits")
+    assert visible_state(model) == before
