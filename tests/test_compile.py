@@ -1,0 +1,165 @@
+"""The decode step of a static cache under `torch.compile`: one graph, no breaks, no recompilation, the same tokens.
+
+`generate` compiles by itself as soon as a cache says that it is compileable; here it is told to do so on the CPU too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import compare
+import models
+import pytest
+import tolerances
+import torch
+from models import FAMILIES, greedy, left_padded, logits
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers.generation.configuration_utils import CompileConfig
+
+from hf_kvquant import KVQuantCache, patched
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """No graphs of other tests; any recompilation is an error."""
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch._dynamo.reset()
+
+
+def compiled_for(backend: str) -> dict[str, Any]:
+    config = CompileConfig(backend=backend, mode=None, fullgraph=True, dynamic=False)
+    config._compile_all_devices = True
+    return {"compile_config": config}
+
+
+def check_one_graph() -> None:
+    assert counters["stats"]["unique_graphs"] == 1, dict(counters["stats"])
+    assert not counters["graph_break"], dict(counters["graph_break"])
+
+
+def check_same_generation(model: Any, config: dict[str, Any], compiled: dict[str, Any], **options: Any) -> Any:
+    """Compare eager and compiled generation, the latter twice: the second call has a cache of its own."""
+    inputs = options.pop("inputs", left_padded())
+    with patched(model, config):
+        expected = greedy(model, inputs, **options)
+        for _ in range(2):
+            output = greedy(model, inputs, **options, **compiled)
+            compare.assert_same(output.sequences, expected.sequences, "tokens")
+            bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
+            compare.assert_close(logits(output), logits(expected), bound, "logits")
+    return output
+
+
+@pytest.mark.parametrize("preset", ["none", "int8", "k8v4", "int4-g32", "fp8"])
+def test_generate_compiles_one_graph(preset: str) -> None:
+    config = {"preset": preset, "max_cache_len": 32}
+    output = check_same_generation(models.build("llama"), config, compiled_for("eager"))
+    assert not output.past_key_values.storages[0].fallbacks
+    check_one_graph()
+
+
+def test_without_padding() -> None:
+    config, inputs = {"preset": "int4", "max_cache_len": 32}, left_padded(pads=(0,))
+    check_same_generation(models.build("llama"), config, compiled_for("eager"), inputs=inputs)
+    check_one_graph()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gemma3n_text"])
+def test_softcaps_sinks_and_shared_keys_compile_one_graph(family: str) -> None:
+    options = dict(FAMILIES[family].options)
+    options["layer_types"] = ["full_attention"] * 2
+    if family == "gemma3n_text":
+        options |= {"num_hidden_layers": 2, "num_kv_shared_layers": 1, "activation_sparsity_pattern": [0.0] * 2}
+    model = models.build(FAMILIES[family].model_type, **options)
+    check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled_for("eager"), new_tokens=4)
+    check_one_graph()
+
+
+def test_sliding_layers_of_transformers_break_no_graph() -> None:
+    """They count on the host, so that the compiler looks again when a count changes; it is not ours to change."""
+    model = models.build("gemma2", **FAMILIES["gemma2"].options)
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        compiled = compiled_for("eager")
+        compiled["compile_config"].dynamic = None
+        check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled)
+    assert not counters["graph_break"]
+
+
+def test_models_that_look_inside_compile_one_graph() -> None:
+    model = models.build("jetmoe", **FAMILIES["jetmoe"].options)
+    check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled_for("eager"))
+    check_one_graph()
+
+
+# Inductor imports parts of torch that torch itself calls deprecated.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_backends_that_trace_through_the_ops(backend: str) -> None:
+    """These see fakes and functionalised mutations."""
+    model = models.build("llama", num_hidden_layers=1)
+    check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled_for(backend))
+    check_one_graph()
+
+
+def test_chunked_prefill_is_compiled_too() -> None:
+    inputs = left_padded(tokens=16)
+    with torch._dynamo.config.patch(error_on_recompile=False):  # a chunk has another shape than a token
+        config = {"preset": "int4", "max_cache_len": 32}
+        model = models.build("llama")
+        check_same_generation(model, config, compiled_for("eager"), inputs=inputs, prefill_chunk_size=4)
+    assert not counters["graph_break"]
+
+
+def decode(step: Any, model: Any, cache: KVQuantCache, inputs: dict[str, Tensor], count: int) -> Tensor:
+    """Greedy decoding without `generate`: prefill eagerly, then `count` steps."""
+    mask = inputs["attention_mask"]
+    starts = (mask == 0).sum(1, keepdim=True)
+    with torch.no_grad():
+        first = (mask.cumsum(1) - 1).clamp(min=0)
+        token = model(**inputs, position_ids=first, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        tokens = [token]
+        for index in range(count):
+            position = mask.shape[1] + index - starts
+            bounds = torch.stack([starts[:, 0], torch.full_like(starts[:, 0], mask.shape[1] + index)])
+            token = step(
+                input_ids=token,
+                attention_mask=bounds.int().view(2, -1, 1, 1),
+                position_ids=position,
+                past_key_values=cache,
+                use_cache=True,
+            ).logits[:, -1:].argmax(-1)  # fmt: skip
+            tokens.append(token)
+    return torch.cat(tokens, 1)
+
+
+def test_a_compiled_forward_serves_every_cache_of_one_shape() -> None:
+    model, inputs = models.build("llama"), left_padded()
+    with patched(model, "int4"):
+        config = {"preset": "int4", "max_cache_len": 32}
+        expected = greedy(model, inputs, 8, past_key_values=KVQuantCache(model.config, config)).sequences[:, -8:]
+        step = torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
+        caches = [KVQuantCache(model.config, config) for _ in range(3)]
+        for cache in caches:
+            compare.assert_same(decode(step, model, cache, inputs, 7), expected, "tokens")
+        caches[0].reset()
+        compare.assert_same(decode(step, model, caches[0], inputs, 7), expected, "tokens after a reset")
+    check_one_graph()
+
+
+def test_the_host_reads_lengths_after_compiled_steps() -> None:
+    """A compiled step advances the device's length only; cropping and looking ask for it again."""
+    model, inputs = models.build("llama"), left_padded()
+    with patched(model, {"preset": "int4", "max_cache_len": 32}):
+        cache = greedy(model, inputs, **compiled_for("eager")).past_key_values
+        eager = greedy(model, inputs).past_key_values
+    assert [storage.length for storage in cache.storages] == [14, 14]
+    for each in (cache, eager):
+        each.crop(-3)
+    assert int(cache.get_seq_length()) == 11
+    for layer, other in zip(cache.layers, eager.layers, strict=True):
+        compare.assert_same(layer.keys[:, :, :11], other.keys[:, :, :11], "keys")
