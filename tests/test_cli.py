@@ -1,0 +1,191 @@
+"""The command `hf-kvquant`: what it prints, what it returns, and one line for every mistake."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+import hf_kvquant
+from hf_kvquant import cli, ops
+
+CONTEXT = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model whose tokens are the printable characters of ASCII; byte-level BPE spells the space Ġ."""
+    path = tmp_path_factory.mktemp("model")
+    alphabet = ["Ġ", *map(chr, range(ord("!"), ord("~") + 1)), "Ċ"]
+    assert len(alphabet) == models.VOCAB_SIZE
+    tokenizer = Tokenizer(BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=CONTEXT).save_pretrained(path)
+    models.build("llama", torch.bfloat16, max_position_embeddings=CONTEXT).save_pretrained(path)
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command."""
+    code = cli.main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    """The cells of the table's rows, by preset."""
+    lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if "│" in line]
+    return {line[0]: line[1:] for line in lines}
+
+
+def test_generate_compares_three_presets(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, error = run(
+        capsys, "generate", folder, "--prompt", "Once upon", "--prompt", "a time", "--max-new-tokens", "9"
+    )
+    assert code == 0 and error == ""
+    assert output.count("Once upon") == output.count("a time") == 1
+    table = rows(output)
+    assert list(table) == ["none", "int8", "int4"]
+    # 2 layers, keys and values, 2 heads of 64 channels: 2 bytes each; or codes, and a scale (int4: and a zero) a head.
+    assert [table[name][0] for name in table] == ["1,024", "528", "288"]
+    # Less than 64 tokens, the least that is allocated.
+    assert [table[name][1] for name in table] == ["64 KiB", "33 KiB", "18 KiB"]
+    assert table["none"][3] == "100.00%"
+    divergences = [float(cells[4]) for cells in table.values()]
+    assert divergences[0] < 1e-6 < divergences[1] < divergences[2]
+    assert "over the 16 tokens" in " ".join(output.split())
+
+
+def test_generate_with_one_preset_compares_nothing(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("generate", folder, "--prompt", "Once", "--preset", "k8v4", "--max-new-tokens", "3", "--no-stream")
+    code, output, _ = run(capsys, *arguments)
+    assert code == 0
+    assert "Once" not in output
+    assert list(rows(output)) == ["k8v4"]
+    assert rows(output)["k8v4"][3:] == ["-", "-"]
+    assert "add --preset none" in " ".join(output.split())
+
+
+def test_generate_streams_what_generate_writes(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("A prompt\n", encoding="utf-8")
+    arguments = ("--preset", "int8", "--max-new-tokens", "12", "--dtype", "float32")
+    _, output, _ = run(capsys, "generate", folder, "--prompt-file", str(tmp_path / "prompt.txt"), *arguments)
+    model, tokenizer = cli.load(folder, "float32", torch.device("cpu"))
+    hf_kvquant.patch(model, "int8")
+    prompt = tokenizer("A prompt", return_tensors="pt")
+    ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt.input_ids.shape[1] :]
+    assert f"int8 …{tokenizer.decode(ids)}\n" in output
+
+
+def test_sampling_is_seeded(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("generate", folder, "--prompt", "Once", "--preset", "int8", "--max-new-tokens", "20", "--sample")
+    texts = [re.sub(r"[^│]*│[^│]*$", "", run(capsys, *arguments, "--seed", seed)[1].split("int8 …")[1].split("┏")[0])
+             for seed in ("1", "1", "2")]  # fmt: skip
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--preset", "int9"], "`--preset` must be one of none, int8, k8v4, int4, int4-g32, fp8, got 'int9'. Did you "),
+        (["--max-new-tokens", "0"], "`--max-new-tokens` must be at least 1, got 0."),
+        (["--prompt", " \n"], "`--prompt` must hold text, got nothing but white space. Write a prompt into it."),
+        (["--prompt-file", "EMPTY"], "`--prompt-file` EMPTY must hold text, got nothing but white space."),
+        (["--prompt-file", "ABSENT"], "`--prompt-file` must be a text file, got ABSENT: No such file or directory."),
+        (["--prompt-file", "BINARY"], "`--prompt-file` must be a text file, got BINARY: it is not UTF-8 text."),
+        (["--top-p", "0.9"], "`--top-p` must come with --sample, got it alone. Add --sample."),
+        (["--sample", "--temperature", "0"], "`--temperature` must be positive, got 0.0."),
+        (["--sample", "--top-p", "2"], "`--top-p` must be above 0 and at most 1, got 2.0."),
+        (["--device", "abacus"], "`--device` must be a torch device such as cpu or cuda:0, got 'abacus'."),
+        (["--device", "cuda:99"], "`--device` must be there, got 'cuda:99' with "),
+        (
+            ["--prompt", "x" * 60],
+            "prompt and `--max-new-tokens` must fit the model's 64 positions, got 60 and 5 tokens. "
+            "Use --max-new-tokens 4 or less.",
+        ),
+        (
+            ["--prompt", "x" * 70],
+            "prompt and `--max-new-tokens` must fit the model's 64 positions, got 70 and 5 tokens. Shorten the prompt.",
+        ),
+    ],
+)
+def test_mistakes(
+    folder: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("EMPTY").write_text("\n\n", encoding="utf-8")
+    Path("BINARY").write_bytes(b"\xff\xfe\xfa")
+    code, output, error = run(capsys, "generate", folder, "--max-new-tokens", "5", "--prompt", "Once", *arguments)
+    assert code == 2 and output == ""
+    assert error.startswith(f"hf-kvquant: error: generate: {message}")
+    assert error.count("\n") == 1
+
+
+def test_a_prompt_is_needed(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "generate", folder)
+    assert code == 2
+    assert "`--prompt` or `--prompt-file` must be given, got neither." in error
+
+
+@pytest.mark.parametrize("name", ["./absent", "no/such/folder", "/absent"])
+def test_a_model_that_is_not_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "generate", name, "--prompt", "Once")
+    assert code == 2
+    assert error == (
+        f"hf-kvquant: error: generate: `MODEL` must be a folder with a transformers model or a hub id, got {name}: "
+        "no such folder.\n"
+    )
+
+
+def test_a_folder_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "generate", str(tmp_path), "--prompt", "Once")
+    assert code == 2 and "a folder without config.json" in error
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    code, _, error = run(capsys, "generate", str(tmp_path), "--prompt", "Once")
+    assert code == 2 and error.count("\n") == 1
+    assert "`MODEL` must be a folder with a causal language model and its tokenizer" in error
+
+
+def test_a_preset_that_does_not_fit(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "narrow"
+    models.build("llama", head_dim=40).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_bytes((Path(folder) / name).read_bytes())
+    code, _, error = run(
+        capsys, "generate", str(path), "--prompt", "Once", "--preset", "int4-g32", "--max-new-tokens", "5"
+    )
+    assert code == 2 and error.count("\n") == 1
+    assert "`--preset int4-g32` does not fit" in error and "`group_size` must divide head_dim 40, got 32" in error
+
+
+def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, _ = run(capsys, "env")
+    assert code == 0
+    assert hf_kvquant.__version__ in output and torch.__version__ in output
+    assert ops.extension().cpu_capability() in output
+
+
+def test_env_says_how_to_get_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "extension", lambda: ImportError("no file"))
+    facts = cli.environment()
+    assert facts["extension"].startswith("missing (no file)") and cli.REINSTALL in facts["extension"]
+    assert facts["CUDA kernels"].startswith("missing") and cli.REINSTALL in facts["CUDA kernels"]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"hf-kvquant {hf_kvquant.__version__}\n"

@@ -1,0 +1,100 @@
+"""That a text is compared through the real cache, chunk by chunk, and that what was read as codes is counted."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import hf_kvquant
+from hf_kvquant.fidelity import causal_pairs, compare, feed
+
+TOKENS = 41
+
+
+@pytest.fixture
+def text() -> Tensor:
+    return torch.randint(3, models.VOCAB_SIZE, (1, TOKENS))
+
+
+def test_causal_pairs_are_those_of_a_double_loop() -> None:
+    for tokens, first_chunk in ((2, 1), (7, 3), (9, 9)):
+        pairs = sum(1 for query in range(first_chunk, tokens) for key in range(tokens) if key <= query)
+        assert causal_pairs(tokens, first_chunk) == pairs
+
+
+@pytest.mark.parametrize("first_chunk, chunk_size", [(1, 1), (1, 7), (5, 1), (5, 16)])
+def test_compare(text: Tensor, first_chunk: int, chunk_size: int) -> None:
+    model = models.llama()
+    presets = ("none", "int8", "int4")
+    results = compare(model, text, {name: name for name in presets}, first_chunk=first_chunk, chunk_size=chunk_size)
+    none, int8, int4 = (results[name] for name in presets)
+    for result in results.values():
+        assert result.kld.shape == result.agrees.shape == (TOKENS - 1 - first_chunk,)
+        assert result.nll.shape == result.reference_nll.shape == (TOKENS - 1,)
+    assert none.kld.abs().max() < 1e-6 and none.agrees.all()
+    assert 0 < int8.kld.mean() < int4.kld.mean()
+    torch.testing.assert_close(none.nll, none.reference_nll)
+    assert int8.reference_nll.equal(none.reference_nll)
+    # Nothing behind the first chunk was served from anything but codes, and nothing at all where there are none.
+    expected = 2 * causal_pairs(TOKENS - 1, first_chunk)
+    assert int8.pairs_read == int8.pairs_expected == expected
+    assert none.pairs_read == none.pairs_expected == 0
+
+
+def test_compare_is_what_the_model_says(text: Tensor) -> None:
+    """The unquantised likelihoods are those of one plain forward over the text."""
+    model = models.llama()
+    result = compare(model, text, {"none": "none"}, chunk_size=8)["none"]
+    with torch.inference_mode():
+        logits = model(text).logits[0, :-1].float()
+    expected = torch.nn.functional.cross_entropy(logits, text[0, 1:], reduction="none")
+    torch.testing.assert_close(result.reference_nll, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_compare_leaves_the_model_as_it_was(text: Tensor) -> None:
+    model = models.llama()
+    before = model.config._attn_implementation
+    compare(model, text, {"int8": "int8"}, chunk_size=16)
+    assert model.config._attn_implementation == before
+    with hf_kvquant.patched(model, "int4"):
+        state = hf_kvquant.patching.state_of(model)
+        compare(model, text, {"int8": "int8"}, chunk_size=16)
+        assert hf_kvquant.patching.state_of(model) is state
+
+
+def test_layers_that_stay_dense_are_not_expected(text: Tensor) -> None:
+    """Of two layers, one has a sliding window, which transformers keeps."""
+    result = compare(models.family("gemma2"), text, {"int8": "int8"}, chunk_size=4)["int8"]
+    assert result.pairs_read == result.pairs_expected == causal_pairs(TOKENS - 1, 1)
+
+
+def test_what_is_not_read_as_codes_is_missed(text: Tensor) -> None:
+    """A family that looks at keys itself gets dequantised tensors, and the count says so."""
+    result = compare(models.family("gptj"), text, {"int8": "int8"}, chunk_size=4)["int8"]
+    assert result.pairs_read == 0
+    assert result.pairs_expected == 2 * causal_pairs(TOKENS - 1, 1)
+
+
+@pytest.mark.parametrize(
+    "shape, chunks, message",
+    [
+        ((2, 9), (1, 1), "feed: `input_ids` must hold one text, got 2. Call once per text."),
+        ((1, 9), (0, 1), "feed: `first_chunk` and `chunk_size` must be positive, got 0 and 1."),
+        ((1, 9), (1, 0), "feed: `first_chunk` and `chunk_size` must be positive, got 1 and 0."),
+        (
+            (1, 9),
+            (9, 1),
+            "feed: `input_ids` must have more than the 9 tokens of the first chunk, got 9. "
+            "Give a longer text or a smaller first chunk.",
+        ),
+    ],
+)
+def test_errors(shape: tuple[int, int], chunks: tuple[int, int], message: str) -> None:
+    ids = torch.ones(shape, dtype=torch.long)
+    stream = feed(models.llama(), ids, DynamicCache(), first_chunk=chunks[0], chunk_size=chunks[1])
+    with pytest.raises(ValueError) as error:
+        next(stream)
+    assert str(error.value) == message
