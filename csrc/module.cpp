@@ -37,7 +37,7 @@ struct CpuDevice {
 // CUDA graph can capture them.
 struct CudaDevice {
   explicit CudaDevice(const Tensor& codes)
-      : device(codes.device()), guard(codes.get_device_index()), stream(cuda::current_stream(codes.get_device_index())) {}
+      : device(codes.device()), guard(device.index()), stream(cuda::current_stream(device.index())) {}
 
   void check(const char* where, const AppendParams& params) const {
     cuda::check_support(where, params.key_side);
@@ -101,7 +101,8 @@ std::tuple<Tensor, Tensor> decode(
     device.check("decode", new_tokens);
   }
 
-  Tensor out = torch::stable::new_empty(query, {params.batch, params.q_len, params.num_q_heads, params.value_side.head_dim});
+  const int value_dim = params.value_side.head_dim;
+  Tensor out = torch::stable::new_empty(query, {params.batch, params.q_len, params.num_q_heads, value_dim});
   Tensor lse = torch::stable::new_empty(query, {params.batch, params.num_q_heads, params.q_len}, ScalarType::Float);
   params.out = out.data_ptr();
   params.lse = static_cast<float*>(lse.data_ptr());

@@ -76,7 +76,9 @@ __device__ uint32_t encode(const Side& side, float x, float scale, float zero) {
   if (side.storage == Storage::fp8) {
     return __nv_cvt_float_to_fp8(fminf(fmaxf(x / scale, -limit), limit), __NV_SATFINITE, __NV_E4M3);
   }
-  if (side.is_symmetric) return static_cast<uint32_t>(fminf(fmaxf(rintf(x / scale), -limit), limit) + code_offset(side));
+  if (side.is_symmetric) {
+    return static_cast<uint32_t>(fminf(fmaxf(rintf(x / scale), -limit), limit) + code_offset(side));
+  }
   return static_cast<uint32_t>(fminf(fmaxf(rintf((x - zero) / scale), 0.f), limit));
 }
 

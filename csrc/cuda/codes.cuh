@@ -1,5 +1,5 @@
-// Reading and writing single values and rows of codes on the device, and launching: what the kernels share. A lane takes
-// eight consecutive channels at a time, which lie in one group for every group size. Layouts are those of format.h.
+// Reading and writing values and rows of codes on the device, and launching: what the kernels share. A lane takes eight
+// consecutive channels at a time, which lie in one group for every group size. Layouts are those of format.h.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,5 +1,5 @@
-// What is decided on the host before a kernel runs: device and stream, what there are kernels for, and how a decode call
-// is cut into thread blocks. The cut sees shapes and the GPU's size, never a length, which only the device knows.
+// What is decided on the host before a kernel runs: device and stream, what there are kernels for, and how a decode
+// call is cut into thread blocks. The cut sees shapes and the GPU's size, never a length, which only the device knows.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
@@ -42,7 +42,7 @@ void* current_stream(int device_index) {
   if (error != cudaSuccess) {
     throw std::runtime_error(std::string("ops: the GPU must be usable, got: ") + cudaGetErrorString(error) + ".");
   }
-  if (getter(device_index, &stream) != 0) throw std::runtime_error("ops: torch must name its current stream, got none.");
+  if (getter(device_index, &stream) != 0) throw std::runtime_error("ops: torch must name its stream, got none.");
   return stream;
 }
 
