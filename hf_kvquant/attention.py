@@ -200,8 +200,7 @@ def attention(
             sliding_window=kwargs.get("sliding_window") or 0,
         )
         return out, None
-    # scaled_dot_product_attention gives the same result for a view.
-    dense_key, dense_value = step.dense(reason, contiguous=prev != "sdpa")
+    dense_key, dense_value = step.dense(reason)
     mask = attention_mask
     if mask is None or _is_bounds(mask):
         mask = _dense_mask(prev, query, dense_key.shape[2], step.storage.query_offset(query.shape[2]), mask)

@@ -62,21 +62,12 @@ class KVStep:
         self.q_len = q_len
         self._dense: tuple[Tensor, Tensor] | None = None
 
-    def dense(self, reason: str, *, contiguous: bool = True) -> tuple[Tensor, Tensor]:
-        """Dequantised keys and values, computed once per step.
-
-        Args:
-            reason: Logged and counted where codes exist.
-            contiguous: False allows views of the planes. Matrix products over a view may be summed in another order,
-                so that layers in which nothing is quantised would not give the very logits of transformers' own cache.
-        """
+    def dense(self, reason: str) -> tuple[Tensor, Tensor]:
+        """Dequantised keys and values, computed once per step. `reason` is logged and counted where codes exist."""
         if self._dense is None:
             if self.storage.is_quantized:
                 self.storage.note_fallback(reason)
             self._dense = self.storage.dequantize()
-        if contiguous:
-            key, value = self._dense
-            self._dense = key.contiguous(), value.contiguous()
         return self._dense
 
 
