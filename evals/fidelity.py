@@ -24,7 +24,7 @@ from provenance import ROOT, card, place, sha256
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_kvquant import PRESETS, KVQuantConfig
 from hf_kvquant.fidelity import Fidelity, compare
@@ -168,7 +168,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for preset, result in compared.items():
             check_counter(preset, result)
             results[preset].append(result)
-    checkpoint_dtype = getattr(torch, str(model.config.to_dict().get("dtype") or args.dtype).removeprefix("torch."))
+    # Bytes are those of the dtype in which the model is used, whatever it is measured in.
+    stored_dtype = getattr(torch, AutoConfig.from_pretrained(args.model).to_dict().get("dtype") or args.dtype)
     return {
         **card(),
         "model": place(args.model),
@@ -189,7 +190,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "reference_perplexity": math.exp(
             float(torch.cat([result.reference_nll for result in results[args.preset[0]]]).double().mean())
         ),
-        "presets": {preset: summarize(preset, results[preset], model, checkpoint_dtype) for preset in args.preset},
+        "presets": {preset: summarize(preset, results[preset], model, stored_dtype) for preset in args.preset},
         "seconds": round(time.monotonic() - started, 1),
     }
 

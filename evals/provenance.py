@@ -44,7 +44,7 @@ def card() -> dict[str, Any]:
 
 def command() -> str:
     """The command line of this process, files outside the repository by their names."""
-    return " ".join(["python", *(place(Path(word)) if Path(word).exists() else word for word in sys.argv)])
+    return " ".join(["python", *(place(Path(word)) if "/" in word else word for word in sys.argv)])
 
 
 def place(path: Path) -> str:
