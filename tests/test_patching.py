@@ -431,6 +431,19 @@ def test_a_bad_flag_is_refused_and_the_model_generates_as_before() -> None:
         compare.assert_same(logits(greedy(model, inputs)), logits(expected), "logits")
 
 
+def test_a_cache_without_its_use_is_refused() -> None:
+    """MPT has `use_cache=False` by default: the whole sequence would go into the cache at every step."""
+    model = models.llama()
+    cache = KVQuantCache(model.config, "int8")
+    message = (
+        "generate: `use_cache` must be True with a KVQuantCache, got False: every step would add the whole sequence to "
+        "the cache again. Pass use_cache=True (the model's generation_config may say otherwise), or no cache."
+    )
+    with patched(model, "int8"), pytest.raises(ValueError, match=re.escape(message)):
+        greedy(model, left_padded(), past_key_values=cache, use_cache=False)
+    assert not cache.is_initialized
+
+
 def test_a_static_cache_that_is_too_short_for_the_call() -> None:
     model = models.llama()
     message = (
