@@ -194,15 +194,15 @@ def cache_for(
             grows whatever the config says.
 
     Raises:
-        NotImplementedError, TypeError, ValueError: As `KVQuantCache` does; `output_attentions` and a cache together with
-            `use_cache=False` are refused too.
+        NotImplementedError, TypeError, ValueError: As `KVQuantCache` does; `output_attentions`, and a cache together
+            with `use_cache=False`, are refused too.
     """
     state = state_of(model)
     given = model_kwargs.get("past_key_values")
     if isinstance(given, KVQuantCache) and generation_config.use_cache is False:
         raise ValueError(
-            "generate: `use_cache` must be True with a KVQuantCache, got False: every step would add the whole sequence "
-            "to the cache again. Pass use_cache=True (the model's generation_config may say otherwise), or no cache."
+            "generate: `use_cache` must be True with a KVQuantCache, got False: every step would add the whole "
+            "sequence to the cache again. Pass use_cache=True (generation_config may say otherwise), or no cache."
         )
     if given is not None or generation_config.use_cache is False:
         return None

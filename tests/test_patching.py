@@ -437,7 +437,7 @@ def test_a_cache_without_its_use_is_refused() -> None:
     cache = KVQuantCache(model.config, "int8")
     message = (
         "generate: `use_cache` must be True with a KVQuantCache, got False: every step would add the whole sequence to "
-        "the cache again. Pass use_cache=True (the model's generation_config may say otherwise), or no cache."
+        "the cache again. Pass use_cache=True (generation_config may say otherwise), or no cache."
     )
     with patched(model, "int8"), pytest.raises(ValueError, match=re.escape(message)):
         greedy(model, left_padded(), past_key_values=cache, use_cache=False)
