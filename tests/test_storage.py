@@ -19,7 +19,7 @@ from compare import assert_close, assert_same
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tolerances import attention_bound, lse_bound
+from tolerances import attention_bound, lse_bound, max_logit_terms
 from torch import Tensor
 
 from hf_kvquant import reference
@@ -96,25 +96,47 @@ def assert_dense(storage: LayerStorage, model: DenseModel) -> None:
         assert_same(x, expected.to(storage.dtype), storage.formats.describe())
 
 
+def plain_attention(
+    query: Tensor, model: DenseModel, is_visible: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """What eager PyTorch makes of the same keys and values in the working dtype: its error is the measure of ours."""
+    key, value = (x.to(query.dtype).repeat_interleave(query.shape[1] // HEADS, dim=1) for x in model.sides)
+    scores = (query @ key.mT * softmax_scale).masked_fill(~is_visible, -torch.inf).float()
+    weights = scores.softmax(-1).nan_to_num(0).to(query.dtype)  # a row that sees nothing is 0 / 0
+    return (weights @ value).transpose(1, 2), scores.logsumexp(-1)
+
+
 def assert_attends(
-    storage: LayerStorage, model: DenseModel, q_len: int, *, starts: Tensor | None = None, **options: Any
+    storage: LayerStorage, model: DenseModel, q_len: int, *, starts: Tensor | None = None, sliding_window: int = 0
 ) -> None:
     """Attention of new random queries agrees with the reference, within what the working dtype allows."""
-    what = storage.formats.describe()
-    batch, num_q_heads = model.sides[0].shape[0], 2 * HEADS
+    batch, length, softmax_scale = model.sides[0].shape[0], model.length, KEY_DIM**-0.5
+    starts = torch.zeros(batch, dtype=torch.int32) if starts is None else starts
     assert storage.dtype is not None
-    query = torch.randn(batch, num_q_heads, q_len, KEY_DIM).to(storage.dtype)
-    lengths = torch.full((batch,), model.length, dtype=torch.int32)
-    options["softmax_scale"] = KEY_DIM**-0.5
-    expected, expected_lse = reference.decode_attention(query.float(), *model.sides, lengths, starts=starts, **options)
-    dense = [x.to(storage.dtype) for x in model.sides]
-    plain, plain_lse = reference.decode_attention(query, *dense, lengths, starts=starts, **options)
-    starts = None if starts is None else starts.to(storage.device)
-    out, lse = storage.attend(query.to(storage.device), starts=starts, **options)
+    query = torch.randn(batch, 2 * HEADS, q_len, KEY_DIM).to(storage.dtype)
+    column, position = torch.arange(length), torch.arange(length - q_len, length).view(1, 1, -1, 1)
+    is_visible = (column <= position) & (column >= starts.view(-1, 1, 1, 1))
+    if sliding_window:
+        is_visible &= column > position - sliding_window
+    expected, expected_lse = reference.decode_attention(
+        query.float(),
+        *model.sides,
+        torch.full((batch,), length, dtype=torch.int32),
+        softmax_scale=softmax_scale,
+        starts=starts,
+        sliding_window=sliding_window,
+    )
+    plain, plain_lse = plain_attention(query, model, is_visible, softmax_scale)
+    out, lse = storage.attend(
+        query.to(storage.device),
+        softmax_scale=softmax_scale,
+        starts=starts.to(storage.device),
+        sliding_window=sliding_window,
+    )
     assert out.dtype == storage.dtype and lse.dtype == torch.float32
-    max_logit = float((query.float().norm(dim=-1).max() * model.sides[0].norm(dim=-1).max()) * KEY_DIM**-0.5)
-    max_value = float(model.sides[1].abs().max())
-    bound = attention_bound(expected, plain, storage.dtype, max_logit, max_value)
+    what = storage.formats.describe()
+    max_logit = max_logit_terms(query.float(), model.sides[0], softmax_scale)
+    bound = attention_bound(expected, plain, storage.dtype, max_logit, float(model.sides[1].abs().max()))
     assert_close(out, expected, bound, f"{what}, out")
     assert_close(lse, expected_lse, lse_bound(expected_lse, plain_lse, max_logit), f"{what}, lse")
 

@@ -41,6 +41,15 @@ def lse_bound(expected: Tensor, torch_lse: Tensor, max_logit: float) -> float:
     return TORCH_FACTOR * _largest(torch_lse - expected) + sums
 
 
+def max_logit_terms(query: Tensor, key: Tensor, softmax_scale: float) -> float:
+    """What to pass as `max_logit` where keys are far from zero: what a logit is summed from, whatever it sums to.
+
+    Kernels take the zero out of the sum, `scale · (query · codes) + zero · sum(query)`: the first part is up to twice
+    the largest key times every channel of the query, the second up to once, and they cancel.
+    """
+    return 3 * softmax_scale * _largest(query.abs().sum(-1)) * _largest(key)
+
+
 # Rounding of a whole tiny model: a few dozen matrix products and norms, each a sum of up to 256 terms, one after the
 # other. Measured: up to 90 ulps of the largest logit over all families and presets (granite, whose attention is sharp).
 # What quantisation changes in the logits is never less than 18 times this bound; the tests demand 10 times.
