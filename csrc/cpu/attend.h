@@ -285,42 +285,46 @@ inline void for_row_blocks(int num_rows, Kernel kernel) {
 
 // --- softmax ------------------------------------------------------------------------------------------------------------
 
-// Scores of one row and tile to probabilities, in place, 0 up to the end of the tile; moves the row's maximum and sum along.
+// Scores of one row and tile to probabilities, in place, 0 up to the end of the tile; moves the row's maximum and sum
+// along. Scores past `count` may be anything.
 void softmax_row(const DecodeParams& params, Row& row, int begin, int count, float* scores) {
-  const int padded = round_up(count, 16);
+  constexpr int kVectors = kTile / kWidth;
+  Float x[kVectors];
   const Float scale = broadcast(params.softmax_scale);
-  const bool has_softcap = params.softcap > 0.0f;
-  const float slope = params.alibi_slopes == nullptr ? 0.0f : params.alibi_slopes[row.head];
-  for (int t = 0; t < padded; t += kWidth) {
-    Float x = mul(load(scores + t), scale);
-    if (has_softcap) x = mul(broadcast(params.softcap), tanh_of(div(x, broadcast(params.softcap))));
-    store(scores + t, x);
-  }
-  if (params.alibi_slopes != nullptr) {
-    for (int t = 0; t < count; ++t) scores[t] += slope * static_cast<float>(begin + t - row.position);
+  for (int i = 0; i < kVectors; ++i) x[i] = mul(load(scores + i * kWidth), scale);
+  if (params.softcap > 0.0f) {
+    const Float softcap = broadcast(params.softcap);
+    for (int i = 0; i < kVectors; ++i) x[i] = mul(softcap, tanh_of(div(x[i], softcap)));
   }
   const int first = max_of(row.begin - begin, 0), last = min_of(row.end - begin, count);
-  for (int t = 0; t < min_of(first, padded); ++t) scores[t] = -kInfinity;
-  for (int t = max_of(last, 0); t < padded; ++t) scores[t] = -kInfinity;
+  if (params.alibi_slopes != nullptr || first > 0 || last < kTile) {
+    const float slope = params.alibi_slopes == nullptr ? 0.0f : params.alibi_slopes[row.head];
+    for (int i = 0; i < kVectors; ++i) store(scores + i * kWidth, x[i]);
+    for (int t = 0; t < kTile; ++t) {
+      const bool is_visible = first <= t && t < last;
+      scores[t] = is_visible ? scores[t] + slope * static_cast<float>(begin + t - row.position) : -kInfinity;
+    }
+    for (int i = 0; i < kVectors; ++i) x[i] = load(scores + i * kWidth);
+  }
   Float largest = broadcast(row.max);
-  for (int t = 0; t < padded; t += kWidth) largest = max_of(load(scores + t), largest);
+  for (int i = 0; i < kVectors; ++i) largest = max_of(x[i], largest);
   const float max = largest_of(largest);
   // Where nothing finite has been seen, 0 takes the place of the maximum: e^(-inf - 0) is 0 and a NaN stays one.
   const float base = max == -kInfinity ? 0.0f : max;
-  float old_max[kWidth] = {};
-  old_max[0] = row.max - base;
-  float rescales[kWidth];
-  store(rescales, exp_of(load(old_max)));
-  row.rescale = row.max == max ? 1.0f : rescales[0];
-  row.max = max;
+  row.rescale = 1.0f;
+  if (row.max != max) {
+    float rescales[kWidth];
+    store(rescales, exp_of(broadcast(row.max - base)));
+    row.rescale = rescales[0];
+    row.max = max;
+  }
   const Float bases = broadcast(base);
   Float sum = zeros();
-  for (int t = 0; t < padded; t += kWidth) {
-    const Float p = exp_of(sub(load(scores + t), bases));
-    store(scores + t, p);
+  for (int i = 0; i < kVectors; ++i) {
+    const Float p = exp_of(sub(x[i], bases));
+    store(scores + i * kWidth, p);
     sum = add(sum, p);
   }
-  std::memset(scores + padded, 0, sizeof(float) * (kTile - padded));
   row.sum = row.sum * row.rescale + sum_of(sum);
 }
 
@@ -368,42 +372,54 @@ void load_query(const DecodeParams& params, const AttendTask& task, const Row& r
   for (int c = params.key_side.head_dim; c < work.key_stride; ++c) result[c] = 0.0f;
 }
 
+// Few rows do little with each number that is dequantised, so it must still be in L1 then: 16 tokens at a time (8 KB at
+// head_dim 128) instead of all 64. Many rows would load and store their sums too often for that.
+inline int tokens_at_once(const AttendTask& task) { return task.num_rows <= 8 ? 16 : kTile; }
+
 // Scores of all rows and a tile of tokens, before softmax_scale, by dequantising the keys.
 void score_tile(const DecodeParams& params, const AttendTask& task, int begin, int count, const Workspace& work) {
-  dequantize_tile(params.key_side, task.b, task.kv_head, begin, count, work.key, work.key_stride, work.scale_row,
-                  work.zero_row);
-  for_row_blocks(task.num_rows, [&](auto size, int r) {
-    score_rows<size>(work.query + r * work.key_stride, work.key, work.key_stride, round_up(count, 16),
-                     work.scores + r * kTile);
-  });
+  for (int t = 0; t < count; t += tokens_at_once(task)) {
+    const int tokens = min_of(tokens_at_once(task), count - t);
+    dequantize_tile(params.key_side, task.b, task.kv_head, begin + t, tokens, work.key, work.key_stride, work.scale_row,
+                    work.zero_row);
+    for_row_blocks(task.num_rows, [&](auto size, int r) {
+      score_rows<size>(work.query + r * work.key_stride, work.key, work.key_stride, round_up(tokens, 16),
+                       work.scores + r * kTile + t);
+    });
+  }
 }
 
 // Adds p · value of a tile to the sums of all rows, by dequantising the values.
-void add_tile(const DecodeParams& params, const AttendTask& task, int begin, int count, const Row* rows,
-              const Workspace& work) {
+void add_tile(const DecodeParams& params, const AttendTask& task, int begin, int count, Row* rows, const Workspace& work) {
   const Side& side = params.value_side;
-  const bool is_finite = dequantize_tile(side, task.b, task.kv_head, begin, count, work.value, work.value_stride,
-                                         work.scale_row, work.zero_row);
-  const auto poison_at = [&](auto place) { poison(work, side.head_dim, begin, count, rows, task.num_rows, place); };
+  for (int t = 0; t < count; t += tokens_at_once(task)) {
+    const int tokens = min_of(tokens_at_once(task), count - t);
+    const bool is_finite = dequantize_tile(side, task.b, task.kv_head, begin + t, tokens, work.value, work.value_stride,
+                                           work.scale_row, work.zero_row);
+    const auto poison_at = [&](auto place) {
+      poison(work, side.head_dim, begin + t, tokens, rows, task.num_rows, place);
+    };
 #if KVQ_USE_AVX512
-  if (work.has_integer_values) {
-    const int m = channels_per_lane(side);
-    if (!is_finite) poison_at([m](int c) { return transposed_place(c, m); });
-    for (int t = 0; t < count; ++t) {
-      float* value = work.value + t * work.value_stride;
-      std::memcpy(work.scale_row, value, sizeof(float) * work.value_stride);
-      for (int c = 0; c < work.value_stride; ++c) value[transposed_place(c, m)] = work.scale_row[c];
+    if (work.has_integer_values) {
+      const int m = channels_per_lane(side);
+      if (!is_finite) poison_at([m](int c) { return transposed_place(c, m); });
+      for (int i = 0; i < tokens; ++i) {
+        float* value = work.value + i * work.value_stride;
+        std::memcpy(work.scale_row, value, sizeof(float) * work.value_stride);
+        for (int c = 0; c < work.value_stride; ++c) value[transposed_place(c, m)] = work.scale_row[c];
+      }
+    } else if (!is_finite) {
+      poison_at([](int c) { return c; });
     }
-  } else if (!is_finite) {
-    poison_at([](int c) { return c; });
-  }
 #else
-  if (!is_finite) poison_at([](int c) { return c; });
+    if (!is_finite) poison_at([](int c) { return c; });
 #endif
-  for_row_blocks(task.num_rows, [&](auto size, int r) {
-    add_values<size>(work.scores + r * kTile, work.value, work.value_stride, count, rows + r,
-                     work.out + r * work.value_stride);
-  });
+    for_row_blocks(task.num_rows, [&](auto size, int r) {
+      add_values<size>(work.scores + r * kTile + t, work.value, work.value_stride, tokens, rows + r,
+                       work.out + r * work.value_stride);
+    });
+    for (int r = 0; r < task.num_rows; ++r) rows[r].rescale = 1.0f;
+  }
 }
 
 #if KVQ_USE_AVX512
