@@ -7,6 +7,7 @@ layers, whose tokens are quantised and dequantised by `hf_kvquant.reference` and
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections import defaultdict
@@ -230,6 +231,11 @@ def bart() -> Any:
     return randomized(model).eval()
 
 
+def on(device: str, model: Any) -> Any:
+    """The model itself on the CPU, a copy elsewhere: others use it too."""
+    return model if device == "cpu" else copy.deepcopy(model).to(device)
+
+
 def left_padded(batch: int = 3, tokens: int = 9, pads: tuple[int, ...] = (3, 0, 5)) -> dict[str, Tensor]:
     """Prompts as `generate` takes them: `input_ids` and `attention_mask`, `pads[i]` tokens of left padding each."""
     generator = torch.Generator().manual_seed(7)
@@ -241,19 +247,20 @@ def left_padded(batch: int = 3, tokens: int = 9, pads: tuple[int, ...] = (3, 0, 
 
 
 def greedy(model: Any, inputs: Mapping[str, Tensor], new_tokens: int = 6, **options: Any) -> Any:
-    """What `generate` returns for greedy decoding, raw logits and cache included."""
+    """What `generate` returns for greedy decoding, raw logits and cache included. Inputs go to the model's device."""
     defaults = {
         "do_sample": False,
         "max_new_tokens": new_tokens,
         "output_logits": True,
         "return_dict_in_generate": True,
     }
-    return model.generate(**inputs, **{**defaults, **options})
+    placed = {name: value.to(model.device) for name, value in inputs.items()}
+    return model.generate(**placed, **{**defaults, **options})
 
 
 def logits(output: Any) -> Tensor:
-    """The raw logits of an output, `[batch, new tokens, vocabulary]` float32."""
-    return torch.stack(output.logits, dim=1).float()
+    """The raw logits of an output, `[batch, new tokens, vocabulary]` float32, on the CPU."""
+    return torch.stack(output.logits, dim=1).float().cpu()
 
 
 def forced(sequences: Tensor) -> Any:
@@ -296,7 +303,7 @@ class ReferenceLayer(DynamicLayer):
             key, value = next(self.replay)
             for own, other, name in ((key_states, key, "keys"), (value_states, value, "values")):
                 bound = tolerances.projection_bound(own, other.dtype)
-                compare.assert_close(other, own.float(), bound, f"{name} that go into the cache")
+                compare.assert_close(other, own.float().cpu(), bound, f"{name} that go into the cache")
             key_states, value_states = key.to(key_states.dtype), value.to(value_states.dtype)
         is_first_chunk = self.get_seq_length() == 0
         dense = super().update(self._through_codes(0, key_states), self._through_codes(1, value_states))

@@ -59,7 +59,7 @@ def check_against_reference(
     expected = torch_logits if exact_model is None else run(exact_model)
     bound = tolerances.model_bound(expected, torch_logits, model.dtype)
     compare.assert_close(logits(output), expected, bound, f"{model.config.model_type}, {config}")
-    tokens = output.sequences[:, -expected.shape[1] :]
+    tokens = output.sequences[:, -expected.shape[1] :].cpu()
     chosen = expected.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     assert (chosen >= expected.amax(-1) - 2 * bound).all(), "a token is not the most probable one"
     return expected, cache
@@ -110,11 +110,10 @@ def test_head_dims(head_dim: int, preset: str) -> None:
 @pytest.mark.parametrize("preset", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-def test_heads_and_dtypes(dtype: torch.dtype, heads: str, preset: str) -> None:
-    model = models.llama(dtype, num_key_value_heads=HEADS[heads])
-    exact = None if dtype == torch.float32 else models.build("llama", num_key_value_heads=HEADS[heads])
-    if exact is not None:
-        exact.load_state_dict(model.state_dict())  # rounded to dtype, computed in float32
+def test_heads_and_dtypes(dtype: torch.dtype, heads: str, preset: str, device: str) -> None:
+    model = models.on(device, models.llama(dtype, num_key_value_heads=HEADS[heads]))
+    # Weights rounded to dtype, computed with in float32.
+    exact = None if dtype == torch.float32 else copy.deepcopy(model).float()
     check_against_reference(model, preset, left_padded(), exact)
 
 
