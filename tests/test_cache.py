@@ -175,17 +175,16 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
 @presets
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operations(operation: str, preset: str, kind: str) -> None:
-    """Right after a step whose tokens may still be pending, and then once more behind newer tokens."""
+    """Behind a step whose tokens may still be pending; then more tokens, and a crop into them."""
     cache, expected = make(preset, kind), ReferenceCache(CONFIG, preset)
     chunks = chunks_of(11, 1, 3)
     give(cache, chunks), give(expected, chunks)
-    for round_ in ("first", "second"):
-        OPERATIONS["crop_one" if round_ == "second" else operation](cache)
-        OPERATIONS["crop_one" if round_ == "second" else operation](expected)
-        check_same_tokens(cache, expected, f"{operation}, {round_}")
+    for name in (operation, "crop_one"):
+        OPERATIONS[name](cache), OPERATIONS[name](expected)
+        check_same_tokens(cache, expected, name)
         more = chunks_of(2, 1, batch=expected.layers[0].keys.shape[0])
         give(cache, more), give(expected, more)
-        check_same_tokens(cache, expected, f"{operation}, {round_}, and more tokens")
+        check_same_tokens(cache, expected, f"more tokens after {name}")
     assert cache.batch_size == expected.layers[0].keys.shape[0]
 
 
