@@ -3,10 +3,11 @@
 A quantised cache can only be judged on a model that has learned something: on random weights attention is close to
 uniform and every error looks harmless. This one is small enough to live in the repository (15.5 million parameters in
 bf16) yet shaped like a large one where the cache is concerned: head_dim 128, two query heads to a key-value head,
-rotary positions. Three commands, in this order, on one folder `--out`:
+rotary positions. Four commands, in this order, on one folder `--out`:
 
     tokenizer   byte-level BPE learned from the training articles: tokenizer.json, tokenizer_config.json
     train       the weights: config.json, generation_config.json, model.safetensors, training_log.jsonl
+    average     the mean of two checkpoints: before and after a second training that went on from the first
     evaluate    validation loss, WikiText-2 perplexity in two conventions, greedy continuations; printed only
 
 The layers are those of transformers' `LlamaForCausalLM`, so what is trained is what `from_pretrained` loads. README.md
@@ -423,6 +424,19 @@ def run_train(args: argparse.Namespace) -> None:
 
 
 @torch.no_grad()
+def run_average(args: argparse.Namespace) -> None:
+    """Write the mean of the weights of `--out` and `--other`, which went on from it, to `--out`.
+
+    A second training on a new style forgets and overfits some of the first; half-way between the two, nearly all of
+    the gain is kept and most of the loss undone (Wortsman et al., 2022, "Robust fine-tuning of zero-shot models").
+    """
+    first, second = (LlamaForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (args.out, args.other))
+    for mean, other in zip(first.parameters(), second.parameters(), strict=True):
+        mean.lerp_(other, 0.5)
+    save_checkpoint(first, args.out)
+
+
+@torch.no_grad()
 def negative_log_likelihood(model: LlamaForCausalLM, windows: list[Tensor], device: torch.device) -> float:
     """Return the summed loss, in nats, of every token but the first of each window (`[tokens]` each)."""
     total = 0.0
@@ -507,9 +521,13 @@ def main() -> None:
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--no-compile", dest="compile", action="store_false", help="skip torch.compile")
 
+    average = commands.add_parser("average", help="average two checkpoints")
+    average.add_argument("--other", type=Path, required=True, help="folder of the checkpoint trained on from --out")
+
     evaluate = commands.add_parser("evaluate", help="measure a checkpoint")
     evaluate.add_argument("--wikitext", type=Path, help="the WikiText-2 raw test split")
 
+    average.add_argument("--out", type=Path, required=True, help="folder of the first checkpoint, and of the mean")
     for command in (tokenizer, train, evaluate):
         command.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
         command.add_argument(
@@ -522,7 +540,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "train" and args.tokenizer is None:
         args.tokenizer = args.out
-    {"tokenizer": run_tokenizer, "train": run_train, "evaluate": run_evaluate}[args.command](args)
+    commands_by_name = {
+        "tokenizer": run_tokenizer,
+        "train": run_train,
+        "average": run_average,
+        "evaluate": run_evaluate,
+    }
+    commands_by_name[args.command](args)
 
 
 if __name__ == "__main__":
