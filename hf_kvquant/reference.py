@@ -232,4 +232,4 @@ def decode_attention(
         seen = is_visible.expand(batch, num_q_heads, q_len, capacity).reshape(batch, num_kv_heads, num_rows, capacity)
         out = out.masked_fill(seen.float() @ is_bad.float() > 0, torch.nan)
     out = out.view(batch, num_q_heads, q_len, -1)
-    return out.transpose(1, 2).to(query.dtype), lse
+    return out.transpose(1, 2).to(query.dtype).contiguous(), lse
