@@ -57,7 +57,8 @@ def compute_scale(x: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None
     high = x.amax(shared, keepdim=True).squeeze(-1).mT
     low = x.amin(shared, keepdim=True).squeeze(-1).mT
     span = torch.maximum(high.abs(), low.abs()) if kv_format.symmetric else high - low
-    scale = (span / max_code(kv_format)).to(torch.float16)
+    # Divided by a tensor: on a GPU, PyTorch divides by a Python number through its reciprocal, which rounds otherwise.
+    scale = (span / torch.full_like(span, max_code(kv_format))).to(torch.float16)
     zero = None if kv_format.symmetric else low.to(torch.float16)
     finite = scale.isfinite() if zero is None else scale.isfinite() & zero.isfinite()
     scale = torch.where(finite, scale.clamp(min=MIN_SCALE), torch.nan)
