@@ -254,9 +254,8 @@ class LayerStorage:
         grown.codes[:, :, : self.length] = planes.codes[:, :, : self.length]
         for new, old in ((grown.scale, planes.scale), (grown.zero, planes.zero)):
             if new is not None and old is not None:
-                new[..., : min(self.length, old.shape[-1])] = old[..., : min(self.length, old.shape[-1])]
-                if old.shape[-1] == 1:  # one frozen scale for all tokens
-                    new.copy_(old)
+                kept = min(self.length, old.shape[-1])  # a frozen scale is a single column
+                new[..., :kept] = old[..., :kept]
         return grown
 
     def _freeze_scales(self, key: Tensor, value: Tensor) -> None:
