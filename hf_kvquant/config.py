@@ -97,6 +97,10 @@ class KVQuantConfig:
                     "Give the longest sequence in tokens, prompt included."
                 )
             object.__setattr__(self, "static", True)
+        if not isinstance(self.layers, Mapping):
+            raise TypeError(
+                f"KVQuantConfig: `layers` must map layer indices to LayerFormats, got {type(self.layers).__name__}."
+            )
         for index, formats in self.layers.items():
             if isinstance(index, bool) or not isinstance(index, int) or index < 0:
                 raise ValueError(f"KVQuantConfig: `layers` must be keyed by layer indices from 0, got {index!r}.")
@@ -257,7 +261,7 @@ def _apply_aliases(formats: LayerFormats, data: Mapping[str, Any]) -> LayerForma
             raise ValueError(
                 f"KVQuantConfig: `nbits` must not be given together with {clash}, got {nbits!r}. Keep one of them."
             )
-        if nbits not in _NBITS:
+        if not isinstance(nbits, int) or nbits not in _NBITS:
             raise ValueError(f"KVQuantConfig: `nbits` must be one of {list(_NBITS)}, got {nbits!r}.")
         chosen = _DEFAULT_FORMATS[_NBITS[nbits]]
         formats = LayerFormats(chosen, chosen)

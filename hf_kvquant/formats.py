@@ -126,8 +126,7 @@ class KVFormat:
         """
         if head_dim <= 0 or head_dim % 8 != 0:
             raise ValueError(
-                f"KVFormat: `head_dim` must be a positive multiple of 8, got {head_dim}. "
-                "Leave the model unpatched."
+                f"KVFormat: `head_dim` must be a positive multiple of 8, got {head_dim}. Leave the model unpatched."
             )
         if self.group_size is None:
             return 1

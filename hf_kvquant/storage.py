@@ -412,7 +412,8 @@ class LayerStorage:
         key_planes, value_planes = self._planes()
 
         def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
+            # Towards a GPU the copy is ordered with the kernels that read it; nothing orders the CPU's own reads.
+            return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
 
         self.key_planes, self.value_planes = _map(key_planes, moved), _map(value_planes, moved)
         self.lengths = moved(self._lengths())

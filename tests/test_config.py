@@ -268,6 +268,11 @@ STORAGES = "['none', 'int8', 'int4', 'fp8']"
             "Every token is coded here, so there is no dense window: leave the key out.",
         ),
         (
+            {"nbits": [4]},
+            ValueError,
+            "KVQuantConfig: `nbits` must be one of [8, 4], got [4].",
+        ),
+        (
             {"nbits": 4, "preset": "int8", "value": "int8"},
             ValueError,
             "KVQuantConfig: `nbits` must not be given together with ['preset', 'value'], got 4. Keep one of them.",
@@ -346,6 +351,11 @@ def test_refuses(data: dict[str, Any], error: type[Exception], message: str) -> 
             {"layers": {0: "int8"}},
             TypeError,
             "KVQuantConfig: `layers[0]` must be LayerFormats, got 'int8'.",
+        ),
+        (
+            {"layers": [INT8]},
+            TypeError,
+            "KVQuantConfig: `layers` must map layer indices to LayerFormats, got list.",
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
