@@ -1,0 +1,286 @@
+"""Decode attention on the CPU: every preset against PyTorch's attention over the unquantised cache, cold caches.
+
+    python evals/bench_cpu_decode.py --output evals/results/cpu_decode.json
+
+The physics: one step of decoding reads every key and value once and computes little with each, so memory sets the
+limit: `bytes per token · tokens / read bandwidth`. Fewer bits help exactly as far as the kernel keeps up with memory.
+So each time stands beside its GB/s and the share of what a plain sum over 512 MB reaches in the same run. At short
+lengths, where little is read, the fixed costs of a call show instead.
+
+The method: batch 1, one new token. Ours is the whole op, append of that token and combining of splits included.
+PyTorch's is `scaled_dot_product_attention` alone, without its cache's append, in float32 and bfloat16, each with
+`enable_gqa` and with the heads of a group as rows of one head (what transformers amounts to, minus its copies), and
+each cell is compared with the fastest of the four. Contenders take turns within one run, each turn on another of
+several buffer sets, which together exceed the last-level cache by far. A time is the median of the turns, with the 10th
+and 90th percentile. Results are checked against `reference.py` in the same run; a wrong one ends it. `rows` of the
+results are the presets at the first shape, with a query in bfloat16; `cases` holds everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import card
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hf_kvquant import PRESETS, ops, reference
+from hf_kvquant.formats import TOKEN_ALIGNMENT, KVFormat, Planes
+
+# The buffer sets of a contender together, at least: three times the last-level cache of the processors at hand.
+COLD_BYTES = 96e6
+MIN_SETS = 4
+READ_BYTES = 512 * 2**20
+WARM_UPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One step of one layer, batch 1."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    length: int
+
+    def describe(self) -> str:
+        """For the table."""
+        return f"{self.num_q_heads}/{self.num_kv_heads} heads of {self.head_dim}, {self.length} tokens"
+
+
+# The first is the one of the README.
+SHAPES = [
+    Shape(32, 8, 128, 16384),
+    Shape(32, 8, 128, 4096),
+    Shape(32, 8, 128, 1024),
+    Shape(32, 8, 64, 16384),
+    Shape(32, 32, 128, 4096),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """Something to be timed: `run(i)` uses buffer set `i` of `num_sets`, which holds `num_bytes` of keys and values."""
+
+    name: str
+    run: Callable[[int], object]
+    num_sets: int
+    num_bytes: float
+
+
+def sets_needed(num_bytes: float) -> int:
+    """Buffer sets that keep a contender's data out of the caches."""
+    return max(MIN_SETS, math.ceil(COLD_BYTES / num_bytes))
+
+
+def read_gbps() -> float:
+    """GB/s of a sum over 512 MB, the best of ten: the denominator of every share of bandwidth."""
+    data = torch.ones(READ_BYTES // 4)
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        data.sum()
+        times.append(time.perf_counter() - start)
+    return READ_BYTES / min(times) / 1e9
+
+
+def torch_contenders(shape: Shape, dtype: torch.dtype) -> list[Contender]:
+    """PyTorch's attention over dense keys and values, in each form that a caller may choose."""
+    kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
+    num_bytes = 2 * kv_heads * shape.length * head_dim * dtype.itemsize
+    num_sets = sets_needed(num_bytes)
+    caches = [torch.randn(2, 1, kv_heads, shape.length, head_dim).to(dtype) for _ in range(num_sets)]
+    query = torch.randn(1, shape.num_q_heads, 1, head_dim).to(dtype)
+    packed = query.view(1, kv_heads, -1, head_dim)
+
+    def run_gqa(i: int) -> Tensor:
+        key, value = caches[i]
+        return scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+    def run_packed(i: int) -> Tensor:
+        key, value = caches[i]
+        return scaled_dot_product_attention(packed, key, value)
+
+    name = str(dtype).removeprefix("torch.")
+    return [
+        Contender(f"torch {name} gqa", run_gqa, num_sets, num_bytes),
+        Contender(f"torch {name} packed", run_packed, num_sets, num_bytes),
+    ]
+
+
+def our_contender(shape: Shape, preset: str, dtype: torch.dtype) -> tuple[Contender, float]:
+    """The op with a preset, and its largest error relative to the largest value of the output.
+
+    Raises:
+        SystemExit: The result is not that of the reference.
+    """
+    formats = PRESETS[preset]
+    kv_heads, head_dim, length = shape.num_kv_heads, shape.head_dim, shape.length
+    capacity = math.ceil(length / TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT
+    lengths = torch.tensor([length], dtype=torch.int32)
+    first = [
+        kv_format.allocate(1, kv_heads, head_dim, capacity, dtype=dtype, device=torch.device("cpu"))
+        for kv_format in formats
+    ]
+    keys, values = (torch.randn(1, kv_heads, length, head_dim).to(dtype) for _ in range(2))
+    ops.append(keys, values, first[0], first[1], lengths, formats)
+    num_bytes = length * sum(kv_format.bytes_per_token(kv_heads, head_dim, dtype) for kv_format in formats)
+    num_sets = sets_needed(num_bytes)
+    planes = [first] + [[_clone(side) for side in first] for _ in range(num_sets - 1)]
+    query = torch.randn(1, shape.num_q_heads, 1, head_dim).to(dtype)
+    new = keys[:, :, -1:], values[:, :, -1:]
+
+    def run(i: int) -> Tensor:
+        return ops.decode(query, new, *planes[i], lengths, formats, softmax_scale=head_dim**-0.5)[0]
+
+    error = check(run(0), query, first, formats, lengths, f"{shape.describe()}, {preset}, {dtype}")
+    return Contender(preset, run, num_sets, num_bytes), error
+
+
+def check(
+    out: Tensor, query: Tensor, planes: list[Planes], formats: tuple[KVFormat, KVFormat], lengths: Tensor, what: str
+) -> float:
+    """The error of `out` relative to its largest value, at most twice PyTorch's own on the same values plus a rounding.
+
+    Raises:
+        SystemExit: It is larger.
+    """
+    head_dim = query.shape[-1]
+    key, value = (reference.dequantize(side, kv_format) for side, kv_format in zip(planes, formats, strict=True))
+    expected, _ = reference.decode_attention(query.float(), key, value, lengths, softmax_scale=head_dim**-0.5)
+    key, value = (x[:, :, : int(lengths[0])].to(query.dtype) for x in (key, value))
+    plain = scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(1, 2)
+    largest = float(expected.abs().max())
+    error = float((out.float() - expected).abs().max()) / largest
+    bound = 2 * float((plain.float() - expected).abs().max()) / largest + torch.finfo(query.dtype).eps
+    if not error <= bound:
+        raise SystemExit(f"bench_cpu_decode: {what}: relative error {error:.2e} exceeds its bound {bound:.2e}.")
+    return error
+
+
+def _clone(planes: Planes) -> Planes:
+    scale, zero = (None if plane is None else plane.clone() for plane in (planes.scale, planes.zero))
+    return Planes(planes.codes.clone(), scale, zero)
+
+
+def time_in_turns(contenders: list[Contender], turns: int) -> dict[str, list[float]]:
+    """Seconds of every turn of every contender, sorted."""
+    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for turn in range(WARM_UPS + turns):
+        for contender in contenders:
+            start = time.perf_counter()
+            contender.run(turn % contender.num_sets)
+            if turn >= WARM_UPS:
+                times[contender.name].append(time.perf_counter() - start)
+    return {name: sorted(seconds) for name, seconds in times.items()}
+
+
+def best_forms(contenders: list[Contender]) -> list[Contender]:
+    """Per dtype the form of PyTorch's attention that is faster on this machine: others only lengthen the run."""
+    best: dict[str, tuple[float, Contender]] = {}
+    for contender in contenders:
+        seconds = time_in_turns([contender], 5)[contender.name][2]
+        dtype = contender.name.split()[1]
+        if dtype not in best or seconds < best[dtype][0]:
+            best[dtype] = (seconds, contender)
+    return [contender for _, contender in best.values()]
+
+
+def measure(shape: Shape, dtype: torch.dtype, turns: int, bandwidth: float) -> dict[str, Any]:
+    """One case: PyTorch's attention in both dtypes, and every preset with queries in `dtype`."""
+    dense = best_forms([c for kind in (torch.float32, torch.bfloat16) for c in torch_contenders(shape, kind)])
+    ours = {preset: our_contender(shape, preset, dtype) for preset in PRESETS}
+    contenders = [*dense, *(contender for contender, _ in ours.values())]
+    times = time_in_turns(contenders, turns)
+    medians = {name: seconds[len(seconds) // 2] for name, seconds in times.items()}
+    baseline = min((contender.name for contender in dense), key=medians.__getitem__)
+    rows = []
+    for contender in contenders:
+        seconds, median = times[contender.name], medians[contender.name]
+        gbps = contender.num_bytes / median / 1e9
+        rows.append(
+            {
+                "preset": contender.name,
+                "median_us": median * 1e6,
+                "p10_us": seconds[len(seconds) // 10] * 1e6,
+                "p90_us": seconds[len(seconds) * 9 // 10] * 1e6,
+                "bytes": contender.num_bytes,
+                "gbps": gbps,
+                "share_of_read_bandwidth": gbps / bandwidth,
+                "speedup": medians[baseline] / median,
+                "relative_error": ours[contender.name][1] if contender.name in ours else None,
+            }
+        )
+    return {
+        "shape": {"batch": 1, **dataclasses.asdict(shape)},
+        "query_dtype": str(dtype).removeprefix("torch."),
+        "baseline": baseline,
+        "rows": rows,
+    }
+
+
+def show(console: Console, case: dict[str, Any]) -> None:
+    """One case as a table."""
+    shape = Shape(**{key: value for key, value in case["shape"].items() if key != "batch"})
+    table = Table(title=f"{shape.describe()}, {case['query_dtype']} queries", title_justify="left")
+    for column in ("", "us", "10 %", "90 %", "MB", "GB/s", "of read", f"times {case['baseline']}", "error"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for row in case["rows"]:
+        error = row["relative_error"]
+        table.add_row(
+            row["preset"],
+            *(f"{row[key]:.0f}" for key in ("median_us", "p10_us", "p90_us")),
+            f"{row['bytes'] / 1e6:.1f}",
+            f"{row['gbps']:.1f}",
+            f"{row['share_of_read_bandwidth']:.0%}",
+            f"{row['speedup']:.2f}",
+            "" if error is None else f"{error:.1e}",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    """Measure every case, print card and tables, and the results as one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="write the JSON here too")
+    parser.add_argument("--threads", type=int, help="threads of PyTorch and of the kernels; default: PyTorch's choice")
+    parser.add_argument("--turns", type=int, default=50, help="timed runs of each contender")
+    parser.add_argument("--cases", type=int, default=len(SHAPES), help="how many of the shapes, from the first")
+    arguments = parser.parse_args()
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    if not ops.has_kernels("cpu"):
+        raise SystemExit("bench_cpu_decode: there are no compiled kernels. Install: pip install --no-build-isolation .")
+    torch.manual_seed(0)
+    console = Console(width=120)
+    bandwidth = read_gbps()
+    results: dict[str, Any] = {**card(), "read_gbps": bandwidth, "turns": arguments.turns}
+    for key, value in results.items():
+        console.print(f"{key:>14}  {value}", highlight=False, markup=False)
+    cases = []
+    for shape in SHAPES[: arguments.cases]:
+        for dtype in (torch.bfloat16, torch.float32):
+            cases.append(measure(shape, dtype, arguments.turns, bandwidth))
+            show(console, cases[-1])
+    results["shape"] = cases[0]["shape"]
+    results["query_dtype"] = cases[0]["query_dtype"]
+    results["rows"] = [row for row in cases[0]["rows"] if row["preset"] in PRESETS]
+    results["cases"] = cases
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
