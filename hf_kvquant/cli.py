@@ -171,7 +171,7 @@ def show_summaries(console: Console, summaries: Sequence[Summary], *, title: str
         )
     console.print()
     console.print(table)
-    notes = ["Peak cache: bytes allocated at the end of the longest text. tokens/s: decoding only, without prefill."]
+    notes = ["Peak cache: bytes allocated at the end of the longest text. tokens/s: one over the median decode step."]
     num_scored = max(row.num_scored for row in summaries)
     if num_scored:
         notes.append(

@@ -8,6 +8,8 @@ printed where, and what a user may pass, is decided in `cli.py`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,14 +35,14 @@ class Continuation:
     Attributes:
         ids: `[1, tokens]` int64, prompt included.
         num_new: Tokens written.
-        decode_seconds: From the first new token to the last; prefill is not in it.
+        step_seconds: Of each decode step, that is, from each new token to the next; prefill is not among them.
         bytes_per_token: Bytes of the cache that one more token takes in all layers.
         peak_bytes: Bytes that the cache had allocated at the end. A growing cache never gives bytes back.
     """
 
     ids: Tensor
     num_new: int
-    decode_seconds: float
+    step_seconds: list[float]
     bytes_per_token: int
     peak_bytes: int
 
@@ -53,7 +55,7 @@ class Summary:
         preset: Its name.
         bytes_per_token: Of the cache.
         peak_bytes: Of the largest cache.
-        tokens_per_second: Of decoding, prefill excluded. `None` when no prompt got a second token.
+        tokens_per_second: One over the median decode step. `None` when no prompt got a second token.
         agreement: Share of tokens whose most likely successor is that under the unquantised cache; `None` when the
             presets to run do not include the unquantised one.
         kld: Mean KL divergence from the unquantised cache, nats per token; `None` likewise.
@@ -150,7 +152,7 @@ def continue_prompt(
     return Continuation(
         ids=result.sequences,
         num_new=result.sequences.shape[1] - prompt.shape[1],
-        decode_seconds=streamer.times[-1] - streamer.times[0],
+        step_seconds=[after - before for before, after in itertools.pairwise(streamer.times)],
         bytes_per_token=cache.bytes_per_token,
         peak_bytes=cache.num_bytes,
     )
@@ -176,14 +178,15 @@ class _Stream(TextStreamer):
 
 
 def _summary(preset: str, written: Sequence[Continuation], results: Sequence[Fidelity]) -> Summary:
-    num_decoded = sum(text.num_new - 1 for text in written)
+    # The median, because a busy machine stretches some steps and never shortens one.
+    steps = [seconds for text in written for seconds in text.step_seconds]
     kld = torch.cat([result.kld for result in results]) if results else None
     agrees = torch.cat([result.agrees for result in results]) if results else None
     return Summary(
         preset=preset,
         bytes_per_token=max(text.bytes_per_token for text in written),
         peak_bytes=max(text.peak_bytes for text in written),
-        tokens_per_second=num_decoded / sum(text.decode_seconds for text in written) if num_decoded else None,
+        tokens_per_second=1 / statistics.median(steps) if steps else None,
         agreement=None if agrees is None else float(agrees.double().mean()),
         kld=None if kld is None else float(kld.double().mean()),
         num_scored=0 if kld is None else kld.numel(),
