@@ -47,7 +47,7 @@ def table(fidelity: dict[str, Any], cpu: dict[str, Any]) -> str:
     for preset, row in fidelity["presets"].items():
         ratio = f"{ratios[preset]:.1f}" if preset in ratios else "-"
         lines.append(
-            f"| `{preset}` | {row['bits_per_value']:.2f} | {row['bytes_per_token'] / unquantised:.0%} "
+            f"| `{preset}` | {row['bits_per_value']:.4g} | {row['bytes_per_token'] / unquantised:.0%} "
             f"| {scientific(row['kld'])} | {row['agreement']:.1%} | {row['perplexity_change']:+.2%} | {ratio} |"
         )
     return "\n".join(lines)
@@ -104,7 +104,7 @@ def quality_panel(fidelity: dict[str, Any], left: float) -> list[str]:
     def y_of(kld: float) -> float:
         return TOP + (high - math.log10(kld)) / (high - low) * HEIGHT
 
-    parts = [text(left, TOP - 14, "KL divergence from the unquantised cache, nats a token", weight="bold")]
+    parts = [text(left, TOP - 14, "KL divergence from the unquantised cache, nats", weight="bold")]
     for exponent in range(low, high + 1):
         y = y_of(10.0**exponent)
         parts += [line(left, y, left + WIDTH, y), text(left - 6, y + 4, scientific(10.0**exponent)[4:], anchor="end")]
