@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import io
 import json
@@ -31,7 +32,11 @@ def renderer() -> ModuleType:
 
 
 def test_code_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks run one after the other, as a reader would type them; a `text` block behind one is its output."""
+    """Blocks run one after the other, as a reader would type them; a `text` block behind one is its output.
+
+    The prompt there is one whose continuation is never near a tie (0.18 between the two largest logits, at least), so
+    another processor, which rounds in another order, writes the same.
+    """
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     blocks = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", README, flags=re.DOTALL)
@@ -49,6 +54,12 @@ def test_table_and_picture_are_those_of_the_results(renderer: ModuleType) -> Non
     results = renderer.load("fidelity.json"), renderer.load("cpu_decode.json")
     assert renderer.rendered(README, *results) == README, "run: python evals/render_readme.py"
     assert renderer.picture(*results) == renderer.PICTURE.read_text(encoding="utf-8")
+
+
+def test_results_are_those_of_the_model_that_ships(renderer: ModuleType) -> None:
+    weights = (ROOT / "evals" / "reference_model" / "model.safetensors").read_bytes()
+    recorded = renderer.load("fidelity.json")["weights_sha256"]["model.safetensors"]
+    assert recorded == hashlib.sha256(weights).hexdigest(), "run: python evals/fidelity.py"
 
 
 def test_every_preset_is_in_the_readme() -> None:
