@@ -9,8 +9,9 @@
 // replaced by 0 in the tile and written as NaN into the sums of the rows that see their token (`poison`).
 #pragma once
 
+#include "attend_direct.h"
+#include "dequantize.h"
 #include "kernels.h"
-#include "simd.h"
 
 #if KVQ_USE_AVX512
 #include "attend_vnni.h"
@@ -19,7 +20,6 @@
 namespace hf_kvquant::cpu::KVQ_ISA {
 namespace {
 
-constexpr int kTile = 64;
 // 64 rows divide the cost of dequantising a tile enough (below 3 % of their products), and their sums fit L2.
 constexpr int kMaxRows = 64;
 
@@ -28,10 +28,12 @@ struct Workspace {
   int key_stride, value_stride;
   float *query, *key, *value, *scores, *out, *scale_row, *zero_row;
 
+  // Scales and zeros of one tile, [num_groups, kTile]; sums of the query over groups, [kMaxRows, num_groups of keys].
+  float *key_scale, *key_zero, *value_scale, *value_zero, *query_sums;
+  // Four rows: scores before scales or p · scale, [4, kTile]; p · value of one tile, [4, value_stride].
+  float *raw_scores, *tile_out;
 #if KVQ_USE_AVX512
   bool has_integer_keys, has_integer_values;
-  // Scales and zeros of one tile, [num_groups, kTile]; sums of the query over groups, [kMaxRows, num_groups of keys].
-  float *key_scale, *key_zero, *value_scale, *value_zero, *query_sums, *raw_scores;
   uint8_t *query_sets, *weights;
 #endif
 
@@ -53,15 +55,16 @@ struct Workspace {
     has_integer_keys = serves_keys(key_side);
     has_integer_values = serves_values(value_side);
     if (has_integer_values) value_stride = num_blocks_of(value_side) * 16 * channels_per_lane(value_side);
+    query_sets = reinterpret_cast<uint8_t*>(take(kMaxRows / 4 * query_set_bytes(key_side) / 4));
+    weights = reinterpret_cast<uint8_t*>(take(weights_bytes(value_side) / 4));
+#endif
     key_scale = take(static_cast<int64_t>(key_side.num_groups) * kTile);
     key_zero = take(static_cast<int64_t>(key_side.num_groups) * kTile);
     value_scale = take(static_cast<int64_t>(value_side.num_groups) * kTile);
     value_zero = take(static_cast<int64_t>(value_side.num_groups) * kTile);
     query_sums = take(static_cast<int64_t>(kMaxRows) * key_side.num_groups);
     raw_scores = take(4 * kTile);
-    query_sets = reinterpret_cast<uint8_t*>(take(kMaxRows / 4 * query_set_bytes(key_side) / 4));
-    weights = reinterpret_cast<uint8_t*>(take(weights_bytes(value_side) / 4));
-#endif
+    tile_out = take(4 * static_cast<int64_t>(value_stride));
     query = take(static_cast<int64_t>(kMaxRows) * key_stride);
     key = take(static_cast<int64_t>(kTile) * key_stride);
     value = take(static_cast<int64_t>(kTile) * value_stride);
@@ -86,136 +89,6 @@ struct Row {
   float max, sum;
   float rescale;       // what the current tile multiplies the sums so far with
 };
-
-// --- tiles of float32 ---------------------------------------------------------------------------------------------------
-
-// One row of codes as float32: load(c) gives the codes from channel c, finish(codes, c) the values.
-template <class Load, class LoadTail, class Finish>
-inline void expand_row(int head_dim, int stride, float* row, Load load_codes, LoadTail load_tail, Finish finish) {
-  int c = 0;
-  for (; c + kWidth <= head_dim; c += kWidth) store(row + c, finish(load_codes(c), c));
-  if (c < head_dim) {  // 8 channels of a vector of 16, through a copy that does not read past the row
-    float values[kWidth];
-    store(values, finish(load_tail(c, head_dim - c), c));
-    std::memcpy(row + c, values, sizeof(float) * (head_dim - c));
-    c = head_dim;
-  }
-  for (; c < stride; ++c) row[c] = 0.0f;
-}
-
-template <Storage kStorage>
-inline Float load_codes_at(const uint8_t* row, int c) {
-  if constexpr (kStorage == Storage::int4) return load_u4(row + c / 2);
-  if constexpr (kStorage == Storage::int8) return load_u8(row + c);
-  if constexpr (kStorage == Storage::fp8) return load_fp8(row + c);
-}
-
-// Codes are multiplied as integers and the zero added in float32, as reference.dequantize does: code · scale is exact.
-template <Storage kStorage, bool kIsSymmetric>
-bool dequantize_rows(const Side& side, int b, int head, int begin, int count, float* tile, int stride, float* scale_row,
-                     float* zero_row) {
-  constexpr float kOffset = !kIsSymmetric || kStorage == Storage::fp8 ? 0.0f : kStorage == Storage::int8 ? 128.0f : 8.0f;
-  const uint8_t* codes = side.codes + b * side.codes_stride_b + head * side.codes_stride_h;
-  const half_bits* scale = side.scale + b * side.scale_stride_b + head * side.scale_stride_h;
-  const half_bits* zero = kIsSymmetric ? nullptr : side.zero + b * side.zero_stride_b + head * side.zero_stride_h;
-  const int group_size = side.head_dim / side.num_groups;
-  const Float offset = broadcast(kOffset);
-  float flaw = 0.0f;  // becomes NaN with the first scale or zero that is not finite
-  Float flaws = zeros();
-  for (int t = 0; t < count; ++t) {
-    const int64_t token = begin + t;
-    const uint8_t* row = codes + token * side.codes_stride_t;
-    const auto load_row = [row](int c) { return load_codes_at<kStorage>(row, c); };
-    const auto load_tail = [row](int c, int remaining) {
-      uint8_t bytes[kWidth] = {};
-      constexpr int kPerByte = kStorage == Storage::int4 ? 2 : 1;
-      std::memcpy(bytes, row + c / kPerByte, remaining / kPerByte);
-      return load_codes_at<kStorage>(bytes, 0);
-    };
-    const auto value_of = [&](Float code, Float s, Float z) {
-      Float x;
-      if constexpr (kIsSymmetric) {
-        x = mul(sub(code, offset), s);
-      } else {
-        x = fma(code, s, z);
-      }
-      if constexpr (kStorage == Storage::fp8) flaws = add(flaws, sub(x, x));
-      return x;
-    };
-    for (int g = 0; g < side.num_groups; ++g) {
-      const float s = half_to_float(scale[g * side.scale_stride_g + token * side.scale_stride_t]);
-      const float z = kIsSymmetric ? 0.0f : half_to_float(zero[g * side.zero_stride_g + token * side.zero_stride_t]);
-      flaw += (s - s) + (z - z);
-      if (side.num_groups == 1) {
-        const Float scales = broadcast(s), offsets = broadcast(z);
-        expand_row(side.head_dim, stride, tile + t * stride, load_row, load_tail,
-                   [&](Float code, int) { return value_of(code, scales, offsets); });
-      } else {
-        for (int c = g * group_size; c < (g + 1) * group_size; ++c) {
-          scale_row[c] = s;
-          zero_row[c] = z;
-        }
-      }
-    }
-    if (side.num_groups > 1) {
-      expand_row(side.head_dim, stride, tile + t * stride, load_row, load_tail,
-                 [&](Float code, int c) { return value_of(code, load(scale_row + c), load(zero_row + c)); });
-    }
-  }
-  return flaw == 0.0f && sum_of(flaws) == 0.0f;
-}
-
-template <Dtype kDtype>
-bool widen_rows(const Side& side, int b, int head, int begin, int count, float* tile, int stride) {
-  const uint8_t* codes = side.codes + b * side.codes_stride_b + head * side.codes_stride_h;
-  Float flaws = zeros();
-  for (int t = 0; t < count; ++t) {
-    const uint8_t* row = codes + static_cast<int64_t>(begin + t) * side.codes_stride_t;
-    expand_row(
-        side.head_dim, stride, tile + t * stride, [row](int c) { return load_dense<kDtype>(row, c); },
-        [row](int c, int remaining) {
-          float values[kWidth] = {};
-          convert_dense(row, kDtype, c, remaining, values);
-          return load(values);
-        },
-        [&flaws](Float x, int) {
-          flaws = add(flaws, sub(x, x));
-          return x;
-        });
-  }
-  return sum_of(flaws) == 0.0f;
-}
-
-// Tokens begin ... begin + count - 1 of one side as float32 [kTile, stride]; rows up to a multiple of 16 are zeroed.
-// Returns whether all of it is finite.
-bool dequantize_tile(const Side& side, int b, int head, int begin, int count, float* tile, int stride, float* scale_row,
-                     float* zero_row) {
-  const int padded = round_up(count, 16);
-  std::memset(tile + count * stride, 0, sizeof(float) * (padded - count) * stride);
-  const auto quantized = [&](auto kernel) {
-    return kernel(side, b, head, begin, count, tile, stride, scale_row, zero_row);
-  };
-  const bool is_symmetric = side.is_symmetric;
-  switch (side.storage) {
-    case Storage::int8:
-      return is_symmetric ? quantized(dequantize_rows<Storage::int8, true>) : quantized(dequantize_rows<Storage::int8, false>);
-    case Storage::int4:
-      return is_symmetric ? quantized(dequantize_rows<Storage::int4, true>) : quantized(dequantize_rows<Storage::int4, false>);
-    case Storage::fp8:
-      return quantized(dequantize_rows<Storage::fp8, true>);
-    case Storage::none:
-      break;
-  }
-  switch (side.dense_dtype) {
-    case Dtype::fp32:
-      return widen_rows<Dtype::fp32>(side, b, head, begin, count, tile, stride);
-    case Dtype::bf16:
-      return widen_rows<Dtype::bf16>(side, b, head, begin, count, tile, stride);
-    case Dtype::fp16:
-      break;
-  }
-  return widen_rows<Dtype::fp16>(side, b, head, begin, count, tile, stride);
-}
 
 // --- inner products -----------------------------------------------------------------------------------------------------
 
@@ -345,6 +218,12 @@ void poison(const Workspace& work, int head_dim, int begin, int count, const Row
   }
 }
 
+// Whether the products of a side can be formed straight from its codes (attend_direct.h): whole vectors, one scale a
+// token, and few rows, for each four of them unpack the codes anew.
+inline bool is_direct(const Side& side, int num_rows) {
+  return num_rows <= 8 && side.num_groups == 1 && side.head_dim % kWidth == 0;
+}
+
 // --- the loop -----------------------------------------------------------------------------------------------------------
 
 Row make_row(const DecodeParams& params, const AttendTask& task, int r) {
@@ -370,17 +249,32 @@ void load_query(const DecodeParams& params, const AttendTask& task, const Row& r
   float* result = work.query + r * work.key_stride;
   convert_dense(query.data, query.dtype, offset, params.key_side.head_dim, result);
   for (int c = params.key_side.head_dim; c < work.key_stride; ++c) result[c] = 0.0f;
+  const int group_size = params.key_side.head_dim / params.key_side.num_groups;
+  for (int g = 0; g < params.key_side.num_groups; ++g) {
+    float sum = 0.0f;
+    for (int c = g * group_size; c < (g + 1) * group_size; ++c) sum += result[c];
+    work.query_sums[r * params.key_side.num_groups + g] = sum;
+  }
 }
 
 // Few rows do little with each number that is dequantised, so it must still be in L1 then: 16 tokens at a time (8 KB at
 // head_dim 128) instead of all 64. Many rows would load and store their sums too often for that.
 inline int tokens_at_once(const AttendTask& task) { return task.num_rows <= 8 ? 16 : kTile; }
 
-// Scores of all rows and a tile of tokens, before softmax_scale, by dequantising the keys.
+// Scores of all rows and a tile of tokens, before softmax_scale, straight from the codes of few rows or by dequantising.
 void score_tile(const DecodeParams& params, const AttendTask& task, int begin, int count, const Workspace& work) {
+  const Side& side = params.key_side;
+  if (is_direct(side, task.num_rows)) {
+    load_direct_scales(side, task.b, task.kv_head, begin, count, work.key_scale, work.key_zero);
+    for_row_blocks(task.num_rows, [&](auto size, int r) {
+      score_directly<size>(side, codes_of(side, task.b, task.kv_head, begin), count, work.query + r * work.key_stride,
+                           work.key_stride, work.query_sums + r, work.key_scale, work.key_zero, work.scores + r * kTile);
+    });
+    return;
+  }
   for (int t = 0; t < count; t += tokens_at_once(task)) {
     const int tokens = min_of(tokens_at_once(task), count - t);
-    dequantize_tile(params.key_side, task.b, task.kv_head, begin + t, tokens, work.key, work.key_stride, work.scale_row,
+    dequantize_tile<false>(params.key_side, task.b, task.kv_head, begin + t, tokens, work.key, work.key_stride, work.scale_row,
                     work.zero_row);
     for_row_blocks(task.num_rows, [&](auto size, int r) {
       score_rows<size>(work.query + r * work.key_stride, work.key, work.key_stride, round_up(tokens, 16),
@@ -389,12 +283,46 @@ void score_tile(const DecodeParams& params, const AttendTask& task, int begin, i
   }
 }
 
-// Adds p · value of a tile to the sums of all rows, by dequantising the values.
+// add_tile straight from the codes. False, and nothing done, when something in the tile is not finite.
+bool add_tile_directly(const DecodeParams& params, const AttendTask& task, int begin, int count, const Row* rows,
+                       const Workspace& work) {
+  const Side& side = params.value_side;
+  if (!load_direct_scales(side, task.b, task.kv_head, begin, count, work.value_scale, work.value_zero)) return false;
+  bool is_finite = true;
+  for_row_blocks(task.num_rows, [&](auto size, int r) {
+    is_finite = is_finite && sum_directly<size>(side, codes_of(side, task.b, task.kv_head, begin), count,
+                                                work.scores + r * kTile, work.value_scale, work.raw_scores, work.tile_out,
+                                                work.value_stride);
+    if (!is_finite) return;  // found in the first block, before anything is added: all blocks see the same codes
+    for (int i = r; i < r + size; ++i) {
+      const float* p = work.scores + i * kTile;
+      Float zero_sum = zeros();
+      if (!side.is_symmetric) {
+        for (int t = 0; t < kTile; t += kWidth) zero_sum = fma(load(p + t), load(work.value_zero + t), zero_sum);
+      }
+      const Float constant = broadcast(sum_of(zero_sum)), rescale = broadcast(rows[i].rescale);
+      float* out = work.out + i * work.value_stride;
+      for (int c = 0; c < side.head_dim; c += kWidth) {
+        const Float sum = add(load(work.tile_out + (i - r) * work.value_stride + c), constant);
+        store(out + c, fma(load(out + c), rescale, sum));
+      }
+    }
+  });
+  return is_finite;
+}
+
+// Adds p · value of a tile to the sums of all rows, straight from the codes or by dequantising.
 void add_tile(const DecodeParams& params, const AttendTask& task, int begin, int count, Row* rows, const Workspace& work) {
   const Side& side = params.value_side;
+#if KVQ_USE_AVX512
+  const bool is_natural = !work.has_integer_values;
+#else
+  constexpr bool is_natural = true;
+#endif
+  if (is_natural && is_direct(side, task.num_rows) && add_tile_directly(params, task, begin, count, rows, work)) return;
   for (int t = 0; t < count; t += tokens_at_once(task)) {
     const int tokens = min_of(tokens_at_once(task), count - t);
-    const bool is_finite = dequantize_tile(side, task.b, task.kv_head, begin + t, tokens, work.value, work.value_stride,
+    const bool is_finite = dequantize_tile<true>(side, task.b, task.kv_head, begin + t, tokens, work.value, work.value_stride,
                                            work.scale_row, work.zero_row);
     const auto poison_at = [&](auto place) {
       poison(work, side.head_dim, begin + t, tokens, rows, task.num_rows, place);
@@ -424,44 +352,21 @@ void add_tile(const DecodeParams& params, const AttendTask& task, int begin, int
 
 #if KVQ_USE_AVX512
 
-// The rows of a task in fixed point, four at a time, and the sums of their channels.
+// The rows of a task in fixed point, four at a time.
 void make_query_sets(const DecodeParams& params, const AttendTask& task, const Workspace& work, QuerySet* sets) {
   const Side& side = params.key_side;
-  const int group_size = side.head_dim / side.num_groups;
   for (int r = 0; r < task.num_rows; r += 4) {
     sets[r / 4] = make_query_set(side, work.query + r * work.key_stride, work.key_stride, min_of(4, task.num_rows - r),
                                  params.query.dtype == Dtype::fp32, work.query_sets + r / 4 * query_set_bytes(side));
   }
-  for (int r = 0; r < task.num_rows; ++r) {
-    for (int g = 0; g < side.num_groups; ++g) {
-      float sum = 0.0f;
-      for (int c = g * group_size; c < (g + 1) * group_size; ++c) sum += work.query[r * work.key_stride + c];
-      work.query_sums[r * side.num_groups + g] = sum;
-    }
-  }
-}
-
-bool load_tile_scales(const Side& side, int b, int head, int begin, int count, float* scale, float* zero) {
-  bool is_finite = load_scales(side.scale + b * side.scale_stride_b + head * side.scale_stride_h, side.scale_stride_g,
-                               side.scale_stride_t, side.num_groups, begin, count, scale);
-  if (!side.is_symmetric) {
-    is_finite &= load_scales(side.zero + b * side.zero_stride_b + head * side.zero_stride_h, side.zero_stride_g,
-                             side.zero_stride_t, side.num_groups, begin, count, zero);
-  }
-  return is_finite;
 }
 
 // score_tile and add_tile without leaving the integers.
 void score_tile_of_codes(const DecodeParams& params, const AttendTask& task, int begin, int count, const QuerySet* sets,
                          const Workspace& work) {
   const Side& side = params.key_side;
-  load_tile_scales(side, task.b, task.kv_head, begin, count, work.key_scale, work.key_zero);
-  if (!side.is_symmetric) {
-    const Float center = broadcast(static_cast<float>(code_center(side)));
-    for (int i = 0; i < side.num_groups * kTile; i += kWidth) {
-      store(work.key_zero + i, fma(load(work.key_scale + i), center, load(work.key_zero + i)));
-    }
-  }
+  load_scales(side, task.b, task.kv_head, begin, count, work.key_scale, work.key_zero);
+  if (!side.is_symmetric) center_zeros(side, work.key_scale, work.key_zero);
   const uint8_t* codes = codes_of(side, task.b, task.kv_head, begin);
   for (int r = 0; r < task.num_rows; r += 4) {
     score_set(side, sets[r / 4], min_of(4, task.num_rows - r), codes, count, work.key_scale,
@@ -474,7 +379,7 @@ void score_tile_of_codes(const DecodeParams& params, const AttendTask& task, int
 bool add_tile_of_codes(const DecodeParams& params, const AttendTask& task, int begin, int count, const Row* rows,
                        const Workspace& work) {
   const Side& side = params.value_side;
-  if (!load_tile_scales(side, task.b, task.kv_head, begin, count, work.value_scale, work.value_zero)) return false;
+  if (!load_scales(side, task.b, task.kv_head, begin, count, work.value_scale, work.value_zero)) return false;
   const uint8_t* codes = codes_of(side, task.b, task.kv_head, begin);
   const float* zero = side.is_symmetric ? nullptr : work.value_zero;
   const Weights weights = make_weights(side, work.weights);
@@ -485,10 +390,11 @@ bool add_tile_of_codes(const DecodeParams& params, const AttendTask& task, int b
     for (int r = 0; r < num_rows; ++r) {
       rescales[r] = rows[first + r].rescale;
       const float* p = work.scores + (first + r) * kTile;
-      if (num_words == 2) {
-        fill_weights<2>(side, weights, r, p, work.value_scale, zero);
+      const auto fill = [&](auto kernel) { kernel(side, weights, r, p, work.value_scale, zero); };
+      if (side.num_groups == 1) {
+        num_words == 1 ? fill(fill_weights<1>) : fill(fill_weights<2>);
       } else {
-        fill_weights<1>(side, weights, r, p, work.value_scale, zero);
+        num_words == 1 ? fill(fill_group_weights<1>) : fill(fill_group_weights<2>);
       }
     }
     float* out = work.out + first * work.value_stride;

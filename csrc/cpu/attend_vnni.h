@@ -24,22 +24,14 @@
 // then meets smaller codes, and less cancels.
 #pragma once
 
-#include "simd.h"
+#include "dequantize.h"
 
 namespace hf_kvquant::cpu::KVQ_ISA {
 namespace {
 
-constexpr int kIntegerTile = 64;  // tokens; equals kTile of attend.h
-constexpr int kPairs = kIntegerTile / 2;
+constexpr int kPairs = kTile / 2;
 constexpr int kMaxLimbs = 4;
 constexpr float kWeightLimit = 32767.0f;
-// Codes and scales are asked for four tiles before they are used, and into L2: the next tile's arrive too late and, as
-// L1 holds little more than two tiles, push out what is in use (int8, 16k tokens: 120 clocks a token from L1 one tile
-// ahead, 81 from L2 four tiles ahead, 158 without; Zen 4). Past the end it is harmless.
-constexpr int kTokensAhead = 4 * kIntegerTile;
-
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
-
 inline __m512i add_bytes(__m512i sum, __m512i unsigned_bytes, __m512i signed_bytes) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
   return sum;
@@ -51,41 +43,6 @@ inline __m512i add_words(__m512i sum, __m512i a, __m512i b) {
 
 inline int code_offset(const Side& side) {
   return !side.is_symmetric ? 0 : side.storage == Storage::int8 ? 128 : 8;
-}
-
-inline int code_center(const Side& side) { return side.storage == Storage::int8 ? 128 : 8; }
-
-inline const uint8_t* codes_of(const Side& side, int b, int head, int token) {
-  return side.codes + b * side.codes_stride_b + head * side.codes_stride_h + token * side.codes_stride_t;
-}
-
-// `count` tokens of a scale or zero plane as float32 [num_groups, kIntegerTile], the rest of the tile zero. Returns
-// whether all of them are finite.
-inline bool load_scales(const half_bits* plane, int64_t stride_g, int64_t stride_t, int num_groups, int begin, int count,
-                        float* result) {
-  __m512 flaws = zeros();
-  for (int g = 0; g < num_groups; ++g) {
-    const half_bits* row = plane + g * stride_g + begin * stride_t;
-    for (int t = 0; t < kIntegerTile; t += 32) prefetch(row + (kTokensAhead + t) * stride_t);
-    for (int t = 0; t < kIntegerTile; t += 16) {
-      const int valid = max_of(0, min_of(16, count - t));
-      const __mmask16 mask = static_cast<__mmask16>((1u << valid) - 1);
-      __m256i bits;
-      if (stride_t == 1) {
-        bits = _mm256_maskz_loadu_epi16(mask, row + t);
-      } else if (stride_t == 0) {
-        bits = _mm256_maskz_set1_epi16(mask, static_cast<short>(row[0]));
-      } else {
-        alignas(32) half_bits gathered[16] = {};
-        for (int i = 0; i < valid; ++i) gathered[i] = row[(t + i) * stride_t];
-        bits = _mm256_load_si256(reinterpret_cast<const __m256i*>(gathered));
-      }
-      const __m512 x = _mm512_cvtph_ps(bits);
-      flaws = add(flaws, sub(x, x));
-      store(result + g * kIntegerTile + t, x);
-    }
-  }
-  return sum_of(flaws) == 0.0f;
 }
 
 // --- keys ---------------------------------------------------------------------------------------------------------------
@@ -122,7 +79,7 @@ inline float fix_row(const Side& side, const float* row, int num_limbs, int8_t* 
   for (int c = 0; c < side.head_dim; c += 16) {  // rows are padded to 16 with zeros
     const __m512 x = load(row + c);
     sizes = max_of(sizes, abs_of(x));
-    flaws = add(flaws, sub(x, x));
+    flaws = or_bits(flaws, sub(x, x));
   }
   const bool is_finite = sum_of(flaws) == 0.0f;
   const float limit = num_limbs == 4 ? 2139062016.0f : 32639.0f;  // 127 in every limb
@@ -184,7 +141,7 @@ inline QuerySet make_query_set(const Side& side, const float* rows, int stride, 
                                                    {parts[1][0], parts[1][1], parts[1][2], parts[1][3]}};
     const float step = fix_row(side, rows + r * stride, set.num_limbs, targets, sums);
     for (int i = 0; i < lanes; ++i) steps[r * lanes + i] = step;
-    for (int i = 0; i < side.num_groups * set.num_limbs; ++i) bias[i * 16 + r * lanes] = -code_center(side) * sums[i];
+    for (int i = 0; i < side.num_groups * set.num_limbs; ++i) bias[i * 16 + r * lanes] = -static_cast<int>(center_of(side)) * sums[i];
     for (int chunk = 0; chunk < set.num_chunks; ++chunk) {
       for (int i = 0; i < num_nibbles * set.num_limbs; ++i) {
         int8_t* target = limbs + (chunk * num_nibbles * set.num_limbs + i) * 64 + r * set.chunk_bytes;
@@ -232,15 +189,15 @@ inline __m512i sum_tokens(__m512i x0, __m512i x1, __m512i x2, __m512i x3) {
   return sums;
 }
 
-// Row r of the scores of four tokens goes to scores + r · kIntegerTile.
+// Row r of the scores of four tokens goes to scores + r · kTile.
 template <int kRows>
 inline void store_rows(float* scores, __m512 x) {
   _mm_storeu_ps(scores, _mm512_castps512_ps128(x));
-  if constexpr (kRows == 2) _mm_storeu_ps(scores + kIntegerTile, _mm512_extractf32x4_ps(x, 2));
+  if constexpr (kRows == 2) _mm_storeu_ps(scores + kTile, _mm512_extractf32x4_ps(x, 2));
   if constexpr (kRows == 4) {
-    _mm_storeu_ps(scores + kIntegerTile, _mm512_extractf32x4_ps(x, 1));
-    _mm_storeu_ps(scores + 2 * kIntegerTile, _mm512_extractf32x4_ps(x, 2));
-    _mm_storeu_ps(scores + 3 * kIntegerTile, _mm512_extractf32x4_ps(x, 3));
+    _mm_storeu_ps(scores + kTile, _mm512_extractf32x4_ps(x, 1));
+    _mm_storeu_ps(scores + 2 * kTile, _mm512_extractf32x4_ps(x, 2));
+    _mm_storeu_ps(scores + 3 * kTile, _mm512_extractf32x4_ps(x, 3));
   }
 }
 
@@ -324,10 +281,10 @@ inline void score_codes_of(const Side& side, const QuerySet& set, int group, int
 }
 
 // query · key for the rows of a set: codes by integers, then one scale and zero per token and group.
-//   scale, zero   [num_groups, kIntegerTile]; zero, nullptr when symmetric, belongs to centred codes
+//   scale, zero   [num_groups, kTile]; zero, nullptr when symmetric, belongs to centred codes
 //   query_sums    [row, num_groups], sums of the query over the channels of a group
-//   raw           [4, kIntegerTile] scratch
-//   scores        [row, kIntegerTile]
+//   raw           [4, kTile] scratch
+//   scores        [row, kTile]
 inline void score_set(const Side& side, const QuerySet& set, int num_rows, const uint8_t* codes, int count,
                       const float* scale, const float* zero, const float* query_sums, float* raw, float* scores) {
   const int chunks = set.num_chunks / side.num_groups;
@@ -341,9 +298,9 @@ inline void score_set(const Side& side, const QuerySet& set, int num_rows, const
     for (int r = 0; r < num_rows; ++r) {
       const __m512 query_sum = broadcast(query_sums[r * side.num_groups + g]);
       for (int t = 0; t < count; t += 16) {
-        __m512 x = mul(load(raw + r * kIntegerTile + t), load(scale + g * kIntegerTile + t));
-        if (zero != nullptr) x = fma(load(zero + g * kIntegerTile + t), query_sum, x);
-        float* target = scores + r * kIntegerTile + t;
+        __m512 x = mul(load(raw + r * kTile + t), load(scale + g * kTile + t));
+        if (zero != nullptr) x = fma(load(zero + g * kTile + t), query_sum, x);
+        float* target = scores + r * kTile + t;
         store(target, g == 0 ? x : add(load(target), x));
       }
     }
@@ -353,6 +310,7 @@ inline void score_set(const Side& side, const QuerySet& set, int num_rows, const
 // --- values -------------------------------------------------------------------------------------------------------------
 
 inline bool serves_values(const Side& side) { return side.storage == Storage::int8 || side.storage == Storage::int4; }
+
 
 // m of the file comment: channels that a dword of codes holds.
 inline int channels_per_lane(const Side& side) { return side.storage == Storage::int4 ? 8 : 4; }
@@ -398,8 +356,8 @@ inline void restore_row(const float* transposed, int head_dim, float* row) {
 
 // Probabilities of up to four rows and one tile in fixed point, and what turns sums of products into values.
 struct Weights {
-  // [word][row][pair], two tokens of 16 bits, for num_groups 1; else [word][block][row][pair][16], in the lanes of the
-  // channels that they weigh.
+  // [word][row][pair], two tokens of 16 bits, when all channels share a scale; else [word][block][row][pair][16], in the
+  // lanes of the channels that they weigh.
   int32_t* pairs;
   // [block][word][row][16]: the sum's start, and what a unit is worth; [block][row][16]: sum of p · zero.
   int32_t* bias;
@@ -429,66 +387,106 @@ inline Weights make_weights(const Side& side, uint8_t* memory) {
   return weights;
 }
 
-// Row r of the weights: p [kIntegerTile], zero beyond the tokens there are; scale and zero [num_groups, kIntegerTile].
+// Weights of one row and group before they are spread over lanes.
 template <int kWords>
-void fill_weights(const Side& side, const Weights& weights, int r, const float* p, const float* scale, const float* zero) {
-  const int num_blocks = num_blocks_of(side), m = channels_per_lane(side);
-  const int group_size = side.head_dim / side.num_groups;
-  for (int g = 0; g < side.num_groups; ++g) {
+struct GroupWeights {
+  alignas(64) int16_t words[kWords][kTile];
+  int32_t bias[kWords];
+  float unit, zero;
+
+  // p, scale and zero: [kTile]; zero nullptr when symmetric.
+  void fill(const float* p, const float* scale, const float* zeros_of_tokens, int offset) {
     __m512 products[4];
     __m512 largest = zeros(), zero_sum = zeros();
     for (int i = 0; i < 4; ++i) {
       const __m512 x = load(p + 16 * i);
-      products[i] = mul(x, load(scale + g * kIntegerTile + 16 * i));
+      products[i] = mul(x, load(scale + 16 * i));
       largest = max_of(largest, products[i]);
-      if (zero != nullptr) zero_sum = fma(x, load(zero + g * kIntegerTile + 16 * i), zero_sum);
+      if (zeros_of_tokens != nullptr) zero_sum = fma(x, load(zeros_of_tokens + 16 * i), zero_sum);
     }
     const float top = largest_of(largest);
-    const float factor = top > 1e-30f ? kWeightLimit / top : 0.0f;
-    const float unit = top > 1e-30f ? top / kWeightLimit : 0.0f;
-    alignas(64) int16_t words[kWords][kIntegerTile];
-    int32_t bias[kWords];
-    __m512i word_sums[kWords];
-    for (int w = 0; w < kWords; ++w) word_sums[w] = _mm512_setzero_si512();
+    const __m512 factor = broadcast(top > 1e-30f ? kWeightLimit / top : 0.0f);
+    unit = top > 1e-30f ? top * (1.0f / kWeightLimit) : 0.0f;
+    zero = zeros_of_tokens == nullptr ? 0.0f : sum_of(zero_sum);
+    __m512i sums[kWords];
+    for (int w = 0; w < kWords; ++w) sums[w] = _mm512_setzero_si512();
     for (int i = 0; i < 4; ++i) {
-      const __m512 rounded = round_even(mul(products[i], broadcast(factor)));
+      const __m512 rounded = round_even(mul(products[i], factor));
       __m512i word = _mm512_cvtps_epi32(rounded);
-      word_sums[0] = _mm512_add_epi32(word_sums[0], word);
+      sums[0] = _mm512_add_epi32(sums[0], word);
       _mm256_store_si256(reinterpret_cast<__m256i*>(words[0] + 16 * i), _mm512_cvtepi32_epi16(word));
       if constexpr (kWords == 2) {
         // The product is exact inside the multiply-add, so this is what rounding took away, within half a unit.
-        const __m512 rest = fma(products[i], broadcast(factor), sub(zeros(), rounded));
+        const __m512 rest = fma(products[i], factor, sub(zeros(), rounded));
         word = _mm512_cvtps_epi32(mul(rest, broadcast(32768.0f)));
-        word_sums[1] = _mm512_add_epi32(word_sums[1], word);
+        sums[1] = _mm512_add_epi32(sums[1], word);
         _mm256_store_si256(reinterpret_cast<__m256i*>(words[1] + 16 * i), _mm512_cvtepi32_epi16(word));
       }
     }
-    const int offset = code_offset(side);
-    for (int w = 0; w < kWords; ++w) bias[w] = offset == 0 ? 0 : -offset * _mm512_reduce_add_epi32(word_sums[w]);
-    const float zero_total = zero == nullptr ? 0.0f : sum_of(zero_sum);
+    for (int w = 0; w < kWords; ++w) bias[w] = offset == 0 ? 0 : -offset * _mm512_reduce_add_epi32(sums[w]);
+  }
 
-    // The lanes of this group, in each block.
+  int32_t pair(int word, int i) const {
+    int32_t both;
+    std::memcpy(&both, words[word] + 2 * i, sizeof(both));
+    return both;
+  }
+};
+
+// Row r of the weights when all channels of a token share a scale.
+template <int kWords>
+void fill_weights(const Side& side, const Weights& weights, int r, const float* p, const float* scale, const float* zero) {
+  GroupWeights<kWords> all;
+  all.fill(p, scale, zero, code_offset(side));
+  const int num_blocks = num_blocks_of(side);
+  for (int w = 0; w < kWords; ++w) {
+    std::memcpy(weights.pairs + (w * 4 + r) * kPairs, all.words[w], sizeof(all.words[w]));
     for (int block = 0; block < num_blocks; ++block) {
-      const int first = max_of(g * group_size / m - block * 16, 0);
-      const int last = min_of(((g + 1) * group_size + m - 1) / m - block * 16, 16);
-      if (first >= last) continue;
-      const __mmask16 lanes = static_cast<__mmask16>((1u << last) - (1u << first));
-      for (int w = 0; w < kWords; ++w) {
-        const int64_t place = ((block * kWords + w) * 4 + r) * 16;
-        _mm512_mask_storeu_epi32(weights.bias + place, lanes, _mm512_set1_epi32(bias[w]));
-        _mm512_mask_storeu_ps(weights.units + place, lanes, broadcast(w == 0 ? unit : unit / 32768.0f));
-        if (side.num_groups == 1) continue;
-        int32_t* target = weights.pairs + ((w * num_blocks + block) * 4 + r) * kPairs * 16;
-        for (int pair = 0; pair < kPairs; ++pair) {
-          int32_t both;
-          std::memcpy(&both, words[w] + 2 * pair, sizeof(both));
-          _mm512_mask_storeu_epi32(target + pair * 16, lanes, _mm512_set1_epi32(both));
-        }
-      }
-      _mm512_mask_storeu_ps(weights.zeros + (block * 4 + r) * 16, lanes, broadcast(zero_total));
+      const int place = ((block * kWords + w) * 4 + r) * 16;
+      _mm512_storeu_si512(weights.bias + place, _mm512_set1_epi32(all.bias[w]));
+      store(weights.units + place, broadcast(w == 0 ? all.unit : all.unit * 0x1p-15f));
     }
-    if (side.num_groups == 1) {
-      for (int w = 0; w < kWords; ++w) std::memcpy(weights.pairs + (w * 4 + r) * kPairs, words[w], sizeof(words[w]));
+  }
+  for (int block = 0; block < num_blocks; ++block) store(weights.zeros + (block * 4 + r) * 16, broadcast(all.zero));
+}
+
+// The same with groups: every lane gets the weights of the group of its channels, block by block.
+template <int kWords>
+void fill_group_weights(const Side& side, const Weights& weights, int r, const float* p, const float* scale,
+                        const float* zero) {
+  const int num_blocks = num_blocks_of(side), m = channels_per_lane(side);
+  const int group_lanes = side.head_dim / side.num_groups / m;
+  for (int block = 0; block < num_blocks; ++block) {
+    GroupWeights<kWords> groups[16];
+    __mmask16 lanes[16];
+    const int first_group = block * 16 / group_lanes;
+    const int count = min_of((block * 16 + 15) / group_lanes + 1, side.num_groups) - first_group;
+    __m512i bias[kWords];
+    for (int w = 0; w < kWords; ++w) bias[w] = _mm512_setzero_si512();
+    __m512 unit = zeros(), zero_sum = zeros();
+    for (int i = 0; i < count; ++i) {
+      const int g = first_group + i;
+      groups[i].fill(p, scale + g * kTile, zero == nullptr ? nullptr : zero + g * kTile, code_offset(side));
+      const int first = max_of(g * group_lanes - block * 16, 0), last = min_of((g + 1) * group_lanes - block * 16, 16);
+      lanes[i] = static_cast<__mmask16>((1u << last) - (1u << first));
+      unit = _mm512_mask_mov_ps(unit, lanes[i], broadcast(groups[i].unit));
+      zero_sum = _mm512_mask_mov_ps(zero_sum, lanes[i], broadcast(groups[i].zero));
+      for (int w = 0; w < kWords; ++w) bias[w] = _mm512_mask_set1_epi32(bias[w], lanes[i], groups[i].bias[w]);
+    }
+    store(weights.zeros + (block * 4 + r) * 16, zero_sum);
+    for (int w = 0; w < kWords; ++w) {
+      const int place = ((block * kWords + w) * 4 + r) * 16;
+      _mm512_storeu_si512(weights.bias + place, bias[w]);
+      store(weights.units + place, w == 0 ? unit : mul(unit, broadcast(0x1p-15f)));
+      int32_t* target = weights.pairs + ((w * num_blocks + block) * 4 + r) * kPairs * 16;
+      for (int pair = 0; pair < kPairs; pair += 4) {  // four at a time, so that a mask and its group serve them all
+        __m512i spread[4];
+        for (int k = 0; k < 4; ++k) spread[k] = _mm512_set1_epi32(groups[0].pair(w, pair + k));
+        for (int i = 1; i < count; ++i) {
+          for (int k = 0; k < 4; ++k) spread[k] = _mm512_mask_set1_epi32(spread[k], lanes[i], groups[i].pair(w, pair + k));
+        }
+        for (int k = 0; k < 4; ++k) _mm512_storeu_si512(target + (pair + k) * 16, spread[k]);
+      }
     }
   }
 }

@@ -2,8 +2,8 @@
 // time: a pass over the values that share it for the range, a pass that divides. Nothing here is contracted or
 // reciprocal: x - zero, the division and the rounding are each one float32 operation, as in the reference.
 //
-// The comparisons of minimum and maximum drop a NaN, and x - x is 0 for every finite x and NaN otherwise: summed beside
-// them it says whether a scale may exist at all.
+// The comparisons of minimum and maximum drop a NaN, and x - x is 0 for every finite x and NaN otherwise: collected
+// beside them it says whether a scale may exist at all.
 #pragma once
 
 #include "kernels.h"
@@ -45,7 +45,7 @@ struct Range {
     for_channels<kDtype>(row, begin, end, [this](Float x, int, int) {
       high = max_of(high, x);
       low = min_of(low, x);
-      flaws = add(flaws, sub(x, x));
+      flaws = or_bits(flaws, sub(x, x));
     });
   }
 };
@@ -199,7 +199,7 @@ bool is_finite_dense(const QuantizeTask& task, int b, int head, int first, int l
   for (int i = first; i < last; ++i) {
     const int64_t offset = b * source.stride_b + head * source.stride_h + i * source.stride_t;
     const void* row = static_cast<const uint8_t*>(source.data) + offset * bytes_of(kDtype);
-    for_channels<kDtype>(row, 0, task.side->head_dim, [&](Float x, int, int) { flaws = add(flaws, sub(x, x)); });
+    for_channels<kDtype>(row, 0, task.side->head_dim, [&](Float x, int, int) { flaws = or_bits(flaws, sub(x, x)); });
   }
   return sum_of(flaws) == 0.0f;
 }

@@ -29,6 +29,9 @@ inline To bit_cast(From from) {
   return to;
 }
 
+// Into L2; harmless past the end of a buffer.
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 inline int min_of(int a, int b) { return a < b ? a : b; }
 inline int max_of(int a, int b) { return a > b ? a : b; }
 inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -71,7 +74,8 @@ inline half_bits float_to_half(float x) {
 #endif
 
 // --- vectors ----------------------------------------------------------------------------------------------------------
-// Float is a vector of kWidth numbers. max_of(a, b) and min_of(a, b) return b where either is NaN, in every set.
+// Float is a vector of kWidth numbers. max_of(a, b) and min_of(a, b) return b where either is NaN, in every set. Whether
+// numbers are finite is found out by or_bits of x - x, which is 0 or NaN: adding instead would wait for every addition.
 
 #if KVQ_USE_AVX512
 
@@ -92,6 +96,7 @@ inline Float max_of(Float a, Float b) { return _mm512_max_ps(a, b); }
 inline Float min_of(Float a, Float b) { return _mm512_min_ps(a, b); }
 inline Float round_even(Float x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Float abs_of(Float x) { return _mm512_abs_ps(x); }
+inline Float or_bits(Float a, Float b) { return _mm512_or_ps(a, b); }
 // a where x < y, else b (also where x or y is NaN).
 inline Float select_less(Float x, Float y, Float a, Float b) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), b, a);
@@ -118,16 +123,16 @@ inline Float load_u4(const uint8_t* p) {
   const __m128i odd = _mm_and_si128(_mm_srli_epi16(packed, 4), mask);
   return widen_bytes(_mm_unpacklo_epi8(even, odd));
 }
-// e4m3 has half of float16's exponent bits less one: seven bits moved up by seven are the same number times 2^-8, and
-// float16 holds its subnormals too. Only the NaN pattern needs a look.
-inline Float load_fp8(const uint8_t* p) {
+// e4m3 times 2^-8, which the caller's scale makes up for: its exponent has one bit less than float16's, so that seven bits
+// moved up by seven are that number, and float16 holds its subnormals too. Only the NaN pattern needs a look.
+inline Float load_fp8_scaled(const uint8_t* p) {
   const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7F));
   const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(wide, 8), _mm256_set1_epi16(static_cast<short>(0x8000)));
   const __m256i is_nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7F));
   const __m256i half = _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(magnitude, 7), sign),
                                        _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7E00)));
-  return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+  return _mm512_cvtph_ps(half);
 }
 inline void store_bf16(uint16_t* p, Float x) {
   const __m512i bits = _mm512_castps_si512(x);
@@ -199,6 +204,7 @@ inline Float max_of(Float a, Float b) { return _mm256_max_ps(a, b); }
 inline Float min_of(Float a, Float b) { return _mm256_min_ps(a, b); }
 inline Float round_even(Float x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Float abs_of(Float x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+inline Float or_bits(Float a, Float b) { return _mm256_or_ps(a, b); }
 inline Float select_less(Float x, Float y, Float a, Float b) {
   return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_LT_OQ));
 }
@@ -241,14 +247,14 @@ inline Float load_u4(const uint8_t* p) {
   return widen_bytes(_mm_unpacklo_epi8(even, odd));
 }
 // See the AVX-512 version.
-inline Float load_fp8(const uint8_t* p) {
+inline Float load_fp8_scaled(const uint8_t* p) {
   const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   const __m128i magnitude = _mm_and_si128(wide, _mm_set1_epi16(0x7F));
   const __m128i sign = _mm_and_si128(_mm_slli_epi16(wide, 8), _mm_set1_epi16(static_cast<short>(0x8000)));
   const __m128i is_nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7F));
   const __m128i half = _mm_or_si128(_mm_or_si128(_mm_slli_epi16(magnitude, 7), sign),
                                     _mm_and_si128(is_nan, _mm_set1_epi16(0x7E00)));
-  return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+  return _mm256_cvtph_ps(half);
 }
 inline void store_bf16(uint16_t* p, Float x) {
   const __m256i bits = _mm256_castps_si256(x);
@@ -320,6 +326,7 @@ inline Float select(Int mask, Float a, Float b) { return bit_cast<Float>((mask &
 inline Float max_of(Float a, Float b) { return select(a > b, a, b); }
 inline Float min_of(Float a, Float b) { return select(a < b, a, b); }
 inline Float abs_of(Float x) { return bit_cast<Float>(bit_cast<Int>(x) & 0x7FFFFFFF); }
+inline Float or_bits(Float a, Float b) { return bit_cast<Float>(bit_cast<Int>(a) | bit_cast<Int>(b)); }
 inline Float select_less(Float x, Float y, Float a, Float b) { return select(x < y, a, b); }
 // Adding 1.5 · 2^23 leaves no bits for a fraction; numbers beyond 2^22 here are only ever far out of range.
 inline Float round_even(Float x) {
@@ -357,12 +364,12 @@ inline Float load_u8(const uint8_t* p) {
 inline Float load_u4(const uint8_t* p) {
   return each([&](int i) { return static_cast<float>((p[i / 2] >> (i % 2 * 4)) & 15); });
 }
-inline Float load_fp8(const uint8_t* p) {
+inline Float load_fp8_scaled(const uint8_t* p) {
   return each([&](int i) {
     const uint32_t magnitude = p[i] & 0x7F, sign = p[i] >> 7;
     if (magnitude == 0x7F) return std::numeric_limits<float>::quiet_NaN();
-    const float x = magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f
-                                  : bit_cast<float>((magnitude << 20) + (120u << 23));
+    const float x = magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-17f
+                                  : bit_cast<float>((magnitude << 20) + (112u << 23));
     return sign != 0 ? -x : x;
   });
 }
