@@ -14,6 +14,9 @@ struct Codes {
   // Values of these may be infinite or NaN by themselves; integers are finite whenever their scale is.
   static constexpr bool kMayBeFlawed = kStorage == Storage::none || kStorage == Storage::fp8;
 
+  static constexpr int kBits =
+      kStorage == Storage::int4 ? 4 : kStorage != Storage::none ? 8 : kDtype_ == Dtype::fp32 ? 32 : 16;
+
   // Channels c ... c + kWidth - 1 of a row, centred.
   static Float load_at(const uint8_t* row, int c) {
     if constexpr (kStorage == Storage::none) {
@@ -96,6 +99,33 @@ void score_directly(const Side& side, const uint8_t* codes, int count, const flo
   }
 }
 
+// Sums of weight · codes of kRows rows and kVectors vectors of channels; returns x - x of everything that may be flawed.
+template <class Kind, int kRows, int kVectors>
+inline Float sum_block(const uint8_t* codes, int64_t stride_t, int c, int count, const float* weights, float* out, int stride) {
+  Float flaws = zeros();
+  Float sums[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = zeros();
+  }
+  for (int t = 0; t < count; ++t) {
+    const uint8_t* row = codes + t * stride_t;
+    Float values[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      values[v] = Kind::load_at(row, c + v * kWidth);
+      if constexpr (Kind::kMayBeFlawed) flaws = or_bits(flaws, sub(values[v], values[v]));
+    }
+    prefetch(row + kTokensAhead * stride_t + c * Kind::kBits / 8);
+    for (int r = 0; r < kRows; ++r) {
+      const Float weight = broadcast(weights[r * kTile + t]);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(weight, values[v], sums[r][v]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int v = 0; v < kVectors; ++v) store(out + r * stride + c + v * kWidth, sums[r][v]);
+  }
+  return flaws;
+}
+
 // Sum of (p · scale) · codes of kRows rows and a tile into `out`; `weights` [kRows, kTile] is scratch. False when a value
 // is not finite.
 template <int kRows>
@@ -106,37 +136,17 @@ bool sum_directly(const Side& side, const uint8_t* codes, int count, const float
       store(weights + r * kTile + t, mul(load(p + r * kTile + t), load(scale + t)));
     }
   }
-  Float flaws = zeros();
-  with_codes(side, [&](auto kind) {
+  const Float flaws = with_codes(side, [&](auto kind) {
     using Kind = decltype(kind);
-    const auto add_block = [&](auto num_vectors, int c) {
-      constexpr int kVectors = num_vectors;
-      Float sums[kRows][kVectors];
-      for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVectors; ++v) sums[r][v] = zeros();
-      }
-      for (int t = 0; t < count; ++t) {
-        const uint8_t* row = codes + t * side.codes_stride_t;
-        Float values[kVectors];
-        for (int v = 0; v < kVectors; ++v) {
-          values[v] = Kind::load_at(row, c + v * kWidth);
-          if constexpr (Kind::kMayBeFlawed) flaws = or_bits(flaws, sub(values[v], values[v]));
-        }
-        prefetch(row + kTokensAhead * side.codes_stride_t + c * row_bytes_of(side) / side.head_dim);
-        for (int r = 0; r < kRows; ++r) {
-          const Float weight = broadcast(weights[r * kTile + t]);
-          for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(weight, values[v], sums[r][v]);
-        }
-      }
-      for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVectors; ++v) store(out + r * stride + c + v * kWidth, sums[r][v]);
-      }
-    };
+    Float all = zeros();
     int c = 0;
     for (; c + kValueVectors * kWidth <= side.head_dim; c += kValueVectors * kWidth) {
-      add_block(std::integral_constant<int, kValueVectors>(), c);
+      all = or_bits(all, sum_block<Kind, kRows, kValueVectors>(codes, side.codes_stride_t, c, count, weights, out, stride));
     }
-    for (; c < side.head_dim; c += kWidth) add_block(std::integral_constant<int, 1>(), c);
+    for (; c < side.head_dim; c += kWidth) {
+      all = or_bits(all, sum_block<Kind, kRows, 1>(codes, side.codes_stride_t, c, count, weights, out, stride));
+    }
+    return all;
   });
   return sum_of(flaws) == 0.0f;
 }

@@ -127,12 +127,11 @@ inline Float load_u4(const uint8_t* p) {
 // moved up by seven are that number, and float16 holds its subnormals too. Only the NaN pattern needs a look.
 inline Float load_fp8_scaled(const uint8_t* p) {
   const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  // The sign arrives at the top twice, and its copy is cleared.
+  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(wide, 8), 1), _mm256_set1_epi16(~0x4000));
   const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7F));
-  const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(wide, 8), _mm256_set1_epi16(static_cast<short>(0x8000)));
-  const __m256i is_nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7F));
-  const __m256i half = _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16(magnitude, 7), sign),
-                                       _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7E00)));
-  return _mm512_cvtph_ps(half);
+  const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7F));
+  return _mm512_cvtph_ps(_mm256_mask_mov_epi16(half, is_nan, _mm256_set1_epi16(0x7E00)));
 }
 inline void store_bf16(uint16_t* p, Float x) {
   const __m512i bits = _mm512_castps_si512(x);
@@ -249,12 +248,10 @@ inline Float load_u4(const uint8_t* p) {
 // See the AVX-512 version.
 inline Float load_fp8_scaled(const uint8_t* p) {
   const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m128i half = _mm_and_si128(_mm_srai_epi16(_mm_slli_epi16(wide, 8), 1), _mm_set1_epi16(~0x4000));
   const __m128i magnitude = _mm_and_si128(wide, _mm_set1_epi16(0x7F));
-  const __m128i sign = _mm_and_si128(_mm_slli_epi16(wide, 8), _mm_set1_epi16(static_cast<short>(0x8000)));
   const __m128i is_nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7F));
-  const __m128i half = _mm_or_si128(_mm_or_si128(_mm_slli_epi16(magnitude, 7), sign),
-                                    _mm_and_si128(is_nan, _mm_set1_epi16(0x7E00)));
-  return _mm256_cvtph_ps(half);
+  return _mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(is_nan, _mm_set1_epi16(0x7E00))));
 }
 inline void store_bf16(uint16_t* p, Float x) {
   const __m256i bits = _mm256_castps_si256(x);
