@@ -35,6 +35,8 @@ _LEFT_TO_TRANSFORMERS = (
     "hybrid",
     "hybrid_sliding",
     "dummy",
+    "moe",
+    "mlp",
 )
 
 # Models that pick the keys to attend to by computing on the mask themselves, where ours means nothing to them.
@@ -221,11 +223,10 @@ class KVQuantCache(QuantizedCache):
                 "Give the longest sequence in tokens, prompt included."
             )
         text_config = config.get_text_config(decoder=True)
-        layer_types, layer_kwargs = cache_utils.get_layer_types_and_kwargs(text_config)
+        layer_types, layer_kwargs = layers_of(text_config)
         check_model(text_config, layer_types, quant_config)
         self.quant_config = quant_config
         self.notes = MaskNotes()
-        self.max_cache_len = max_cache_len
         transforms = key_transforms or {}
         layers = [
             KVQuantLayer(
@@ -275,6 +276,14 @@ class KVQuantCache(QuantizedCache):
         return sum(storage.bytes_per_token for storage in self.storages if storage.is_allocated)
 
 
+def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
+    """The types of a decoder's cache layers, as transformers names them, and what each is built with."""
+    layer_types, layer_kwargs = cache_utils.get_layer_types_and_kwargs(text_config)
+    if isinstance(layer_kwargs, dict):  # transformers 5.17 has one dictionary for all layers
+        layer_kwargs = [layer_kwargs] * len(layer_types)
+    return layer_types, layer_kwargs
+
+
 def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_config: KVQuantConfig) -> None:
     """Refuse a model or a config that cannot be served, before anything is built.
 
@@ -311,7 +320,8 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
             f"KVQuantCache: `layers` must name layers below {len(layer_types)}, the model's number of layers, "
             f"got {beyond}."
         )
-    for index, (layer_type, layer_config) in enumerate(zip(layer_types, layer_configs, strict=True)):
+    # In transformers 5.17, layers at the end that share the keys and values of others have no cache layer at all.
+    for index, (layer_type, layer_config) in enumerate(zip(layer_types, layer_configs, strict=False)):
         head_dim = _head_dim(layer_config)
         if layer_type == "full_attention" and head_dim is not None:
             formats: LayerFormats = quant_config.formats(index)

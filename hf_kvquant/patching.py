@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.generation.configuration_utils import GenerationMode
 
 from .attention import implementation_name, is_ours
-from .cache import KVQuantCache, check_model
+from .cache import KVQuantCache, check_model, layers_of
 from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig
 
 logger = logging.getLogger(__name__)
@@ -275,7 +274,7 @@ def _check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
             "and values to quantise. Leave the model unpatched."
         )
     text_config = _text_config(model)
-    layer_types, _ = get_layer_types_and_kwargs(text_config)
+    layer_types, _ = layers_of(text_config)
     check_model(text_config, layer_types, config)
 
 

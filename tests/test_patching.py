@@ -464,7 +464,7 @@ def test_a_static_cache_is_as_long_as_the_call_needs() -> None:
     with patched(model, {"preset": "int8", "static": True}):
         cache = greedy(model, left_padded()).past_key_values
         beams = greedy(model, left_padded(), num_beams=2).past_key_values
-    assert cache.max_cache_len == cache.get_max_length() == 14  # the last of 15 tokens is never an input
+    assert cache.get_max_length() == 14  # the last of 15 tokens is never an input
     assert beams.batch_size == 6, "the batch is that of the first tokens, beams included"
 
 
