@@ -453,7 +453,7 @@ def test_a_static_cache_that_is_too_short_for_the_call() -> None:
     with patched(model, {"preset": "int8", "max_cache_len": 10}):
         with pytest.raises(ValueError, match=re.escape(message)):
             greedy(model, left_padded())
-        assert greedy(model, left_padded(), 2).past_key_values.max_cache_len == 10
+        assert greedy(model, left_padded(), 2).past_key_values.get_max_length() == 10
 
 
 # --- static caches and what is said -----------------------------------------------------------------------------------
