@@ -5,23 +5,23 @@
 // Keys. A query row is written in fixed point, relative to its largest channel: 16 bits (two limbs of 8) when the model
 // computes in 16 bits, 32 bits (four limbs) for float32: a unit is a power of two, so nearly every channel is exact.
 // vpdpbusd multiplies unsigned codes by signed limbs. Lanes hold *rows*: a chunk of 16 bytes of one token is broadcast
-// by the load itself and meets the same 16 channels of four query rows. So four heads share each load, and a sum crosses
-// only four lanes.
+// by the load itself and meets the same 16 channels of four query rows. So four heads share each load, and a sum
+// crosses only four lanes.
 //
 //     zmm of codes      | token t: bytes 0..15 | the same | the same | the same |
 //     zmm of limbs      | row 0                | row 1    | row 2    | row 3    |
 //
 // Values. Probabilities times scales become 15-bit integers relative to the largest of the tile, float32 takes a second
-// word of 15 bits for the remainder. vpdpwssd adds the products of two tokens. Codes of a token pair are brought side by
-// side with shifts and blends, which leaves the output transposed: in a block of 16 m channels, channel m j + i is lane j
-// of vector i (m = 4 for int8, 8 for int4). Sums stay in that order until the end of the task.
+// word of 15 bits for the remainder. vpdpwssd adds the products of two tokens. Codes of a token pair are brought side
+// by side with shifts and blends, which leaves the output transposed: in a block of 16 m channels, channel m j + i is
+// lane j of vector i (m = 4 for int8, 8 for int4). Sums stay in that order until the end of the task.
 //
 //     dword of a token's codes, int8       c3 c2 c1 c0      two tokens a, b:   x = b1 b0 a1 a0   y = b3 b2 a3 a2
 //     int16 pairs of channels 0 and 1      x & 00FF00FF, x >> 8 per word
 //
-// Offsets of symmetric codes are exact: accumulators start at -offset times the sum of the limbs, or of the weights. Keys
-// with a zero are centred in the same way, at 128 or 8, and the zero takes up the rest: what rounding there is in a query
-// then meets smaller codes, and less cancels.
+// Offsets of symmetric codes are exact: accumulators start at -offset times the sum of the limbs, or of the weights.
+// Keys with a zero are centred in the same way, at 128 or 8, and the zero takes up the rest: what rounding there is in
+// a query then meets smaller codes, and less cancels.
 #pragma once
 
 #include "dequantize.h"
@@ -32,31 +32,20 @@ namespace {
 constexpr int kPairs = kTile / 2;
 constexpr int kMaxLimbs = 4;
 constexpr float kWeightLimit = 32767.0f;
-inline __m512i add_bytes(__m512i sum, __m512i unsigned_bytes, __m512i signed_bytes) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
-  return sum;
-}
-inline __m512i add_words(__m512i sum, __m512i a, __m512i b) {
-  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-  return sum;
-}
+inline int code_offset(const Side& side) { return !side.is_symmetric ? 0 : side.storage == Storage::int8 ? 128 : 8; }
 
-inline int code_offset(const Side& side) {
-  return !side.is_symmetric ? 0 : side.storage == Storage::int8 ? 128 : 8;
-}
-
-// --- keys ---------------------------------------------------------------------------------------------------------------
+// --- keys ------------------------------------------------------------------------------------------------------------
 
 // Up to four query rows as limbs. `limbs` is [chunk][nibble][limb][64 bytes]; the 64 bytes are num_rows parts, one for
 // each row's share of the chunk.
 struct QuerySet {
-  int num_rows;      // 1, 2 or 4; 3 rows are 4 with an empty one
-  int num_limbs;     // 2 or 4
-  int chunk_bytes;   // 64 / num_rows
+  int num_rows;     // 1, 2 or 4; 3 rows are 4 with an empty one
+  int num_limbs;    // 2 or 4
+  int chunk_bytes;  // 64 / num_rows
   int num_chunks;
   const int8_t* limbs;
-  const int32_t* bias;   // [group][limb][16]
-  const float* steps;    // [16], in the lanes of the row: what one unit of fixed point is worth
+  const int32_t* bias;  // [group][limb][16]
+  const float* steps;   // [16], in the lanes of the row: what one unit of fixed point is worth
 };
 
 inline bool serves_keys(const Side& side) {
@@ -72,7 +61,8 @@ inline int64_t query_set_bytes(const Side& side) {
 
 // One row in fixed point: limbs[nibble][limb] receives row_bytes bytes, sums[group][limb] the sums over each group.
 // Returns what a unit is worth; NaN for a query that is not finite, so that all of its scores are.
-inline float fix_row(const Side& side, const float* row, int num_limbs, int8_t* const (&limbs)[2][kMaxLimbs], int32_t* sums) {
+inline float fix_row(const Side& side, const float* row, int num_limbs, int8_t* const (&limbs)[2][kMaxLimbs],
+                     int32_t* sums) {
   const bool is_int4 = side.storage == Storage::int4;
   const int group_size = side.head_dim / side.num_groups;
   __m512 sizes = zeros(), flaws = zeros();
@@ -104,7 +94,8 @@ inline float fix_row(const Side& side, const float* row, int num_limbs, int8_t* 
         const __m128i bytes = _mm512_cvtepi32_epi8(low);
         if (is_int4) {  // even channels meet low nibbles, odd ones high nibbles
           _mm_storel_epi64(reinterpret_cast<__m128i*>(limbs[0][limb] + c / 2), _mm_cvtepi16_epi8(bytes));
-          _mm_storel_epi64(reinterpret_cast<__m128i*>(limbs[1][limb] + c / 2), _mm_cvtepi16_epi8(_mm_srli_epi16(bytes, 8)));
+          _mm_storel_epi64(reinterpret_cast<__m128i*>(limbs[1][limb] + c / 2),
+                           _mm_cvtepi16_epi8(_mm_srli_epi16(bytes, 8)));
         } else {
           _mm_storeu_si128(reinterpret_cast<__m128i*>(limbs[0][limb] + c), bytes);
         }
@@ -116,7 +107,8 @@ inline float fix_row(const Side& side, const float* row, int num_limbs, int8_t* 
 }
 
 // Writes rows `rows` (float32, `count` of them, 1 to 4) in fixed point into `memory`.
-inline QuerySet make_query_set(const Side& side, const float* rows, int stride, int count, bool is_float32, uint8_t* memory) {
+inline QuerySet make_query_set(const Side& side, const float* rows, int stride, int count, bool is_float32,
+                               uint8_t* memory) {
   QuerySet set;
   set.num_rows = count == 1 && side.num_groups == 1 ? 1 : count == 2 && side.num_groups == 1 ? 2 : 4;
   set.num_limbs = is_float32 ? 4 : 2;
@@ -138,10 +130,11 @@ inline QuerySet make_query_set(const Side& side, const float* rows, int stride, 
       std::memset(parts[i / set.num_limbs][i % set.num_limbs] + row_bytes, 0, 64);
     }
     int8_t* const targets[2][kMaxLimbs] = {{parts[0][0], parts[0][1], parts[0][2], parts[0][3]},
-                                                   {parts[1][0], parts[1][1], parts[1][2], parts[1][3]}};
+                                           {parts[1][0], parts[1][1], parts[1][2], parts[1][3]}};
     const float step = fix_row(side, rows + r * stride, set.num_limbs, targets, sums);
     for (int i = 0; i < lanes; ++i) steps[r * lanes + i] = step;
-    for (int i = 0; i < side.num_groups * set.num_limbs; ++i) bias[i * 16 + r * lanes] = -static_cast<int>(center_of(side)) * sums[i];
+    for (int i = 0; i < side.num_groups * set.num_limbs; ++i)
+      bias[i * 16 + r * lanes] = -static_cast<int>(center_of(side)) * sums[i];
     for (int chunk = 0; chunk < set.num_chunks; ++chunk) {
       for (int i = 0; i < num_nibbles * set.num_limbs; ++i) {
         int8_t* target = limbs + (chunk * num_nibbles * set.num_limbs + i) * 64 + r * set.chunk_bytes;
@@ -204,8 +197,8 @@ inline void store_rows(float* scores, __m512 x) {
 // Chunks first_chunk ... last_chunk - 1 of query · codes for `count` tokens, offsets removed, in units of the query.
 // 8 tokens at a time with two limbs and 4 with four: 16 accumulators, as vpdpbusd takes 4 clocks.
 template <Storage kStorage, int kRows, int kLimbs>
-void score_codes(const Side& side, const QuerySet& set, int group, int first_chunk, int last_chunk, const uint8_t* codes,
-                 int count, float* scores) {
+void score_codes(const Side& side, const QuerySet& set, int group, int first_chunk, int last_chunk,
+                 const uint8_t* codes, int count, float* scores) {
   constexpr int kTokens = kLimbs == 2 ? 8 : 4;
   constexpr int kNibbles = kStorage == Storage::int4 ? 2 : 1;
   const int row_bytes = side.head_dim / kNibbles;
@@ -230,13 +223,14 @@ void score_codes(const Side& side, const QuerySet& set, int group, int first_chu
       for (int n = 0; n < kTokens; ++n) {
         const __m512i bytes = load_at(tokens[n] + chunk * set.chunk_bytes);
         if constexpr (kStorage == Storage::int8) {
-          for (int limb = 0; limb < kLimbs; ++limb) sums[n][limb] = add_bytes(sums[n][limb], bytes, q[0][limb]);
+          for (int limb = 0; limb < kLimbs; ++limb)
+            sums[n][limb] = _mm512_dpbusd_epi32(sums[n][limb], bytes, q[0][limb]);
         } else {
           const __m512i even = _mm512_and_si512(bytes, mask);
           const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask);
           for (int limb = 0; limb < kLimbs; ++limb) {
-            sums[n][limb] = add_bytes(sums[n][limb], even, q[0][limb]);
-            sums[n][limb] = add_bytes(sums[n][limb], odd, q[1][limb]);
+            sums[n][limb] = _mm512_dpbusd_epi32(sums[n][limb], even, q[0][limb]);
+            sums[n][limb] = _mm512_dpbusd_epi32(sums[n][limb], odd, q[1][limb]);
           }
         }
       }
@@ -307,10 +301,9 @@ inline void score_set(const Side& side, const QuerySet& set, int num_rows, const
   }
 }
 
-// --- values -------------------------------------------------------------------------------------------------------------
+// --- values ----------------------------------------------------------------------------------------------------------
 
 inline bool serves_values(const Side& side) { return side.storage == Storage::int8 || side.storage == Storage::int4; }
-
 
 // m of the file comment: channels that a dword of codes holds.
 inline int channels_per_lane(const Side& side) { return side.storage == Storage::int4 ? 8 : 4; }
@@ -356,8 +349,8 @@ inline void restore_row(const float* transposed, int head_dim, float* row) {
 
 // Probabilities of up to four rows and one tile in fixed point, and what turns sums of products into values.
 struct Weights {
-  // [word][row][pair], two tokens of 16 bits, when all channels share a scale; else [word][block][row][pair][16], in the
-  // lanes of the channels that they weigh.
+  // [word][row][pair], two tokens of 16 bits, when all channels share a scale; else [word][block][row][pair][16], in
+  // the lanes of the channels that they weigh.
   int32_t* pairs;
   // [block][word][row][16]: the sum's start, and what a unit is worth; [block][row][16]: sum of p · zero.
   int32_t* bias;
@@ -435,7 +428,8 @@ struct GroupWeights {
 
 // Row r of the weights when all channels of a token share a scale.
 template <int kWords>
-void fill_weights(const Side& side, const Weights& weights, int r, const float* p, const float* scale, const float* zero) {
+void fill_weights(const Side& side, const Weights& weights, int r, const float* p, const float* scale,
+                  const float* zero) {
   GroupWeights<kWords> all;
   all.fill(p, scale, zero, code_offset(side));
   const int num_blocks = num_blocks_of(side);
@@ -483,7 +477,8 @@ void fill_group_weights(const Side& side, const Weights& weights, int r, const f
         __m512i spread[4];
         for (int k = 0; k < 4; ++k) spread[k] = _mm512_set1_epi32(groups[0].pair(w, pair + k));
         for (int i = 1; i < count; ++i) {
-          for (int k = 0; k < 4; ++k) spread[k] = _mm512_mask_set1_epi32(spread[k], lanes[i], groups[i].pair(w, pair + k));
+          for (int k = 0; k < 4; ++k)
+            spread[k] = _mm512_mask_set1_epi32(spread[k], lanes[i], groups[i].pair(w, pair + k));
         }
         for (int k = 0; k < 4; ++k) _mm512_storeu_si512(target + (pair + k) * 16, spread[k]);
       }
@@ -532,14 +527,15 @@ inline void add_codes_block(const uint8_t* codes, int64_t stride_t, uint64_t mas
     for (int r = 0; r < kRows; ++r) {
       const __m512i weight = kIsGrouped ? _mm512_loadu_si512(pairs + (r * kPairs + t / 2) * 16)
                                         : _mm512_set1_epi32(pairs[r * kPairs + t / 2]);
-      for (int i = 0; i < 4; ++i) sums[r][i] = add_words(sums[r][i], v[i], weight);
+      for (int i = 0; i < 4; ++i) sums[r][i] = _mm512_dpwssd_epi32(sums[r][i], v[i], weight);
     }
   }
   for (int r = 0; r < kRows; ++r) {
     const __m512 unit = load(units + r * 16);
     for (int i = 0; i < 4; ++i) {
       float* target = out + r * out_stride + (4 * kPart + i) * 16;
-      const __m512 before = is_first_word ? fma(load(target), broadcast(rescales[r]), load(zero_sums + r * 16)) : load(target);
+      const __m512 before =
+          is_first_word ? fma(load(target), broadcast(rescales[r]), load(zero_sums + r * 16)) : load(target);
       store(target, fma(_mm512_cvtepi32_ps(sums[r][i]), unit, before));
     }
   }
@@ -556,8 +552,7 @@ void add_codes(const Side& side, const Weights& weights, int num_words, const ui
     const int bytes = min_of(row_bytes - block * 64, 64);
     const uint64_t mask = bytes == 64 ? ~uint64_t{0} : (uint64_t{1} << bytes) - 1;
     for (int w = 0; w < num_words; ++w) {
-      const int32_t* pairs =
-          weights.pairs + (kIsGrouped ? (w * num_blocks + block) * 4 * kPairs * 16 : w * 4 * kPairs);
+      const int32_t* pairs = weights.pairs + (kIsGrouped ? (w * num_blocks + block) * 4 * kPairs * 16 : w * 4 * kPairs);
       const int64_t place = (block * num_words + w) * 4 * 16;
       const auto run = [&](auto kernel) {
         kernel(codes + block * 64, side.codes_stride_t, mask, count, pairs, weights.bias + place, weights.units + place,
@@ -574,9 +569,11 @@ inline void add_codes_of(const Side& side, const Weights& weights, int num_words
                          const float* rescales, float* out, int out_stride) {
   const auto run = [&](auto kernel) { kernel(side, weights, num_words, codes, count, rescales, out, out_stride); };
   if (side.storage == Storage::int8) {
-    return side.num_groups == 1 ? run(add_codes<Storage::int8, kRows, false>) : run(add_codes<Storage::int8, kRows, true>);
+    return side.num_groups == 1 ? run(add_codes<Storage::int8, kRows, false>)
+                                : run(add_codes<Storage::int8, kRows, true>);
   }
-  return side.num_groups == 1 ? run(add_codes<Storage::int4, kRows, false>) : run(add_codes<Storage::int4, kRows, true>);
+  return side.num_groups == 1 ? run(add_codes<Storage::int4, kRows, false>)
+                              : run(add_codes<Storage::int4, kRows, true>);
 }
 
 }  // namespace

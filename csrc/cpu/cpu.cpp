@@ -20,7 +20,7 @@
 namespace hf_kvquant::cpu {
 namespace {
 
-// --- instruction sets ---------------------------------------------------------------------------------------------------
+// --- instruction sets ------------------------------------------------------------------------------------------------
 
 bool supports_avx2() {
 #ifdef HF_KVQUANT_X86
@@ -62,7 +62,7 @@ std::atomic<const Kernels*>& current_kernels() {
   return current;
 }
 
-// --- threads ------------------------------------------------------------------------------------------------------------
+// --- threads ---------------------------------------------------------------------------------------------------------
 
 // Runs task(i) for i in 0 ... count - 1. Threads take the next task when they are done with one, in order, so that they
 // read neighbouring memory and a slow core does not hold up the rest.
@@ -99,7 +99,7 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-// --- append -------------------------------------------------------------------------------------------------------------
+// --- append ----------------------------------------------------------------------------------------------------------
 
 constexpr int kTokensPerTask = 64;
 // Below this many numbers one thread is done before a second one is awake (one token of 8 heads: 3 us).
@@ -136,7 +136,7 @@ void append_side(const Kernels& kernels, const AppendParams& params, const Dense
   });
 }
 
-// --- decode -------------------------------------------------------------------------------------------------------------
+// --- decode ----------------------------------------------------------------------------------------------------------
 
 constexpr int kTokensPerSplit = 512;
 constexpr int kEnoughTasks = 256;
@@ -215,7 +215,8 @@ void decode(const DecodeParams& params) {
   // The last task of a block to arrive combines it, so no second round of threads is needed. Without splits the
   // partial result never leaves its thread.
   static thread_local Scratch partial_scratch;
-  float* partials = plan.num_splits == 1 ? nullptr : partial_scratch.reserve(num_blocks * plan.num_splits * partial_size);
+  float* partials =
+      plan.num_splits == 1 ? nullptr : partial_scratch.reserve(num_blocks * plan.num_splits * partial_size);
   std::vector<std::atomic<int>> num_done(plan.num_splits == 1 ? 0 : num_blocks);
 
   run_tasks(num_blocks * plan.num_splits, false, [&](int64_t i) {

@@ -1,5 +1,5 @@
 // Codes, scales and zeros of a tile of tokens as float32. Two forms: the whole values (dequantize_tile), and the parts,
-// centred codes with a scale and a zero a token (load_scales, centered_codes), for kernels that apply scales outside their
+// centred codes with a scale and a zero a token (load_scales), for kernels that apply scales outside their
 // loop. Which form serves which call is decided in attend.h.
 #pragma once
 
@@ -23,16 +23,16 @@ inline int row_bytes_of(const Side& side) {
   return side.storage == Storage::int4 ? side.head_dim / 2 : side.head_dim;
 }
 
-// What is subtracted from integer codes before they are multiplied. Symmetric codes are then the numbers they stand for;
-// with a zero, less cancels.
+// What is subtracted from integer codes before they are multiplied. Symmetric codes are then the numbers they stand
+// for; with a zero, less cancels.
 inline float center_of(const Side& side) {
   return side.storage == Storage::int8 ? 128.0f : side.storage == Storage::int4 ? 8.0f : 0.0f;
 }
 
-// --- scales and zeros ---------------------------------------------------------------------------------------------------
+// --- scales and zeros ------------------------------------------------------------------------------------------------
 
-// `count` tokens of a scale or zero plane as float32 [num_groups, kTile], the rest of the tile zero. Returns whether all
-// of them are finite.
+// `count` tokens of a scale or zero plane as float32 [num_groups, kTile], the rest of the tile zero. Returns whether
+// all of them are finite.
 inline bool load_plane(const half_bits* plane, int64_t stride_g, int64_t stride_t, int num_groups, int begin, int count,
                        float* result) {
   Float flaws = zeros();
@@ -73,7 +73,7 @@ inline void center_zeros(const Side& side, const float* scale, float* zero) {
   }
 }
 
-// --- codes --------------------------------------------------------------------------------------------------------------
+// --- codes -----------------------------------------------------------------------------------------------------------
 
 template <Storage kStorage>
 inline Float load_codes_at(const uint8_t* row, int c) {
@@ -82,7 +82,7 @@ inline Float load_codes_at(const uint8_t* row, int c) {
   if constexpr (kStorage == Storage::fp8) return load_fp8_scaled(row + c);
 }
 
-// --- whole values -------------------------------------------------------------------------------------------------------
+// --- whole values ----------------------------------------------------------------------------------------------------
 
 // One row of codes as float32: load(c) gives the codes from channel c, finish(codes, c) the values.
 template <class Load, class LoadTail, class Finish>
@@ -103,7 +103,9 @@ inline void expand_row(int head_dim, int stride, float* row, Load load_codes, Lo
 template <Storage kStorage, bool kIsSymmetric, bool kIsChecked>
 bool dequantize_rows(const Side& side, int b, int head, int begin, int count, float* tile, int stride, float* scale_row,
                      float* zero_row) {
-  constexpr float kOffset = !kIsSymmetric || kStorage == Storage::fp8 ? 0.0f : kStorage == Storage::int8 ? 128.0f : 8.0f;
+  constexpr float kOffset = !kIsSymmetric || kStorage == Storage::fp8 ? 0.0f
+                            : kStorage == Storage::int8               ? 128.0f
+                                                                      : 8.0f;
   const uint8_t* codes = side.codes + b * side.codes_stride_b + head * side.codes_stride_h;
   const half_bits* scale = side.scale + b * side.scale_stride_b + head * side.scale_stride_h;
   const half_bits* zero = kIsSymmetric ? nullptr : side.zero + b * side.zero_stride_b + head * side.zero_stride_h;

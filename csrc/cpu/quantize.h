@@ -23,8 +23,8 @@ inline float levels_of(const Side& side) {
   return side.is_symmetric ? 7.0f : 15.0f;
 }
 
-// Channels `begin` ... `end` - 1 of a row, a vector at a time. The last one is filled up by repeating its first channel,
-// which no minimum, maximum or check notices.
+// Channels `begin` ... `end` - 1 of a row, a vector at a time. The last one is filled up by repeating its first
+// channel, which no minimum, maximum or check notices.
 template <Dtype kDtype, class Use>
 inline void for_channels(const void* row, int begin, int end, Use use) {
   int c = begin;
@@ -55,7 +55,8 @@ inline Range empty_range() { return {broadcast(-kInfinity), broadcast(kInfinity)
 // Scale and zero as stored, NaN where they cannot be.
 inline void scale_of(const Side& side, const Range& range, half_bits& scale, half_bits& zero) {
   const float high = largest_of(range.high), low = smallest_of(range.low);
-  const float span = side.is_symmetric ? (std::fabs(high) > std::fabs(low) ? std::fabs(high) : std::fabs(low)) : high - low;
+  const float span =
+      side.is_symmetric ? (std::fabs(high) > std::fabs(low) ? std::fabs(high) : std::fabs(low)) : high - low;
   scale = float_to_half(span / levels_of(side));
   zero = side.is_symmetric ? half_bits{0} : float_to_half(low);
   if (sum_of(range.flaws) != 0.0f || !is_finite_half(scale) || !is_finite_half(zero)) {
@@ -78,7 +79,8 @@ inline void store_codes(uint8_t* row, int c, int count, Float codes) {
 
 // Codes of the channels that share a scale.
 template <Storage kStorage, Dtype kDtype>
-void write_codes(const Side& side, const void* source, int begin, int end, half_bits scale, half_bits zero, uint8_t* row) {
+void write_codes(const Side& side, const void* source, int begin, int end, half_bits scale, half_bits zero,
+                 uint8_t* row) {
   constexpr int kPerByte = kStorage == Storage::int4 ? 2 : 1;
   const float divisor = half_to_float(scale);
   if (divisor != divisor) {
@@ -156,7 +158,8 @@ void copy_tokens(const QuantizeTask& task, int b, int head, int first, int last)
     uint8_t* row = side.codes + b * side.codes_stride_b + head * side.codes_stride_h + token * side.codes_stride_t;
     if (source.dtype == side.dense_dtype) {
       const int size = bytes_of(source.dtype);
-      std::memcpy(row, static_cast<const uint8_t*>(source.data) + offset * size, static_cast<size_t>(side.head_dim) * size);
+      std::memcpy(row, static_cast<const uint8_t*>(source.data) + offset * size,
+                  static_cast<size_t>(side.head_dim) * size);
       continue;
     }
     for (int c = 0; c < side.head_dim; c += 8) {

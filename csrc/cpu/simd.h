@@ -1,7 +1,7 @@
 // Vectors of float32 in three instruction sets behind one set of names: loads of every code type, exp, tanh, rounding,
 // reductions. A kernels_*.cpp defines KVQ_ISA and includes the kernels, which are written once over these names.
-// Everything is in an anonymous namespace: a function compiled with AVX-512 must never be the copy that the linker keeps
-// for a processor without it. Which set runs is decided in cpu.cpp; what is computed, in attend.h and quantize.h.
+// Everything is in an anonymous namespace: a function compiled with AVX-512 must never be the copy that the linker
+// keeps for a processor without it. Which set runs is decided in cpu.cpp; what is computed, in attend.h and quantize.h.
 #pragma once
 
 #include <cmath>
@@ -36,7 +36,7 @@ inline int min_of(int a, int b) { return a < b ? a : b; }
 inline int max_of(int a, int b) { return a > b ? a : b; }
 inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// --- single numbers ---------------------------------------------------------------------------------------------------
+// --- single numbers --------------------------------------------------------------------------------------------------
 
 inline float bf16_to_float(uint16_t bits) { return bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 
@@ -73,9 +73,10 @@ inline half_bits float_to_half(float x) {
 }
 #endif
 
-// --- vectors ----------------------------------------------------------------------------------------------------------
-// Float is a vector of kWidth numbers. max_of(a, b) and min_of(a, b) return b where either is NaN, in every set. Whether
-// numbers are finite is found out by or_bits of x - x, which is 0 or NaN: adding instead would wait for every addition.
+// --- vectors ---------------------------------------------------------------------------------------------------------
+// Float is a vector of kWidth numbers. max_of(a, b) and min_of(a, b) return b where either is NaN, in every set.
+// Whether numbers are finite is found out by or_bits of x - x, which is 0 or NaN: adding instead would wait for every
+// addition.
 
 #if KVQ_USE_AVX512
 
@@ -123,8 +124,8 @@ inline Float load_u4(const uint8_t* p) {
   const __m128i odd = _mm_and_si128(_mm_srli_epi16(packed, 4), mask);
   return widen_bytes(_mm_unpacklo_epi8(even, odd));
 }
-// e4m3 times 2^-8, which the caller's scale makes up for: its exponent has one bit less than float16's, so that seven bits
-// moved up by seven are that number, and float16 holds its subnormals too. Only the NaN pattern needs a look.
+// e4m3 times 2^-8, which the caller's scale makes up for: its exponent has one bit less than float16's, so that seven
+// bits moved up by seven are that number, and float16 holds its subnormals too. Only the NaN pattern needs a look.
 inline Float load_fp8_scaled(const uint8_t* p) {
   const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   // The sign arrives at the top twice, and its copy is cleared.
@@ -136,8 +137,10 @@ inline Float load_fp8_scaled(const uint8_t* p) {
 inline void store_bf16(uint16_t* p, Float x) {
   const __m512i bits = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
-  const __m512i result = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC0));
+  const __m512i rounded =
+      _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
+  const __m512i result =
+      _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC0));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(result));
 }
 inline void store_half(uint16_t* p, Float x) {
@@ -256,9 +259,10 @@ inline Float load_fp8_scaled(const uint8_t* p) {
 inline void store_bf16(uint16_t* p, Float x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
-  const __m256i result = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC0),
-                                            _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+  const __m256i rounded =
+      _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
+  const __m256i result =
+      _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC0), _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(result, result), 0x08);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
 }
@@ -299,8 +303,8 @@ inline Float sum_each(const Float (&x)[kWidth]) {
 
 #else
 
-// Vectors of four, in the language of GCC and Clang: what the target is sure to have (SSE2, NEON) comes out of it. Plain
-// loops over an array of four were not vectorised by GCC 12 and ran at a quarter of the speed.
+// Vectors of four, in the language of GCC and Clang: what the target is sure to have (SSE2, NEON) comes out of it.
+// Plain loops over an array of four were not vectorised by GCC 12 and ran at a quarter of the speed.
 constexpr int kWidth = 4;
 constexpr int kValueVectors = 2;
 typedef float Float __attribute__((vector_size(16)));
@@ -319,7 +323,9 @@ inline Float sub(Float a, Float b) { return a - b; }
 inline Float mul(Float a, Float b) { return a * b; }
 inline Float div(Float a, Float b) { return a / b; }
 inline Float fma(Float a, Float b, Float c) { return a * b + c; }
-inline Float select(Int mask, Float a, Float b) { return bit_cast<Float>((mask & bit_cast<Int>(a)) | (~mask & bit_cast<Int>(b))); }
+inline Float select(Int mask, Float a, Float b) {
+  return bit_cast<Float>((mask & bit_cast<Int>(a)) | (~mask & bit_cast<Int>(b)));
+}
 inline Float max_of(Float a, Float b) { return select(a > b, a, b); }
 inline Float min_of(Float a, Float b) { return select(a < b, a, b); }
 inline Float abs_of(Float x) { return bit_cast<Float>(bit_cast<Int>(x) & 0x7FFFFFFF); }
@@ -365,8 +371,8 @@ inline Float load_fp8_scaled(const uint8_t* p) {
   return each([&](int i) {
     const uint32_t magnitude = p[i] & 0x7F, sign = p[i] >> 7;
     if (magnitude == 0x7F) return std::numeric_limits<float>::quiet_NaN();
-    const float x = magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-17f
-                                  : bit_cast<float>((magnitude << 20) + (112u << 23));
+    const float x =
+        magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-17f : bit_cast<float>((magnitude << 20) + (112u << 23));
     return sign != 0 ? -x : x;
   });
 }
@@ -395,17 +401,15 @@ inline void store_fp8(uint8_t* p, Float x) {
   }
 }
 inline Float sum_each(const Float (&x)[kWidth]) {
-  const Float low = __builtin_shuffle(x[0], x[1], Int{0, 4, 1, 5}) + __builtin_shuffle(x[0], x[1], Int{2, 6, 3, 7});
-  const Float high = __builtin_shuffle(x[2], x[3], Int{0, 4, 1, 5}) + __builtin_shuffle(x[2], x[3], Int{2, 6, 3, 7});
-  return __builtin_shuffle(low, high, Int{0, 1, 4, 5}) + __builtin_shuffle(low, high, Int{2, 3, 6, 7});
+  return each([&](int i) { return sum_of(x[i]); });
 }
 
 #endif
 
-// --- functions over those names -----------------------------------------------------------------------------------------
+// --- functions over those names --------------------------------------------------------------------------------------
 
-// e^x for x <= 0 to about one unit in the last place; exactly 0 far below, NaN stays NaN. x = n ln 2 + r with ln 2 in two
-// parts, then a polynomial on |r| <= ln 2 / 2 (relative error 2^-28).
+// e^x for x <= 0 to about one unit in the last place; exactly 0 far below, NaN stays NaN. x = n ln 2 + r with ln 2 in
+// two parts, then a polynomial on |r| <= ln 2 / 2 (relative error 2^-28).
 inline Float exp_of(Float x) {
   x = max_of(broadcast(-110.0f), x);
   const Float n = round_even(mul(x, broadcast(1.44269504f)));
