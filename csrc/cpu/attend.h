@@ -34,7 +34,8 @@ struct Workspace {
   float *raw_scores, *tile_out;
 #if KVQ_USE_AVX512
   bool has_integer_keys, has_integer_values;
-  uint8_t *query_sets, *weights;
+  QuerySet* query_sets;  // [kMaxRows / 4]
+  uint8_t *query_memory, *weights;
 #endif
 
   static int64_t size(const DecodeParams& params) {
@@ -61,7 +62,8 @@ struct Workspace {
     has_integer_keys = pays(key_side) && serves_keys(key_side);
     has_integer_values = pays(value_side) && serves_values(value_side);
     if (has_integer_values) value_stride = num_blocks_of(value_side) * 16 * channels_per_lane(value_side);
-    query_sets = reinterpret_cast<uint8_t*>(take(kMaxRows / 4 * query_set_bytes(key_side) / 4));
+    query_sets = reinterpret_cast<QuerySet*>(take(kMaxRows / 4 * sizeof(QuerySet) / sizeof(float)));
+    query_memory = reinterpret_cast<uint8_t*>(take(kMaxRows / 4 * query_set_bytes(key_side) / 4));
     weights = reinterpret_cast<uint8_t*>(take(weights_bytes(value_side) / 4));
 #endif
     key_scale = take(static_cast<int64_t>(key_side.num_groups) * kTile);
@@ -362,23 +364,24 @@ void add_tile(const DecodeParams& params, const AttendTask& task, int begin, int
 #if KVQ_USE_AVX512
 
 // The rows of a task in fixed point, four at a time.
-void make_query_sets(const DecodeParams& params, const AttendTask& task, const Workspace& work, QuerySet* sets) {
+void make_query_sets(const DecodeParams& params, const AttendTask& task, const Workspace& work) {
   const Side& side = params.key_side;
   for (int r = 0; r < task.num_rows; r += 4) {
-    sets[r / 4] = make_query_set(side, work.query + r * work.key_stride, work.key_stride, min_of(4, task.num_rows - r),
-                                 params.query.dtype == Dtype::fp32, work.query_sets + r / 4 * query_set_bytes(side));
+    work.query_sets[r / 4] =
+        make_query_set(side, work.query + r * work.key_stride, work.key_stride, min_of(4, task.num_rows - r),
+                       params.query.dtype == Dtype::fp32, work.query_memory + r / 4 * query_set_bytes(side));
   }
 }
 
 // score_tile and add_tile without leaving the integers.
-void score_tile_of_codes(const DecodeParams& params, const AttendTask& task, int begin, int count, const QuerySet* sets,
+void score_tile_of_codes(const DecodeParams& params, const AttendTask& task, int begin, int count,
                          const Workspace& work) {
   const Side& side = params.key_side;
   load_scales(side, task.b, task.kv_head, begin, count, work.key_scale, work.key_zero);
   if (!side.is_symmetric) center_zeros(side, work.key_scale, work.key_zero);
   const uint8_t* codes = codes_of(side, task.b, task.kv_head, begin);
   for (int r = 0; r < task.num_rows; r += 4) {
-    score_set(side, sets[r / 4], min_of(4, task.num_rows - r), codes, count, work.key_scale,
+    score_set(side, work.query_sets[r / 4], min_of(4, task.num_rows - r), codes, count, work.key_scale,
               side.is_symmetric ? nullptr : work.key_zero, work.query_sums + r * side.num_groups, work.raw_scores,
               work.scores + r * kTile);
   }
@@ -428,19 +431,18 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
   Row rows[kMaxRows];
   for (int r = 0; r < task.num_rows; ++r) {
     rows[r] = make_row(params, task, r);
-    load_query(params, task, rows[r], r, work);
+    if (!task.has_queries) load_query(params, task, rows[r], r, work);
   }
   std::memset(work.out, 0, sizeof(float) * round_up(task.num_rows, 4) * work.value_stride);
 #if KVQ_USE_AVX512
-  QuerySet query_sets[kMaxRows / 4];
-  if (work.has_integer_keys) make_query_sets(params, task, work, query_sets);
+  if (work.has_integer_keys && !task.has_queries) make_query_sets(params, task, work);
 #endif
 
   for (int begin = task.begin; begin < task.end; begin += kTile) {
     const int count = min_of(kTile, task.end - begin);
 #if KVQ_USE_AVX512
     if (work.has_integer_keys) {
-      score_tile_of_codes(params, task, begin, count, query_sets, work);
+      score_tile_of_codes(params, task, begin, count, work);
     } else {
       score_tile(params, task, begin, count, work);
     }

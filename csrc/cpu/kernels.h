@@ -14,7 +14,8 @@ namespace hf_kvquant::cpu {
 struct AttendTask {
   int b, kv_head;
   int first_row, num_rows;
-  int begin, end;  // tokens; may be empty
+  int begin, end;    // tokens; may be empty
+  bool has_queries;  // scratch still holds these rows, prepared by the task before: another split of the same block
 };
 
 // Softmax over a part of the tokens, before division: out = sum of p · value, sum = sum of p, p = e^(logit − max).
