@@ -41,7 +41,7 @@ def table(fidelity: dict[str, Any], cpu: dict[str, Any]) -> str:
     ratios = speedups(cpu)
     unquantised = fidelity["presets"]["none"]["bytes_per_token"]
     lines = [
-        "| preset | bits a value | cache | KL, nats a token | same next token | perplexity | CPU decode, times |",
+        "| preset | bits a value | cache | KL, nats a token | same next token | perplexity change | CPU decode, times PyTorch |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for preset, row in fidelity["presets"].items():
