@@ -51,7 +51,7 @@ def check_against_reference(
         output = greedy(model, inputs, past_key_values=cache)
 
     def run(which: Any) -> Tensor:
-        replayed = ReferenceCache(which.config, config, cache.recorded)
+        replayed = ReferenceCache(which.config, config, cache.recorded, inputs["attention_mask"])
         tokens = forced(output.sequences)
         return logits(greedy(which, inputs, past_key_values=replayed, prefix_allowed_tokens_fn=tokens))
 
