@@ -53,7 +53,7 @@ def test_code_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_table_and_picture_are_those_of_the_results(renderer: ModuleType) -> None:
     results = renderer.load("fidelity.json"), renderer.load("cpu_decode.json")
     assert renderer.rendered(README, *results) == README, "run: python evals/render_readme.py"
-    assert renderer.picture(*results) == renderer.PICTURE.read_text(encoding="utf-8")
+    assert renderer.described(renderer.PICTURE) == renderer.plotted(*results)
 
 
 def test_results_are_those_of_the_model_that_ships(renderer: ModuleType) -> None:
