@@ -31,6 +31,7 @@ namespace {
 
 constexpr int kPairs = kTile / 2;
 constexpr int kMaxLimbs = 4;
+constexpr int kMaxRowBytes = 256;  // see serves_keys
 constexpr float kWeightLimit = 32767.0f;
 inline int code_offset(const Side& side) { return !side.is_symmetric ? 0 : side.storage == Storage::int8 ? 128 : 8; }
 
@@ -208,9 +209,17 @@ void score_codes(const Side& side, const QuerySet& set, int group, int first_chu
   const __m512i mask = _mm512_set1_epi8(15);
   const int64_t ahead = kTokensAhead * side.codes_stride_t + first_chunk * set.chunk_bytes;
   const int bytes_used = (last_chunk - first_chunk) * set.chunk_bytes;
+  // Of groups that lie in one cache line the first asks for it.
+  const bool is_first_of_line = first_chunk * set.chunk_bytes % 64 == 0;
   for (int t = 0; t < count; t += kTokens) {
-    const uint8_t* tokens[kTokens];
-    for (int n = 0; n < kTokens; ++n) tokens[n] = codes + min_of(t + n, count - 1) * side.codes_stride_t;
+    const uint8_t* tokens = codes + t * side.codes_stride_t;
+    int64_t stride = side.codes_stride_t;
+    uint8_t copy[kTokens * kMaxRowBytes];
+    if (t + kTokens > count) {  // the last tokens, beyond which nothing may be read
+      for (int n = 0; n < count - t; ++n) std::memcpy(copy + n * kMaxRowBytes, tokens + n * stride, row_bytes);
+      tokens = copy;
+      stride = kMaxRowBytes;
+    }
     __m512i sums[kTokens][kLimbs];
     for (int limb = 0; limb < kLimbs; ++limb) {
       const __m512i bias = _mm512_loadu_si512(set.bias + (group * kLimbs + limb) * 16);
@@ -221,7 +230,7 @@ void score_codes(const Side& side, const QuerySet& set, int group, int first_chu
       __m512i q[kNibbles][kLimbs];
       for (int i = 0; i < kNibbles * kLimbs; ++i) q[i / kLimbs][i % kLimbs] = _mm512_loadu_si512(limbs + i * 64);
       for (int n = 0; n < kTokens; ++n) {
-        const __m512i bytes = load_at(tokens[n] + chunk * set.chunk_bytes);
+        const __m512i bytes = load_at(tokens + n * stride + chunk * set.chunk_bytes);
         if constexpr (kStorage == Storage::int8) {
           for (int limb = 0; limb < kLimbs; ++limb)
             sums[n][limb] = _mm512_dpbusd_epi32(sums[n][limb], bytes, q[0][limb]);
@@ -241,8 +250,8 @@ void score_codes(const Side& side, const QuerySet& set, int group, int first_chu
     if (full_chunks < last_chunk) {
       add_chunk(full_chunks, [part_bytes](const uint8_t* p) { return load_part<kRows>(p, part_bytes); });
     }
-    for (int n = 0; n < kTokens; ++n) {
-      for (int i = 0; i < bytes_used; i += 64) prefetch(tokens[n] + ahead + i);
+    for (int n = 0; is_first_of_line && n < kTokens; ++n) {
+      for (int i = 0; i < bytes_used; i += 64) prefetch(tokens + n * stride + ahead + i);
     }
     for (int n = 0; n < kTokens; n += 4) {
       __m512i high[4];
