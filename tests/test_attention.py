@@ -242,9 +242,16 @@ def test_handles_are_served_from_codes(padded: bool, q_len: int, static: bool) -
 )
 def test_keyword_arguments_that_the_kernel_serves(options: dict[str, Any], meaning: dict[str, Any]) -> None:
     handles, query = make_handles(), torch.randn(BATCH, Q_HEADS, 1, HEAD_DIM)
-    out, _ = attention(make_module(), query, *handles, None, prev="sdpa", **options)
+    out, _ = attention(make_module(), query, *handles, None, prev="eager", **options)
     assert not handles[0].step.storage.fallbacks
     check(out, expected_output(query, handles, **meaning), "output")
+
+
+def test_a_cap_that_prefill_leaves_out_is_left_out() -> None:
+    """Where sdpa is told of a soft cap and does not refuse, it ignores it."""
+    handles, query = make_handles(), torch.randn(BATCH, Q_HEADS, 1, HEAD_DIM)
+    out, _ = attention(make_module(), query, *handles, None, prev="sdpa", softcap=2.0)
+    check(out, expected_output(query, handles), "output")
 
 
 @pytest.mark.parametrize(
