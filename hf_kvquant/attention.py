@@ -196,7 +196,7 @@ def attention(
             softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             starts=None if attention_mask is None else attention_mask[0].view(-1),
             sinks=kwargs.get("s_aux"),
-            # sdpa knows no cap. Older versions of transformers leave it out there, and decoding has to do as prefill did.
+            # sdpa knows no cap: older versions of transformers leave it out there, and decoding does as prefill did.
             softcap=0.0 if prev == "sdpa" else kwargs.get("softcap") or 0.0,
             sliding_window=kwargs.get("sliding_window") or 0,
         )
