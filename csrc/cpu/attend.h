@@ -1,8 +1,9 @@
 // Attention of a block of query rows to a range of tokens, tile by tile of 64 tokens: scores, softmax with a running
 // maximum, values. Written once over simd.h and compiled for each instruction set; every format, mask and extra of
 // reference.decode_attention is served here. Tiles are dequantised to float32 in scratch that stays in L1 and L2 and is
-// shared by all rows; attend_vnni.h replaces the two inner products by integer ones where it can. How the rows and
-// tokens are divided into tasks is decided in cpu.cpp.
+// shared by all rows. Two shorter ways to the same two products are taken where they serve: attend_direct.h unpacks
+// codes in registers for few rows, attend_vnni.h multiplies integers. How the rows and tokens are divided into tasks is
+// decided in cpu.cpp.
 //
 // Masking. A masked score becomes -inf before the maximum, so neither its size nor a NaN in it is ever seen. Values are
 // summed as p · value over the tile, so a value that is not finite would reach rows with p = 0: such elements are

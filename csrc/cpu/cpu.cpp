@@ -34,7 +34,7 @@ bool supports_avx512() {
 #ifdef HF_KVQUANT_X86
   return supports_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+         __builtin_cpu_supports("avx512vnni");
 #else
   return false;
 #endif

@@ -1,5 +1,5 @@
-// AVX-512 (F, BW, VL, DQ, VBMI, VNNI) with FMA and F16C. Only called when the processor has all of them: Ice Lake,
-// Zen 4 and later.
+// AVX-512 (F, BW, VL, DQ, VNNI) with FMA and F16C. Only called when the processor has all of them: Cascade Lake, Zen 4
+// and later.
 // The kernels are those of attend.h and quantize.h; this file gives them their namespace and their table.
 #ifdef HF_KVQUANT_X86
 
