@@ -413,14 +413,16 @@ struct GroupWeights {
     __m512i sums[kWords];
     for (int w = 0; w < kWords; ++w) sums[w] = _mm512_setzero_si512();
     for (int i = 0; i < 4; ++i) {
+      // NaN has no integer; the sum of p already makes all of its row NaN.
+      const __mmask16 is_number = _mm512_cmp_ps_mask(products[i], products[i], _CMP_ORD_Q);
       const __m512 rounded = round_even(mul(products[i], factor));
-      __m512i word = _mm512_cvtps_epi32(rounded);
+      __m512i word = _mm512_maskz_cvtps_epi32(is_number, rounded);
       sums[0] = _mm512_add_epi32(sums[0], word);
       _mm256_store_si256(reinterpret_cast<__m256i*>(words[0] + 16 * i), _mm512_cvtepi32_epi16(word));
       if constexpr (kWords == 2) {
         // The product is exact inside the multiply-add, so this is what rounding took away, within half a unit.
         const __m512 rest = fma(products[i], factor, sub(zeros(), rounded));
-        word = _mm512_cvtps_epi32(mul(rest, broadcast(32768.0f)));
+        word = _mm512_maskz_cvtps_epi32(is_number, mul(rest, broadcast(32768.0f)));
         sums[1] = _mm512_add_epi32(sums[1], word);
         _mm256_store_si256(reinterpret_cast<__m256i*>(words[1] + 16 * i), _mm512_cvtepi32_epi16(word));
       }
