@@ -26,7 +26,7 @@ Granularity = Literal["tensor", "token", "head", "group"]
 
 # The numbers that ops and csrc/format.h use for a storage type.
 STORAGE_IDS: dict[str, int] = {"none": 0, "int8": 1, "int4": 2, "fp8": 3}
-BITS: dict[str, int] = {"none": 16, "int8": 8, "int4": 4, "fp8": 8}
+_BITS: dict[str, int] = {"none": 16, "int8": 8, "int4": 4, "fp8": 8}
 SCALE_DTYPE = torch.float16
 # Capacities are multiples of this, so that a kernel may read whole tiles of tokens.
 TOKEN_ALIGNMENT = 64
@@ -140,7 +140,7 @@ class KVFormat:
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one token's codes in one head. Not defined for storage type `none`, whose dtype is the model's."""
         assert self.is_quantized
-        return head_dim * BITS[self.storage] // 8
+        return head_dim * _BITS[self.storage] // 8
 
     def scale_shape(self, batch: int, num_kv_heads: int, head_dim: int, capacity: int) -> tuple[int, int, int, int]:
         """Shape of the scale plane (and of the zero plane): `[batch, heads, groups, tokens]`, shared axes of size 1."""

@@ -199,12 +199,8 @@ class LayerStorage:
         self.flush()
         self._make_room(q_len)
         assert self.lengths is not None
-        if self.is_static and torch.compiler.is_compiling():
-            self._length = None
-            self.lengths.add_(q_len)
-        else:
-            self._length = self.length + q_len
-            self.lengths.add_(q_len)
+        self._length = None if self.is_static and torch.compiler.is_compiling() else self.length + q_len
+        self.lengths.add_(q_len)
         self._freeze_scales(key, value)
         self.pending = (key, value)
         self.is_empty = False
