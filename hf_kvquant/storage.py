@@ -303,8 +303,8 @@ class LayerStorage:
 
         Returns:
             `[batch, num_kv_heads, tokens, head_dim]` each, `tokens` being the length (growing) or the capacity asked
-            for (static, whose length the host does not know; what lies beyond it is zero or stale). Views of the planes
-            where nothing is quantised.
+            for (static, whose length the host does not know; what lies beyond it is zero). Views of the planes where
+            nothing is quantised and the storage grows.
         """
         self.flush()
         tokens = self.max_cache_len if self.max_cache_len is not None else self.length
@@ -312,6 +312,10 @@ class LayerStorage:
         dense = []
         for planes, kv_format in zip(self._planes(), self._formats(), strict=True):
             dense.append(reference.dequantize(_narrow(planes, tokens), kv_format, self.dtype))
+        if self.is_static:
+            # A NaN that was cropped away would still reach whoever multiplies it with a probability of 0.
+            is_beyond = torch.arange(tokens, device=self.device) >= self._lengths().unsqueeze(1)  # [batch, tokens]
+            dense = [x.masked_fill(is_beyond[:, None, :, None], 0.0) for x in dense]
         key, value = dense
         if self.key_transform is not None:
             key = self.key_transform.undo(key)

@@ -23,7 +23,7 @@ from tolerances import attention_bound, lse_bound, max_logit_terms
 from torch import Tensor
 
 from hf_kvquant import reference
-from hf_kvquant.config import LayerFormats
+from hf_kvquant.config import PRESETS, LayerFormats
 from hf_kvquant.formats import KVFormat, Planes
 from hf_kvquant.storage import LayerStorage
 
@@ -838,3 +838,17 @@ def test_rotated_keys_are_what_is_quantised(formats: LayerFormats) -> None:
     assert_same(lse, expected_lse, "lse")
     assert_same(storage.dequantize()[0], rotation.undo(model.sides[0]), "keys in the model's basis")
     assert_dense(plain, model)
+
+
+@pytest.mark.parametrize("preset", ["none", "int8", "int4"])
+def test_a_cropped_nan_is_gone_from_a_static_storage(preset: str) -> None:
+    storage = LayerStorage(LayerFormats(*PRESETS[preset]), max_cache_len=16)
+    good = torch.randn(1, 2, 3, 32)
+    storage.extend(good, good)
+    storage.flush()
+    before = storage.dequantize()
+    storage.extend(torch.full((1, 2, 2, 32), torch.nan), torch.full((1, 2, 2, 32), torch.nan))
+    assert all(x[:, :, 3:5].isnan().all() for x in storage.dequantize())
+    storage.crop(2)
+    for x, expected in zip(storage.dequantize(), before, strict=True):
+        assert torch.equal(x, expected) and not x[:, :, 3:].any()
