@@ -205,6 +205,19 @@ const int32_t* per_sequence(const char* where, const char* name, const Tensor& t
   return static_cast<const int32_t*>(tensor.const_data_ptr());
 }
 
+int32_t* counter_array(const std::optional<Tensor>& counters, const Tensor& codes) {
+  if (!counters.has_value()) return nullptr;
+  constexpr const char* kMake = ". Make them with torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32).";
+  check_device("decode", "counters", *counters, codes);
+  KVQ_CHECK(counters->scalar_type() == ScalarType::Int, "decode: `counters` must be int32, got ",
+            torch::headeronly::toString(counters->scalar_type()), kMake);
+  KVQ_CHECK(counters->dim() == 1 && counters->size(0) == kNumCounters, "decode: `counters` must be [", kNumCounters,
+            "], got ", shape_of(*counters), kMake);
+  KVQ_CHECK(counters->is_contiguous(), "decode: `counters` must be contiguous, got stride ", counters->stride(0),
+            kMake);
+  return static_cast<int32_t*>(counters->data_ptr());
+}
+
 const float* per_head(const char* name, const std::optional<Tensor>& tensor, const Tensor& query) {
   if (!tensor.has_value()) return nullptr;
   check_device("decode", name, *tensor, query);
@@ -244,9 +257,10 @@ AppendParams append_params(const char* where, const Tensor& key, const Tensor& v
 }
 
 DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, const PlaneArgs& value_planes,
-                           const Tensor& lengths, const std::optional<Tensor>& starts,
-                           const std::optional<Tensor>& sinks, const std::optional<Tensor>& alibi_slopes,
-                           double softmax_scale, double softcap, int64_t sliding_window, int64_t num_splits) {
+                           const Tensor& lengths, const std::optional<Tensor>& counters,
+                           const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
+                           const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap,
+                           int64_t sliding_window, int64_t num_splits) {
   const Tensor& codes = key_planes.codes;
   DecodeParams params{};
   params.key_side = side("decode", "key", key_planes, codes);
@@ -267,6 +281,7 @@ DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, con
   params.q_len = to_int("decode", "q_len", query.size(2));
   params.capacity = to_int("decode", "capacity", codes.size(2));
   params.lengths = per_sequence("decode", "lengths", lengths, codes);
+  params.counters = counter_array(counters, codes);
   params.starts = starts.has_value() ? per_sequence("decode", "starts", *starts, codes) : nullptr;
   params.sinks = per_head("sinks", sinks, query);
   params.alibi_slopes = per_head("alibi_slopes", alibi_slopes, query);

@@ -10,8 +10,9 @@
 namespace hf_kvquant {
 
 // Raised together with OPS_VERSION in ops.py whenever a schema or the meaning of an argument changes.
-constexpr int kOpsVersion = 1;
+constexpr int kOpsVersion = 2;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
+constexpr int kNumCounters = 4096;   // see DecodeParams::counters
 
 enum class Storage : int { none = 0, int8 = 1, int4 = 2, fp8 = 3 };
 
@@ -63,6 +64,7 @@ struct DecodeParams {
   Dense query;                // [batch, num_q_heads, q_len, key head_dim]
   Side key_side, value_side;  // new tokens, if any, are appended before this runs
   const int32_t* lengths;     // [batch]
+  int32_t* counters;          // [kNumCounters], zero before and after a call, CUDA only; nullptr: absent
   const int32_t* starts;      // [batch], first position that is not padding; nullptr: 0
   const float* sinks;         // [num_q_heads]; nullptr: none
   const float* alibi_slopes;  // [num_q_heads]; nullptr: none

@@ -48,8 +48,14 @@ struct CudaDevice {
     cuda::check_support(where, params.value_side);
   }
   void append(const AppendParams& params) const { cuda::append(params, stream); }
-  void decode(const DecodeParams& params) const {
+  void decode(DecodeParams params) const {
     const cuda::DecodePlan plan = cuda::plan_decode(params);
+    // Parts are combined by whoever finishes last, which takes counters; those of a storage are zero already.
+    std::optional<Tensor> counters;
+    if (plan.workspace_floats > 0 && params.counters == nullptr) {
+      counters = torch::stable::empty({kNumCounters}, ScalarType::Int, std::nullopt, device, std::nullopt);
+      params.counters = static_cast<int32_t*>(torch::stable::zero_(*counters).data_ptr());
+    }
     const Tensor workspace =
         torch::stable::empty({plan.workspace_floats}, ScalarType::Float, std::nullopt, device, std::nullopt);
     cuda::decode(params, plan, static_cast<float*>(workspace.data_ptr()), stream);
@@ -80,14 +86,14 @@ std::tuple<Tensor, Tensor> decode(
     const Tensor& query, const std::optional<Tensor>& key, const std::optional<Tensor>& value, const Tensor& key_codes,
     const std::optional<Tensor>& key_scale, const std::optional<Tensor>& key_zero, const Tensor& value_codes,
     const std::optional<Tensor>& value_scale, const std::optional<Tensor>& value_zero, const Tensor& lengths,
-    const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks, const std::optional<Tensor>& alibi_slopes,
-    double softmax_scale, double softcap, int64_t sliding_window, int64_t num_splits, int64_t key_storage,
+    const std::optional<Tensor>& counters, const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
+    const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap, int64_t sliding_window, int64_t num_splits, int64_t key_storage,
     int64_t value_storage) {
   const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_storage};
   const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_storage};
   const Tensor query_rows = with_contiguous_channels(query);
-  DecodeParams params = decode_params(query_rows, key_planes, value_planes, lengths, starts, sinks, alibi_slopes,
-                                      softmax_scale, softcap, sliding_window, num_splits);
+  DecodeParams params = decode_params(query_rows, key_planes, value_planes, lengths, counters, starts, sinks,
+                                      alibi_slopes, softmax_scale, softcap, sliding_window, num_splits);
   const Device device(key_codes);
   device.check("decode", params);
 
@@ -165,6 +171,7 @@ PyMODINIT_FUNC PyInit__C() {
   const bool is_complete =
       PyModule_AddIntConstant(module, "OPS_VERSION", hf_kvquant::kOpsVersion) == 0 &&
       PyModule_AddIntConstant(module, "TOKEN_ALIGNMENT", hf_kvquant::kTokenAlignment) == 0 &&
+      PyModule_AddIntConstant(module, "NUM_COUNTERS", hf_kvquant::kNumCounters) == 0 &&
       PyModule_AddIntConstant(module, "STORAGE_NONE", static_cast<int>(hf_kvquant::Storage::none)) == 0 &&
       PyModule_AddIntConstant(module, "STORAGE_INT8", static_cast<int>(hf_kvquant::Storage::int8)) == 0 &&
       PyModule_AddIntConstant(module, "STORAGE_INT4", static_cast<int>(hf_kvquant::Storage::int4)) == 0 &&

@@ -24,7 +24,11 @@ logger = logging.getLogger(__name__)
 
 # Raised whenever a schema below or the meaning of an argument changes, here and in csrc/format.h: a stale build is then
 # refused at load instead of reading its arguments in the wrong order.
-OPS_VERSION = 1
+OPS_VERSION = 2
+
+# Thread blocks of a CUDA decode that share a sequence find out by an atomic counter which of them is the last; that one
+# combines their parts. Mirrored in csrc/format.h.
+NUM_COUNTERS = 4096
 
 _PLANES = (
     "Tensor(a!) key_codes, Tensor(b!)? key_scale, Tensor(c!)? key_zero, "
@@ -32,9 +36,9 @@ _PLANES = (
 )
 APPEND_SCHEMA = f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, int key_storage, int value_storage) -> ()"
 DECODE_SCHEMA = (
-    f"decode(Tensor query, Tensor? key, Tensor? value, {_PLANES}, Tensor lengths, Tensor? starts, Tensor? sinks, "
-    "Tensor? alibi_slopes, float softmax_scale, float softcap, int sliding_window, int num_splits, int key_storage, "
-    "int value_storage) -> (Tensor out, Tensor lse)"
+    f"decode(Tensor query, Tensor? key, Tensor? value, {_PLANES}, Tensor lengths, Tensor(g!)? counters, "
+    "Tensor? starts, Tensor? sinks, Tensor? alibi_slopes, float softmax_scale, float softcap, int sliding_window, "
+    "int num_splits, int key_storage, int value_storage) -> (Tensor out, Tensor lse)"
 )
 
 _library = torch.library.Library("hf_kvquant", "DEF")
@@ -77,6 +81,7 @@ def _decode_reference(
     value_scale: Tensor | None,
     value_zero: Tensor | None,
     lengths: Tensor,
+    counters: Tensor | None,
     starts: Tensor | None,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
@@ -151,7 +156,7 @@ def extension() -> ModuleType | ImportError:
         module = importlib.import_module("hf_kvquant._C")
     except ImportError as error:
         return error
-    expected = {"OPS_VERSION": OPS_VERSION, "TOKEN_ALIGNMENT": TOKEN_ALIGNMENT}
+    expected = {"OPS_VERSION": OPS_VERSION, "TOKEN_ALIGNMENT": TOKEN_ALIGNMENT, "NUM_COUNTERS": NUM_COUNTERS}
     expected |= {f"STORAGE_{name.upper()}": number for name, number in STORAGE_IDS.items()}
     for name, number in expected.items():
         found = getattr(module, name, None)
@@ -217,6 +222,7 @@ def decode(
     formats: tuple[KVFormat, KVFormat],
     *,
     softmax_scale: float,
+    counters: Tensor | None = None,
     starts: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -236,6 +242,9 @@ def decode(
         lengths: `[batch]` int32: tokens held, those of the query included.
         formats: Of keys and of values.
         softmax_scale: Multiplies query · key.
+        counters: `[NUM_COUNTERS]` int32 on the same device, all zero: scratch of the CUDA kernel, which leaves it
+            zero again. Calls that may run at the same time, on two streams, must not share it. `None` makes the CUDA
+            kernel clear some of its own, one launch more; other devices need none.
         starts: `[batch]` int32: first position that is not padding.
         sinks: `[num_q_heads]`: logits without values in the softmax.
         alibi_slopes: `[num_q_heads]`.
@@ -261,6 +270,7 @@ def decode(
         *_spell(key_planes),
         *_spell(value_planes),
         lengths,
+        counters,
         starts,
         None if sinks is None else sinks.float(),
         None if alibi_slopes is None else alibi_slopes.float(),

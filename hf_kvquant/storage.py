@@ -56,6 +56,9 @@ class LayerStorage:
         self.key_planes: Planes | None = None
         self.value_planes: Planes | None = None
         self.lengths: Tensor | None = None  # [batch] int32, on the device of the planes, pending tokens included
+        # Scratch of the CUDA kernel, zero between calls. Ours and nobody else's: two streams that must not write the
+        # same planes at the same time must not share it either.
+        self.counters: Tensor | None = None
         # The same on the host. A static storage forgets it when a compiled step advances the device's copy.
         self._length: int | None = 0
         self.is_empty = True
@@ -138,6 +141,7 @@ class LayerStorage:
         self.key_planes = self._new_planes(self.formats.key, self.key_head_dim, capacity, key.device)
         self.value_planes = self._new_planes(self.formats.value, self.value_head_dim, capacity, key.device)
         self.lengths = torch.zeros(self.batch, dtype=torch.int32, device=key.device)
+        self.counters = _new_counters(key.device)
         self._length = 0
         self._pin_addresses()
 
@@ -163,10 +167,11 @@ class LayerStorage:
     def _pin_addresses(self) -> None:
         """Tell the compiler that static buffers stay: it would not put a step that mutates others into a CUDA graph."""
         if self.is_static and not torch.compiler.is_compiling():
-            for tensor in self._tensors():
+            for tensor in (*self._tensors(), *([] if self.counters is None else [self.counters])):
                 torch._dynamo.mark_static_address(tensor)
 
     def _tensors(self) -> list[Tensor]:
+        """What has a row for every sequence of the batch."""
         key_planes, value_planes = self._planes()
         return [*key_planes.tensors(), *value_planes.tensors(), self._lengths()]
 
@@ -293,6 +298,7 @@ class LayerStorage:
             self._lengths(),
             self._formats(),
             softmax_scale=softmax_scale,
+            counters=self.counters,
             **options,
         )
         self.pending = None  # only now: a query that is refused must not lose tokens that `lengths` counts already
@@ -367,7 +373,7 @@ class LayerStorage:
     def release(self) -> None:
         """Forget all tokens and the buffers, so that the next tokens may have another batch, dtype or device."""
         self.reset()
-        self.key_planes = self.value_planes = self.lengths = None
+        self.key_planes = self.value_planes = self.lengths = self.counters = None
 
     def select(self, indices: Tensor) -> None:
         """Keep the sequences `indices` (`[new batch]`, int64 or bool mask) of the batch, in that order.
@@ -417,6 +423,7 @@ class LayerStorage:
 
         self.key_planes, self.value_planes = _map(key_planes, moved), _map(value_planes, moved)
         self.lengths = moved(self._lengths())
+        self.counters = _new_counters(self.lengths.device)
         self._pin_addresses()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -438,6 +445,11 @@ def _log_fallback(reason: str) -> None:
 
 def _aligned(tokens: int) -> int:
     return max(1, -(-tokens // TOKEN_ALIGNMENT)) * TOKEN_ALIGNMENT
+
+
+def _new_counters(device: torch.device) -> Tensor | None:
+    """See `ops.decode`; only the CUDA kernel wants them."""
+    return torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=device) if device.type == "cuda" else None
 
 
 def _narrow(planes: Planes, tokens: int) -> Planes:

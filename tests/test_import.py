@@ -180,6 +180,7 @@ def test_without_the_extension_the_reference_serves_and_says_so_once() -> None:
 CONSTANTS = {
     "OPS_VERSION": ops.OPS_VERSION,
     "TOKEN_ALIGNMENT": 64,
+    "NUM_COUNTERS": ops.NUM_COUNTERS,
     "STORAGE_NONE": 0,
     "STORAGE_INT8": 1,
     "STORAGE_INT4": 2,
@@ -210,6 +211,7 @@ def test_an_extension_of_the_same_age_is_loaded(monkeypatch: pytest.MonkeyPatch)
         ({"OPS_VERSION": ops.OPS_VERSION - 1}, f"OPS_VERSION {ops.OPS_VERSION}", str(ops.OPS_VERSION - 1)),
         ({"OPS_VERSION": None}, f"OPS_VERSION {ops.OPS_VERSION}", "None"),
         ({"TOKEN_ALIGNMENT": 128}, "TOKEN_ALIGNMENT 64", "128"),
+        ({"NUM_COUNTERS": 64}, "NUM_COUNTERS 4096", "64"),
         ({"STORAGE_INT4": 3}, "STORAGE_INT4 2", "3"),
     ],
     ids=str,

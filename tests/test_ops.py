@@ -511,7 +511,8 @@ def op_arguments(engine: str, kv_format: KVFormat) -> tuple[tuple[Any, ...], tup
     )
     storage = (kv_format.storage_id, kv_format.storage_id)
     starts, slopes = to(engine, torch.zeros(2, dtype=torch.int32), torch.rand(case.num_q_heads))
-    extras = (starts, None, slopes, 0.125, 0.0, 16, 0)
+    counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=engine)
+    extras = (counters, starts, None, slopes, 0.125, 0.0, 16, 0)
     return (key, value, *spelled, lengths, *storage), (query, key, value, *spelled, lengths, *extras, *storage)
 
 
@@ -665,6 +666,18 @@ def break_window(arguments: dict[str, Any]) -> None:
     arguments["sliding_window"] = -5
 
 
+def break_counters_dtype(arguments: dict[str, Any]) -> None:
+    arguments["counters"] = arguments["counters"].float()
+
+
+def break_counters_shape(arguments: dict[str, Any]) -> None:
+    arguments["counters"] = arguments["counters"][:100]
+
+
+def break_counters_stride(arguments: dict[str, Any]) -> None:
+    arguments["counters"] = arguments["counters"].repeat(2)[::2]
+
+
 BROKEN = [
     (break_dtype, r"decode: `query` must be float32, float16 or bfloat16, got Double\. Load"),
     (break_head_dim, r"decode: `query` must have head_dim 64 like the cache, got 32\. Was"),
@@ -681,6 +694,9 @@ BROKEN = [
     (break_capacity, r"decode: `key_codes` must have a capacity that is a multiple of 64, got 100\. Planes"),
     (break_sinks, r"decode: `sinks` must be \[4\], one number per query head, got \[3\]"),
     (break_starts, r"decode: `starts` must be int32, got Float\. Call"),
+    (break_counters_dtype, r"decode: `counters` must be int32, got Float\. Make them with torch\.zeros\("),
+    (break_counters_shape, r"decode: `counters` must be \[4096\], got \[100\]\. Make"),
+    (break_counters_stride, r"decode: `counters` must be contiguous, got stride 2\. Make"),
     (break_softcap, r"decode: `softcap` must be positive, or 0 for none, got -1\."),
     (break_window, r"decode: `sliding_window` must be between 0 and 2147483647, got -5\."),
 ]
@@ -696,6 +712,7 @@ def good_arguments(device: str) -> dict[str, Any]:
         "lengths": case.lengths_tensor().to(device),
         "formats": case.formats,
         "softmax_scale": 0.125,
+        "counters": torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=device),
     }
 
 
@@ -731,6 +748,16 @@ def test_a_full_cache_is_refused_before_anything_is_written(lengths: tuple[int, 
     assert_same_planes(arguments["key_planes"], before, "keys after an error")
 
 
+@CUDA_ONLY
+def test_counters_of_another_device_are_refused() -> None:
+    arguments = good_arguments("cuda")
+    arguments["counters"] = arguments["counters"].cpu()
+    with pytest.raises(
+        ValueError, match=r"decode: `counters` must be on the device of the cache, got another device\."
+    ):
+        ops.decode(**arguments)
+
+
 def test_one_new_tensor_without_the_other_is_refused(device: str) -> None:
     arguments = list(op_arguments(device, KVFormat("int8"))[1])
     arguments[2] = None
@@ -748,6 +775,7 @@ def test_the_extension_is_built_from_this_version() -> None:
     assert not isinstance(module, ImportError), f"not built: {module}"
     assert module.OPS_VERSION == ops.OPS_VERSION
     assert module.TOKEN_ALIGNMENT == formats.TOKEN_ALIGNMENT
+    assert module.NUM_COUNTERS == ops.NUM_COUNTERS
     assert {name: getattr(module, f"STORAGE_{name.upper()}") for name in formats.STORAGE_IDS} == formats.STORAGE_IDS
     assert ops.has_kernels("cpu")
     assert ops.has_kernels("cuda") == bool(module.HAS_CUDA)

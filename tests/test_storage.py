@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tolerances import attention_bound, lse_bound, max_logit_terms
 from torch import Tensor
 
-from hf_kvquant import reference
+from hf_kvquant import ops, reference
 from hf_kvquant.config import PRESETS, LayerFormats
 from hf_kvquant.formats import KVFormat, Planes
 from hf_kvquant.storage import LayerStorage
@@ -366,8 +366,6 @@ def test_tokens_are_appended_exactly_once(
 
 def counting(name: str, appended: list[int]) -> Callable[..., Any]:
     """The op, noting the number of tokens whenever it writes some."""
-    from hf_kvquant import ops
-
     op = getattr(ops, name)
 
     def call(first: Tensor, second: Any, *args: Any, **kwargs: Any) -> Any:
@@ -601,6 +599,52 @@ def test_a_compiled_step_advances_the_length_on_the_device_only(device: str) -> 
         assert_same(compiled_step(compiled, *new, query), step(eager, *new, query).cpu(), "compiled step")
     assert compiled.length == eager.length == 12
     assert_dense(compiled, model)
+
+
+# --- counters ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_gpu_has_counters(device: str) -> None:
+    storage, _ = filled(INT8, [7], device=device)
+    assert (storage.counters is not None) == (device == "cuda")
+    storage.attend(torch.randn(2, 4, 7, KEY_DIM).to(device), softmax_scale=0.1)
+    storage.move("cpu")
+    assert storage.counters is None
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 100], ids=["growing", "static"])
+def test_counters_stay_with_the_buffers(max_cache_len: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, told to have some: the op checks them there and leaves them alone."""
+    monkeypatch.setattr(
+        "hf_kvquant.storage._new_counters",
+        lambda device: torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=device),
+    )
+    passed: list[Tensor] = []
+    decode = ops.decode
+
+    def noting(*args: Any, **options: Any) -> Any:
+        passed.append(options["counters"])
+        return decode(*args, **options)
+
+    monkeypatch.setattr(ops, "decode", noting)
+    storage, model = filled(INT8, [30], max_cache_len=max_cache_len, batch=3)
+    counters = storage.counters
+    assert counters is not None and counters.dtype == torch.int32 and counters.shape == (ops.NUM_COUNTERS,)
+    assert hasattr(counters, "_dynamo_static_input_type") == storage.is_static
+    assert_attends(storage, model, 30)
+    storage.select(torch.tensor([2, 0, 0]))
+    storage.select(torch.tensor([1, 0]))
+    storage.crop(5)
+    storage.extend(*new_tokens(2, 60))
+    storage.reset()
+    assert storage.counters is counters and passed[0] is counters and not counters.any()
+    twin = copy.deepcopy(storage)
+    assert twin.counters is not None and twin.counters.data_ptr() != counters.data_ptr() and not twin.counters.any()
+    assert hasattr(twin.counters, "_dynamo_static_input_type") == storage.is_static
+    storage.move("meta")
+    assert storage.counters is not None and storage.counters.device.type == "meta"
+    storage.release()
+    assert storage.counters is None
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
