@@ -13,6 +13,7 @@ namespace hf_kvquant {
 constexpr int kOpsVersion = 2;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
+constexpr int kMaxCudaHeadDim = 256;  // beyond it ops.py asks the reference
 
 enum class Storage : int { none = 0, int8 = 1, int4 = 2, fp8 = 3 };
 

@@ -172,6 +172,7 @@ PyMODINIT_FUNC PyInit__C() {
       PyModule_AddIntConstant(module, "OPS_VERSION", hf_kvquant::kOpsVersion) == 0 &&
       PyModule_AddIntConstant(module, "TOKEN_ALIGNMENT", hf_kvquant::kTokenAlignment) == 0 &&
       PyModule_AddIntConstant(module, "NUM_COUNTERS", hf_kvquant::kNumCounters) == 0 &&
+      PyModule_AddIntConstant(module, "MAX_CUDA_HEAD_DIM", hf_kvquant::kMaxCudaHeadDim) == 0 &&
       PyModule_AddIntConstant(module, "STORAGE_NONE", static_cast<int>(hf_kvquant::Storage::none)) == 0 &&
       PyModule_AddIntConstant(module, "STORAGE_INT8", static_cast<int>(hf_kvquant::Storage::int8)) == 0 &&
       PyModule_AddIntConstant(module, "STORAGE_INT4", static_cast<int>(hf_kvquant::Storage::int4)) == 0 &&

@@ -163,7 +163,7 @@ class PairCounter(TorchDispatchMode):
         self.pairs = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.hf_kvquant.decode.default:
+        if func in (torch.ops.hf_kvquant.decode.default, torch.ops.hf_kvquant.decode_reference.default):
             named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
             q_len = named["query"].shape[2]
             # The newest of q_len queries sees `length` tokens, each earlier one a token less.

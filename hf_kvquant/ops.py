@@ -3,8 +3,10 @@
 `torch.ops.hf_kvquant.append` quantises new tokens into planes; `torch.ops.hf_kvquant.decode` does that too when it is
 given new tokens, and then attends to everything stored. The schemas are here and nowhere else; `csrc/` registers
 kernels for them under the CPU and CUDA keys, and `reference.py` serves every device for which there is no kernel, said
-once in the log. `append` and `decode` below are what the rest of the package calls: they check arguments and spell out
-the planes. Which layer calls them when is decided in `handle.py` and `attention.py`.
+once in the log: behind the same names where a build has none for the whole device type, behind `append_reference` and
+`decode_reference` where the kernels there are do not fit the GPU or the head_dim. `append` and `decode` below are what
+the rest of the package calls: they check arguments, choose, and spell out the planes. Which layer calls them when is
+decided in `handle.py` and `attention.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import re
 from types import ModuleType
 
 import torch
@@ -29,6 +32,8 @@ OPS_VERSION = 2
 # Thread blocks of a CUDA decode that share a sequence find out by an atomic counter which of them is the last; that one
 # combines their parts. Mirrored in csrc/format.h.
 NUM_COUNTERS = 4096
+# The CUDA kernels keep a row of a head in registers. Mirrored in csrc/format.h.
+MAX_CUDA_HEAD_DIM = 256
 
 _PLANES = (
     "Tensor(a!) key_codes, Tensor(b!)? key_scale, Tensor(c!)? key_zero, "
@@ -44,6 +49,9 @@ DECODE_SCHEMA = (
 _library = torch.library.Library("hf_kvquant", "DEF")
 _library.define(APPEND_SCHEMA)
 _library.define(DECODE_SCHEMA)
+# Ops of their own rather than Python functions, so that the compiler sees a call and no data-dependent branch.
+for _schema in (APPEND_SCHEMA, DECODE_SCHEMA):
+    _library.define(_schema.replace("(", "_reference(", 1), tags=torch.Tag.cudagraph_unsafe)
 
 
 # --- the specification behind the same names --------------------------------------------------------------------------
@@ -62,7 +70,7 @@ def _append_reference(
     key_storage: int,
     value_storage: int,
 ) -> None:
-    _warn_reference(key.device.type)
+    _warn_reference(key.device, key.shape[-1], value.shape[-1])
     for x, planes, storage_id in (
         (key, Planes(key_codes, key_scale, key_zero), key_storage),
         (value, Planes(value_codes, value_scale, value_zero), value_storage),
@@ -94,6 +102,8 @@ def _decode_reference(
 ) -> tuple[Tensor, Tensor]:
     key_planes = Planes(key_codes, key_scale, key_zero)
     value_planes = Planes(value_codes, value_scale, value_zero)
+    value_dim = head_dim_of(value_codes, value_storage)
+    _warn_reference(query.device, query.shape[-1], value_dim)
     if key is not None and value is not None:
         _append_reference(
             key,
@@ -108,7 +118,6 @@ def _decode_reference(
             key_storage,
             value_storage,
         )
-    value_dim = head_dim_of(value_codes, value_storage)
     return reference.decode_attention(
         query,
         reference.dequantize(key_planes, format_of(key_planes, key_storage, query.shape[-1])),
@@ -123,16 +132,20 @@ def _decode_reference(
     )
 
 
-_library.impl("append", _append_reference, "CompositeExplicitAutograd")
-_library.impl("decode", _decode_reference, "CompositeExplicitAutograd")
+for _name in ("append", "append_reference"):
+    _library.impl(_name, _append_reference, "CompositeExplicitAutograd")
+for _name in ("decode", "decode_reference"):
+    _library.impl(_name, _decode_reference, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("hf_kvquant::append", lib=_library)
+@torch.library.register_fake("hf_kvquant::append_reference", lib=_library)
 def _append_fake(*args: object) -> None:
     return None
 
 
 @torch.library.register_fake("hf_kvquant::decode", lib=_library)
+@torch.library.register_fake("hf_kvquant::decode_reference", lib=_library)
 def _decode_fake(query: Tensor, key: Tensor | None, value: Tensor | None, *args: object) -> tuple[Tensor, Tensor]:
     batch, num_q_heads, q_len, _ = query.shape
     value_codes, value_storage = args[3], args[-1]
@@ -156,7 +169,12 @@ def extension() -> ModuleType | ImportError:
         module = importlib.import_module("hf_kvquant._C")
     except ImportError as error:
         return error
-    expected = {"OPS_VERSION": OPS_VERSION, "TOKEN_ALIGNMENT": TOKEN_ALIGNMENT, "NUM_COUNTERS": NUM_COUNTERS}
+    expected = {
+        "OPS_VERSION": OPS_VERSION,
+        "TOKEN_ALIGNMENT": TOKEN_ALIGNMENT,
+        "NUM_COUNTERS": NUM_COUNTERS,
+        "MAX_CUDA_HEAD_DIM": MAX_CUDA_HEAD_DIM,
+    }
     expected |= {f"STORAGE_{name.upper()}": number for name, number in STORAGE_IDS.items()}
     for name, number in expected.items():
         found = getattr(module, name, None)
@@ -170,20 +188,77 @@ def extension() -> ModuleType | ImportError:
 
 
 def has_kernels(device_type: str) -> bool:
-    """Whether compiled kernels serve a device type, `"cpu"` or `"cuda"`."""
+    """Whether there are compiled kernels for a device type, `"cpu"` or `"cuda"`. See also `serves_gpu`."""
     module = extension()
     return isinstance(module, ModuleType) and bool(getattr(module, f"HAS_{device_type.upper()}", 0))
 
 
+def covers(archs: str, capability: tuple[int, int]) -> bool:
+    """Whether code compiled for some architectures runs on a GPU of some compute capability.
+
+    Args:
+        archs: Such as `"80;86;90"`, as `HF_KVQUANT_CUDA_ARCHS` has them. Machine code runs on GPUs of the same major
+            and no lower minor number. The last architecture is there as PTX too, which every later GPU compiles.
+            An `a` behind a number stands for features that no other GPU has.
+        capability: Major and minor number.
+    """
+    built = []
+    for major, minor, suffix in re.findall(r"(\d+)(\d)([af]?)", archs):
+        arch = int(major), int(minor)
+        if capability == arch or (suffix != "a" and capability[0] == arch[0] and capability[1] >= arch[1]):
+            return True
+        built.append((arch, suffix))
+    return bool(built) and not built[-1][1] and capability >= built[-1][0]
+
+
 @functools.cache
-def _warn_reference(device_type: str) -> None:
+def serves_gpu(index: int) -> bool:
+    """Whether the compiled kernels run on a GPU of this process. `False` as well when there are none for GPUs."""
     module = extension()
-    reason = module if isinstance(module, ImportError) else f"it was built without kernels for {device_type}"
+    if isinstance(module, ImportError) or not has_kernels("cuda"):
+        return False
+    return covers(module.cuda_archs(), torch.cuda.get_device_capability(index))
+
+
+# The compiler takes the answer for a constant: it cannot trace the question, and the GPU stays the same.
+@torch.compiler.assume_constant_result
+def _serves_gpu(index: int) -> bool:
+    return serves_gpu(index)
+
+
+def _has_kernel(device: torch.device, *head_dims: int) -> bool:
+    """Whether a call is for the op; else it is for the reference, named after it. Always the op on other devices."""
+    if device.type != "cuda":
+        return True
+    return max(head_dims) <= MAX_CUDA_HEAD_DIM and _serves_gpu(0 if device.index is None else device.index)
+
+
+def _warn_reference(device: torch.device, *head_dims: int) -> None:
+    """Say why the reference serves, once for every reason."""
+    module = extension()
+    if isinstance(module, ImportError) or not has_kernels(device.type):
+        reason = module if isinstance(module, ImportError) else f"it was built without kernels for {device.type}"
+        remedy = "Install a compiler and reinstall: pip install --no-build-isolation ."
+        _log_reference(device.type, str(reason), remedy)
+    elif device.type == "cuda" and not serves_gpu(device.index):
+        major, minor = torch.cuda.get_device_capability(device.index)
+        _log_reference(
+            f"{torch.cuda.get_device_name(device.index)}, compute capability {major}.{minor}",
+            f"they were built for {module.cuda_archs()}",
+            f"Reinstall: HF_KVQUANT_CUDA_ARCHS={major}{minor} pip install --no-build-isolation . (8.0 is the least)",
+        )
+    elif device.type == "cuda" and max(head_dims) > MAX_CUDA_HEAD_DIM:
+        _log_reference(
+            f"head_dim {max(head_dims)} on {device.type}",
+            f"they end at {MAX_CUDA_HEAD_DIM}",
+            "Leave this model unpatched where speed matters more than memory.",
+        )
+
+
+@functools.cache
+def _log_reference(what: str, reason: str, remedy: str) -> None:
     logger.warning(
-        "ops: no compiled kernels for %s, the PyTorch reference serves: correct, slower (%s). "
-        "Install a compiler and reinstall: pip install --no-build-isolation .",
-        device_type,
-        reason,
+        "ops: no compiled kernels for %s, the PyTorch reference serves: correct, slower (%s). %s", what, reason, remedy
     )
 
 
@@ -208,9 +283,9 @@ def append(
         lengths: `[batch]` int32 on the same device: tokens held, the new ones included.
         formats: Of keys and of values.
     """
-    torch.ops.hf_kvquant.append(
-        key, value, *_spell(key_planes), *_spell(value_planes), lengths, formats[0].storage_id, formats[1].storage_id
-    )
+    has_kernel = _has_kernel(key.device, key.shape[-1], value.shape[-1])
+    op = torch.ops.hf_kvquant.append if has_kernel else torch.ops.hf_kvquant.append_reference
+    op(key, value, *_spell(key_planes), *_spell(value_planes), lengths, formats[0].storage_id, formats[1].storage_id)
 
 
 def decode(
@@ -263,7 +338,9 @@ def decode(
     """
     _check_query(query, key_planes)
     key, value = (None, None) if new is None else new
-    result: tuple[Tensor, Tensor] = torch.ops.hf_kvquant.decode(
+    has_kernel = _has_kernel(query.device, query.shape[-1], head_dim_of(value_planes.codes, formats[1].storage_id))
+    op = torch.ops.hf_kvquant.decode if has_kernel else torch.ops.hf_kvquant.decode_reference
+    result: tuple[Tensor, Tensor] = op(
         query,
         key,
         value,

@@ -17,6 +17,7 @@ import types
 from typing import Any
 
 import pytest
+import torch
 
 import hf_kvquant
 from hf_kvquant import ops
@@ -181,6 +182,7 @@ CONSTANTS = {
     "OPS_VERSION": ops.OPS_VERSION,
     "TOKEN_ALIGNMENT": 64,
     "NUM_COUNTERS": ops.NUM_COUNTERS,
+    "MAX_CUDA_HEAD_DIM": ops.MAX_CUDA_HEAD_DIM,
     "STORAGE_NONE": 0,
     "STORAGE_INT8": 1,
     "STORAGE_INT4": 2,
@@ -249,7 +251,9 @@ def test_a_device_without_kernels_is_said_in_the_log(
     module = load(monkeypatch, **CONSTANTS)
     monkeypatch.setattr(ops, "extension", lambda: module)
     with caplog.at_level(logging.WARNING, logger="hf_kvquant"):
-        ops._warn_reference.__wrapped__("cuda")
+        ops._log_reference.cache_clear()
+        ops._warn_reference(torch.device("cuda:0"), 128)
+        ops._warn_reference(torch.device("cuda:0"), 128)
     assert [record.getMessage() for record in caplog.records] == [
         "ops: no compiled kernels for cuda, the PyTorch reference serves: correct, slower "
         "(it was built without kernels for cuda). Install a compiler and reinstall: pip install --no-build-isolation ."
