@@ -4,7 +4,7 @@
     hf_kvquant.patch(model, "int4")     # from now on model.generate keeps keys and values as codes
     model.generate(**inputs)
 
-Importing registers an attention and a mask implementation with transformers and defines two ops with torch; it changes
+Importing registers an attention and a mask implementation with transformers and defines ops with torch; it changes
 nothing that was there before.
 """
 

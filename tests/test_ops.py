@@ -7,7 +7,9 @@ compared, so that a stray read or write shows up as a wrong result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -590,6 +592,135 @@ def test_graph_replay_equals_eager(kv_format: KVFormat) -> None:
             assert_same_planes(ours[side], clone(planes[side]), f"{case} at {length}")
 
 
+# --- where the reference serves ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "is_covered"),
+    [
+        ("80;86;89;90", (8, 0), True),
+        ("80;86;89;90", (8, 7), True),
+        ("80;86;89;90", (9, 0), True),
+        ("80;86;89;90", (12, 1), True),  # through PTX
+        ("80;86;89;90", (7, 5), False),
+        ("86", (8, 0), False),
+        ("90", (8, 9), False),
+        ("100;120", (11, 0), False),
+        ("100;120", (10, 3), True),
+        ("90;80", (8, 9), True),
+        ("80;90a", (9, 0), True),
+        ("80;90a", (10, 0), False),
+        ("90a", (9, 1), False),
+        ("100f", (10, 3), True),
+        ("100f", (11, 0), False),
+        ("", (9, 0), False),
+    ],
+)
+def test_what_was_built_covers_what_is_there(archs: str, capability: tuple[int, int], is_covered: bool) -> None:
+    assert ops.covers(archs, capability) == is_covered
+
+
+@pytest.fixture
+def old_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """GPU 0 is older than what the extension was built for, GPU 1 is not."""
+    module = SimpleNamespace(HAS_CPU=1, HAS_CUDA=1, cuda_archs=lambda: "80;90")
+    monkeypatch.setattr(ops, "extension", lambda: module)
+    monkeypatch.setattr(ops, "has_kernels", lambda device_type: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: ((7, 5), (9, 0))[index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    ops.serves_gpu.cache_clear()
+    ops._log_reference.cache_clear()
+    yield
+    ops.serves_gpu.cache_clear()
+    ops._log_reference.cache_clear()
+
+
+@pytest.mark.usefixtures("old_gpu")
+def test_a_gpu_without_kernels_is_told_how_to_get_them(caplog: pytest.LogCaptureFixture) -> None:
+    old, new = torch.device("cuda:0"), torch.device("cuda:1")
+    assert not ops.serves_gpu(0) and ops.serves_gpu(1)
+    assert [ops._has_kernel(*call) for call in ((old, 64), (new, 64), (new, 64, 256), (new, 64, 264))] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert ops._has_kernel(torch.device("cpu"), 1024)
+    with caplog.at_level(logging.WARNING, logger="hf_kvquant"):
+        for _ in range(2):
+            ops._warn_reference(old, 64)
+            ops._warn_reference(new, 64, 512)
+    assert [record.getMessage() for record in caplog.records] == [
+        "ops: no compiled kernels for GPU 0, compute capability 7.5, the PyTorch reference serves: correct, slower "
+        "(they were built for 80;90). "
+        "Reinstall: HF_KVQUANT_CUDA_ARCHS=75 pip install --no-build-isolation . (8.0 is the least)",
+        "ops: no compiled kernels for head_dim 512 on cuda, the PyTorch reference serves: correct, slower "
+        "(they end at 256). Leave this model unpatched where speed matters more than memory.",
+    ]
+
+
+@pytest.mark.usefixtures("old_gpu")
+def test_the_compiler_takes_the_choice_for_a_constant() -> None:
+    torch._dynamo.reset()
+    devices = [torch.device("cuda:0"), torch.device("cuda:1")]
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def chosen(x: Tensor, index: int) -> Tensor:
+        return x + 1 if ops._has_kernel(devices[index], x.shape[-1]) else x - 1
+
+    assert [chosen(torch.zeros(2, dim), index)[0, 0] for index, dim in ((0, 64), (1, 64), (1, 512))] == [-1, 1, -1]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_call_without_a_kernel_goes_to_the_reference(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: append, a fused step and one without new tokens, of a head_dim beyond the kernels'."""
+    monkeypatch.setattr(ops, "_has_kernel", lambda device, *head_dims: max(head_dims) <= 64)
+    served: list[int] = []
+    decode_attention = reference.decode_attention
+
+    def counting(query: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        served.append(query.shape[-1])
+        return decode_attention(query, *args, **options)
+
+    monkeypatch.setattr(reference, "decode_attention", counting)
+
+    def step(query: Tensor, new: tuple[Tensor, Tensor], planes: list[Planes], lengths: Tensor) -> Tensor:
+        ops.append(*new, planes[0], planes[1], lengths - 1, case.formats)
+        out, _ = ops.decode(query, new, planes[0], planes[1], lengths, case.formats, softmax_scale=0.1)
+        again, _ = ops.decode(query, None, planes[0], planes[1], lengths, case.formats, softmax_scale=0.1)
+        return out + again
+
+    for kv_format in SOME_FORMATS:
+        for head_dim in (64, 128):
+            torch._dynamo.reset()
+            run = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=False) if compiled else step
+            case = Case(pair(kv_format), head_dim, torch.bfloat16, 2, 1, (2, 40))
+            planes = [filled(case, side) for side in (0, 1)]
+            expected = [clone(made) for made in planes]
+            new = tokens(case, 1, head_dim), tokens(case, 1, head_dim)
+            query = queries(case)
+            served.clear()
+            actual = run(query, new, planes, case.lengths_tensor())
+            assert served == [128, 128] * (head_dim == 128)
+            for x, made in zip(new, expected, strict=True):
+                reference.append(x, made, kv_format, case.lengths_tensor() - 1)
+                reference.append(x, made, kv_format, case.lengths_tensor())
+            key, value = (reference.dequantize(made, kv_format) for made in expected)
+            out, _ = decode_attention(query, key, value, case.lengths_tensor(), softmax_scale=0.1)
+            bound = 0.0 if head_dim == 128 else attention_bound(out, out, case.dtype, 60.0, largest(value))
+            assert_close(actual / 2, out.float(), bound, f"{case}")
+            for side in (0, 1):
+                assert_same_planes(planes[side], expected[side], f"{case}")
+
+
+@CUDA_ONLY
+def test_long_heads_on_a_gpu_go_to_the_reference() -> None:
+    for kv_format in SOME_FORMATS:
+        case = Case(pair(kv_format), 512, torch.bfloat16, 2, 2, (2, 40))
+        run_decode("cuda", case)
+        run_append("cuda", case, tokens(case, 2, 512), tokens(case, 2, 512))
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -776,6 +907,7 @@ def test_the_extension_is_built_from_this_version() -> None:
     assert module.OPS_VERSION == ops.OPS_VERSION
     assert module.TOKEN_ALIGNMENT == formats.TOKEN_ALIGNMENT
     assert module.NUM_COUNTERS == ops.NUM_COUNTERS
+    assert module.MAX_CUDA_HEAD_DIM == ops.MAX_CUDA_HEAD_DIM
     assert {name: getattr(module, f"STORAGE_{name.upper()}") for name in formats.STORAGE_IDS} == formats.STORAGE_IDS
     assert ops.has_kernels("cpu")
     assert ops.has_kernels("cuda") == bool(module.HAS_CUDA)
