@@ -96,9 +96,11 @@ def queries(case: Case) -> Tensor:
     return torch.randn(case.batch, case.num_q_heads, case.q_len, case.head_dim).to(case.dtype)
 
 
-def poisoned(kv_format: KVFormat, batch: int, heads: int, head_dim: int, capacity: int, dtype: torch.dtype) -> Planes:
+def poisoned(
+    kv_format: KVFormat, batch: int, heads: int, head_dim: int, capacity: int, dtype: torch.dtype, device: str = "cpu"
+) -> Planes:
     """Planes whose every element is what reads must never turn into output: NaN, or random bytes under a NaN scale."""
-    planes = kv_format.allocate(batch, heads, head_dim, capacity, dtype=dtype, device=torch.device("cpu"))
+    planes = kv_format.allocate(batch, heads, head_dim, capacity, dtype=dtype, device=torch.device(device))
     if not kv_format.is_quantized:
         planes.codes.fill_(torch.nan)
         return planes
@@ -116,27 +118,37 @@ def filled(case: Case, side: int, x: Tensor | None = None) -> Planes:
     Args:
         case: Gives format, shapes and lengths.
         side: 0 for keys, 1 for values.
-        x: `[batch, num_kv_heads, capacity, head_dim]`.
+        x: `[batch, num_kv_heads, capacity, head_dim]`, on the device that the planes are to be on.
     """
     kv_format, head_dim = case.formats[side], case.head_dims()[side]
     if x is None:
         x = tokens(case, case.capacity, head_dim)
-    planes = poisoned(kv_format, case.batch, case.num_kv_heads, head_dim, case.capacity, case.dtype)
+    outside = poisoned(
+        kv_format, case.batch, case.num_kv_heads, head_dim, case.capacity, case.dtype, device=str(x.device)
+    )
     if not kv_format.is_quantized:
-        written = Planes(x.to(planes.codes.dtype), None, None)
+        inside = Planes(x.to(outside.codes.dtype), None, None)
     else:
-        written = reference.quantize(x, kv_format)
-    for b, length in enumerate(case.lengths):
-        start = case.starts[b] if case.starts else 0
-        planes.codes[b, :, start:length] = written.codes[b, :, start:length]
-        for plane, source in ((planes.scale, written.scale), (planes.zero, written.zero)):
-            if plane is None or source is None:
-                continue
-            if plane.shape[3] == 1:
-                plane[b] = source[b]
-            else:
-                plane[b, ..., start:length] = source[b, ..., start:length]
-    return planes
+        inside = reference.quantize(x, kv_format)
+    return merged(case, inside, outside)
+
+
+def merged(case: Case, inside: Planes, outside: Planes) -> Planes:
+    """Planes with what is held of `inside`, and with what `outside` has everywhere else. A frozen scale is held."""
+    column = torch.arange(case.capacity, device=inside.codes.device)
+    lengths = case.lengths_tensor().to(column.device).unsqueeze(1)
+    is_held = column < lengths  # [batch, capacity]
+    starts = case.starts_tensor()
+    if starts is not None:
+        is_held &= column >= starts.to(column.device).unsqueeze(1)
+
+    def merge(plane: Tensor | None, poison: Tensor | None) -> Tensor | None:
+        if plane is None or poison is None or plane.shape[3] == 1:
+            return plane
+        return torch.where(is_held[:, None, None, :], plane, poison)
+
+    codes = torch.where(is_held[:, None, :, None], inside.codes, outside.codes)
+    return Planes(codes, merge(inside.scale, outside.scale), merge(inside.zero, outside.zero))
 
 
 def clone(planes: Planes, device: str = "cpu") -> Planes:

@@ -1,0 +1,133 @@
+"""One call of the ops on a device and in `reference.py`, compared: what the tests of the kernels have in common.
+
+Memory that must not be read is poisoned (`cases.py`), whole planes are compared, and attention has to keep within a
+bound that is derived from what PyTorch makes of the same keys and values in the same dtype (`tolerances.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cases import Case, clone, filled, poisoned, queries
+from compare import assert_close, assert_same, assert_same_planes
+from tolerances import attention_bound, lse_bound
+from torch import Tensor
+
+from hf_kvquant import ops, reference
+from hf_kvquant.formats import KVFormat, Planes
+
+
+def pair(kv_format: KVFormat) -> tuple[KVFormat, KVFormat]:
+    return kv_format, kv_format
+
+
+def to(device: str, *tensors: Tensor | None) -> list[Any]:
+    return [None if tensor is None else tensor.to(device) for tensor in tensors]
+
+
+def run_append(engine: str, case: Case, key: Tensor, value: Tensor) -> None:
+    """Appends to poisoned planes on the device and in the reference, and compares all of them."""
+    planes = []
+    for side, x in enumerate((key, value)):
+        kv_format = case.formats[side]
+        made = poisoned(kv_format, case.batch, case.num_kv_heads, case.head_dims()[side], case.capacity, case.dtype)
+        if kv_format.granularity == "tensor":
+            # The scale of an earlier, smaller chunk: the new tokens run into the clamps.
+            frozen = reference.compute_scale(torch.randn(x.shape), kv_format)
+            made = Planes(made.codes, *frozen)
+        planes.append(made)
+    ours = [clone(made, engine) for made in planes]
+    lengths = case.lengths_tensor()
+    new = to(engine, key, value)
+    before = [x.clone() for x in new]
+    ops.append(*new, *ours, lengths.to(engine), case.formats)
+    for side, x in enumerate((key, value)):
+        kv_format = case.formats[side]
+        reference.append(x, planes[side], kv_format, lengths)
+        assert_same_planes(ours[side], planes[side], f"{case}, {'value' if side else 'key'}")
+        assert_same(new[side], before[side].cpu(), f"{case}, input")
+
+
+def plain_attention(
+    case: Case,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    softmax_scale: float,
+    starts: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sliding_window: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """What eager PyTorch makes of the same keys and values in the working dtype: its error is the measure of ours."""
+    key = key.nan_to_num(0, 0, 0).to(case.dtype).repeat_interleave(case.num_q_per_kv, 1)
+    value = value.nan_to_num(0, 0, 0).to(case.dtype).repeat_interleave(case.num_q_per_kv, 1)
+    scores = query @ key.mT * softmax_scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    column = torch.arange(case.capacity)
+    position = case.lengths_tensor().view(-1, 1, 1, 1) - case.q_len + torch.arange(case.q_len).view(1, 1, -1, 1)
+    if alibi_slopes is not None:
+        scores = scores + (alibi_slopes.view(1, -1, 1, 1) * (column - position)).to(case.dtype)
+    is_visible = column <= position
+    if starts is not None:
+        is_visible = is_visible & (column >= starts.view(-1, 1, 1, 1))
+    if sliding_window:
+        is_visible = is_visible & (column > position - sliding_window)
+    scores = scores.masked_fill(~is_visible, -torch.inf).float()
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : case.capacity].nan_to_num(0).to(case.dtype)
+    return (weights @ value).transpose(1, 2), scores.logsumexp(-1)
+
+
+def run_decode(
+    engine: str,
+    case: Case,
+    *,
+    planes: tuple[Planes, Planes] | None = None,
+    query: Tensor | None = None,
+    num_splits: int = 0,
+    softmax_scale: float | None = None,
+    **extras: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attends on the device and in the reference, to equal planes, and compares output and lse."""
+    planes = planes or (filled(case, 0), filled(case, 1))
+    query = queries(case) if query is None else query
+    softmax_scale = softmax_scale or case.head_dim**-0.5
+    if case.starts is not None:
+        extras["starts"] = case.starts_tensor()
+    on_device = {name: x.to(engine) if isinstance(x, Tensor) else x for name, x in extras.items()}
+    out, lse = ops.decode(
+        query.to(engine),
+        None,
+        clone(planes[0], engine),
+        clone(planes[1], engine),
+        case.lengths_tensor().to(engine),
+        case.formats,
+        softmax_scale=softmax_scale,
+        num_splits=num_splits,
+        **on_device,
+    )
+    key, value = (reference.dequantize(made, kv_format) for made, kv_format in zip(planes, case.formats, strict=True))
+    expected_out, expected_lse = reference.decode_attention(
+        query.float(), key, value, case.lengths_tensor(), softmax_scale=softmax_scale, **extras
+    )
+    torch_out, torch_lse = plain_attention(case, query, key, value, softmax_scale=softmax_scale, **extras)
+    max_logit = largest(query.float().norm(dim=-1)) * largest(key.norm(dim=-1)) * softmax_scale
+    bound = attention_bound(expected_out, torch_out, case.dtype, max_logit, largest(value))
+    what = f"{case} {sorted(extras)}"
+    assert out.dtype == case.dtype and out.is_contiguous(), what
+    assert lse.dtype == torch.float32 and lse.is_contiguous(), what
+    assert_close(out, expected_out, bound, f"{what}, out")
+    assert_same(lse.cpu() == -torch.inf, expected_lse == -torch.inf, f"{what}, rows that attend to nothing")
+    assert_close(lse, expected_lse, lse_bound(expected_lse, torch_lse, max_logit), f"{what}, lse")
+    return out, lse
+
+
+def largest(x: Tensor) -> float:
+    finite = x[x.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
