@@ -1,14 +1,18 @@
 """Where a number comes from: what every results file says about code, machine, model and data.
 
 The scripts beside this file put `card` into their results; what they measure is theirs. Nothing here names a path of
-the machine: files appear by name and hash, folders relative to the repository.
+the machine: files appear by name and hash, folders relative to the repository. A copy of the tree without its history
+says where it was taken in an ignored file, `.gpu/COMMIT`: the commit, then `clean` or `dirty`.
 """
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import importlib.metadata
+import importlib.util
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,16 +25,17 @@ import hf_kvquant
 from hf_kvquant import ops
 
 ROOT = Path(__file__).resolve().parents[1]
+COMMIT_FILE = ROOT / ".gpu" / "COMMIT"
 
 
 def card() -> dict[str, Any]:
     """Command, commit, date, versions and processor of this run. What cannot be found out is `None`."""
     module = ops.extension()
-    status = _git("status", "--porcelain", "--untracked-files=no")
+    commit, is_dirty = checkout()
     return {
         "command": command(),
-        "commit": _git("rev-parse", "HEAD"),
-        "is_dirty": None if status is None else bool(status),
+        "commit": commit,
+        "is_dirty": is_dirty,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "hf_kvquant": hf_kvquant.__version__,
         "python": platform.python_version(),
@@ -42,6 +47,46 @@ def card() -> dict[str, Any]:
     }
 
 
+def gpu_card() -> dict[str, Any]:
+    """Name, memory, driver and software of the first GPU. What cannot be found out is `None`."""
+    properties = torch.cuda.get_device_properties(0)
+    smi = _nvidia_smi("driver_version", "clocks.max.sm", "clocks.max.mem")
+    return {
+        "gpu": properties.name,
+        "gpu_gb": round(properties.total_memory / 1e9, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "l2_mb": round(properties.L2_cache_size / 1e6, 1),
+        "driver": None if smi is None else smi[0],
+        "max_sm_mhz": None if smi is None else _number(smi[1]),
+        "max_memory_mhz": None if smi is None else _number(smi[2]),
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
+    }
+
+
+def gpu_state() -> dict[str, Any]:
+    """Clocks, temperature and power of the first GPU at this moment; `None` where nvidia-smi does not tell."""
+    fields = {
+        "sm_mhz": "clocks.sm",
+        "memory_mhz": "clocks.mem",
+        "celsius": "temperature.gpu",
+        "watts": "power.draw",
+    }
+    found = _nvidia_smi(*fields.values())
+    return {key: None if found is None else _number(found[i]) for i, key in enumerate(fields)}
+
+
+def checkout() -> tuple[str | None, bool | None]:
+    """The commit of this tree, and whether tracked files differ from it."""
+    commit, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    if commit is not None and status is not None:
+        return commit, bool(status)
+    if not COMMIT_FILE.exists():
+        return None, None
+    commit, state = COMMIT_FILE.read_text(encoding="utf-8").split()
+    return commit, state != "clean"
+
+
 def command() -> str:
     """The command line of this process, files outside the repository by their names."""
     return " ".join(["python", *(place(Path(word)) if "/" in word else word for word in sys.argv)])
@@ -51,6 +96,14 @@ def place(path: Path) -> str:
     """A path relative to the repository, or the name alone of what lies outside."""
     path = path.resolve()
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception and its cause in one short line without paths."""
+    cause = f" ({describe_error(error.__cause__)})" if error.__cause__ is not None else ""
+    lines = str(error).strip().splitlines()
+    message = re.sub(r"\S*/\S*", lambda match: match[0].rstrip("/").rsplit("/", 1)[-1], lines[0][:200] if lines else "")
+    return f"{type(error).__name__}: {message}{cause}"
 
 
 def sha256(path: Path) -> str:
@@ -65,9 +118,30 @@ def cpu_name() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
-def _git(*arguments: str) -> str | None:
+def _number(text: str) -> float | None:
     try:
-        result = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+        return float(text)
+    except ValueError:  # "[N/A]"
+        return None
+
+
+def _version(package: str) -> str | None:
+    found: str | None = importlib.metadata.version(package) if importlib.util.find_spec(package) else None
+    return found
+
+
+def _nvidia_smi(*fields: str) -> list[str] | None:
+    line = _output("nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    return None if line is None else [word.strip() for word in line.split(",")]
+
+
+def _git(*arguments: str) -> str | None:
+    return _output("git", "-C", str(ROOT), *arguments)
+
+
+def _output(*command: str) -> str | None:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return result.stdout.strip()

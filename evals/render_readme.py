@@ -1,10 +1,11 @@
-"""Renders the README's table and picture from `evals/results/`, and from nothing else.
+"""Renders the README's tables and pictures from `evals/results/`, and from nothing else.
 
     python evals/render_readme.py
 
 A test compares what this file makes with what is committed, so a number in the README is always one of a results file;
-the picture carries its numbers along for that, since its bytes depend on the version of matplotlib, which only drawing
-needs (`pip install matplotlib`). What is measured, and how, is decided in the scripts beside this file.
+a picture carries its numbers along for that, since its bytes depend on the version of matplotlib, which only drawing
+needs (`pip install matplotlib`). Without `decode.json` the README says nothing about GPUs. What is measured and how is
+decided in the scripts beside this file.
 """
 
 from __future__ import annotations
@@ -18,13 +19,25 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results"
 README = ROOT / "README.md"
 PICTURE = RESULTS / "presets.svg"
+GPU_PICTURE = RESULTS / "decode.svg"
 BEGIN, END = "<!-- begin: evals/render_readme.py -->\n", "<!-- end -->"
+GPU_BEGIN = "<!-- begin: evals/render_readme.py, GPU -->\n"
+# What the README shows of `decode.json`; the names are those of decode_cases.py.
+GPU_CASES = ["64x8k", "512x8k-1head", "32x4k-32heads", "128x16k", "64x16k-ragged", "16x8k", "1x128k", "1x8k", "1x1k"]
+GPU_PRESETS = ["int8", "int4"]
+PEER_CASES = ["64x8k", "512x8k-1head", "1x128k", "1x8k"]
 
 
 def load(name: str) -> dict[str, Any]:
     """One results file."""
     results: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     return results
+
+
+def load_all() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]:
+    """The results files of quality, CPU and GPU; `None` where no GPU was measured yet."""
+    gpu = load("decode.json") if (RESULTS / "decode.json").exists() else None
+    return load("fidelity.json"), load("cpu_decode.json"), gpu
 
 
 def speedups(cpu: dict[str, Any]) -> dict[str, float]:
@@ -73,7 +86,84 @@ def caption(fidelity: dict[str, Any], cpu: dict[str, Any]) -> str:
     )
 
 
-# --- the picture ------------------------------------------------------------------------------------------------------
+# --- the GPU's tables -------------------------------------------------------------------------------------------------
+
+
+def shown_cases(gpu: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
+    """The cases of these names that were measured, in this order."""
+    cases = {case["case"]: case for case in gpu["cases"]}
+    return [cases[name] for name in names if name in cases]
+
+
+def describe_case(case: dict[str, Any]) -> str:
+    """`64 x 8k`, or `64 x 1 to 16k` for ragged lengths."""
+    shape = case["shape"]
+    context = f"{shape['context'] // 1024}k"
+    return f"{shape['batch']} x {f'1 to {context}' if shape['is_ragged'] else context}"
+
+
+def describe_heads(case: dict[str, Any]) -> str:
+    """Query heads over key-value heads."""
+    return f"{case['shape']['num_q_heads']}/{case['shape']['num_kv_heads']}"
+
+
+def microseconds(number: float) -> str:
+    """Three digits or more."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
+
+
+def gpu_table(gpu: dict[str, Any]) -> str:
+    """Times, ratios to the best bf16 kernel, and shares of the read bandwidth."""
+    columns = " | ".join(f"`{preset}`, µs | times bf16 | of read bandwidth" for preset in GPU_PRESETS)
+    lines = [f"| batch x context | heads | best bf16, µs | {columns} |", "|---|---|--:" + "|--:" * 6 + "|"]
+    for case in shown_cases(gpu, GPU_CASES):
+        rows = {row["preset"]: row for row in case["rows"]}
+        best = case["best_bf16"]
+        cells = ["-" if best is None else microseconds(best["median_us"])]
+        for preset in GPU_PRESETS:
+            row = rows.get(preset)
+            if row is None:
+                cells += ["-"] * 3
+                continue
+            ratio = "-" if row["speedup"] is None else f"{row['speedup']:.2f}"
+            cells += [microseconds(row["median_us"]), ratio, f"{row['share']:.0%}"]
+        lines.append(f"| {describe_case(case)} | {describe_heads(case)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def peer_table(gpu: dict[str, Any]) -> str:
+    """Every kernel that was measured, in microseconds; ours, then the others."""
+    cases = shown_cases(gpu, PEER_CASES)
+    ours = list(dict.fromkeys(row["preset"] for case in cases for row in case["rows"]))
+    others = list(dict.fromkeys(row["peer"] for case in cases for row in case["peers"]))
+    names = [(f"hf_kvquant `{name}`", "preset", "rows", name) for name in ours]
+    # A peer's name begins with the type of its keys and values.
+    names += [(f"{name.partition(' ')[2]}, {name.partition(' ')[0]}", "peer", "peers", name) for name in others]
+    heads = " | ".join(f"{describe_case(case)}, {describe_heads(case)}" for case in cases)
+    lines = [f"| kernel, µs | {heads} |", "|---" + "|--:" * len(cases) + "|"]
+    for label, key, kind, name in names:
+        times = [next((row["median_us"] for row in case[kind] if row[key] == name), None) for case in cases]
+        cells = ["-" if time is None else microseconds(time) for time in times]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gpu_caption(gpu: dict[str, Any]) -> str:
+    """What was measured, on what, when, and how much of what was aimed at was reached."""
+    versions = [f"{name.removesuffix('-python')} {number}" for name, number in gpu["peer_versions"].items() if number]
+    reached = [check["reached"] for check in gpu["checks"] if check["reached"] is not None]
+    return (
+        f"One decode step of one layer, head_dim 128, {gpu['query_dtype']} queries; ours with the append of the new "
+        f"token, the others without. Medians of {gpu['replays']} replays of a CUDA graph whose calls rotate over "
+        "buffers four times the L2 cache. Best bf16 is the fastest of PyTorch's and FlashInfer's bf16 kernels, each at "
+        "its best setting; read bandwidth is that of a plain read kernel over as many bytes, in the same run. Other "
+        f"kernels: {', '.join(versions)}. {gpu['gpu']}, driver {gpu['driver']}, CUDA {gpu['cuda']}, "
+        f"{gpu['date'][:10]}, `evals/results/decode.json`, which also holds the {len(reached)} goals of "
+        f"`evals/decode_cases.py` that this run measured: {sum(reached)} reached, {len(reached) - sum(reached)} missed."
+    )
+
+
+# --- the pictures -----------------------------------------------------------------------------------------------------
 
 
 def plotted(fidelity: dict[str, Any], cpu: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
@@ -112,30 +202,97 @@ def draw(numbers: dict[str, dict[str, list[float]]], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None, "Creator": None, "Description": json.dumps(numbers)})
 
 
-def described(path: Path) -> dict[str, dict[str, list[float]]]:
-    """The numbers that a picture by `draw` says it shows."""
+def plotted_gpu(gpu: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
+    """The numbers in the GPU's picture: per panel and label, points from left to right."""
+    time: dict[str, list[list[float]]] = {}
+    share: dict[str, list[list[float]]] = {}
+    for case in gpu["cases"]:
+        shape = case["shape"]
+        rows = {row["preset"]: row for row in case["rows"]}
+        if shape["batch"] == 1:
+            medians = {name: row["median_us"] for name, row in rows.items()}
+            if case["best_bf16"] is not None:
+                medians["best bf16"] = case["best_bf16"]["median_us"]
+            for name, median in medians.items():
+                time.setdefault(name, []).append([shape["context"], median])
+        if shape["head_dim"] == 128 and not shape["is_ragged"]:
+            for name, row in rows.items():
+                share.setdefault(name, []).append([row["bytes"] / 1e6, row["share"]])
+    return {
+        panel: {name: sorted(points) for name, points in lines.items()}
+        for panel, lines in (("time", time), ("share", share))
+    }
+
+
+def draw_gpu(numbers: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
+    """Time against context and share of bandwidth against bytes, side by side, as `draw` does it."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "hf_kvquant", "font.family": "sans-serif"})
+    figure, (time, share) = pyplot.subplots(1, 2, figsize=(9.5, 3.6), layout="constrained")
+    names = list(dict.fromkeys([*numbers["time"], *numbers["share"]]))
+    palette = ["#3e6fa3", "#b5432e", "#5b8c3a", "#8a5aa3", "#c98a1b", "#4a9c9c"]
+    colours = {name: "#555555" if name == "best bf16" else palette[i % len(palette)] for i, name in enumerate(names)}
+    for name, points in numbers["time"].items():
+        style = "--" if name == "best bf16" else "-"
+        time.plot(*zip(*points, strict=True), style, marker="o", markersize=4, color=colours[name], label=name)
+    ticks = sorted({context for points in numbers["time"].values() for context, _ in points})
+    time.set(xscale="log", yscale="log", title="Time of one step, one sequence", xlabel="context", ylabel="µs")
+    time.set_xticks(ticks, [f"{int(tick) // 1024}k" for tick in ticks])
+    time.minorticks_off()
+    time.legend(frameon=False)
+    for name, points in numbers["share"].items():
+        x, y = zip(*points, strict=True)
+        share.scatter(x, [100 * value for value in y], s=18, color=colours[name], label=name)
+    share.set(xscale="log", title="Share of the read bandwidth", xlabel="MB of codes, scales and zeros", ylabel="%")
+    share.set_ylim(0, 105)
+    share.legend(frameon=False, loc="lower right")
+    for axes in (time, share):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#d8d8d8")
+        axes.set_axisbelow(True)
+    figure.savefig(path, metadata={"Date": None, "Creator": None, "Description": json.dumps(numbers)})
+
+
+def described(path: Path) -> dict[str, dict[str, Any]]:
+    """The numbers that a picture of this file says it shows."""
     found = ElementTree.parse(path).find(".//{http://purl.org/dc/elements/1.1/}description")
-    numbers: dict[str, dict[str, list[float]]] = json.loads("" if found is None or found.text is None else found.text)
+    numbers: dict[str, dict[str, Any]] = json.loads("" if found is None or found.text is None else found.text)
     return numbers
 
 
 # --- the README -------------------------------------------------------------------------------------------------------
 
 
-def rendered(readme: str, fidelity: dict[str, Any], cpu: dict[str, Any]) -> str:
+def rendered(readme: str, fidelity: dict[str, Any], cpu: dict[str, Any], gpu: dict[str, Any] | None) -> str:
     """The README with what stands between the markers made anew."""
-    before, rest = readme.split(BEGIN)
-    _, after = rest.split(END)
     place = PICTURE.relative_to(ROOT).as_posix()
     parts = [f"![Quality and speed of the presets]({place})", table(fidelity, cpu), caption(fidelity, cpu)]
-    return before + BEGIN + "\n" + "\n\n".join(parts) + "\n\n" + END + after
+    readme = _filled(readme, BEGIN, parts)
+    if gpu is None:
+        return _filled(readme, GPU_BEGIN, [])
+    place = GPU_PICTURE.relative_to(ROOT).as_posix()
+    picture = f"![Time against context and share of the read bandwidth on a GPU]({place})"
+    parts = ["## On a GPU", picture, gpu_table(gpu), peer_table(gpu), gpu_caption(gpu)]
+    return _filled(readme, GPU_BEGIN, parts)
+
+
+def _filled(readme: str, begin: str, parts: list[str]) -> str:
+    before, rest = readme.split(begin)
+    _, after = rest.split(END, maxsplit=1)
+    return before + begin + "".join(f"\n{part}\n" for part in parts) + ("\n" if parts else "") + END + after
 
 
 def main() -> None:
-    """Write the picture and the README."""
-    fidelity, cpu = load("fidelity.json"), load("cpu_decode.json")
+    """Write the pictures and the README."""
+    fidelity, cpu, gpu = load_all()
     draw(plotted(fidelity, cpu), PICTURE)
-    README.write_text(rendered(README.read_text(encoding="utf-8"), fidelity, cpu), encoding="utf-8")
+    if gpu is not None:
+        draw_gpu(plotted_gpu(gpu), GPU_PICTURE)
+    README.write_text(rendered(README.read_text(encoding="utf-8"), fidelity, cpu, gpu), encoding="utf-8")
 
 
 if __name__ == "__main__":

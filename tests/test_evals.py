@@ -1,17 +1,25 @@
-"""That `evals/fidelity.py` measures what it says, on a few tokens, and aborts where a number would mean nothing."""
+"""That the scripts in `evals/` measure what they say, and abort where a number would mean nothing.
+
+`fidelity.py` runs on a few tokens. `bench_decode.py` needs a GPU to time anything: here it runs on the CPU with its
+clock replaced, over tiny shapes, so that everything but the times is real; timing decides no test.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+
+from hf_kvquant import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = """
@@ -112,3 +120,225 @@ def test_too_few_tokens_abort(
     monkeypatch.setattr(sys.modules[__name__], "TEXT", "The village is located in the centre of the city .\n")
     with pytest.raises(SystemExit, match=r"`--tokens` must fit the 0 windows of 36 tokens in text.raw, got 60"):
         run(fidelity, monkeypatch, capsys, tmp_path)
+
+
+# --- the GPU benchmark ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`bench_decode.py` over two tiny shapes on the CPU, where every call takes 10 us and memory reads 100 GB/s."""
+    monkeypatch.syspath_prepend(str(ROOT / "evals"))
+    bench = importlib.import_module("bench_decode")
+    cases, peers, timing = (importlib.import_module(name) for name in ("decode_cases", "decode_peers", "gpu_timing"))
+
+    def time_calls(run: Callable[[int], object], num_sets: int, replays: int, can_fall_back: bool = False) -> Any:
+        for i in range(num_sets):
+            run(i)
+        return timing.Timing(10.0, 9.0, 11.0, num_sets, True)
+
+    shapes = {"64x8k": cases.Shape(2, 4, 2, 64, 100), "64x16k-ragged": cases.Shape(3, 2, 2, 40, 70, is_ragged=True)}
+    cpu = torch.device("cpu")
+    for module in (bench, peers):
+        monkeypatch.setattr(module, "DEVICE", cpu)
+        monkeypatch.setattr(module, "sets_needed", lambda num_bytes: 2)
+    monkeypatch.setattr(bench, "time_calls", time_calls)
+    monkeypatch.setattr(timing, "time_calls", time_calls)
+    monkeypatch.setattr(bench, "CASES", shapes)
+    monkeypatch.setattr(bench, "PROMPT", (1, 2, 64, 48))
+    monkeypatch.setattr(bench, "gpu_card", lambda: {"gpu": "none", "driver": None, "cuda": None})
+    monkeypatch.setattr(bench, "gpu_state", dict)
+    monkeypatch.setattr(timing.ReadBandwidth, "gbps", lambda self, num_bytes: 100.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench.ops, "has_kernels", lambda device_type: True)
+    decode = bench.ops.decode
+    monkeypatch.setattr(bench.ops, "decode", lambda *args, counters, **kwargs: decode(*args, **kwargs))
+    return bench
+
+
+def run_bench(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: Path, *words: str
+) -> tuple[dict[str, Any], str]:
+    """The results of a run and what it printed; the JSON line and the file hold the same."""
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "evals" / "bench_decode.py"), "--output", str(path), *words])
+    bench.main()
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    printed = capsys.readouterr().out
+    assert json.loads(printed.splitlines()[-1]) == results
+    return results, printed
+
+
+def test_bench_results(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    results, printed = run_bench(bench, monkeypatch, capsys, tmp_path / "decode.json")
+    assert results["command"] == "python evals/bench_decode.py --output decode.json"
+    case, ragged = results["cases"]
+    rows = {row["preset"]: row for row in case["rows"]}
+    assert list(rows) == ["int8", "int4", "int4-g32", "k8v4", "fp8"]
+    # 2 sequences of 100 tokens, 2 heads of 64, keys and values: codes, and two bytes for each scale and zero.
+    assert rows["int8"]["bytes"] == 2 * 100 * 2 * 2 * (64 + 2)
+    assert rows["int4-g32"]["bytes"] == 2 * 100 * 2 * 2 * (32 + 2 * 4)
+    assert rows["int8"]["gbps"] == pytest.approx(rows["int8"]["bytes"] / 10e-6 / 1e9)
+    assert rows["int8"]["share"] == pytest.approx(rows["int8"]["gbps"] / 100)
+    assert all(row["relative_error"] < 0.02 and row["speedup"] is None for row in rows.values())
+    # Groups of 32 do not divide 40 channels; a ragged batch counts the tokens that it holds.
+    assert [row["preset"] for row in ragged["rows"]] == ["int8", "int4", "k8v4", "fp8"]
+    assert 3 <= ragged["shape"]["num_tokens"] < 3 * 70
+    assert ragged["rows"][0]["bytes"] == ragged["shape"]["num_tokens"] * 2 * 2 * (40 + 2)
+    assert [row["preset"] for row in results["prompt"]] == ["int8", "int4", "int4-g32", "k8v4", "fp8"]
+    # A few GB/s of 100 miss a share; what was not measured is neither reached nor missed.
+    checks = {(check["unit"], check["case"], check["preset"]): check for check in results["checks"]}
+    assert checks["share", "64x8k", "int8"]["reached"] is False
+    assert checks["us", "1x8k", "int8"]["reached"] is checks["times", "64x8k", "int8"]["reached"] is None
+    assert "int8 at 64x8k: at least 96% of read bandwidth" in printed and "missed" in printed
+    assert str(tmp_path) not in json.dumps(results)
+
+
+def test_bench_peers(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A peer that fails is named and left out; the fastest bf16 kernel is what ours are compared with."""
+    peers = sys.modules["decode_peers"]
+
+    def make(shape: Any) -> Iterator[Any]:
+        def fail(i: int) -> None:
+            raise RuntimeError("no kernel in /somewhere/else.so\nat all")
+
+        yield peers.Peer("bf16 broken", {"only": fail}, 2, 100)
+        yield peers.Peer("bf16 slow", {"broken": fail, "whole": lambda i: None}, 2, 100)
+        yield peers.Peer("int4 FBGEMM, 1 group", {"whole": lambda i: None}, 2, 25)
+
+    monkeypatch.setattr(peers, "PEERS", {"torch": make, "not-installed-at-all": make})
+    words = ("--peers", "--cases", "64x8k", "--presets", "none", "int8")
+    results, printed = run_bench(bench, monkeypatch, capsys, tmp_path / "decode.json", *words)
+    (case,) = results["cases"]
+    assert results["peer_versions"]["torch"] and results["peer_versions"]["not-installed-at-all"] is None
+    assert [(row["peer"], row["form"]) for row in case["peers"]] == [
+        ("bf16 slow", "whole"),
+        ("int4 FBGEMM, 1 group", "whole"),
+    ]
+    assert case["failures"] == ["torch: RuntimeError: no form of ['only'] runs (RuntimeError: no kernel in else.so)"]
+    assert case["best_bf16"]["peer"] == "bf16 slow" and "no kernel in else.so" in printed
+    assert [row["speedup"] for row in case["rows"]] == [1.0, 1.0]
+    assert [row["preset"] for row in results["prompt"]] == ["int8"]
+
+
+def test_bench_torch_peers(bench: ModuleType) -> None:
+    """The forms of PyTorch's attention compute the same; the others are not for every shape."""
+    cases, peers = sys.modules["decode_cases"], sys.modules["decode_peers"]
+    shape = cases.Shape(2, 4, 2, 64, 100)
+    flash, cudnn = peers.torch_peers(shape)
+    assert flash.num_bytes == cudnn.num_bytes == 2 * 100 * 2 * 2 * 64 * 2
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        monkey = pytest.MonkeyPatch()
+        monkey.setattr(peers, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+        as_heads, as_rows = (run(1) for run in flash.forms.values())
+        monkey.undo()
+    torch.testing.assert_close(as_rows.reshape(as_heads.shape), as_heads)
+    assert not list(peers.torch_peers(cases.Shape(2, 4, 2, 64, 100, is_ragged=True)))
+    assert not list(peers.flashinfer_peers(shape)) and not list(peers.fbgemm_peers(shape))
+
+
+def test_bench_wrong_result_aborts(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    decode = bench.ops.decode
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        out, lse = decode(*args, **kwargs)
+        out[-1] *= 1.1  # the last sequence alone
+        return out, lse
+
+    monkeypatch.setattr(bench.ops, "decode", wrong)
+    with pytest.raises(SystemExit, match=r"2 x 100, 4/2 heads of 64, int8: relative error .* exceeds its bound"):
+        run_bench(bench, monkeypatch, capsys, tmp_path / "decode.json", "--presets", "int8")
+
+
+def test_bench_failure_is_named(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A preset that cannot run at one shape does not take the others along."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("decode: too large")
+
+    monkeypatch.setattr(bench.ops, "decode", fail)
+    results, _ = run_bench(bench, monkeypatch, capsys, tmp_path / "decode.json", "--presets", "int8", "int4")
+    assert all(case["rows"] == [] for case in results["cases"])
+    assert results["cases"][0]["failures"] == [f"{name}: RuntimeError: decode: too large" for name in ("int8", "int4")]
+    assert all(check["reached"] is None for check in results["checks"] if check["case"] != "prompt")
+
+
+def test_bench_sets_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "evals"))
+    timing = importlib.import_module("gpu_timing")
+    for num_bytes in (1e6, 59e6, 60e6, 61e6, 4e9):
+        num_sets = timing.sets_needed(num_bytes)
+        assert num_sets >= 4 and num_sets * num_bytes >= 240e6
+        assert timing.calls_needed(num_sets) >= 16 and timing.calls_needed(num_sets) % num_sets == 0
+
+
+def test_bench_goals_are_of_cases_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "evals"))
+    cases = importlib.import_module("decode_cases")
+    for goal in cases.GOALS:
+        assert goal.preset in PRESETS and (goal.case == "prompt" or goal.case in cases.CASES)
+        if goal.unit == "share" and goal.case != "prompt":
+            num_bytes = cases.bytes_held(cases.CASES[goal.case], PRESETS[goal.preset])
+            low, high = {"128x16k": (2e9, 5e9), "16x8k": (130e6, 170e6), "8x8k": (130e6, 170e6)}.get(
+                goal.case, (0.5e9, 2e9)
+            )
+            assert low <= num_bytes <= high, goal.describe()
+
+
+@pytest.mark.parametrize(
+    ("unit", "value", "measured", "reached"),
+    [("us", 5, 5.0, True), ("us", 5, 5.1, False), ("share", 0.96, 0.96, True), ("share", 0.96, 0.95, False)],
+)
+def test_bench_goals(monkeypatch: pytest.MonkeyPatch, unit: str, value: float, measured: float, reached: bool) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "evals"))
+    cases = importlib.import_module("decode_cases")
+    monkeypatch.setattr(cases, "GOALS", [cases.Goal(unit, "1x1k", "int8", value)])
+    row = {"preset": "int8", "median_us": measured, "share": measured}
+    (check,) = cases.check_goals({"cases": [{"case": "1x1k", "rows": [row], "peers": []}], "prompt": []})
+    assert check["measured"] == measured and check["reached"] is reached
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--cases", "64x9k"], "invalid choice: '64x9k'"), (["--presets", "int5"], "invalid choice: 'int5'")],
+)
+def test_bench_argument_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "evals"))
+    with pytest.raises(SystemExit):
+        importlib.import_module("bench_decode").parse(words)
+    assert message in capsys.readouterr().err
+
+
+def test_bench_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "evals"))
+    bench = importlib.import_module("bench_decode")
+    quick, whole = bench.parse(["--quick", "--presets", "fp8"]), bench.parse([])
+    assert quick.cases == bench.QUICK_CASES and quick.presets == ["fp8"] and quick.replays < whole.replays
+    assert whole.cases == list(bench.CASES) and whole.presets == bench.DEFAULT_PRESETS
+    monkeypatch.setattr(sys, "argv", ["bench_decode.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="there is no GPU"):
+        bench.main()
+
+
+def test_commit_without_history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A copy without `.git` takes commit and state from a file, if there is one."""
+    monkeypatch.syspath_prepend(str(ROOT / "evals"))
+    provenance = importlib.import_module("provenance")
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "COMMIT_FILE", tmp_path / "COMMIT")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert provenance.checkout() == (None, None)
+    (tmp_path / "COMMIT").write_text("0123abc dirty\n", encoding="utf-8")
+    assert provenance.checkout() == ("0123abc", True)
+    (tmp_path / "COMMIT").write_text("0123abc\nclean\n", encoding="utf-8")
+    assert provenance.checkout() == ("0123abc", False)

@@ -50,10 +50,85 @@ def test_code_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
             assert printed.getvalue() == expected
 
 
-def test_table_and_picture_are_those_of_the_results(renderer: ModuleType) -> None:
-    results = renderer.load("fidelity.json"), renderer.load("cpu_decode.json")
-    assert renderer.rendered(README, *results) == README, "run: python evals/render_readme.py"
-    assert renderer.described(renderer.PICTURE) == renderer.plotted(*results)
+def test_tables_and_pictures_are_those_of_the_results(renderer: ModuleType) -> None:
+    fidelity, cpu, gpu = renderer.load_all()
+    assert renderer.rendered(README, fidelity, cpu, gpu) == README, "run: python evals/render_readme.py"
+    assert renderer.described(renderer.PICTURE) == renderer.plotted(fidelity, cpu)
+    assert renderer.GPU_PICTURE.exists() == (gpu is not None)
+    if gpu is not None:
+        assert renderer.described(renderer.GPU_PICTURE) == renderer.plotted_gpu(gpu)
+
+
+def gpu_results() -> dict[str, Any]:
+    """What `bench_decode.py` writes, as far as the README shows it, with made-up numbers."""
+
+    def case(name: str, batch: int, context: int, best_us: float | None, is_ragged: bool = False) -> dict[str, Any]:
+        shape = {"batch": batch, "num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "context": context}
+        peers = [
+            {"peer": "bf16 torch cuDNN", "median_us": best_us},
+            {"peer": "int4 FBGEMM, 1 group", "median_us": 560.0},
+        ]
+        return {
+            "case": name,
+            "shape": {**shape, "is_ragged": is_ragged},
+            "rows": [
+                {"preset": "int8", "median_us": 254.4, "bytes": 1090e6, "share": 0.964, "speedup": 1.941},
+                {"preset": "int4", "median_us": 9.87, "bytes": 570e6, "share": 0.925, "speedup": None},
+            ],
+            "peers": [] if best_us is None else peers,
+            "best_bf16": None if best_us is None else {"peer": "bf16 torch cuDNN", "median_us": best_us},
+        }
+
+    return {
+        "gpu": "Some GPU",
+        "driver": "1.2",
+        "cuda": "13.0",
+        "date": "2026-11-20 10:00 UTC",
+        "query_dtype": "bfloat16",
+        "replays": 40,
+        "peer_versions": {"torch": "2.11.0", "flashinfer-python": "0.7.2", "fbgemm-gpu-genai": None},
+        "checks": [{"reached": True}, {"reached": False}, {"reached": None}],
+        "cases": [
+            case("64x8k", 64, 8192, 495.0),
+            case("1x8k", 1, 8192, None),
+            case("64x16k-ragged", 64, 16384, 480.0, is_ragged=True),
+        ],
+    }
+
+
+def test_gpu_tables(renderer: ModuleType) -> None:
+    gpu = gpu_results()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in renderer.gpu_table(gpu).splitlines()]
+    assert rows[2] == ["64 x 8k", "32/8", "495", "254", "1.94", "96%", "9.9", "-", "92%"]
+    assert rows[3][:3] == ["64 x 1 to 16k", "32/8", "480"] and rows[4][:3] == ["1 x 8k", "32/8", "-"]
+    assert {len(row) for row in rows} == {9}
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in renderer.peer_table(gpu).splitlines()]
+    assert rows[0] == ["kernel, µs", "64 x 8k, 32/8", "1 x 8k, 32/8"]
+    assert rows[2:] == [
+        ["hf_kvquant `int8`", "254", "254"],
+        ["hf_kvquant `int4`", "9.9", "9.9"],
+        ["torch cuDNN, bf16", "495", "-"],
+        ["FBGEMM, 1 group, int4", "560", "-"],
+    ]
+    caption = renderer.gpu_caption(gpu)
+    assert "Some GPU, driver 1.2, CUDA 13.0, 2026-11-20" in caption and "1 reached, 1 missed" in caption
+    assert "torch 2.11.0, flashinfer 0.7.2." in caption
+
+
+def test_gpu_part_comes_and_goes(renderer: ModuleType) -> None:
+    """With results there is a section between its markers, and without them nothing; the rest stays as it is."""
+    fidelity, cpu, gpu = renderer.load_all()
+    without = renderer.rendered(README, fidelity, cpu, None)
+    shown = renderer.rendered(without, fidelity, cpu, gpu_results())
+    assert "On a GPU" not in without and "\n## On a GPU\n" in shown and "Some GPU" in shown
+    assert renderer.rendered(shown, fidelity, cpu, None) == without
+    assert renderer.rendered(shown, fidelity, cpu, gpu) == README
+
+
+def test_gpu_picture_shows_the_results(renderer: ModuleType) -> None:
+    numbers = renderer.plotted_gpu(gpu_results())
+    assert numbers["time"] == {"int8": [[8192, 254.4]], "int4": [[8192, 9.87]]}
+    assert numbers["share"] == {"int8": [[1090.0, 0.964]] * 2, "int4": [[570.0, 0.925]] * 2}
 
 
 def test_results_are_those_of_the_model_that_ships(renderer: ModuleType) -> None:

@@ -1,0 +1,377 @@
+"""Decode attention on a GPU: every preset against its own memory, bf16 attention and other low-bit kernels.
+
+    python evals/bench_decode.py --peers --output evals/results/decode.json
+
+The physics is that of `bench_cpu_decode.py`: a step reads every key and value once, so bytes over bandwidth is the
+floor. The bandwidth is measured in the same run by a plain read kernel (`read_kernel.py`) over a buffer of as many
+bytes as the case reads, since small buffers read slower than large ones.
+
+The method: one new token per sequence. A CUDA graph holds calls on rotating buffer sets, at least four and together
+four times the L2 cache, so a call finds none of its keys and values there; a time is the median over replays of the
+graph, divided by its calls. Ours is the whole op, append of the new token and combine of splits included; it rewrites
+the newest slot in each call. Peers do attention alone. Each peer gets the best of its forms (layout, tensor cores or
+not, number of splits), and planning is left out of its time. Codes are random bytes under scales that give values of
+order one; the result is checked against `reference.py` on the first and the last sequence, and a wrong one ends the
+run. What other packages offer is imported, never required: FlashInfer and FBGEMM are left out where they are missing.
+`checks` compares the figures with the goals of `decode_cases.py`, which holds the shapes too. How to time is
+`gpu_timing.py`'s, tables and pictures of the README are `render_readme.py`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from decode_cases import (
+    CASES,
+    DEVICE,
+    DTYPE,
+    PROMPT,
+    QUICK_CASES,
+    Goal,
+    Shape,
+    bytes_held,
+    check_goals,
+    fits,
+    thousands,
+)
+from decode_peers import measure_peers, peer_versions
+from gpu_timing import ReadBandwidth, Timing, figures, sets_needed, time_calls
+from provenance import card, describe_error, gpu_card, gpu_state
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hf_kvquant import PRESETS, ops, reference
+from hf_kvquant.formats import KVFormat, Planes
+
+REPLAYS = 40
+QUICK_REPLAYS = 12
+DEFAULT_PRESETS = ["int8", "int4", "int4-g32", "k8v4", "fp8"]
+QUICK_PRESETS = ["int8", "int4"]
+
+
+# --- ours -------------------------------------------------------------------------------------------------------------
+
+# Standard deviations of codes drawn uniformly, or of e4m3 bytes without their highest exponent bit: divided by them,
+# values are of order one.
+_SPREAD = {"int8": 73.6, "int4": 4.6, "fp8": 0.6}
+
+
+def random_planes(shape: Shape, kv_format: KVFormat) -> Planes:
+    """Planes with random codes under scales that differ from token to token."""
+    planes = kv_format.allocate(
+        shape.batch,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.capacity,
+        dtype=DTYPE,
+        device=DEVICE,
+    )
+    if planes.scale is None:
+        planes.codes.normal_()
+        return planes
+    planes.codes.view(torch.int32).random_(-(2**31), 2**31)
+    if kv_format.storage == "fp8":
+        planes.codes.bitwise_and_(0xBF)  # no NaN, and nothing of 2 or more
+    planes.scale.uniform_(0.5, 1.5).div_(_SPREAD[kv_format.storage])
+    if planes.zero is not None:
+        torch.mul(planes.scale, -reference.max_code(kv_format) / 2, out=planes.zero)
+    return planes
+
+
+def check(
+    out: Tensor, query: Tensor, sides: tuple[Planes, Planes], formats: tuple[KVFormat, KVFormat], lengths: list[int]
+) -> tuple[float, float]:
+    """The error of one sequence relative to its largest value, and its bound: twice PyTorch's own, plus a rounding.
+
+    Args:
+        out: `[batch, 1, num_q_heads, head_dim]`.
+        query: `[batch, num_q_heads, 1, head_dim]`.
+        sides: Planes of keys and of values.
+        formats: Theirs.
+        lengths: Tokens held by each sequence. The first and the last sequence are looked at.
+    """
+    found: list[tuple[float, float]] = []
+    softmax_scale = query.shape[-1] ** -0.5
+    for i in {0, len(lengths) - 1}:
+        length = lengths[i]
+        key, value = (
+            reference.dequantize(
+                Planes(
+                    planes.codes[i : i + 1, :, :length],
+                    *(
+                        None if plane is None else plane[i : i + 1, :, :, :length]
+                        for plane in (planes.scale, planes.zero)
+                    ),
+                ),
+                kv_format,
+            )
+            for planes, kv_format in zip(sides, formats, strict=True)
+        )
+        row, own = query[i : i + 1], out[i : i + 1].float()
+        held = torch.tensor([length], dtype=torch.int32, device=query.device)
+        expected, _ = reference.decode_attention(row.float(), key, value, held, softmax_scale=softmax_scale)
+        plain = scaled_dot_product_attention(row, key.to(row.dtype), value.to(row.dtype), enable_gqa=True)
+        largest = float(expected.abs().max())
+        error = float((own - expected).abs().max()) / largest
+        bound = 2 * float((plain.transpose(1, 2).float() - expected).abs().max()) / largest
+        bound += torch.finfo(row.dtype).eps
+        found.append((error, bound))
+    # Of the two the one nearer to its bound; NaN is nearer than any.
+    return max(found, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
+
+
+def time_preset(shape: Shape, preset: str, replays: int) -> tuple[Timing, float]:
+    """Time of the whole op, and its largest error relative to the largest value of the output.
+
+    Raises:
+        SystemExit: The result is not that of the reference.
+    """
+    formats = PRESETS[preset]
+    num_sets = sets_needed(bytes_held(shape, formats))
+    lengths = torch.tensor(shape.lengths(), dtype=torch.int32, device=DEVICE)
+    sets = [(random_planes(shape, formats[0]), random_planes(shape, formats[1])) for _ in range(num_sets)]
+    counters = torch.zeros(num_sets, ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
+    query = torch.randn(shape.batch, shape.num_q_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
+    key, value = torch.randn(2, shape.batch, shape.num_kv_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
+
+    def run(i: int) -> Tensor:
+        out, _ = ops.decode(
+            query,
+            (key, value),
+            *sets[i],
+            lengths,
+            formats,
+            softmax_scale=shape.head_dim**-0.5,
+            counters=counters[i],
+        )
+        return out
+
+    error, bound = check(run(0), query, sets[0], formats, shape.lengths())
+    if not error <= bound:
+        raise SystemExit(
+            f"bench_decode: {shape.describe()}, {preset}: relative error {error:.2e} exceeds its bound {bound:.2e}."
+        )
+    return time_calls(run, num_sets, replays), error
+
+
+def measure_preset(shape: Shape, preset: str, bandwidth: ReadBandwidth, replays: int) -> dict[str, Any]:
+    """One preset at one shape, beside the read bandwidth for as many bytes."""
+    timing, error = time_preset(shape, preset, replays)
+    num_bytes = bytes_held(shape, PRESETS[preset])
+    return {"preset": preset, **figures(timing, num_bytes, bandwidth), "relative_error": error}
+
+
+def time_prompt(shape: Shape, preset: str, num_sets: int, replays: int) -> Timing:
+    """Time of quantising whole sequences.
+
+    Raises:
+        SystemExit: The codes are not those of the reference.
+    """
+    formats = PRESETS[preset]
+    lengths = torch.tensor(shape.lengths(), dtype=torch.int32, device=DEVICE)
+    rows = (shape.batch, shape.num_kv_heads, shape.context, shape.head_dim)
+    sources = torch.randn(num_sets, 2, *rows, dtype=DTYPE, device=DEVICE)
+    targets = [(random_planes(shape, formats[0]), random_planes(shape, formats[1])) for _ in range(num_sets)]
+
+    def run(i: int) -> None:
+        ops.append(sources[i, 0], sources[i, 1], *targets[i], lengths, formats)
+
+    timing = time_calls(run, num_sets, replays)
+    for source, planes, kv_format in zip(sources[0], targets[0], formats, strict=True):
+        expected = reference.quantize(source[:1], kv_format)
+        if not torch.equal(planes.codes[:1, :, : shape.context], expected.codes):
+            raise SystemExit(f"bench_decode: prompt, {preset}: the codes are not those of the reference.")
+    return timing
+
+
+def measure_prompt(preset: str, replays: int) -> dict[str, Any]:
+    """Quantisation of a prompt beside a copy that reads and writes as many bytes together."""
+    batch, num_kv_heads, head_dim, tokens = PROMPT
+    shape = Shape(batch, num_kv_heads, num_kv_heads, head_dim, tokens)
+    num_bytes = bytes_held(shape, PRESETS[preset]) + bytes_held(shape, PRESETS["none"])
+    num_sets = sets_needed(num_bytes)
+    timing = time_prompt(shape, preset, num_sets, replays)
+    copied = torch.empty(num_sets, 2, num_bytes // 2 // 16 * 16, dtype=torch.uint8, device=DEVICE)
+    copied.view(torch.int32).random_(-(2**31), 2**31)
+    copy = time_calls(lambda i: copied[i, 0].copy_(copied[i, 1]), num_sets, replays)
+    gbps, copy_gbps = num_bytes / timing.median_us / 1e3, copied[0].nbytes / copy.median_us / 1e3
+    return {
+        "preset": preset,
+        **dataclasses.asdict(timing),
+        "bytes": num_bytes,
+        "gbps": gbps,
+        "copy_gbps": copy_gbps,
+        "share": gbps / copy_gbps,
+    }
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def add_speedups(case: dict[str, Any]) -> None:
+    """How many times as fast as the best bf16 kernel each row is; `None` where no bf16 peer ran."""
+    best = min((row for row in case["peers"] if row["peer"].startswith("bf16")), default=None, key=_median)
+    case["best_bf16"] = None if best is None else {key: best[key] for key in ("peer", "form", "median_us", "bytes")}
+    for row in [*case["rows"], *case["peers"]]:
+        row["speedup"] = None if best is None else best["median_us"] / row["median_us"]
+
+
+def _median(row: dict[str, Any]) -> float:
+    median: float = row["median_us"]
+    return median
+
+
+def case_table(case: dict[str, Any]) -> Table:
+    """One case: presets, then peers."""
+    shape = Shape(**{key: value for key, value in case["shape"].items() if key != "num_tokens"})
+    table = Table(title=f"{case['case']}: {shape.describe()}", title_justify="left")
+    columns = ("", "us", "10 %", "90 %", "MB", "GB/s", "of read", "times bf16", "error", "form")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("", "form") else "right")
+    for row in [*case["rows"], *case["peers"]]:
+        error = row.get("relative_error")
+        form = row.get("form", "") + ("" if row["is_captured"] else " (not captured: back to back)")
+        table.add_row(
+            row.get("preset") or row["peer"],
+            *(f"{row[key]:.2f}" for key in ("median_us", "p10_us", "p90_us")),
+            f"{row['bytes'] / 1e6:.1f}",
+            f"{row['gbps']:.0f}",
+            f"{row['share']:.1%}",
+            "" if row["speedup"] is None else f"{row['speedup']:.2f}",
+            "" if error is None else f"{error:.1e}",
+            form,
+        )
+    for failure in case["failures"]:
+        table.add_row(f"[dim]{failure.replace('[', '(')}[/dim]")
+    return table
+
+
+def prompt_table(rows: list[dict[str, Any]]) -> Table:
+    """Quantisation of a prompt."""
+    batch, num_kv_heads, head_dim, tokens = PROMPT
+    table = Table(title=f"prompt: {batch} x {thousands(tokens)}, {num_kv_heads} heads of {head_dim}")
+    for column in ("", "us", "MB", "GB/s", "copy GB/s", "of copy"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for row in rows:
+        table.add_row(
+            row["preset"],
+            f"{row['median_us']:.1f}",
+            f"{row['bytes'] / 1e6:.1f}",
+            f"{row['gbps']:.0f}",
+            f"{row['copy_gbps']:.0f}",
+            f"{row['share']:.1%}",
+        )
+    return table
+
+
+def checks_table(checks: list[dict[str, Any]]) -> Table:
+    """Goals: reached, missed, or not measured."""
+    table = Table(title="goals", title_justify="left")
+    for column in ("goal", "measured", ""):
+        table.add_column(column, justify="right" if column == "measured" else "left")
+    for check_row in checks:
+        goal = Goal(**{field.name: check_row[field.name] for field in dataclasses.fields(Goal)})
+        measured = check_row["measured"]
+        if measured is None:
+            table.add_row(goal.describe(), "", "not measured")
+            continue
+        text = {"share": f"{measured:.1%}", "us": f"{measured:.2f} us", "times": f"{measured:.2f} times"}[goal.unit]
+        table.add_row(goal.describe(), text, "reached" if check_row["reached"] else "[bold]missed[/bold]")
+    return table
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line; an unknown case or preset ends the program with the known ones."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="write the JSON here too, after every case")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
+    presets = list(PRESETS)
+    parser.add_argument("--presets", nargs="+", choices=presets, metavar="PRESET", help=f"of {', '.join(presets)}")
+    parser.add_argument("--peers", action="store_true", help="measure other kernels too, those that can be imported")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, presets and replays, unless they are named")
+    arguments = parser.parse_args(words)
+    arguments.cases = arguments.cases or (QUICK_CASES if arguments.quick else list(CASES))
+    arguments.presets = arguments.presets or (QUICK_PRESETS if arguments.quick else DEFAULT_PRESETS)
+    arguments.replays = QUICK_REPLAYS if arguments.quick else REPLAYS
+    return arguments
+
+
+def main() -> None:
+    """Measure every case, ours first and then the peers, and print card, tables, and the results as one JSON line."""
+    arguments = parse()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_decode: there is no GPU. On a CPU: python evals/bench_cpu_decode.py")
+    if not ops.has_kernels("cuda"):
+        raise SystemExit("bench_decode: there are no CUDA kernels. Install: pip install --no-build-isolation .")
+    started = time.perf_counter()
+    torch.manual_seed(0)
+    console = Console(width=150)
+    bandwidth = ReadBandwidth(arguments.replays)
+    results: dict[str, Any] = {
+        **card(),
+        **gpu_card(),
+        "peer_versions": peer_versions() if arguments.peers else {},
+        "replays": arguments.replays,
+        "query_dtype": str(DTYPE).removeprefix("torch."),
+        "state_before": gpu_state(),
+    }
+    for key, value in results.items():
+        console.print(f"{key:>14}  {value}", highlight=False, markup=False)
+    results |= {"read": [], "cases": [], "prompt": [], "checks": []}
+
+    def save() -> None:
+        results["read"] = sorted(bandwidth.measured.values(), key=lambda row: row["bytes"])
+        results["checks"] = check_goals(results)
+        results["wall_s"] = time.perf_counter() - started
+        if arguments.output is not None:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+    for name in arguments.cases:
+        shape = CASES[name]
+        described = {**dataclasses.asdict(shape), "num_tokens": sum(shape.lengths())}
+        case: dict[str, Any] = {"case": name, "shape": described, "rows": [], "peers": [], "failures": []}
+        results["cases"].append(case)
+        for preset in arguments.presets:
+            if not fits(shape, preset):
+                continue
+            try:
+                case["rows"].append(measure_preset(shape, preset, bandwidth, arguments.replays))
+            except RuntimeError as error:
+                case["failures"].append(f"{preset}: {describe_error(error)}")
+            torch.cuda.empty_cache()
+        add_speedups(case)
+        console.print(case_table(case))
+        save()
+    for preset in arguments.presets:
+        if preset != "none":
+            results["prompt"].append(measure_prompt(preset, arguments.replays))
+            torch.cuda.empty_cache()
+    results["state_loaded"] = gpu_state()
+    console.print(prompt_table(results["prompt"]))
+    save()
+    for case in results["cases"] if arguments.peers else []:
+        peers, failures = measure_peers(CASES[case["case"]], bandwidth, arguments.replays)
+        case["peers"] += peers
+        case["failures"] += failures
+        add_speedups(case)
+        console.print(case_table(case))
+        save()
+    results["state_after"] = gpu_state()
+    save()
+    console.print(checks_table(results["checks"]))
+    console.print(f"{results['wall_s']:.0f} s", highlight=False)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

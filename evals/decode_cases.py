@@ -1,0 +1,176 @@
+"""The shapes of the GPU benchmark, the bytes they read, and the goals that its figures are compared with.
+
+Nothing here needs a GPU. `bench_decode.py` measures, `gpu_timing.py` knows how to time, `decode_peers.py` holds other
+kernels, and `render_readme.py` shows some of the cases by their names here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hf_kvquant import PRESETS
+from hf_kvquant.formats import TOKEN_ALIGNMENT, KVFormat
+
+# Of queries, and of keys and values where they are not quantised.
+DTYPE = torch.bfloat16
+DEVICE = torch.device("cuda")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One step of one layer. With `is_ragged`, lengths are uniform in [1, `context`], else all are `context`."""
+
+    batch: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context: int
+    is_ragged: bool = False
+
+    def lengths(self) -> list[int]:
+        """Tokens held by each sequence, the newest included; the same in every run."""
+        if not self.is_ragged:
+            return [self.context] * self.batch
+        generator = torch.Generator().manual_seed(0)
+        drawn: list[int] = torch.randint(1, self.context + 1, (self.batch,), generator=generator).tolist()
+        return drawn
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a sequence has room for."""
+        return math.ceil(self.context / TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT
+
+    def describe(self) -> str:
+        """For tables."""
+        context = f"1 to {thousands(self.context)}" if self.is_ragged else thousands(self.context)
+        return f"{self.batch} x {context}, {self.num_q_heads}/{self.num_kv_heads} heads of {self.head_dim}"
+
+
+def thousands(tokens: int) -> str:
+    """`8k` for 8192."""
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+CASES: dict[str, Shape] = {
+    "64x8k": Shape(64, 32, 8, 128, 8192),
+    "64x8k-group1": Shape(64, 8, 8, 128, 8192),
+    "64x8k-group8": Shape(64, 64, 8, 128, 8192),
+    "512x8k-1head": Shape(512, 8, 1, 128, 8192),
+    "32x4k-32heads": Shape(32, 32, 32, 128, 4096),
+    "128x16k": Shape(128, 32, 8, 128, 16384),
+    "16x8k": Shape(16, 32, 8, 128, 8192),
+    "8x8k": Shape(8, 32, 8, 128, 8192),
+    "1x128k": Shape(1, 32, 8, 128, 131072),
+    "1x32k": Shape(1, 32, 8, 128, 32768),
+    "1x8k": Shape(1, 32, 8, 128, 8192),
+    "1x4k": Shape(1, 32, 8, 128, 4096),
+    "1x1k": Shape(1, 32, 8, 128, 1024),
+    "64x8k-dim64": Shape(64, 32, 8, 64, 8192),
+    "64x8k-dim96": Shape(64, 32, 8, 96, 8192),
+    "64x8k-dim256": Shape(64, 32, 8, 256, 8192),
+    "64x16k-ragged": Shape(64, 32, 8, 128, 16384, is_ragged=True),
+}
+QUICK_CASES = ["64x8k", "1x8k", "1x1k"]
+# A prompt to be quantised: batch, key-value heads, head_dim, tokens.
+PROMPT = (8, 8, 128, 8192)
+
+
+def bytes_held(shape: Shape, formats: tuple[KVFormat, KVFormat]) -> int:
+    """Codes, scales and zeros of all tokens held, each counted once."""
+    per_token = sum(side.bytes_per_token(shape.num_kv_heads, shape.head_dim, DTYPE) for side in formats)
+    return sum(shape.lengths()) * per_token
+
+
+def fits(shape: Shape, preset: str) -> bool:
+    """Whether a preset's groups divide the head_dim."""
+    return all(side.group_size is None or shape.head_dim % side.group_size == 0 for side in PRESETS[preset])
+
+
+# --- goals ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """A figure to reach: `value` at least, or at most for microseconds.
+
+    Attributes:
+        unit: `"share"` of the read bandwidth, `"us"`, or `"times"` as fast as the best of `peers`.
+        case: A name of `CASES`, or `"prompt"`, where `"share"` is of the copy bandwidth.
+        preset: A name of `PRESETS`.
+        value: The threshold.
+        peers: What the names of the peers begin with; only for `"times"`.
+    """
+
+    unit: str
+    case: str
+    preset: str
+    value: float
+    peers: str = ""
+
+    def describe(self) -> str:
+        """For the table."""
+        what = {
+            "share": f"at least {self.value:.0%} of {'copy' if self.case == 'prompt' else 'read'} bandwidth",
+            "us": f"at most {self.value:g} us",
+            "times": f"at least {self.value:g} times {self.peers}",
+        }
+        return f"{self.preset} at {self.case}: {what[self.unit]}"
+
+
+def _goals() -> Iterable[Goal]:
+    main = ("int8", "int4", "int4-g32")
+    shares = {
+        ("64x8k", "64x8k-group1", "64x8k-group8", "512x8k-1head", "32x4k-32heads"): (0.96, 0.93, 0.88),
+        ("128x16k",): (0.97, 0.95, 0.90),
+    }
+    for cases, values in shares.items():
+        for case in cases:
+            yield from (Goal("share", case, preset, value) for preset, value in zip(main, values, strict=True))
+    # About 140 MB: int8 takes twice the bytes of int4.
+    yield Goal("share", "8x8k", "int8", 0.92)
+    yield Goal("share", "16x8k", "int4", 0.88)
+    yield Goal("share", "16x8k", "int4-g32", 0.84)
+    latencies = {"1x128k": (69, 40, 47), "1x8k": (9, 7.5, 8), "1x1k": (5, 5, 5)}
+    for case, values in latencies.items():
+        yield from (Goal("us", case, preset, value) for preset, value in zip(main, values, strict=True))
+    yield Goal("times", "64x8k", "int8", 1.9, "bf16")
+    yield Goal("times", "64x8k", "int4", 3.4, "bf16")
+    yield Goal("times", "512x8k-1head", "int4", 3.6, "int4 FBGEMM")
+    yield Goal("times", "64x8k", "fp8", 1.45, "fp8 FlashInfer wrapper")
+    yield from (Goal("share", "prompt", preset, 0.70) for preset in main)
+
+
+GOALS: list[Goal] = list(_goals())
+
+
+def check_goals(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every goal with what was measured; `None` for both where the run left the case, the preset or the peer out."""
+    checks = []
+    for goal in GOALS:
+        measured = _measured(results, goal)
+        reached = None
+        if measured is not None:
+            reached = measured <= goal.value if goal.unit == "us" else measured >= goal.value
+        checks.append({**dataclasses.asdict(goal), "measured": measured, "reached": reached})
+    return checks
+
+
+def _measured(results: dict[str, Any], goal: Goal) -> float | None:
+    if goal.case == "prompt":
+        rows, peers = results["prompt"], []
+    else:
+        case = next((case for case in results["cases"] if case["case"] == goal.case), None)
+        rows, peers = ([], []) if case is None else (case["rows"], case["peers"])
+    row = next((row for row in rows if row["preset"] == goal.preset), None)
+    if row is None:
+        return None
+    if goal.unit != "times":
+        measured: float = row["median_us" if goal.unit == "us" else "share"]
+        return measured
+    times = [peer["median_us"] for peer in peers if peer["peer"].startswith(goal.peers)]
+    return min(times) / row["median_us"] if times else None
