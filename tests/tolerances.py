@@ -35,6 +35,44 @@ def attention_bound(
     return TORCH_FACTOR * own + rounding + sums
 
 
+def precision_bounds(exact: Tensor, torch_out: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """The largest error and the largest root mean square of errors that attention in a low precision may have.
+
+    Twice what the best kernel of PyTorch makes of the same numbers, and half an ulp of the output, which a result that
+    PyTorch happens to represent exactly must be granted too.
+
+    Args:
+        exact: Attention in float64 over the dequantised codes.
+        torch_out: `scaled_dot_product_attention` of the dequantised tensors, rounded to the working dtype.
+        dtype: The working dtype.
+    """
+    own, half_ulp = torch_out.double() - exact, torch.finfo(dtype).eps / 2
+    return (
+        TORCH_FACTOR * _largest(own) + half_ulp * _largest(exact),
+        TORCH_FACTOR * root_mean_square(own) + half_ulp * root_mean_square(exact),
+    )
+
+
+# Rounding a weight or an output to nearest errs either way, and over many channels it cancels; truncating does not, and
+# is off by a quarter of eps on the average. The mean of a thousand channels' rounding errors is below eps / 64.
+BIAS_IN_EPS = 1 / 16
+
+
+def bias_bound(exact: Tensor, dtype: torch.dtype) -> float:
+    """How far the mean over all channels may be off, at any length, where all values have the same sign."""
+    return BIAS_IN_EPS * torch.finfo(dtype).eps * float(exact.double().abs().mean())
+
+
+def weight_rounding_bound(exact: Tensor, dtype: torch.dtype, max_value: float) -> float:
+    """The largest error of attention that rounds each weight once to the working dtype, and its output once."""
+    return torch.finfo(dtype).eps / 2 * (max_value + _largest(exact))
+
+
+def root_mean_square(x: Tensor) -> float:
+    """In float64."""
+    return float(x.double().square().mean().sqrt())
+
+
 def lse_bound(expected: Tensor, torch_lse: Tensor, max_logit: float) -> float:
     """The largest error that `lse` may have: it is float32 whatever the working dtype, but the query is not."""
     sums = torch.finfo(torch.float32).eps * (NUM_ROUNDINGS + max_logit + _largest(expected))
