@@ -6,18 +6,23 @@ PYTHON ?= python3
 # Threads of pytest-xdist, and whatever else pytest should get.
 PYTEST_ARGS ?= -n auto
 DEMO_ARGS ?= --max-new-tokens 96 --repetition-penalty 1.15
+SANITIZER ?= compute-sanitizer
+SANITIZE_TOOLS ?= memcheck racecheck initcheck
 
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := $(VENV)/packages.stamp
 READY := $(VENV)/extension.stamp
+# A Python named on the command line has the package and pytest already; without one, .venv is made to have them.
+IS_PYTHON_GIVEN := $(filter command environment,$(origin PYTHON))
+SANITIZE_PYTHON := $(if $(IS_PYTHON_GIVEN),$(PYTHON),$(BIN)/python)
 BUILD_INPUTS := setup.py pyproject.toml $(shell find csrc -type f)
 DEMO_PROMPTS := $(sort $(wildcard evals/demo_prompts/*.txt))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types cuda wheel clean distclean
+.PHONY: help setup demo test sanitize lint format types cuda wheel clean distclean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +34,14 @@ demo: $(READY)  ## continue real prompts with the reference model under none, in
 
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Every tensor gets memory of its own, so that a read behind its end is one. CUDA calls that fail on purpose, as torch's
+# look for devices, are not reported.
+sanitize: $(if $(IS_PYTHON_GIVEN),,$(READY))  ## CUDA kernels under memcheck, racecheck and initcheck (needs a GPU)
+	@for tool in $(SANITIZE_TOOLS); do \
+	    echo "$$tool:" && PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --report-api-errors no \
+	    --error-exitcode 1 $(SANITIZE_PYTHON) -m pytest -q -p no:benchmark -m sanitize -k "not cpu" || exit 1; \
+	done
 
 lint: $(PACKAGES)  ## ruff: errors and format
 	$(BIN)/ruff check .
