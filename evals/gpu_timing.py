@@ -71,10 +71,10 @@ def time_calls(run: Callable[[int], object], num_sets: int, replays: int, can_fa
                 run(i % num_sets)
         replay: Callable[[], object] = graph.replay
     except RuntimeError:
+        torch.cuda.set_stream(outside)  # a capture that fails may leave its own stream behind
         if not can_fall_back:
             raise
         torch.cuda.synchronize()
-        torch.cuda.set_stream(outside)  # a capture that fails may leave its own stream behind
         is_captured = False
 
         def replay() -> object:
@@ -100,7 +100,7 @@ class ReadBandwidth:
         self.measured: dict[int, dict[str, Any]] = {}
 
     def gbps(self, num_bytes: int) -> float:
-        """For a buffer of `num_bytes`, the largest whole number of blocks at or above it."""
+        """For a buffer of `num_bytes`, rounded up to whole blocks."""
         import read_kernel
 
         unit = 4 * read_kernel.MAX_BLOCK
