@@ -1,200 +1,355 @@
-// Quantises new keys and values into their planes, bit for bit as reference.quantize: this file is compiled without
-// contraction of multiplications and additions, divisions round correctly, and minima and maxima do not depend on their
-// order. One thread block takes one token of one side, its warps take heads in turn, a lane takes eight channels.
-#include "codes.cuh"
+// Appends the new keys and values of a layer to their planes: which warp takes which rows. What is done with a row is
+// in quantize.cuh, bit for bit as reference.append.
+//
+// A row is one token of one head, eight channels a lane, so that a warp holds several rows at once. Where rows have
+// scales of their own, a lane also takes kRows consecutive tokens: their loads are under way together, and the scales
+// of a group leave in one store. These rows are a tile; a warp takes a few tiles of one head, to find its place only
+// once. Warps of a block take neighbouring heads, because the model's own layout, tokens before heads, then reads
+// contiguous memory. Where the heads of a token share a scale, a thread block takes the token.
+// Keys and values are one launch, first the blocks of the keys. Lengths are read on the device; tokens for which there
+// is no room are left out.
+#include <algorithm>
+#include <type_traits>
+
 #include "cuda.h"
+#include "quantize.cuh"
 
 namespace hf_kvquant::cuda {
 namespace {
 
 constexpr int kNumWarps = 4;
-constexpr half_bits kMinScale = 1;  // 2^-24, the smallest positive float16
+constexpr int kMinPromptTokens = 16;  // below, one token a lane: fewer instructions before the first store
+constexpr int kMaxTilesPerWarp = 4;
+constexpr int kMinWarps = 8192;  // below, fewer tiles a warp: three times what the largest GPUs hold at once
 
-struct Range {
-  float low, high;  // infinite where a value is not finite, so that no scale for it is
+// Tokens of a lane: as many as registers allow, since the work around them is the same for any number.
+__host__ __device__ constexpr int rows_of_lane(bool is_prompt, Dtype dtype) {
+  return !is_prompt ? 1 : dtype == Dtype::fp32 ? 4 : 8;
+}
+
+// One side of a call.
+struct Job {
+  Dense dense;
+  Side side;
+  int tiles_per_warp;
+  unsigned num_blocks, blocks_per_sequence;
 };
 
-__device__ Range join(Range a, Range b) { return {fminf(a.low, b.low), fmaxf(a.high, b.high)}; }
-
-// The code that the largest magnitude, or the whole range, maps to.
-__device__ float max_code(const Side& side) {
-  if (side.storage == Storage::fp8) return 448.f;
-  if (side.storage == Storage::int8) return side.is_symmetric ? 127.f : 255.f;
-  return side.is_symmetric ? 7.f : 15.f;
-}
-
-struct Scale {
-  half_bits scale, zero;  // both NaN when one cannot be represented
+struct Jobs {
+  Job jobs[2];  // keys, values
+  const int32_t* lengths;
+  int num_kv_heads, q_len, capacity;
 };
 
-__device__ Scale compute_scale(const Side& side, Range range) {
-  const float span = side.is_symmetric ? fmaxf(fabsf(range.low), fabsf(range.high)) : range.high - range.low;
-  Scale result = {float_to_half(span / max_code(side)), side.is_symmetric ? half_bits{0} : float_to_half(range.low)};
-  if (!is_finite_half(result.scale) || !is_finite_half(result.zero)) return {kHalfNan, kHalfNan};
-  if (result.scale < kMinScale) result.scale = kMinScale;
-  return result;
-}
+// How the 32 lanes of a warp lie on rows. Lanes that are left over belong to no row.
+struct Lanes {
+  int lanes_per_row, rows;               // rows side by side in a warp
+  int lane, row, chunk;                  // of this lane: its row and place in it
+  int lanes_per_group, group, position;  // its group and place in that
 
-__device__ void write_scale(const Side& side, Scale value, int64_t b, int64_t h, int64_t g, int64_t t) {
-  *scale_at(side, b, h, g, t) = value.scale;
-  if (!side.is_symmetric) *zero_at(side, b, h, g, t) = value.zero;
-}
-
-// One token of one side, as a thread block sees it.
-struct Token {
-  const Dense& dense;
-  const Side& side;
-  int64_t b, i, t;  // sequence, index in the chunk, position in the cache
-  bool has_room;
-
-  __device__ Token(const AppendParams& params)
-      : dense(blockIdx.x % 2 ? params.value : params.key), side(blockIdx.x % 2 ? params.value_side : params.key_side) {
-    i = blockIdx.x / 2 % params.q_len;
-    b = blockIdx.x / 2 / params.q_len;
-    t = int64_t{params.lengths[b]} - params.q_len + i;
-    has_room = t >= 0 && t < params.capacity;
+  __device__ explicit Lanes(const Side& side) {
+    lanes_per_row = static_cast<unsigned>(side.head_dim) / kChunk;
+    rows = divide_lanes(kLanes, lanes_per_row);
+    lane = threadIdx.x % kLanes;
+    row = divide_lanes(lane, lanes_per_row);
+    chunk = lane - row * lanes_per_row;
+    lanes_per_group = divide_lanes(lanes_per_row, side.num_groups);
+    group = divide_lanes(chunk, lanes_per_group);
+    position = chunk - group * lanes_per_group;
   }
 
-  __device__ void load(int64_t h, int c, float (&x)[kChunk]) const {
-    const int64_t first = b * dense.stride_b + h * dense.stride_h + i * dense.stride_t + c;
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) x[k] = load_value(dense.data, dense.dtype, first + k);
-  }
+  __device__ bool has_row() const { return row < rows; }
 };
 
-__device__ Range range_of(const float (&x)[kChunk]) {
-  Range range = {INFINITY, -INFINITY};
-#pragma unroll
-  for (int k = 0; k < kChunk; ++k) {
-    range = join(range, isfinite(x[k]) ? Range{x[k], x[k]} : Range{-INFINITY, INFINITY});
+// The consecutive tokens of a lane in one head.
+struct Tokens {
+  unsigned b, h;
+  int64_t t;       // position of the first in the cache
+  int begin, end;  // which of them are of the chunk and have room
+
+  __device__ bool has_room(int r) const { return r >= begin && r < end; }
+};
+
+// --- storage type none
+
+template <Dtype kDtype>
+__device__ void store_values(uint8_t* row, Dtype target, int chunk, const Values<kDtype>& x) {
+  if (target == Dtype::fp32) {
+    float4* words = reinterpret_cast<float4*>(row) + 2 * chunk;
+    words[0] = {x[0], x[1], x[2], x[3]};
+    words[1] = {x[4], x[5], x[6], x[7]};
+    return;
   }
-  return range;
+  uint4* words = reinterpret_cast<uint4*>(row) + chunk;
+  if (target == kDtype) {
+    *words = {x.words[0], x.words[1], x.words[2], x.words[3]};
+    return;
+  }
+  uint32_t pairs[kChunk / 2];
+#pragma unroll
+  for (int w = 0; w < kChunk / 2; ++w) {
+    const float low = x[2 * w], high = x[2 * w + 1];
+    const uint32_t fp16 = float_to_half(low) | static_cast<uint32_t>(float_to_half(high)) << 16;
+    const uint32_t bf16 = __bfloat16_as_ushort(__float2bfloat16_rn(low)) |
+                          static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(high))) << 16;
+    pairs[w] = target == Dtype::fp16 ? fp16 : bf16;
+  }
+  *words = {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
-__device__ uint32_t encode(const Side& side, float x, float scale, float zero) {
-  const float limit = max_code(side);
-  if (side.storage == Storage::fp8) {
-    return __nv_cvt_float_to_fp8(fminf(fmaxf(x / scale, -limit), limit), __NV_SATFINITE, __NV_E4M3);
-  }
-  if (side.is_symmetric) {
-    return static_cast<uint32_t>(fminf(fmaxf(rintf(x / scale), -limit), limit) + code_offset(side));
-  }
-  return static_cast<uint32_t>(fminf(fmaxf(rintf((x - zero) / scale), 0.f), limit));
-}
+// --- scales of rows
 
-__device__ void write_codes(const Side& side, uint8_t* row, int c, const float (&x)[kChunk], Scale value) {
-  const bool is_bad = !is_finite_half(value.scale) || !is_finite_half(value.zero);
-  const float scale = half_to_float(value.scale), zero = half_to_float(value.zero);
-  uint32_t codes[kChunk];
+// The scales of a group, or its zeros, from the first of these tokens on.
+template <int kRows>
+__device__ void store_plane(half_bits* plane, int64_t stride_t, const half_bits (&values)[kRows],
+                            const Tokens& tokens) {
+  if constexpr (kRows > 1) {
+    using Word = std::conditional_t<kRows == 4, uint2, uint4>;
+    const bool is_whole = tokens.begin <= 0 && tokens.end >= kRows;
+    if (is_whole && stride_t == 1 && reinterpret_cast<int64_t>(plane) % sizeof(Word) == 0) {
+      uint32_t pairs[kRows / 2];
 #pragma unroll
-  for (int k = 0; k < kChunk; ++k) codes[k] = is_bad ? 0 : encode(side, x[k], scale, zero);
-  if (side.storage == Storage::int4) {
-    uint32_t word = 0;
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) word |= codes[k] << (4 * k);
-    reinterpret_cast<uint32_t*>(row)[c / kChunk] = word;
-  } else {
-    uint2 word = {0, 0};
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      word.x |= codes[k] << (8 * k);
-      word.y |= codes[k + 4] << (8 * k);
+      for (int w = 0; w < kRows / 2; ++w) pairs[w] = values[2 * w] | static_cast<uint32_t>(values[2 * w + 1]) << 16;
+      if constexpr (kRows == 4) {
+        *reinterpret_cast<Word*>(plane) = {pairs[0], pairs[1]};
+      } else {
+        *reinterpret_cast<Word*>(plane) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+      }
+      return;
     }
-    reinterpret_cast<uint2*>(row)[c / kChunk] = word;
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (tokens.has_room(r)) plane[r * stride_t] = values[r];
   }
 }
 
-// The range of all heads of a token. Every thread returns the same.
-__device__ Range range_of_heads(const Token& token, int num_heads, int warp, int lane) {
-  __shared__ Range ranges[kNumWarps];
-  Range range = {INFINITY, -INFINITY};
-  for (int h = warp; h < num_heads; h += kNumWarps) {
-    if (lane * kChunk >= token.side.head_dim) continue;
-    float x[kChunk];
-    token.load(h, lane * kChunk, x);
-    range = join(range, range_of(x));
-  }
+template <Storage kStorage, bool kIsSymmetric, Dtype kDtype, int kRows>
+__device__ void quantize_rows(const Side& side, const Lanes& lanes, const Tokens& tokens,
+                              const Values<kDtype> (&x)[kRows]) {
+  Extent<kDtype, kIsSymmetric> extents[kRows];
+  StoredScale frozen = {};
+  if (side.is_frozen) {
+    frozen = load_scale<kIsSymmetric>(side, tokens.b, 0, 0, 0);
+  } else {
 #pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    range = join(range, {__shfl_xor_sync(kAllLanes, range.low, distance),
-                         __shfl_xor_sync(kAllLanes, range.high, distance)});
+    for (int r = 0; r < kRows; ++r) extents[r] = Extent<kDtype, kIsSymmetric>::of(x[r]);
+    join_lanes(extents, lanes.lane, lanes.position, lanes.lanes_per_group);
   }
-  if (lane == 0) ranges[warp] = range;
+  half_bits scales[kRows], zeros[kRows];
+  uint8_t* target = code_row(side, tokens.b, tokens.h, tokens.t) + lanes.chunk * Codes<kStorage>::kBytes;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const StoredScale value = side.is_frozen ? frozen : compute_scale<kStorage>(extents[r].range());
+    scales[r] = value.scale, zeros[r] = value.zero;
+    const Codes<kStorage> codes = encode<kStorage, kIsSymmetric>(x[r], value);
+    if (tokens.has_room(r)) codes.store(target);
+    target += side.codes_stride_t;
+  }
+  if (side.is_frozen || lanes.position != 0) return;
+  store_plane(scale_at(side, tokens.b, tokens.h, lanes.group, tokens.t), side.scale_stride_t, scales, tokens);
+  if constexpr (!kIsSymmetric) {
+    store_plane(zero_at(side, tokens.b, tokens.h, lanes.group, tokens.t), side.zero_stride_t, zeros, tokens);
+  }
+}
+
+// The rows of one tile, from element `first` on: values come, codes and scales go.
+template <Dtype kDtype, int kRows>
+__device__ void append_tile(const Job& job, const Lanes& lanes, const Tokens& tokens, int64_t first, int num_rows) {
+  const Side& side = job.side;
+  Values<kDtype> x[kRows];
+  load_rows(job.dense, first, num_rows, x);
+  switch (side.storage) {
+    case Storage::none:
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (!tokens.has_room(r)) continue;
+        store_values(code_row(side, tokens.b, tokens.h, tokens.t + r), side.dense_dtype, lanes.chunk, x[r]);
+      }
+      break;
+    case Storage::int8:
+      if (side.is_symmetric) {
+        quantize_rows<Storage::int8, true>(side, lanes, tokens, x);
+      } else {
+        quantize_rows<Storage::int8, false>(side, lanes, tokens, x);
+      }
+      break;
+    case Storage::int4:
+      if (side.is_symmetric) {
+        quantize_rows<Storage::int4, true>(side, lanes, tokens, x);
+      } else {
+        quantize_rows<Storage::int4, false>(side, lanes, tokens, x);
+      }
+      break;
+    case Storage::fp8:
+      quantize_rows<Storage::fp8, true>(side, lanes, tokens, x);
+  }
+}
+
+// One warp's tiles of a side whose rows have scales of their own, or a frozen one, or none.
+template <Dtype kDtype, int kRows>
+__device__ void append_rows(const Jobs& jobs, const Job& job, unsigned block) {
+  const Dense& dense = job.dense;
+  const Lanes lanes(job.side);
+  const unsigned b = block / job.blocks_per_sequence;
+  const unsigned unit = (block - b * job.blocks_per_sequence) * kNumWarps + threadIdx.x / kLanes;
+  const unsigned part = unit / jobs.num_kv_heads, h = unit - part * jobs.num_kv_heads;
+  const int tokens_per_tile = lanes.rows * kRows;
+  const int start = part * job.tiles_per_warp * tokens_per_tile;
+  const int end = min(jobs.q_len, start + job.tiles_per_warp * tokens_per_tile);
+
+  // Tokens of the chunk that this lane may read, and those among them with a place in the cache.
+  const int64_t before = int64_t{jobs.lengths[b]} - jobs.q_len;  // position of the first token
+  const int count = lanes.has_row() ? jobs.q_len : 0;
+  const int first_with_room = static_cast<int>(min(max(-before, int64_t{0}), int64_t{count}));
+  const int end_of_room = static_cast<int>(min(max(jobs.capacity - before, int64_t{0}), int64_t{count}));
+  const int64_t origin = b * dense.stride_b + h * dense.stride_h + lanes.chunk * kChunk;
+#pragma unroll 1
+  for (int tile = start; tile < end; tile += tokens_per_tile) {
+    const int i = tile + lanes.row * kRows;
+    const Tokens tokens = {b, h, before + i, first_with_room - i, end_of_room - i};
+    append_tile<kDtype, kRows>(job, lanes, tokens, origin + i * dense.stride_t, count - i);
+  }
+}
+
+// --- scales of tokens
+
+using Wide = Values<Dtype::fp32>;
+
+// One token of one side, as a thread block sees it: its heads, dealt to the warps.
+struct Token {
+  const Jobs& jobs;
+  const Job& job;
+  Lanes lanes;
+  unsigned b, i;
+  int64_t t;
+
+  __device__ Token(const Jobs& jobs, const Job& job, unsigned block) : jobs(jobs), job(job), lanes(job.side) {
+    b = block / jobs.q_len;
+    i = block - b * jobs.q_len;
+    t = int64_t{jobs.lengths[b]} - jobs.q_len + i;
+  }
+
+  __device__ bool has_room() const { return t >= 0 && t < jobs.capacity; }
+
+  // Calls `use` with the channels of this lane in each head that it takes.
+  template <class Use>
+  __device__ void for_heads(Use use) const {
+    if (!lanes.has_row()) return;
+    const Dense& dense = job.dense;
+    const int warp = threadIdx.x / kLanes;
+    for (int h = warp * lanes.rows + lanes.row; h < jobs.num_kv_heads; h += kNumWarps * lanes.rows) {
+      const int64_t row = b * dense.stride_b + h * dense.stride_h + i * dense.stride_t;
+      use(h, load_widened(dense, row + lanes.chunk * kChunk));
+    }
+  }
+};
+
+// The rows are read twice, the second time from the L1 cache.
+template <Storage kStorage, bool kIsSymmetric>
+__device__ void quantize_token(const Token& token) {
+  const Side& side = token.job.side;
+  using TokenExtent = Extent<Dtype::fp32, kIsSymmetric>;
+  TokenExtent extents[1] = {TokenExtent::empty()};
+  token.for_heads([&](int, const Wide& x) { extents[0].include(TokenExtent::of(x)); });
+  const int lane = token.lanes.lane;
+  join_lanes(extents, lane, lane, kLanes);
+  __shared__ TokenExtent of_warps[kNumWarps];
+  if (lane == 0) of_warps[threadIdx.x / kLanes] = extents[0];
   __syncthreads();
-  for (int w = 0; w < kNumWarps; ++w) range = join(range, ranges[w]);
-  return range;
+  for (int w = 0; w < kNumWarps; ++w) extents[0].include(of_warps[w]);
+
+  const StoredScale value = compute_scale<kStorage>(extents[0].range());
+  if (threadIdx.x == 0) store_scale<kIsSymmetric>(side, value, token.b, 0, 0, token.t);
+  token.for_heads([&](int h, const Wide& x) {
+    uint8_t* target = code_row(side, token.b, h, token.t) + token.lanes.chunk * Codes<kStorage>::kBytes;
+    encode<kStorage, kIsSymmetric>(x, value).store(target);
+  });
+}
+
+__device__ void append_token(const Jobs& jobs, const Job& job, unsigned block) {
+  const Token token(jobs, job, block);
+  if (!token.has_room()) return;
+  switch (job.side.storage) {
+    case Storage::none: break;  // has no scales to share
+    case Storage::int8:
+      return job.side.is_symmetric ? quantize_token<Storage::int8, true>(token)
+                                   : quantize_token<Storage::int8, false>(token);
+    case Storage::int4:
+      return job.side.is_symmetric ? quantize_token<Storage::int4, true>(token)
+                                   : quantize_token<Storage::int4, false>(token);
+    case Storage::fp8: return quantize_token<Storage::fp8, true>(token);
+  }
+}
+
+// --- kernels
+
+__host__ __device__ bool takes_tokens(const Side& side) { return side.is_shared_by_heads && !side.is_frozen; }
+
+template <bool kIsPrompt>
+__global__ void __launch_bounds__(kNumWarps * kLanes) append_side(const __grid_constant__ Jobs jobs) {
+  const bool is_value = blockIdx.x >= jobs.jobs[0].num_blocks;
+  const Job& job = jobs.jobs[is_value];
+  const unsigned block = blockIdx.x - (is_value ? jobs.jobs[0].num_blocks : 0);
+  if (takes_tokens(job.side)) {
+    append_token(jobs, job, block);
+  } else {
+    switch (job.dense.dtype) {
+      case Dtype::fp32: return append_rows<Dtype::fp32, rows_of_lane(kIsPrompt, Dtype::fp32)>(jobs, job, block);
+      case Dtype::fp16: return append_rows<Dtype::fp16, rows_of_lane(kIsPrompt, Dtype::fp16)>(jobs, job, block);
+      case Dtype::bf16: return append_rows<Dtype::bf16, rows_of_lane(kIsPrompt, Dtype::bf16)>(jobs, job, block);
+    }
+  }
 }
 
 // Before tokens are coded with a frozen scale: a value that is not finite makes the scale of its sequence NaN, and all
 // tokens of the sequence see that. A kernel of its own, so that the next one reads the scale as it has become.
-__global__ void spoil_frozen_scales(const __grid_constant__ AppendParams params) {
-  const Token token(params);
-  const Side& side = token.side;
-  if (!token.has_room || !side.is_frozen) return;
-  const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  if (lane * kChunk >= side.head_dim) return;
-  for (int h = warp; h < params.num_kv_heads; h += kNumWarps) {
-    float x[kChunk];
-    token.load(h, lane * kChunk, x);
-    if (isinf(range_of(x).high)) write_scale(side, {kHalfNan, kHalfNan}, token.b, 0, 0, 0);
-  }
+__global__ void __launch_bounds__(kNumWarps * kLanes) spoil_frozen_scales(const __grid_constant__ Jobs jobs) {
+  const Job& job = jobs.jobs[blockIdx.x % 2];
+  const Token token(jobs, job, blockIdx.x / 2);
+  if (!job.side.is_frozen || !token.has_room()) return;
+  token.for_heads([&](int, const Wide& x) {
+    if (isfinite(Extent<Dtype::fp32, true>::of(x).high)) return;
+    *scale_at(job.side, token.b, 0, 0, 0) = kHalfNan;
+    if (!job.side.is_symmetric) *zero_at(job.side, token.b, 0, 0, 0) = kHalfNan;
+  });
 }
 
-__global__ void append_token(const __grid_constant__ AppendParams params) {
-  const Token token(params);
-  const Side& side = token.side;
-  if (!token.has_room) return;
-  const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, c = lane * kChunk;
-  const bool is_active = c < side.head_dim;
-  const int64_t b = token.b, t = token.t;
-
-  if (side.storage == Storage::none) {
-    for (int h = warp; h < params.num_kv_heads; h += kNumWarps) {
-      if (!is_active) continue;
-      float x[kChunk];
-      token.load(h, c, x);
-      for (int k = 0; k < kChunk; ++k) store_value(code_row(side, b, h, t), side.dense_dtype, c + k, x[k]);
-    }
-    return;
-  }
-
-  Scale value{};
-  if (side.is_frozen) {
-    value.scale = *scale_at(side, b, 0, 0, 0);
-    if (!side.is_symmetric) value.zero = *zero_at(side, b, 0, 0, 0);
-  } else if (side.is_shared_by_heads) {
-    value = compute_scale(side, range_of_heads(token, params.num_kv_heads, warp, lane));
-    if (threadIdx.x == 0) write_scale(side, value, b, 0, 0, t);
-  }
-  const int group_size = side.head_dim / side.num_groups, lanes_per_group = group_size / kChunk;
-  const int first_lane = lane - lane % lanes_per_group;
-  for (int h = warp; h < params.num_kv_heads; h += kNumWarps) {
-    float x[kChunk] = {};
-    if (is_active) token.load(h, c, x);
-    if (!side.is_frozen && !side.is_shared_by_heads) {
-      // Groups need not be powers of two, so a lane asks each lane of its group.
-      const Range own = range_of(x);
-      Range range = own;
-      for (int i = 0; i < lanes_per_group; ++i) {
-        range = join(range, {__shfl_sync(kAllLanes, own.low, first_lane + i),
-                             __shfl_sync(kAllLanes, own.high, first_lane + i)});
-      }
-      value = compute_scale(side, range);
-      if (is_active && lane == first_lane) write_scale(side, value, b, h, c / group_size, t);
-    }
-    if (is_active) write_codes(side, code_row(side, b, h, t), c, x, value);
-  }
+// Whether every row starts at a multiple of 16 bytes. The stride of an axis of size 1 says nothing.
+bool has_aligned_rows(const Dense& dense, const AppendParams& params) {
+  const int64_t elements = (params.batch > 1 ? dense.stride_b : 0) | (params.num_kv_heads > 1 ? dense.stride_h : 0) |
+                           (params.q_len > 1 ? dense.stride_t : 0);
+  const int64_t bytes = elements * (dense.dtype == Dtype::fp32 ? 4 : 2);
+  return (reinterpret_cast<int64_t>(dense.data) | bytes) % 16 == 0;
 }
 
 }  // namespace
 
 void append(const AppendParams& params, void* stream) {
-  const int64_t num_blocks = int64_t{2} * params.batch * params.q_len;
+  const bool is_prompt = params.q_len >= kMinPromptTokens && has_aligned_rows(params.key, params) &&
+                         has_aligned_rows(params.value, params);
+  Jobs jobs = {{{params.key, params.key_side, 1, 0, 0}, {params.value, params.value_side, 1, 0, 0}},
+               params.lengths, params.num_kv_heads, params.q_len, params.capacity};
+  int64_t num_blocks = 0;
+  for (Job& job : jobs.jobs) {
+    int64_t blocks_per_sequence = params.q_len;
+    if (!takes_tokens(job.side)) {
+      const int64_t tokens_per_tile = kLanes / (job.side.head_dim / kChunk) * rows_of_lane(is_prompt, job.dense.dtype);
+      const int64_t tiles_per_head = (params.q_len + tokens_per_tile - 1) / tokens_per_tile;
+      const int64_t num_tiles = 2 * params.batch * params.num_kv_heads * tiles_per_head;
+      job.tiles_per_warp = static_cast<int>(std::clamp<int64_t>(num_tiles / kMinWarps, 1, kMaxTilesPerWarp));
+      const int64_t warps_per_head = (tiles_per_head + job.tiles_per_warp - 1) / job.tiles_per_warp;
+      blocks_per_sequence = (warps_per_head * params.num_kv_heads + kNumWarps - 1) / kNumWarps;
+    }
+    job.blocks_per_sequence = static_cast<unsigned>(blocks_per_sequence);
+    job.num_blocks = static_cast<unsigned>(params.batch * blocks_per_sequence);
+    num_blocks += params.batch * blocks_per_sequence;
+  }
   const int num_threads = kNumWarps * kLanes;
   if (params.key_side.is_frozen || params.value_side.is_frozen) {
-    launch("append", spoil_frozen_scales, num_blocks, num_threads, 0, stream, params);
+    launch("append", spoil_frozen_scales, int64_t{2} * params.batch * params.q_len, num_threads, 0, stream, jobs);
   }
-  launch("append", append_token, num_blocks, num_threads, 0, stream, params);
+  launch("append", is_prompt ? append_side<true> : append_side<false>, num_blocks, num_threads, 0, stream, jobs);
 }
 
 }  // namespace hf_kvquant::cuda

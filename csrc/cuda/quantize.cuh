@@ -1,0 +1,362 @@
+// Quantising on the device: from eight channels in a lane to scale, zero and codes, bit for bit as reference.quantize.
+// Every operation whose rounding matters is spelled as an intrinsic, so that a file compiled with contraction or fast
+// math gets the same bits. `append_row` is the whole of it for one warp and one row; the loops of prompts, and scales
+// that several heads share, are in append.cu. Layouts are those of format.h.
+//
+// Division. All channels of a row are divided by one scale, so the division is a multiplication by y ≈ 1 / scale, good
+// to 2^-22, and one Newton step: with q = x·y and the remainder q·scale - x, which is exact, q - remainder·y is
+// x / scale within 2^-43 of itself before its own rounding. That is enough. A float16 scale has 11 significant bits, so
+// a point where the code changes, n + 1/2 or halfway between two values of e4m3, has a product with the scale that
+// float32 holds exactly; an x that differs from this product differs by a float32 step at least, and its quotient is
+// then farther from the point than the rounding of a float32 by more than 2^-35. So the quotient lands on the point
+// exactly when x / scale, correctly rounded, does, and on the same side of it otherwise. The step is written with the
+// sign that keeps the -0 of x = -0. By the same argument span / L is correctly rounded for each L. An emulation has
+// tried every scale with every such point and its neighbours, reciprocals up to three steps off, and every span.
+#pragma once
+
+#include "codes.cuh"
+
+namespace hf_kvquant::cuda {
+
+// The code that the largest magnitude, or the whole range, maps to.
+template <Storage kStorage, bool kIsSymmetric>
+constexpr float kMaxCode = kStorage == Storage::fp8    ? 448.f
+                           : kStorage == Storage::int8 ? (kIsSymmetric ? 127.f : 255.f)
+                                                       : (kIsSymmetric ? 7.f : 15.f);
+
+// Unlike fminf and fmaxf these hand on a NaN, as torch's amin and amax do.
+__device__ inline float min_or_nan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+__device__ inline float max_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+// 1 / x to 2^-22 for a normal x.
+__device__ inline float approximate_reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// a / b for 0 <= a <= 32 and 1 <= b <= 32: half a step keeps the quotient away from integers.
+__device__ inline int divide_lanes(int a, int b) {
+  return static_cast<int>((static_cast<float>(a) + 0.5f) * approximate_reciprocal(static_cast<float>(b)));
+}
+
+// x / y where `reciprocal` is about 1 / y, as the head of this file has it.
+__device__ inline float divide(float x, float y, float reciprocal) {
+  const float quotient = __fmul_rn(x, reciprocal);
+  const float remainder = __fmaf_rn(quotient, y, -x);
+  return __fmaf_rn(remainder, -reciprocal, quotient);
+}
+
+// --- loading
+
+// Eight channels as they were loaded. Staying in 16 bits until they are divided keeps registers free and lets one
+// instruction compare two of them.
+template <Dtype kDtype>
+struct Values {
+  static constexpr int kNumWords = kDtype == Dtype::fp32 ? kChunk : kChunk / 2;
+  uint32_t words[kNumWords];
+
+  __device__ float operator[](int k) const {
+    if constexpr (kDtype == Dtype::fp32) return __uint_as_float(words[k]);
+    return widen(words[k / 2] >> (16 * (k % 2)) & 0xffffu);
+  }
+
+  __device__ static float widen(uint32_t bits) {
+    return kDtype == Dtype::bf16 ? __uint_as_float(bits << 16) : half_to_float(static_cast<half_bits>(bits));
+  }
+};
+
+// Channels of the first `num_rows` of kRows tokens, the others 0: from element `first` on, then stride_t apart. A
+// single row may start anywhere, several must start at multiples of 16 bytes.
+template <Dtype kDtype, int kRows>
+__device__ inline void load_rows(const Dense& dense, int64_t first, int num_rows, Values<kDtype> (&x)[kRows]) {
+  constexpr int kSize = kDtype == Dtype::fp32 ? 4 : 2;
+  const char* row = static_cast<const char*>(dense.data) + first * kSize;
+  if (kRows > 1 || reinterpret_cast<int64_t>(row) % 16 == 0) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int w = 0; w < x[r].kNumWords; w += 4) {
+        uint4 words = {0, 0, 0, 0};
+        if (r < num_rows) words = reinterpret_cast<const uint4*>(row)[w / 4];
+        x[r].words[w] = words.x, x[r].words[w + 1] = words.y, x[r].words[w + 2] = words.z, x[r].words[w + 3] = words.w;
+      }
+      row += dense.stride_t * kSize;
+    }
+  } else {
+#pragma unroll
+    for (int w = 0; w < x[0].kNumWords; ++w) {
+      x[0].words[w] = 0;
+      if (num_rows < 1) continue;
+      if constexpr (kDtype == Dtype::fp32) {
+        x[0].words[w] = reinterpret_cast<const uint32_t*>(row)[w];
+      } else {
+        const uint16_t* pair = reinterpret_cast<const uint16_t*>(row) + 2 * w;
+        x[0].words[w] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
+      }
+    }
+  }
+}
+
+// Eight channels of any dtype as float32, for code that should be compiled once.
+__device__ inline Values<Dtype::fp32> load_widened(const Dense& dense, int64_t first) {
+  Values<Dtype::fp32> wide[1];
+  if (dense.dtype == Dtype::fp32) {
+    load_rows(dense, first, 1, wide);
+    return wide[0];
+  }
+  Values<Dtype::bf16> narrow[1];  // or fp16, which is as wide
+  load_rows(dense, first, 1, narrow);
+  const bool is_bf16 = dense.dtype == Dtype::bf16;
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) {
+    const uint32_t bits = narrow[0].words[k / 2] >> (16 * (k % 2)) & 0xffffu;
+    wide[0].words[k] = __float_as_uint(is_bf16 ? Values<Dtype::bf16>::widen(bits) : Values<Dtype::fp16>::widen(bits));
+  }
+  return wide[0];
+}
+
+// --- ranges and scales
+
+// Smallest and largest of the values that share a scale; NaN as soon as one of them is.
+template <bool kIsSymmetric>
+struct Range {
+  float low, high;  // symmetric: `high` is the largest magnitude and `low` is not used
+};
+
+// A range that is still growing. For 16-bit values the high half holds the largest and the low half the largest negated
+// value, or both the largest magnitude, so that a shuffle and a maximum join two of them.
+template <Dtype kDtype, bool kIsSymmetric>
+struct Extent {
+  uint32_t pair;
+
+  __device__ static uint32_t max_of(uint32_t a, uint32_t b) {
+    uint32_t result;
+    if constexpr (kDtype == Dtype::bf16) {
+      asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    } else {
+      asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    }
+    return result;
+  }
+
+  __device__ static uint32_t min_of(uint32_t a, uint32_t b) {
+    uint32_t result;
+    if constexpr (kDtype == Dtype::bf16) {
+      asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    } else {
+      asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    }
+    return result;
+  }
+
+  __device__ static Extent of(const Values<kDtype>& x) {
+    if constexpr (kIsSymmetric) {
+      uint32_t largest = x.words[0] & 0x7fff7fffu;
+#pragma unroll
+      for (int w = 1; w < x.kNumWords; ++w) largest = max_of(largest, x.words[w] & 0x7fff7fffu);
+      return {max_of(largest, largest << 16 | largest >> 16)};
+    }
+    uint32_t largest = x.words[0], smallest = x.words[0];
+#pragma unroll
+    for (int w = 1; w < x.kNumWords; ++w) {
+      largest = max_of(largest, x.words[w]);
+      smallest = min_of(smallest, x.words[w]);
+    }
+    smallest ^= 0x80008000u;
+    return {max_of(largest << 16 | (smallest & 0xffffu), (largest & 0xffff0000u) | smallest >> 16)};
+  }
+
+  __device__ void include(Extent other) { pair = max_of(pair, other.pair); }
+
+  // That of another lane; all lanes of the warp must ask.
+  __device__ Extent from_lane(int lane) const { return {__shfl_sync(kAllLanes, pair, lane)}; }
+
+  __device__ Range<kIsSymmetric> range() const {
+    return {-Values<kDtype>::widen(pair & 0xffffu), Values<kDtype>::widen(pair >> 16)};
+  }
+};
+
+template <bool kIsSymmetric>
+struct Extent<Dtype::fp32, kIsSymmetric> {
+  float low, high;
+
+  // What leaves every other extent as it is.
+  __device__ static Extent empty() { return {INFINITY, kIsSymmetric ? 0.f : -INFINITY}; }
+
+  __device__ static Extent of(const Values<Dtype::fp32>& x) {
+    Extent extent = {x[0], kIsSymmetric ? fabsf(x[0]) : x[0]};
+#pragma unroll
+    for (int k = 1; k < kChunk; ++k) {
+      extent.high = max_or_nan(extent.high, kIsSymmetric ? fabsf(x[k]) : x[k]);
+      if constexpr (!kIsSymmetric) extent.low = min_or_nan(extent.low, x[k]);
+    }
+    return extent;
+  }
+
+  __device__ void include(Extent other) {
+    high = max_or_nan(high, other.high);
+    if constexpr (!kIsSymmetric) low = min_or_nan(low, other.low);
+  }
+
+  __device__ Extent from_lane(int lane) const {
+    Extent other = *this;
+    other.high = __shfl_sync(kAllLanes, high, lane);
+    if constexpr (!kIsSymmetric) other.low = __shfl_sync(kAllLanes, low, lane);
+    return other;
+  }
+
+  __device__ Range<kIsSymmetric> range() const { return {low, high}; }
+};
+
+// Joins the extents of `width` neighbouring lanes, of which this is number `position`. Each step asks the lane that is
+// one, two, four ... further round the ring of the `width` lanes: values may be included twice, so any width will do.
+template <class AnyExtent, int kRows>
+__device__ inline void join_lanes(AnyExtent (&extents)[kRows], int lane, int position, int width) {
+  const int first = lane - position;
+#pragma unroll 1
+  for (int distance = 1; distance < width; distance *= 2) {
+    const int next = position + distance;
+    const int partner = first + (next < width ? next : next - width);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) extents[r].include(extents[r].from_lane(partner));
+  }
+}
+
+// Scale and zero as stored, both NaN when one cannot be represented, and what they stand for.
+struct StoredScale {
+  half_bits scale, zero;
+
+  __device__ float factor() const { return half_to_float(scale); }
+  __device__ float offset() const { return half_to_float(zero); }
+  __device__ bool is_bad() const { return !is_finite_half(scale); }
+};
+
+template <Storage kStorage, bool kIsSymmetric>
+__device__ inline StoredScale compute_scale(Range<kIsSymmetric> range) {
+  constexpr float kLimit = kMaxCode<kStorage, kIsSymmetric>, kMinScale = 0x1p-24f;
+  const float span = kIsSymmetric ? range.high : __fsub_rn(range.high, range.low);
+  const float scale = max_or_nan(divide(span, kLimit, 1.f / kLimit), kMinScale);
+  const __half2 stored = __floats2half2_rn(scale, kIsSymmetric ? 0.f : range.low);
+  // The sum of two float16 numbers is finite in float32, unless one of them is not.
+  const bool is_finite = __fadd_rn(__low2float(stored), fabsf(__high2float(stored))) < INFINITY;
+  return {is_finite ? __half_as_ushort(__low2half(stored)) : kHalfNan,
+          is_finite ? __half_as_ushort(__high2half(stored)) : kHalfNan};
+}
+
+template <bool kIsSymmetric>
+__device__ inline StoredScale load_scale(const Side& side, int64_t b, int64_t h, int64_t g, int64_t t) {
+  StoredScale result = {*scale_at(side, b, h, g, t), 0};
+  if constexpr (!kIsSymmetric) result.zero = *zero_at(side, b, h, g, t);
+  return result;
+}
+
+template <bool kIsSymmetric>
+__device__ inline void store_scale(const Side& side, StoredScale value, int64_t b, int64_t h, int64_t g, int64_t t) {
+  *scale_at(side, b, h, g, t) = value.scale;
+  if constexpr (!kIsSymmetric) *zero_at(side, b, h, g, t) = value.zero;
+}
+
+// --- codes
+
+// e4m3 of two quotients of magnitude up to 448, the first in the low byte.
+__device__ inline uint32_t encode_fp8(float a, float b) {
+#if __CUDA_ARCH__ >= 890
+  return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+#else
+  // By hand, since the header goes through float64, of which consumer GPUs have little. Steps are 2^-9 below 2^-6:
+  // adding 2^14 rounds to them. Above, 20 of 23 bits are rounded away, half to even, and the exponent's bias falls by
+  // 120.
+  uint32_t codes[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t bits = __float_as_uint(i == 0 ? a : b), magnitude = bits & 0x7fffffffu;
+    const uint32_t small = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 0x1p14f)) & 15u;
+    const uint32_t normal = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
+    codes[i] = (magnitude < 0x3c800000u ? small : min(normal, 0x7eu)) | (bits >> 24 & 0x80u);
+  }
+  return codes[0] | codes[1] << 8;
+#endif
+}
+
+// The codes of eight channels, as they lie in a row.
+template <Storage kStorage>
+struct Codes {
+  static constexpr int kBits = kStorage == Storage::int4 ? 4 : 8;
+  static constexpr int kPerWord = 32 / kBits, kNumWords = kChunk / kPerWord;
+  static constexpr int kBytes = 4 * kNumWords;
+  uint32_t words[kNumWords];
+
+  __device__ void store(uint8_t* target) const {
+    if constexpr (kNumWords == 1) {
+      *reinterpret_cast<uint32_t*>(target) = words[0];
+    } else {
+      *reinterpret_cast<uint2*>(target) = {words[0], words[1]};
+    }
+  }
+};
+
+template <Storage kStorage, bool kIsSymmetric, Dtype kDtype>
+__device__ inline Codes<kStorage> encode(const Values<kDtype>& x, StoredScale value) {
+  constexpr float kLimit = kMaxCode<kStorage, kIsSymmetric>;
+  const float scale = value.factor(), reciprocal = approximate_reciprocal(scale);
+  // Clamped before the division, whose steps a large value would take out of the range of float32. These limits are
+  // exact. They matter where a scale is frozen, or was rounded a lot as a subnormal float16, or a zero was rounded.
+  const float upper = __fmul_rn(kLimit, scale), lower = kIsSymmetric ? -upper : 0.f;
+  float quotients[kChunk];
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) {
+    const float distance = kIsSymmetric ? x[k] : __fsub_rn(x[k], value.offset());
+    quotients[k] = divide(fminf(fmaxf(distance, lower), upper), scale, reciprocal);
+  }
+  Codes<kStorage> codes;
+#pragma unroll
+  for (int w = 0; w < codes.kNumWords; ++w) {
+    const float* of_word = quotients + w * codes.kPerWord;
+    uint32_t word = 0;
+    if constexpr (kStorage == Storage::fp8) {
+      word = encode_fp8(of_word[0], of_word[1]) | encode_fp8(of_word[2], of_word[3]) << 16;
+    } else {
+      // Adding 1.5 · 2^23 rounds half to even and leaves the integer in the low bits, the offset of symmetric codes
+      // included. The bits above it are the same for all, and are taken off the whole word at once.
+      constexpr float kRound = 12582912.f + (kIsSymmetric ? kLimit + 1.f : 0.f);
+      constexpr uint32_t kRoundBits = 0x4b400000u * (kStorage == Storage::int4 ? 0x11111111u : 0x01010101u);
+#pragma unroll
+      for (int k = codes.kPerWord - 1; k >= 0; --k) {
+        word = (word << codes.kBits) + __float_as_uint(__fadd_rn(of_word[k], kRound));
+      }
+      word -= kRoundBits;
+    }
+    codes.words[w] = value.is_bad() ? 0 : word;
+  }
+  return codes;
+}
+
+// Token `i` of the chunk, quantised to position `t` of the cache, in one head. All lanes of one warp call this
+// together, with the same arguments; granularities head and group, and `t` within the capacity.
+template <Storage kStorage, bool kIsSymmetric>
+__device__ inline void append_row(const Side& side, const Dense& dense, int64_t b, int64_t h, int64_t i, int64_t t) {
+  const int chunk = threadIdx.x % kLanes, lanes_per_row = side.head_dim / kChunk;
+  const int lanes_per_group = divide_lanes(lanes_per_row, side.num_groups);
+  const int g = divide_lanes(chunk, lanes_per_group), position = chunk - g * lanes_per_group;
+  const bool is_active = chunk < lanes_per_row;
+  Values<Dtype::fp32> x = {};
+  if (is_active) x = load_widened(dense, b * dense.stride_b + h * dense.stride_h + i * dense.stride_t + chunk * kChunk);
+  Extent<Dtype::fp32, kIsSymmetric> extents[1] = {Extent<Dtype::fp32, kIsSymmetric>::of(x)};
+  join_lanes(extents, chunk, position, lanes_per_group);
+  const StoredScale value = compute_scale<kStorage>(extents[0].range());
+  if (!is_active) return;
+  if (position == 0) store_scale<kIsSymmetric>(side, value, b, h, g, t);
+  encode<kStorage, kIsSymmetric>(x, value).store(code_row(side, b, h, t) + chunk * Codes<kStorage>::kBytes);
+}
+
+}  // namespace hf_kvquant::cuda
