@@ -29,7 +29,10 @@ struct CpuDevice {
     check_lengths(where, params);
   }
   void append(const AppendParams& params) const { cpu::append(params); }
-  void decode(const DecodeParams& params) const { cpu::decode(params); }
+  void decode(const DecodeParams& params, const AppendParams* new_tokens) const {
+    if (new_tokens != nullptr) cpu::append(*new_tokens);
+    cpu::decode(params);
+  }
 };
 
 #ifdef HF_KVQUANT_CUDA_ARCHS
@@ -48,17 +51,17 @@ struct CudaDevice {
     cuda::check_support(where, params.value_side);
   }
   void append(const AppendParams& params) const { cuda::append(params, stream); }
-  void decode(DecodeParams params) const {
-    const cuda::DecodePlan plan = cuda::plan_decode(params);
+  void decode(DecodeParams params, const AppendParams* new_tokens) const {
+    const cuda::DecodePlan plan = cuda::plan_decode(params, new_tokens);
     // Parts are combined by whoever finishes last, which takes counters; those of a storage are zero already.
     std::optional<Tensor> counters;
-    if (plan.workspace_floats > 0 && params.counters == nullptr) {
-      counters = torch::stable::empty({kNumCounters}, ScalarType::Int, std::nullopt, device, std::nullopt);
+    if (plan.num_counters > (params.counters == nullptr ? 0 : kNumCounters)) {
+      counters = torch::stable::empty({plan.num_counters}, ScalarType::Int, std::nullopt, device, std::nullopt);
       params.counters = static_cast<int32_t*>(torch::stable::zero_(*counters).data_ptr());
     }
     const Tensor workspace =
         torch::stable::empty({plan.workspace_floats}, ScalarType::Float, std::nullopt, device, std::nullopt);
-    cuda::decode(params, plan, static_cast<float*>(workspace.data_ptr()), stream);
+    cuda::decode(params, new_tokens, plan, static_cast<float*>(workspace.data_ptr()), stream);
   }
 
   torch::stable::Device device;
@@ -113,8 +116,7 @@ std::tuple<Tensor, Tensor> decode(
   params.out = out.data_ptr();
   params.lse = static_cast<float*>(lse.data_ptr());
   if (params.batch > 0 && params.q_len > 0) {
-    if (key.has_value()) device.append(new_tokens);
-    device.decode(params);
+    device.decode(params, key.has_value() ? &new_tokens : nullptr);
   }
   return {out, lse};
 }

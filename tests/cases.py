@@ -145,7 +145,8 @@ def merged(case: Case, inside: Planes, outside: Planes) -> Planes:
     def merge(plane: Tensor | None, poison: Tensor | None) -> Tensor | None:
         if plane is None or poison is None or plane.shape[3] == 1:
             return plane
-        return torch.where(is_held[:, None, None, :], plane, poison)
+        # Laid out as a storage has it: kernels may serve other strides in another way.
+        return torch.where(is_held[:, None, None, :], plane, poison).contiguous()
 
     codes = torch.where(is_held[:, None, :, None], inside.codes, outside.codes)
     return Planes(codes, merge(inside.scale, outside.scale), merge(inside.zero, outside.zero))

@@ -10,12 +10,11 @@
 #include <string>
 
 #include "../format.h"
+#include "instructions.cuh"
 
 namespace hf_kvquant::cuda {
 
-constexpr int kLanes = 32;
 constexpr int kChunk = 8;  // channels of a lane
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr half_bits kHalfNan = 0x7e00;
 
 __device__ inline float half_to_float(half_bits bits) { return __half2float(__ushort_as_half(bits)); }

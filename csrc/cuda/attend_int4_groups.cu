@@ -1,0 +1,10 @@
+// Attention kernels for int4 keys and values, one scale (and zero) for every 32 channels of a token.
+#include "attend_table.cuh"
+
+namespace hf_kvquant::cuda {
+
+AttendKernel attend_int4_groups(int head_dim, int num_rows) {
+  return kernel_for<Storage::int4, Storage::int4, true, true, true>(head_dim, num_rows);
+}
+
+}  // namespace hf_kvquant::cuda

@@ -1,0 +1,40 @@
+// Picks among the instantiations of attend.cuh; each file attend_*.cu compiles those of one pair of storage types.
+#pragma once
+
+#include "attend.cuh"
+#include "cuda.h"
+
+namespace hf_kvquant::cuda {
+
+template <class Shape>
+AttendKernel kernel_of() {
+  static_assert(kNumThreads == kAttendThreads, "cuda.h tells the host");
+  return {reinterpret_cast<const void*>(attend<Shape>),
+          Shape::kFixedBytes,
+          Shape::kBytesPerStage,
+          Shape::kNumStages,
+          Shape::kMinStages,
+          Shape::kRows,
+          Shape::KeyRing::kStepTokens,
+          static_cast<int>(Partial<Shape::kRows, Shape::kHeadDim>::kFloats),
+          Shape::kHasKeyZero,
+          Shape::kHasValueZero};
+}
+
+template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, bool kIsGrouped, int kHeadDim>
+AttendKernel kernel_for_rows(int num_rows) {
+  if constexpr (kKey != Storage::fp8) {
+    if (num_rows <= 4) return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kIsGrouped, kHeadDim, 4>>();
+  }
+  if (num_rows <= 8) return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kIsGrouped, kHeadDim, 8>>();
+  return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kIsGrouped, kHeadDim, 16>>();
+}
+
+template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, bool kIsGrouped>
+AttendKernel kernel_for(int head_dim, int num_rows) {
+  if (head_dim <= 64) return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kIsGrouped, 64>(num_rows);
+  if (head_dim <= 128) return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kIsGrouped, 128>(num_rows);
+  return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kIsGrouped, 256>(num_rows);
+}
+
+}  // namespace hf_kvquant::cuda

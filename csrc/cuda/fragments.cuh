@@ -1,0 +1,153 @@
+// How rows of codes lie in shared memory, and how they become operands of the tensor cores. Natural rows (format.h) need
+// no special packing: which channel a lane's word holds is the same for keys and query, so the query is permuted instead,
+// once; and the channels of the output are put back in the epilogue.
+//
+// Scores are S[token, query] = K · Qᵀ: keys are the A operand. Integer keys stay bytes: u8 codes times a query in 16 bits,
+// split into a high and a low s8 byte, is exact and needs hardly any unpacking: int8 none, int4 one mask a nibble (high
+// nibbles are left in place and count sixteenfold). e4m3 keys become float16. The output is Oᵀ[channel, query] = Vᵀ · Pᵀ:
+// value codes become float16 by masks or byte permutations that put them behind an exponent, and an addition.
+//
+// A step is kTiles tiles of 16 tokens. Lane row g of a tile's half h (rows 8h + g) holds token
+//     2 · kTiles · slot_of_row(g) + b,    b = 2 · tile + h,
+// so that the scales of a lane's tokens are neighbours in memory. In shared memory the row of that token is
+// b · 8 + slot, with its 16-byte chunks permuted (`RowLayout`) so that neither copies nor loads meet bank conflicts.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "../format.h"
+#include "instructions.cuh"
+
+namespace hf_kvquant::cuda {
+
+// The place of lane row g among the eight tokens of a half tile. Even rows are consecutive, so that the four lanes that
+// load values of rows 2t read neighbours; an even row and the next odd one differ in parity and in bit 1.
+__device__ __forceinline__ int slot_of_row(int g) { return g & 1 ? 4 + ((g >> 1) ^ 3) : g >> 1; }
+
+// Rows of kRowBytes (32, 64, 128 or 256) in shared memory. Rows 8 apart share banks. Where several rows fit a line of 128
+// bytes, the slot is shifted so that a copy's neighbours (one slot, consecutive b) fall into different parts of the line.
+//
+// Addresses are cheap because of how the permutations combine: what a lane adds (its slot, its chunk) and what is known
+// when compiling (b, the number of a load or copy) meet in an exclusive or, so `offset` of their sum is
+// (offset of the lane's part ^ flip) + step, with constants `flip` and `step`.
+template <int kRowBytes>
+struct RowLayout {
+  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kShift = kRowBytes == 32 ? 3 : kRowBytes == 64 ? 1 : 0;
+
+  static __host__ __device__ constexpr int row(int slot, int b) { return b * 8 + (slot ^ (b & kShift)); }
+  static __host__ __device__ constexpr int swizzle(int row) {
+    return kRowBytes == 32   ? 0
+           : kRowBytes == 64 ? (row & 2) | ((row >> 2) & 1)
+                             : ((row & 3) << 1) | ((row >> 2) & 1);
+  }
+  // Where byte `byte` of the token at (slot, b) is.
+  static __host__ __device__ constexpr int offset(int slot, int b, int byte) {
+    return row(slot, b) * kRowBytes + ((((byte >> 4) ^ swizzle(row(slot, b))) << 4) | (byte & 15));
+  }
+
+  // The same, from the offset of a lane's (slot, 0, byte): half tile b, and `further` bytes on, a multiple of 16 whose bits
+  // are not in the lane's byte.
+  static __device__ __forceinline__ uint32_t at(uint32_t lane_offset, int b, int further) {
+    return (lane_offset ^ static_cast<uint32_t>((b & kShift) * kRowBytes | further)) + b * 8 * kRowBytes;
+  }
+
+  // The place of 16-byte chunk `i * kLanes + lane` of a step's rows in token order, from that of chunk `lane`.
+  template <int kHalves>
+  static __device__ __forceinline__ uint32_t copied_at(uint32_t lane_offset, int i) {
+    constexpr int kFlipped = kShift * kRowBytes | (kRowBytes - 1);
+    const int token = i * kLanes / kChunks, first = offset(token / kHalves, token % kHalves, 0);
+    return (lane_offset ^ static_cast<uint32_t>(first & kFlipped)) + (first & ~kFlipped);
+  }
+};
+
+// --- keys -------------------------------------------------------------------------------------------------------------
+
+// Where lane t finds the words (4 bytes) of its share of a row. The lanes of a row share it evenly.
+template <int kRowBytes, bool kIsGrouped>
+struct KeyWords {
+  static constexpr int kWords = kRowBytes / 16;                                    // of a lane and row
+  static constexpr int kLoadBytes = kIsGrouped ? 4 : kRowBytes == 32 ? 8 : 16;  // of one load
+  static constexpr int kWordsPerLoad = kLoadBytes / 4;
+  static constexpr int kLoads = kWords / kWordsPerLoad;
+
+  // With groups of 32 channels (16 bytes of int4), every lane takes one word of every group.
+  static __device__ __forceinline__ int load_byte(int t, int load) { return load * 4 * kLoadBytes + t * kLoadBytes; }
+  static __device__ __forceinline__ int word_byte(int t, int word) {
+    return load_byte(t, word / kWordsPerLoad) + word % kWordsPerLoad * 4;
+  }
+};
+
+// --- values -----------------------------------------------------------------------------------------------------------
+
+// The share of lane row g in a value row, and the channels that its output rows are. Output tile j has rows g and g + 8
+// of a lane at channels `channel(g, j)` and one more.
+template <Storage kStorage, int kRowBytes, bool kIsGrouped>
+struct ValueWords {
+  static constexpr bool kIsInt4 = kStorage == Storage::int4;
+  static constexpr int kLoadBytes = kIsGrouped ? 2 : kRowBytes >= 128 ? 16 : kRowBytes / 8;
+  static constexpr int kLoads = kRowBytes / (8 * kLoadBytes);
+  static constexpr int kTilesPerLoad = kLoadBytes * (kIsInt4 ? 2 : 1) / 2;
+  static constexpr int kTiles = kLoads * kTilesPerLoad;  // of 16 channels
+
+  static __device__ __forceinline__ int load_byte(int g, int load) { return load * 8 * kLoadBytes + g * kLoadBytes; }
+  static __device__ __forceinline__ int channel(int g, int j) {
+    const int byte = load_byte(g, j / kTilesPerLoad);
+    return byte * (kIsInt4 ? 2 : 1) + j % kTilesPerLoad * 2;
+  }
+};
+
+// a + b in float16, both halves.
+__device__ __forceinline__ uint32_t add_halves(uint32_t a, uint32_t b) {
+  uint32_t sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+
+__device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
+  const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
+  return static_cast<uint32_t>(halves.x) | static_cast<uint32_t>(halves.y) << 16;
+}
+
+// The A operands of two channels (rows g and g + 8), or of four with int4, out of the same word of four tokens, in the
+// order of the operand: tokens 2t, 2t + 1, 2t + 8, 2t + 9. `use(index, a0, a1, a2, a3)` receives one output tile each.
+// Integers come out exact and centred, code - 128 or code - 8. With an offset to be taken off the sum in the end, sums would
+// be large, tensor cores truncate what they add up, and half a unit in the last place, lost again and again, is a bias that
+// shows in long sequences. Centred, because the rounding of a weight counts as often as the code it is multiplied with.
+template <Storage kStorage, class Use>
+__device__ __forceinline__ void for_value_operands(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int num_halves,
+                                                   Use use) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i >= num_halves) break;
+    if constexpr (kStorage == Storage::int4) {
+      // Two bytes of two tokens: | second: 4 nibbles | first: 4 nibbles |.
+      const uint32_t selector = i == 0 ? 0x5410 : 0x7632;
+      const uint32_t e = __byte_perm(w0, w1, selector), f = __byte_perm(w2, w3, selector);
+      const uint32_t e8 = e >> 8, f8 = f >> 8;
+      // A low nibble behind the exponent of 1024 is 1024 + code, a high one behind that of 64 is 64 + code.
+      constexpr uint32_t k1024 = 0x64006400u, kMinus1032 = 0xe408e408u, k64 = 0x54005400u, kMinus72 = 0xd480d480u;
+      const auto low = [](uint32_t x) { return add_halves(mask_or(x, 0x000f000fu, k1024), kMinus1032); };
+      const auto high = [](uint32_t x) { return add_halves(mask_or(x, 0x00f000f0u, k64), kMinus72); };
+      use(2 * i, low(e), high(e), low(f), high(f));
+      use(2 * i + 1, low(e8), high(e8), low(f8), high(f8));
+    } else {
+      // Two bytes of two tokens, interleaved: first, second, first, second.
+      const uint32_t selector = i == 0 ? 0x5140 : 0x7362;
+      const uint32_t e = __byte_perm(w0, w1, selector), f = __byte_perm(w2, w3, selector);
+      if constexpr (kStorage == Storage::int8) {
+        // A byte behind the exponent of 1024 is 1024 + code.
+        constexpr uint32_t k1024 = 0x64646464u, kMinus1152 = 0xe480e480u;
+        const auto signed_code = [](uint32_t x, uint32_t bytes) {
+          return add_halves(__byte_perm(x, k1024, bytes), kMinus1152);
+        };
+        use(i, signed_code(e, 0x4140), signed_code(e, 0x4342), signed_code(f, 0x4140), signed_code(f, 0x4342));
+      } else {
+        use(i, halves_of_e4m3(e & 0xffff), halves_of_e4m3(e >> 16), halves_of_e4m3(f & 0xffff),
+            halves_of_e4m3(f >> 16));
+      }
+    }
+  }
+}
+
+}  // namespace hf_kvquant::cuda

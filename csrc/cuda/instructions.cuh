@@ -1,0 +1,124 @@
+// The machine instructions behind the attention kernels, one thin function each, with the layout that the PTX manual
+// gives them ("Matrix Fragments for mma.m16n8k16", "mma.m16n8k32", "movmatrix", "cp.async"). What is multiplied with what
+// is decided in fragments.cuh.
+//
+// A lane is called (g, t) with g = lane / 4 and t = lane % 4. An A operand is 16 rows; registers 0 and 2 belong to row g,
+// 1 and 3 to row g + 8. A B operand is column g. Of a result, registers 0 and 1 are row g, columns 2t and 2t + 1; 2 and 3
+// are row g + 8.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace hf_kvquant::cuda {
+
+constexpr int kLanes = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// c += a · b over 32 bytes: unsigned codes by signed query bytes, exact in 32-bit integers. Registers 0 and 1 of `a`
+// hold bytes 4t .. 4t + 3, registers 2 and 3 bytes 4t + 16 .. 4t + 19, b0 and b1 alike.
+__device__ __forceinline__ void multiply_bytes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                               uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// c += a · b over 16 float16 numbers, summed in float32. Registers 0 and 1 of `a` hold numbers 2t and 2t + 1, registers 2
+// and 3 numbers 2t + 8 and 2t + 9, b0 and b1 alike.
+__device__ __forceinline__ void multiply_halves(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                                uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Transposes an 8 × 8 matrix of 16-bit elements across the warp: lane (g, t) gives row g, columns 2t and 2t + 1, and
+// receives rows 2t and 2t + 1 of column g.
+__device__ __forceinline__ uint32_t transpose(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// (x & mask) | bits in one instruction.
+__device__ __forceinline__ uint32_t mask_or(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
+  return y;
+}
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two float32 to two float16, `low` in the lower half.
+__device__ __forceinline__ uint32_t pack_halves(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
+// Two float32 to two bfloat16.
+__device__ __forceinline__ uint32_t pack_bfloats(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Copies kBytes (4, 8 or 16) to shared memory in the background; of these the first `valid` are read, the rest become 0.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, int valid = kBytes) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes), "r"(valid)
+                 : "memory");
+  }
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most kPending groups of this thread's copies are under way.
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Asks for a line of memory, so that a later load finds it in the L2 cache.
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// Makes the compiler hold x in a register from here on, instead of computing it anew wherever it is used: a loop that is
+// bound by instructions loses more by that than a register is worth.
+__device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
+
+// kBytes (2 to 16) of shared memory into 32-bit words. Plain loads, so that the compiler may start them early.
+template <int kBytes>
+__device__ __forceinline__ void load_shared(const unsigned char* from, uint32_t* words) {
+  if constexpr (kBytes == 16) {
+    const uint4 loaded = *reinterpret_cast<const uint4*>(from);
+    words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
+  } else if constexpr (kBytes == 8) {
+    const uint2 loaded = *reinterpret_cast<const uint2*>(from);
+    words[0] = loaded.x, words[1] = loaded.y;
+  } else if constexpr (kBytes == 4) {
+    words[0] = *reinterpret_cast<const uint32_t*>(from);
+  } else {
+    words[0] = *reinterpret_cast<const uint16_t*>(from);
+  }
+}
+
+}  // namespace hf_kvquant::cuda

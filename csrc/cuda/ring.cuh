@@ -1,0 +1,212 @@
+// The copies of one warp: a ring of stages in shared memory, each with the codes and scales of one step, filled by
+// asynchronous copies while earlier stages are computed on. Every warp has its own ring and waits for nobody else.
+//
+// A stage is [key codes][value codes][key scales][key zeros][value scales][value zeros], codes in the order of RowLayout,
+// scales in token order, group by group. Tokens that no query of the block sees are filled with zeros: what lies there in
+// memory may be anything, even unwritten.
+#pragma once
+
+#include "codes.cuh"
+#include "fragments.cuh"
+
+namespace hf_kvquant::cuda {
+
+template <int kKeyRowBytes, int kValueRowBytes, bool kHasKeyZero, bool kHasValueZero, int kNumGroups, int kTilesPerStep,
+          int kStride>
+class Ring {
+ public:
+  static constexpr int kStepTokens = 16 * kTilesPerStep;
+  static constexpr int kHalves = 2 * kTilesPerStep;  // half tiles of 8 tokens; the b of fragments.cuh
+  static constexpr int kScaleBytes = kStepTokens * 2;
+  static constexpr int kNumPlanes = 2 + kHasKeyZero + kHasValueZero;
+  static constexpr int kPlaneBytes = kNumGroups * kScaleBytes;
+  static constexpr int kValueAt = kStepTokens * kKeyRowBytes;
+  static constexpr int kScalesAt = kValueAt + kStepTokens * kValueRowBytes;
+  static constexpr int kKeyZeroAt = kScalesAt + kPlaneBytes;
+  static constexpr int kValueScaleAt = kScalesAt + (1 + kHasKeyZero) * kPlaneBytes;
+  static constexpr int kValueZeroAt = kValueScaleAt + kPlaneBytes;
+  static constexpr int kStageBytes = kScalesAt + kNumPlanes * kPlaneBytes;
+
+  // `memory` is shared, num_stages · kStageBytes.
+  __device__ __forceinline__ Ring(const DecodeParams& params, unsigned char* memory, int num_stages, int lane)
+      : memory_(shared_address(memory)), num_stages_(num_stages), lane_(lane) {
+    const Side &keys = params.key_side, &values = params.value_side;
+    is_dense_ = is_dense(keys, kKeyRowBytes) && is_dense(values, kValueRowBytes);
+    key_place_ = place_of_chunk<kKeyRowBytes>(lane), value_place_ = place_of_chunk<kValueRowBytes>(lane);
+    keep(key_place_);
+    if constexpr (kKeyRowBytes == kValueRowBytes) {
+      value_place_ = key_place_;
+    } else {
+      keep(value_place_);
+    }
+    // Some of a stage is then not filled by copies.
+    has_gaps_ = !is_dense_ || (kHasKeyZero && keys.zero == nullptr) || (kHasValueZero && values.zero == nullptr) ||
+                keys.scale_stride_t == 0 || values.scale_stride_t == 0;
+  }
+
+  // From now on copies tokens begin ... end - 1 of one head, from a step on.
+  __device__ __forceinline__ void open(const DecodeParams& params, int b, int h, int begin, int end, int first_step) {
+    begin_ = begin, end_ = end;
+    first_ = first_step * kStepTokens;
+    if (has_gaps_) fill_gaps(params, memory_, num_stages_, lane_, b);
+    key_codes_ = code_row(params.key_side, b, h, 0) + int64_t{first_} * kKeyRowBytes + lane_ * 16;
+    value_codes_ = code_row(params.value_side, b, h, 0) + int64_t{first_} * kValueRowBytes + lane_ * 16;
+#pragma unroll
+    for (int i = 0; i < kScaleCopies; ++i) {
+      const int chunk = i * kLanes + lane_, plane = chunk / (kNumGroups * kScaleChunks);
+      const int group = chunk / kScaleChunks % kNumGroups;
+      const half_bits* row = plane < kNumPlanes ? scale_row(params, plane, b, h, group) : nullptr;
+      has_scales_[i] = row != nullptr;
+      scales_[i] = has_scales_[i] ? row + first_ + chunk % kScaleChunks * 8 : nullptr;
+    }
+  }
+
+  // Starts copying the next step into a stage, and goes kStride steps on. Callers commit.
+  __device__ __forceinline__ void fill(const DecodeParams& params, int b, int h, int stage) {
+    const uint32_t to = memory_ + stage * kStageBytes;
+    if (is_dense_ && first_ >= begin_ && first_ + kStepTokens <= end_) {
+      fill_dense<kKeyRowBytes, false>(to, key_place_, key_codes_);
+      fill_dense<kValueRowBytes, false>(to + kValueAt, value_place_, value_codes_);
+      fill_scales<false>(to);
+    } else {
+      if (is_dense_) {
+        fill_dense<kKeyRowBytes, true>(to, key_place_, key_codes_);
+        fill_dense<kValueRowBytes, true>(to + kValueAt, value_place_, value_codes_);
+      } else {
+        fill_rows<kKeyRowBytes>(params.key_side, to, b, h, first_, begin_, end_, lane_);
+        fill_rows<kValueRowBytes>(params.value_side, to + kValueAt, b, h, first_, begin_, end_, lane_);
+      }
+      fill_scales<true>(to);
+    }
+    first_ += kStride * kStepTokens;
+    key_codes_ += kStride * kStepTokens * kKeyRowBytes;
+    value_codes_ += kStride * kStepTokens * kValueRowBytes;
+#pragma unroll
+    for (int i = 0; i < kScaleCopies; ++i) scales_[i] += kStride * kStepTokens;
+  }
+
+ private:
+  static constexpr int kScaleChunks = kScaleBytes / 16;
+  static constexpr int kScaleCopies = (kNumPlanes * kNumGroups * kScaleChunks + kLanes - 1) / kLanes;
+
+  static __device__ __forceinline__ int row_bytes(const Side& side) {
+    return side.storage == Storage::int4 ? side.head_dim / 2 : side.head_dim;
+  }
+
+  // What all starts of rows are multiples of.
+  static __device__ __forceinline__ int64_t alignment(const Side& side) {
+    return reinterpret_cast<int64_t>(side.codes) | side.codes_stride_b | side.codes_stride_h | side.codes_stride_t;
+  }
+
+  static __device__ __forceinline__ bool is_dense(const Side& side, int kernel_row_bytes) {
+    return side.codes_stride_t == kernel_row_bytes && row_bytes(side) == kernel_row_bytes && alignment(side) % 16 == 0;
+  }
+
+  // Zeros where no copy writes (the rest of rows narrower than the kernel's, zeros of formats without them), and the scales
+  // of formats with one for all tokens.
+  static __device__ __noinline__ void fill_gaps(const DecodeParams& params, uint32_t memory, int num_stages, int lane, int b) {
+    const Side &keys = params.key_side, &values = params.value_side;
+    for (int byte = lane * 16; byte < num_stages * kStageBytes; byte += kLanes * 16) {
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(memory + byte), "r"(0) : "memory");
+    }
+    __syncwarp();
+    for (int stage = 0; stage < num_stages; ++stage) {
+      const uint32_t to = memory + stage * kStageBytes;
+      if (keys.scale_stride_t == 0) {
+        write_plane(to + kScalesAt, *scale_at(keys, b, 0, 0, 0), lane);
+        if (kHasKeyZero && keys.zero != nullptr) write_plane(to + kKeyZeroAt, *zero_at(keys, b, 0, 0, 0), lane);
+      }
+      if (values.scale_stride_t == 0) {
+        write_plane(to + kValueScaleAt, *scale_at(values, b, 0, 0, 0), lane);
+        if (kHasValueZero && values.zero != nullptr) write_plane(to + kValueZeroAt, *zero_at(values, b, 0, 0, 0), lane);
+      }
+    }
+    __syncwarp();
+  }
+
+  static __device__ __forceinline__ void write_plane(uint32_t to, half_bits bits, int lane) {
+    const uint32_t pair = bits | static_cast<uint32_t>(bits) << 16;
+    for (int byte = lane * 4; byte < kPlaneBytes; byte += kLanes * 4) {
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + byte), "r"(pair) : "memory");
+    }
+  }
+
+  // The scales of one plane and group in token order; nullptr where there are none to copy. A group of the kernel has 32
+  // channels; the cache's may be larger, and its rows narrower than the kernel's.
+  static __device__ __forceinline__ const half_bits* scale_row(const DecodeParams& params, int plane, int b, int h,
+                                                               int group) {
+    const bool is_key = plane < 1 + kHasKeyZero;
+    const bool is_zero = is_key ? plane == 1 : plane == 2 + kHasKeyZero;
+    const Side& side = is_key ? params.key_side : params.value_side;
+    if (side.scale_stride_t == 0 || (is_zero && side.zero == nullptr)) return nullptr;
+    const int g = kNumGroups == 1 ? 0 : min(group * 32 * side.num_groups / side.head_dim, side.num_groups - 1);
+    return is_zero ? zero_at(side, b, h, g, 0) : scale_at(side, b, h, g, 0);
+  }
+
+  __device__ __forceinline__ int valid(int token, int bytes) const {
+    return token >= begin_ && token < end_ ? bytes : 0;
+  }
+
+  template <int kRowBytes>
+  static __device__ __forceinline__ uint32_t place_of_chunk(int chunk) {
+    const int token = chunk / (kRowBytes / 16);
+    return RowLayout<kRowBytes>::offset(token / kHalves, token % kHalves, chunk % (kRowBytes / 16) * 16);
+  }
+
+  // Rows that follow each other without gaps and are as wide as the kernel's: a step is one block of memory, and lanes
+  // copy neighbouring chunks.
+  template <int kRowBytes, bool kIsEdge>
+  __device__ __forceinline__ void fill_dense(uint32_t to, uint32_t lane_place, const uint8_t* from) const {
+    constexpr int kChunks = kRowBytes / 16;
+#pragma unroll
+    for (int i = 0; i < kStepTokens * kChunks / kLanes; ++i) {
+      const int token = first_ + (i * kLanes + lane_) / kChunks;
+      copy_async<16>(to + RowLayout<kRowBytes>::template copied_at<kHalves>(lane_place, i), from + i * kLanes * 16,
+                     kIsEdge ? valid(token, 16) : 16);
+    }
+  }
+
+  // Any other rows: narrower than the kernel's, or with gaps between them.
+  template <int kRowBytes>
+  static __device__ __noinline__ void fill_rows(const Side& side, uint32_t to, int b, int h, int first, int begin, int end,
+                                                int lane) {
+    const int64_t all = alignment(side) | row_bytes(side);
+    const int chunk_bytes = all % 16 == 0 ? 16 : all % 8 == 0 ? 8 : 4, chunks = row_bytes(side) / chunk_bytes;
+    for (int chunk = lane; chunk < kStepTokens * chunks; chunk += kLanes) {
+      const int row = chunk / chunks, token = first + row, byte = chunk % chunks * chunk_bytes;
+      const uint32_t place = to + RowLayout<kRowBytes>::offset(row / kHalves, row % kHalves, byte);
+      const bool is_valid = token >= begin && token < end;
+      const uint8_t* from = code_row(side, b, h, is_valid ? token : begin) + byte;
+      if (chunk_bytes == 16) {
+        copy_async<16>(place, from, is_valid ? 16 : 0);
+      } else if (chunk_bytes == 8) {
+        copy_async<8>(place, from, is_valid ? 8 : 0);
+      } else {
+        copy_async<4>(place, from, is_valid ? 4 : 0);
+      }
+    }
+  }
+
+  template <bool kIsEdge>
+  __device__ __forceinline__ void fill_scales(uint32_t to) const {
+#pragma unroll
+    for (int i = 0; i < kScaleCopies; ++i) {
+      const int chunk = i * kLanes + lane_, token = first_ + chunk % kScaleChunks * 8;
+      if (!has_scales_[i]) continue;
+      // Scales before `begin` may be read: they are never unwritten, and those tokens are masked.
+      copy_async<16>(to + kScalesAt + chunk * 16, scales_[i], kIsEdge ? min(max(2 * (end_ - token), 0), 16) : 16);
+    }
+  }
+
+  uint32_t memory_;
+  int num_stages_, lane_;
+  uint32_t key_place_, value_place_;  // of the lane's first chunk, in a stage's codes
+  bool is_dense_, has_gaps_;
+  int begin_ = 0, end_ = 0;
+  int first_ = 0;  // token of the next step
+  const uint8_t *key_codes_ = nullptr, *value_codes_ = nullptr;  // the lane's first chunk of it, where rows are dense
+  const half_bits* scales_[kScaleCopies];                        // the lane's chunks of it
+  bool has_scales_[kScaleCopies];
+};
+
+}  // namespace hf_kvquant::cuda
