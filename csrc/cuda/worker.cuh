@@ -430,29 +430,20 @@ class Worker {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float scale = half_of(scales, h);
-      const float zero = Shape::kHasValueZero ? half_of(zeros, h) : 0.f;
+      const float zero = Shape::kHasValueZero ? fmaf(scale, value_center_, half_of(zeros, h)) : 0.f;
       float scaled[kColumns];
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         scaled[c] = weight[h][c] * scale;
         if constexpr (kIsMasked) scaled[c] = is_visible[h][c] ? scaled[c] : 0.f;
+        if constexpr (Shape::kHasValueZero) {
+          if (!kIsMasked || is_visible[h][c]) zero_[c][group] = fmaf(weight[h][c], zero, zero_[c][group]);
+        }
       }
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n) {
-        const uint32_t packed = Shape::kIsPaired
-                                    ? pack_halves(scaled[0], 0.f)
-                                    : pack_halves(scaled[2 * n % kColumns], scaled[(2 * n + 1) % kColumns]);
-        if constexpr (Shape::kHasValueZero) {
-#pragma unroll
-          for (int i = 0; i < (Shape::kIsPaired ? 1 : 2); ++i) {
-            const int c = 2 * n + i;
-            // The centre counts with the weight as it was rounded.
-            if (!kIsMasked || is_visible[h][c]) {
-              zero_[c][group] = fmaf(weight[h][c], zero, fmaf(half_of(packed, i), value_center_, zero_[c][group]));
-            }
-          }
-        }
-        operand[n][h] = transpose(packed);
+        operand[n][h] = transpose(Shape::kIsPaired ? pack_halves(scaled[0], 0.f)
+                                                   : pack_halves(scaled[2 * n % kColumns], scaled[(2 * n + 1) % kColumns]));
       }
     }
   }
