@@ -90,8 +90,8 @@ std::tuple<Tensor, Tensor> decode(
     const std::optional<Tensor>& key_scale, const std::optional<Tensor>& key_zero, const Tensor& value_codes,
     const std::optional<Tensor>& value_scale, const std::optional<Tensor>& value_zero, const Tensor& lengths,
     const std::optional<Tensor>& counters, const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
-    const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap, int64_t sliding_window, int64_t num_splits, int64_t key_storage,
-    int64_t value_storage) {
+    const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap, int64_t sliding_window,
+    int64_t num_splits, int64_t key_storage, int64_t value_storage) {
   const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_storage};
   const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_storage};
   const Tensor query_rows = with_contiguous_channels(query);

@@ -1,15 +1,17 @@
-// Attention of the newest tokens over codes, at the speed of memory: the kernel template. One instantiation serves a pair
-// of storage types, a head dim (64, 128, 256; narrower heads run in the next larger one) and up to kRows query rows.
+// Attention of the newest tokens over codes, at the speed of memory: the kernel template. One instantiation serves a
+// pair of storage types, a head dim (64, 128, 256; narrower heads run in the next larger one) and up to kRows query
+// rows.
 //
 // A block of four warps takes a segment of a unit (schedule.cuh). Each warp is a worker of its own in the manner of
-// Flash-Decoding: it takes every fourth step, streams it through its ring (ring.cuh), and keeps its own maximum, sum and
-// output; the four merge through shared memory at the end, and parts of a unit through the workspace (combine.cuh). In the
-// loop there are no barriers, only unpacking, tensor-core products and an online softmax; scales, zeros and offsets act on
-// scores and probabilities, outside of the products (fragments.cuh).
+// Flash-Decoding: it takes every fourth step, streams it through its ring (ring.cuh), and keeps its own maximum, sum
+// and output; the four merge through shared memory at the end, and parts of a unit through the workspace (combine.cuh).
+// In the loop there are no barriers, only unpacking, tensor-core products and an online softmax; scales, zeros and
+// offsets act on scores and probabilities, outside of the products (fragments.cuh).
 //
-// What decides the speed is the number of instructions: at 4.5 TB/s, an H200 has 3.7 thread instructions for an int4 code,
-// and a busy multiprocessor lowers its clock. Hence bytes instead of float16 for query · key, and a fast body for steps that
-// all rows see in whole; others (edges, windows, causal bounds within a chunk, softcap, ALiBi) take a second body.
+// What decides the speed is the number of instructions: at 4.5 TB/s, an H200 has 3.7 thread instructions for an int4
+// code, and a busy multiprocessor lowers its clock. Hence bytes instead of float16 for query · key, and a fast body for
+// steps that all rows see in whole; others (edges, windows, causal bounds within a chunk, softcap, ALiBi) take a second
+// body.
 #pragma once
 
 #include "quantize.cuh"
@@ -17,12 +19,13 @@
 
 namespace hf_kvquant::cuda {
 
-// Blocks of a multiprocessor: few warps, with as many registers as there are. Each then has instructions enough to hide its
-// own latencies; four blocks of 128 registers were slower (H200, 2026-11: int4 at 64 x 8k 88 % of bandwidth against 90 %).
+// Blocks of a multiprocessor: few warps, with as many registers as there are. Each then has instructions enough to hide
+// its own latencies; four blocks of 128 registers were slower (H200, 2026-11: int4 at 64 x 8k 88 % of bandwidth against
+// 90 %).
 constexpr int kMinBlocks = 2;
 
-// The query and the new tokens come into the L2 cache while the length is waited for. Two lines of 128 bytes a row are what
-// most heads have; of others, the rest comes later.
+// The query and the new tokens come into the L2 cache while the length is waited for. Two lines of 128 bytes a row are
+// what most heads have; of others, the rest comes later.
 template <class Shape>
 __device__ __forceinline__ void prefetch_inputs(const DecodeParams& params, const NewTokens& new_tokens,
                                                 const DecodePlan& plan, const Segment& segment) {
@@ -84,8 +87,8 @@ __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       if (i % 2 == 0) {
         append_row<Shape::kKey, !Shape::kHasKeyZero>(params.key_side, new_tokens.key, segment.b, segment.h, i / 2, t);
       } else {
-        append_row<Shape::kValue, !Shape::kHasValueZero>(params.value_side, new_tokens.value, segment.b, segment.h, i / 2,
-                                                          t);
+        append_row<Shape::kValue, !Shape::kHasValueZero>(params.value_side, new_tokens.value, segment.b, segment.h,
+                                                         i / 2, t);
       }
     }
   }

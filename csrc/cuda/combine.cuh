@@ -1,9 +1,9 @@
 // Merging partial softmax results, of the warps of a block and of the blocks that share a unit, and writing the result.
 //
-// A partial result of a row is its maximum m (in log2 units), the sum l of 2^(score - m), and the sum of values under the
-// same weights; several merge as in online softmax. Blocks leave theirs in the workspace and count their arrival at a
-// counter that wraps to 0; whoever completes the count merges all parts, in the order of the sequence, so the result does
-// not depend on who that is.
+// A partial result of a row is its maximum m (in log2 units), the sum l of 2^(score - m), and the sum of values under
+// the same weights; several merge as in online softmax. Blocks leave theirs in the workspace and count their arrival at
+// a counter that wraps to 0; whoever completes the count merges all parts, in the order of the sequence, so the result
+// does not depend on who that is.
 #pragma once
 
 #include "codes.cuh"
@@ -34,12 +34,13 @@ __device__ __forceinline__ int64_t slot_of(const DecodePlan& plan, const Segment
   return int64_t{segment.unit} * plan.num_splits.value + part;
 }
 
-// Counts one more part of a unit that is in the workspace. By one thread, after a barrier with those who wrote it. Whether
-// it was the last one; then all parts may be read.
+// Counts one more part of a unit that is in the workspace. By one thread, after a barrier with those who wrote it.
+// Whether it was the last one; then all parts may be read.
 __device__ __forceinline__ bool arrive(const DecodeParams& params, const Segment& segment) {
   const unsigned last = segment.num_parts - 1;
   unsigned before;
-  // One instruction that releases what was written and acquires what others wrote; two fences around an atomic cost more.
+  // One instruction that releases what was written and acquires what others wrote; two fences around an atomic cost
+  // more.
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(before)
                : "l"(params.counters + segment.unit), "r"(last)
@@ -48,11 +49,11 @@ __device__ __forceinline__ bool arrive(const DecodeParams& params, const Segment
   return is_last;
 }
 
-// Four channels of a row's output, from their weighted sum, the maximum and the sum of weights; whoever has the first ones
-// also writes the row's lse.
+// Four channels of a row's output, from their weighted sum, the maximum and the sum of weights; whoever has the first
+// ones also writes the row's lse.
 template <int kRows>
-__device__ __forceinline__ void write_output(const DecodeParams& params, const DecodePlan& plan, const Segment& segment, int row,
-                                             int c, float4 total, float maximum, float sum) {
+__device__ __forceinline__ void write_output(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
+                                             int row, int c, float4 total, float maximum, float sum) {
   constexpr float kLn2 = 0.6931471805599453f, kLog2E = 1.4426950408889634f;
   const int index = segment.row_tile * kRows + row, i = plan.rows.token(index);
   const int head = segment.h * static_cast<int>(plan.rows.num_q_per_kv.value) + plan.rows.head(index);
@@ -111,8 +112,8 @@ class Combine {
   // Merges kSources results in shared memory, `values` being [kSources][kRows][stride] and `sums` [kSources][kRows] of
   // (m, l), and writes the unit's output, or this block's part of it, and then the output if this part came last.
   template <int kSources>
-  __device__ __forceinline__ void merge(const DecodeParams& params, const DecodePlan& plan, const Segment& segment, const float* values,
-                                        int stride, const float2* sums, float* workspace) {
+  __device__ __forceinline__ void merge(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
+                                        const float* values, int stride, const float2* sums, float* workspace) {
     const int num_rows = min(kRows, plan.rows.num_rows - segment.row_tile * kRows);
     if (threadIdx.x < kRows) {
       const int row = threadIdx.x;
@@ -137,7 +138,8 @@ class Combine {
       float4 total = {};
 #pragma unroll
       for (int i = 0; i < kSources; ++i) {
-        add_weighted(total, *reinterpret_cast<const float4*>(values + (i * kRows + row) * stride + c), weights_[i * kRows + row]);
+        add_weighted(total, *reinterpret_cast<const float4*>(values + (i * kRows + row) * stride + c),
+                     weights_[i * kRows + row]);
       }
       if (segment.num_parts == 1) {
         write_output<kRows>(params, plan, segment, row, c, total, maxima_[row], sums_[row]);
@@ -154,8 +156,8 @@ class Combine {
   }
 
  private:
-  __device__ __forceinline__ void merge_parts(const DecodeParams& params, const DecodePlan& plan, const Segment& segment, int num_rows,
-                                              float* workspace) {
+  __device__ __forceinline__ void merge_parts(const DecodeParams& params, const DecodePlan& plan,
+                                              const Segment& segment, int num_rows, float* workspace) {
     const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
     float4 total[kItems] = {};
     // What most calls need in all is under way before anybody knows the weights.

@@ -15,9 +15,9 @@ struct AttendKernel {
   const void* function;
   int fixed_bytes, bytes_per_stage;  // of shared memory
   int num_stages, min_stages;        // of the rings, the latter where shared memory is short
-  int rows_per_tile;   // query rows (tokens times heads of a group) that a thread block serves
-  int step_tokens;     // tokens that a warp takes at a time
-  int slot_floats;     // of one block's partial result
+  int rows_per_tile;                 // query rows (tokens times heads of a group) that a thread block serves
+  int step_tokens;                   // tokens that a warp takes at a time
+  int slot_floats;                   // of one block's partial result
   bool has_key_zero, has_value_zero;
 };
 
@@ -31,7 +31,8 @@ AttendKernel attend_int4_groups(int head_dim, int num_rows);  // of 32 channels 
 AttendKernel attend_k8v4(int head_dim, int num_rows);
 AttendKernel attend_fp8(int head_dim, int num_rows);
 
-// Divides by a number that is known only at run time: a division costs some thirty instructions, so the host prepares it.
+// Divides by a number that is known only at run time: a division costs some thirty instructions, so the host prepares
+// it.
 struct Divisor {
   unsigned value;
   unsigned reciprocal;  // ⌈2³² / value⌉, exact while x · value < 2³²; 0 for 1, whose does not fit
@@ -61,14 +62,14 @@ struct NewTokens {
 
 // How the work of one decode call is cut and who does it.
 struct DecodePlan {
-  AttendKernel kernel;       // `function` is nullptr where the general kernel serves (decode_general.cu)
-  int num_stages;              // of the rings
+  AttendKernel kernel;  // `function` is nullptr where the general kernel serves (decode_general.cu)
+  int num_stages;       // of the rings
   int shared_bytes;
   Rows rows;
-  int rows_per_tile;           // also for the general kernel
+  int rows_per_tile;  // also for the general kernel
   Divisor num_row_tiles, num_kv_heads;
-  Divisor num_splits;          // parts of each sequence
-  int num_blocks;              // sequences x heads x row tiles x splits
+  Divisor num_splits;        // parts of each sequence
+  int num_blocks;            // sequences x heads x row tiles x splits
   bool appends;              // the attention kernel quantises the new tokens too
   int64_t num_counters;      // zeros needed at the place where parts meet; 0 when nothing is combined
   int64_t workspace_floats;  // partial results; 0 when there are none

@@ -1,6 +1,6 @@
 // Attention of the newest tokens over codes, for every format, dtype and head dim up to 256: what attend.cuh has no
-// instantiation for (float32 queries, storage type `none`, mixtures) is served here, plainly. Keys and values are read once for up to eight queries, straight from memory to
-// registers, and dequantised there.
+// instantiation for (float32 queries, storage type `none`, mixtures) is served here, plainly. Keys and values are read
+// once for up to eight queries, straight from memory to registers, and dequantised there.
 //
 // A worker is the 1 to 32 lanes that together hold a row, eight channels each. Workers of a block take tokens in turn;
 // each keeps its own running maximum m, sum l and weighted values, in the manner of online softmax, and they merge at
@@ -201,14 +201,15 @@ void launch_attend(const DecodeParams& params, int num_splits, float* workspace,
 }  // namespace
 
 void decode_general(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream) {
+  const int num_splits = static_cast<int>(plan.num_splits.value);
   switch (plan.rows_per_tile) {
-    case 1: launch_attend<1>(params, static_cast<int>(plan.num_splits.value), workspace, stream); break;
-    case 4: launch_attend<4>(params, static_cast<int>(plan.num_splits.value), workspace, stream); break;
-    default: launch_attend<8>(params, static_cast<int>(plan.num_splits.value), workspace, stream);
+    case 1: launch_attend<1>(params, num_splits, workspace, stream); break;
+    case 4: launch_attend<4>(params, num_splits, workspace, stream); break;
+    default: launch_attend<8>(params, num_splits, workspace, stream);
   }
-  if (static_cast<int>(plan.num_splits.value) > 1) {
+  if (num_splits > 1) {
     const int64_t num_rows = int64_t{params.batch} * params.num_q_heads * params.q_len;
-    launch("decode", combine, num_rows, kNumThreads, 0, stream, params, static_cast<int>(plan.num_splits.value), workspace);
+    launch("decode", combine, num_rows, kNumThreads, 0, stream, params, num_splits, workspace);
   }
 }
 

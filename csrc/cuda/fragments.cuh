@@ -1,11 +1,11 @@
-// How rows of codes lie in shared memory, and how they become operands of the tensor cores. Natural rows (format.h) need
-// no special packing: which channel a lane's word holds is the same for keys and query, so the query is permuted instead,
-// once; and the channels of the output are put back in the epilogue.
+// How rows of codes lie in shared memory, and how they become operands of the tensor cores. Natural rows (format.h)
+// need no special packing: which channel a lane's word holds is the same for keys and query, so the query is permuted
+// instead, once; and the channels of the output are put back in the epilogue.
 //
-// Scores are S[token, query] = K · Qᵀ: keys are the A operand. Integer keys stay bytes: u8 codes times a query in 16 bits,
-// split into a high and a low s8 byte, is exact and needs hardly any unpacking: int8 none, int4 one mask a nibble (high
-// nibbles are left in place and count sixteenfold). e4m3 keys become float16. The output is Oᵀ[channel, query] = Vᵀ · Pᵀ:
-// value codes become float16 by masks or byte permutations that put them behind an exponent, and an addition.
+// Scores are S[token, query] = K · Qᵀ: keys are the A operand. Integer keys stay bytes: u8 codes times a query in 16
+// bits, split into a high and a low s8 byte, is exact and needs hardly any unpacking: int8 none, int4 one mask a nibble
+// (high nibbles are left in place and count sixteenfold). e4m3 keys become float16. The output is Oᵀ[channel, query] =
+// Vᵀ · Pᵀ: value codes become float16 by masks or byte permutations that put them behind an exponent, and an addition.
 //
 // A step is kTiles tiles of 16 tokens. Lane row g of a tile's half h (rows 8h + g) holds token
 //     2 · kTiles · slot_of_row(g) + b,    b = 2 · tile + h,
@@ -24,8 +24,9 @@ namespace hf_kvquant::cuda {
 // load values of rows 2t read neighbours; an even row and the next odd one differ in parity and in bit 1.
 __device__ __forceinline__ int slot_of_row(int g) { return g & 1 ? 4 + ((g >> 1) ^ 3) : g >> 1; }
 
-// Rows of kRowBytes (32, 64, 128 or 256) in shared memory. Rows 8 apart share banks. Where several rows fit a line of 128
-// bytes, the slot is shifted so that a copy's neighbours (one slot, consecutive b) fall into different parts of the line.
+// Rows of kRowBytes (32, 64, 128 or 256) in shared memory. Rows 8 apart share banks. Where several rows fit a line of
+// 128 bytes, the slot is shifted so that a copy's neighbours (one slot, consecutive b) fall into different parts of the
+// line.
 //
 // Addresses are cheap because of how the permutations combine: what a lane adds (its slot, its chunk) and what is known
 // when compiling (b, the number of a load or copy) meet in an exclusive or, so `offset` of their sum is
@@ -37,17 +38,15 @@ struct RowLayout {
 
   static __host__ __device__ constexpr int row(int slot, int b) { return b * 8 + (slot ^ (b & kShift)); }
   static __host__ __device__ constexpr int swizzle(int row) {
-    return kRowBytes == 32   ? 0
-           : kRowBytes == 64 ? (row & 2) | ((row >> 2) & 1)
-                             : ((row & 3) << 1) | ((row >> 2) & 1);
+    return kRowBytes == 32 ? 0 : kRowBytes == 64 ? (row & 2) | ((row >> 2) & 1) : ((row & 3) << 1) | ((row >> 2) & 1);
   }
   // Where byte `byte` of the token at (slot, b) is.
   static __host__ __device__ constexpr int offset(int slot, int b, int byte) {
     return row(slot, b) * kRowBytes + ((((byte >> 4) ^ swizzle(row(slot, b))) << 4) | (byte & 15));
   }
 
-  // The same, from the offset of a lane's (slot, 0, byte): half tile b, and `further` bytes on, a multiple of 16 whose bits
-  // are not in the lane's byte.
+  // The same, from the offset of a lane's (slot, 0, byte): half tile b, and `further` bytes on, a multiple of 16 whose
+  // bits are not in the lane's byte.
   static __device__ __forceinline__ uint32_t at(uint32_t lane_offset, int b, int further) {
     return (lane_offset ^ static_cast<uint32_t>((b & kShift) * kRowBytes | further)) + b * 8 * kRowBytes;
   }
@@ -66,7 +65,7 @@ struct RowLayout {
 // Where lane t finds the words (4 bytes) of its share of a row. The lanes of a row share it evenly.
 template <int kRowBytes, bool kIsGrouped>
 struct KeyWords {
-  static constexpr int kWords = kRowBytes / 16;                                    // of a lane and row
+  static constexpr int kWords = kRowBytes / 16;                                 // of a lane and row
   static constexpr int kLoadBytes = kIsGrouped ? 4 : kRowBytes == 32 ? 8 : 16;  // of one load
   static constexpr int kWordsPerLoad = kLoadBytes / 4;
   static constexpr int kLoads = kWords / kWordsPerLoad;
@@ -111,9 +110,10 @@ __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
 
 // The A operands of two channels (rows g and g + 8), or of four with int4, out of the same word of four tokens, in the
 // order of the operand: tokens 2t, 2t + 1, 2t + 8, 2t + 9. `use(index, a0, a1, a2, a3)` receives one output tile each.
-// Integers come out exact and centred, code - 128 or code - 8. With an offset to be taken off the sum in the end, sums would
-// be large, tensor cores truncate what they add up, and half a unit in the last place, lost again and again, is a bias that
-// shows in long sequences. Centred, because the rounding of a weight counts as often as the code it is multiplied with.
+// Integers come out exact and centred, code - 128 or code - 8. With an offset to be taken off the sum in the end, sums
+// would be large, tensor cores truncate what they add up, and half a unit in the last place, lost again and again, is a
+// bias that shows in long sequences. Centred, because the rounding of a weight counts as often as the code it is
+// multiplied with.
 template <Storage kStorage, class Use>
 __device__ __forceinline__ void for_value_operands(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int num_halves,
                                                    Use use) {

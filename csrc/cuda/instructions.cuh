@@ -1,10 +1,10 @@
 // The machine instructions behind the attention kernels, one thin function each, with the layout that the PTX manual
-// gives them ("Matrix Fragments for mma.m16n8k16", "mma.m16n8k32", "movmatrix", "cp.async"). What is multiplied with what
-// is decided in fragments.cuh.
+// gives them ("Matrix Fragments for mma.m16n8k16", "mma.m16n8k32", "movmatrix", "cp.async"). What is multiplied with
+// what is decided in fragments.cuh.
 //
-// A lane is called (g, t) with g = lane / 4 and t = lane % 4. An A operand is 16 rows; registers 0 and 2 belong to row g,
-// 1 and 3 to row g + 8. A B operand is column g. Of a result, registers 0 and 1 are row g, columns 2t and 2t + 1; 2 and 3
-// are row g + 8.
+// A lane is called (g, t) with g = lane / 4 and t = lane % 4. An A operand is 16 rows; registers 0 and 2 belong to row
+// g, 1 and 3 to row g + 8. A B operand is column g. Of a result, registers 0 and 1 are row g, columns 2t and 2t + 1; 2
+// and 3 are row g + 8.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -25,8 +25,8 @@ __device__ __forceinline__ void multiply_bytes(int (&c)[4], uint32_t a0, uint32_
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// c += a · b over 16 float16 numbers, summed in float32. Registers 0 and 1 of `a` hold numbers 2t and 2t + 1, registers 2
-// and 3 numbers 2t + 8 and 2t + 9, b0 and b1 alike.
+// c += a · b over 16 float16 numbers, summed in float32. Registers 0 and 1 of `a` hold numbers 2t and 2t + 1, registers
+// 2 and 3 numbers 2t + 8 and 2t + 9, b0 and b1 alike.
 __device__ __forceinline__ void multiply_halves(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                                 uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -79,7 +79,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Copies kBytes (4, 8 or 16) to shared memory in the background; of these the first `valid` are read, the rest become 0.
+// Copies kBytes (4, 8 or 16) to shared memory in the background; of these the first `valid` are read, the rest become
+// 0.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int valid = kBytes) {
   if constexpr (kBytes == 16) {
@@ -101,8 +102,8 @@ __device__ __forceinline__ void wait_for_copies() {
 // Asks for a line of memory, so that a later load finds it in the L2 cache.
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// Makes the compiler hold x in a register from here on, instead of computing it anew wherever it is used: a loop that is
-// bound by instructions loses more by that than a register is worth.
+// Makes the compiler hold x in a register from here on, instead of computing it anew wherever it is used: a loop that
+// is bound by instructions loses more by that than a register is worth.
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
 // kBytes (2 to 16) of shared memory into 32-bit words. Plain loads, so that the compiler may start them early.

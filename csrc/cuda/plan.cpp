@@ -47,7 +47,7 @@ void check_cuda(cudaError_t error, const char* what) {
 struct Residency {
   int num_stages;  // of the rings: all where they fit, fewer where they do not; 0: the kernel does not fit
   int num_multiprocessors;
-  int blocks_per_multiprocessor;  // at most
+  int blocks_per_multiprocessor;                                  // at most
   int bytes_per_multiprocessor, bytes_per_block, reserved_bytes;  // of shared memory, the latter for every block
 };
 
@@ -103,8 +103,7 @@ bool has_copyable_scales(const Side& side) {
   if (side.scale_stride_t == 0) return side.zero == nullptr || side.zero_stride_t == 0;
   if (side.scale_stride_t != 1 || (side.zero != nullptr && side.zero_stride_t != 1)) return false;
   return is_aligned(side.scale, side.scale_stride_b, side.scale_stride_h, side.scale_stride_g) &&
-         (side.zero == nullptr ||
-          is_aligned(side.zero, side.zero_stride_b, side.zero_stride_h, side.zero_stride_g));
+         (side.zero == nullptr || is_aligned(side.zero, side.zero_stride_b, side.zero_stride_h, side.zero_stride_g));
 }
 
 bool has_groups(const Side& side) { return side.num_groups > 1; }
@@ -116,7 +115,8 @@ AttendKernel choose_kernel(const DecodeParams& params) {
     return !has_groups(side) || side.head_dim / side.num_groups % 32 == 0;
   };
   const bool is_quantized = keys.storage != Storage::none && values.storage != Storage::none;
-  if (params.query.dtype == Dtype::fp32 || !is_quantized || !has_copyable_scales(keys) || !has_copyable_scales(values)) {
+  if (params.query.dtype == Dtype::fp32 || !is_quantized || !has_copyable_scales(keys) ||
+      !has_copyable_scales(values)) {
     return {};
   }
   const int head_dim = std::max(keys.head_dim, values.head_dim);
@@ -135,8 +135,8 @@ AttendKernel choose_kernel(const DecodeParams& params) {
   return {};
 }
 
-// Whether the kernel may quantise the new tokens itself: it must know every format in full, and a single block of it must
-// see all that shares a scale, and all queries of a head.
+// Whether the kernel may quantise the new tokens itself: it must know every format in full, and a single block of it
+// must see all that shares a scale, and all queries of a head.
 bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles) {
   if (new_tokens == nullptr || num_row_tiles > 1) return false;
   const auto is_own = [](const Side& side) { return !side.is_frozen && !side.is_shared_by_heads; };
@@ -179,12 +179,13 @@ struct Cut {
   int blocks_per_multiprocessor;
 };
 
-// What a cut takes, in microseconds. Blocks run in waves; those of a wave share the bandwidth, a multiprocessor each as much
-// as another, but none reads faster than its warps compute. The first start and the last end cost time during which nothing
-// is read; in between, neighbours fill in, better the more there are. Whoever combines parts takes longer the more there
-// are. Constants measured on an H200 (2026-11; within 4 % at 8k tokens and batches of 16 to 128), and close enough to choose
-// by on others, since what counts is the ratio of a wave to its rest.
-double predict(const AttendKernel& kernel, const Residency& resident, int64_t num_units, int64_t steps, const Cut& cut) {
+// What a cut takes, in microseconds. Blocks run in waves; those of a wave share the bandwidth, a multiprocessor each as
+// much as another, but none reads faster than its warps compute. The first start and the last end cost time during
+// which nothing is read; in between, neighbours fill in, better the more there are. Whoever combines parts takes longer
+// the more there are. Constants measured on an H200 (2026-11; within 4 % at 8k tokens and batches of 16 to 128), and
+// close enough to choose by on others, since what counts is the ratio of a wave to its rest.
+double predict(const AttendKernel& kernel, const Residency& resident, int64_t num_units, int64_t steps,
+               const Cut& cut) {
   constexpr double kBandwidth = 4.5e6, kMaxPerBlock = 26e3;  // bytes a microsecond
   constexpr double kStartAndEnd = 7.5, kBetweenTwo = 2.5, kBetweenMore = 0.5, kCombine = 2.5, kCombinePart = 0.15;
   const double bytes = static_cast<double>(kernel.bytes_per_stage) / kStepsAtATime *
@@ -202,12 +203,14 @@ double predict(const AttendKernel& kernel, const Residency& resident, int64_t nu
 }
 
 // The cut that takes least, with `splits` parts if that is not 0.
-Cut choose_cut(const AttendKernel& kernel, const Residency& resident, int64_t num_units, int64_t steps, int64_t splits) {
+Cut choose_cut(const AttendKernel& kernel, const Residency& resident, int64_t num_units, int64_t steps,
+               int64_t splits) {
   const int64_t slots = int64_t{resident.num_multiprocessors} * resident.blocks_per_multiprocessor;
   const int64_t most = std::max<int64_t>(1, std::min(steps / kStepsAtATime, 4 * slots / num_units));
   Cut best{1, 0};
   double least = 0;
-  for (int blocks = std::min(2, resident.blocks_per_multiprocessor); blocks <= resident.blocks_per_multiprocessor; ++blocks) {
+  for (int blocks = std::min(2, resident.blocks_per_multiprocessor); blocks <= resident.blocks_per_multiprocessor;
+       ++blocks) {
     for (int64_t tried = splits > 0 ? splits : 1; tried <= (splits > 0 ? splits : most); ++tried) {
       const double time = predict(kernel, resident, num_units, steps, {tried, blocks});
       if (best.blocks_per_multiprocessor == 0 || time < least) best = {tried, blocks}, least = time;
@@ -295,8 +298,8 @@ void decode(const DecodeParams& params, const AppendParams* new_tokens, const De
   NewTokens appended{};
   if (plan.appends) appended = {new_tokens->key, new_tokens->value, new_tokens->q_len};
   void* arguments[] = {const_cast<DecodeParams*>(&params), &appended, const_cast<DecodePlan*>(&plan), &workspace};
-  check_cuda(cudaLaunchKernel(plan.kernel.function, dim3(plan.num_blocks), dim3(kAttendThreads), arguments, plan.shared_bytes,
-                              static_cast<cudaStream_t>(stream)),
+  check_cuda(cudaLaunchKernel(plan.kernel.function, dim3(plan.num_blocks), dim3(kAttendThreads), arguments,
+                              plan.shared_bytes, static_cast<cudaStream_t>(stream)),
              "the kernel must start");
 }
 

@@ -1,5 +1,5 @@
-// The query, as the products with keys want it: 16-bit integers in two bytes for integer keys, float16 for e4m3 ones, in the
-// order in which the words of keys meet it (fragments.cuh).
+// The query, as the products with keys want it: 16-bit integers in two bytes for integer keys, float16 for e4m3 ones,
+// in the order in which the words of keys meet it (fragments.cuh).
 #pragma once
 
 #include "schedule.cuh"
@@ -21,7 +21,8 @@ struct Query {
 
   // One warp writes one row; rows beyond the last are zeros. `sums` are factor · Σ query, group by group.
   static __device__ __forceinline__ void write_row(const DecodeParams& params, const Rows& rows, const Segment& segment,
-                                                   int slot, unsigned char* planes, float* factors, float* sums, int lane) {
+                                                   int slot, unsigned char* planes, float* factors, float* sums,
+                                                   int lane) {
     const int row = segment.row_tile * kRows + slot;
     const bool is_row = row < rows.num_rows, is_half = params.query.dtype == Dtype::fp16;
     constexpr int kPerLane = kHeadDim / kLanes;  // 2, 4 or 8 channels

@@ -1,9 +1,9 @@
 // The copies of one warp: a ring of stages in shared memory, each with the codes and scales of one step, filled by
 // asynchronous copies while earlier stages are computed on. Every warp has its own ring and waits for nobody else.
 //
-// A stage is [key codes][value codes][key scales][key zeros][value scales][value zeros], codes in the order of RowLayout,
-// scales in token order, group by group. Tokens that no query of the block sees are filled with zeros: what lies there in
-// memory may be anything, even unwritten.
+// A stage is [key codes][value codes][key scales][key zeros][value scales][value zeros], codes in the order of
+// RowLayout, scales in token order, group by group. Tokens that no query of the block sees are filled with zeros: what
+// lies there in memory may be anything, even unwritten.
 #pragma once
 
 #include "codes.cuh"
@@ -102,9 +102,10 @@ class Ring {
     return side.codes_stride_t == kernel_row_bytes && row_bytes(side) == kernel_row_bytes && alignment(side) % 16 == 0;
   }
 
-  // Zeros where no copy writes (the rest of rows narrower than the kernel's, zeros of formats without them), and the scales
-  // of formats with one for all tokens.
-  static __device__ __noinline__ void fill_gaps(const DecodeParams& params, uint32_t memory, int num_stages, int lane, int b) {
+  // Zeros where no copy writes (the rest of rows narrower than the kernel's, zeros of formats without them), and the
+  // scales of formats with one for all tokens.
+  static __device__ __noinline__ void fill_gaps(const DecodeParams& params, uint32_t memory, int num_stages, int lane,
+                                                int b) {
     const Side &keys = params.key_side, &values = params.value_side;
     for (int byte = lane * 16; byte < num_stages * kStageBytes; byte += kLanes * 16) {
       asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(memory + byte), "r"(0) : "memory");
@@ -131,8 +132,8 @@ class Ring {
     }
   }
 
-  // The scales of one plane and group in token order; nullptr where there are none to copy. A group of the kernel has 32
-  // channels; the cache's may be larger, and its rows narrower than the kernel's.
+  // The scales of one plane and group in token order; nullptr where there are none to copy. A group of the kernel has
+  // 32 channels; the cache's may be larger, and its rows narrower than the kernel's.
   static __device__ __forceinline__ const half_bits* scale_row(const DecodeParams& params, int plane, int b, int h,
                                                                int group) {
     const bool is_key = plane < 1 + kHasKeyZero;
@@ -168,8 +169,8 @@ class Ring {
 
   // Any other rows: narrower than the kernel's, or with gaps between them.
   template <int kRowBytes>
-  static __device__ __noinline__ void fill_rows(const Side& side, uint32_t to, int b, int h, int first, int begin, int end,
-                                                int lane) {
+  static __device__ __noinline__ void fill_rows(const Side& side, uint32_t to, int b, int h, int first, int begin,
+                                                int end, int lane) {
     const int64_t all = alignment(side) | row_bytes(side);
     const int chunk_bytes = all % 16 == 0 ? 16 : all % 8 == 0 ? 8 : 4, chunks = row_bytes(side) / chunk_bytes;
     for (int chunk = lane; chunk < kStepTokens * chunks; chunk += kLanes) {
@@ -203,7 +204,7 @@ class Ring {
   uint32_t key_place_, value_place_;  // of the lane's first chunk, in a stage's codes
   bool is_dense_, has_gaps_;
   int begin_ = 0, end_ = 0;
-  int first_ = 0;  // token of the next step
+  int first_ = 0;                                                // token of the next step
   const uint8_t *key_codes_ = nullptr, *value_codes_ = nullptr;  // the lane's first chunk of it, where rows are dense
   const half_bits* scales_[kScaleCopies];                        // the lane's chunks of it
   bool has_scales_[kScaleCopies];

@@ -1,14 +1,15 @@
 // Which part of which sequence a thread block attends to. Lengths are known on the device only, so blocks work this out
 // themselves, from a fixed grid.
 //
-// A unit is what one result needs: a sequence, a key-value head, and a tile of query rows. Its tokens are cut into steps,
-// aligned to multiples of `kStepTokens`, and these into `num_splits` parts of equal size, a block each, whatever else is in
-// the batch: so results repeat bit for bit, and with a fixed number of splits they are the same in every batch. Blocks that
-// share a unit leave partial results in the workspace; the last of them to arrive combines (combine.cuh).
+// A unit is what one result needs: a sequence, a key-value head, and a tile of query rows. Its tokens are cut into
+// steps, aligned to multiples of `kStepTokens`, and these into `num_splits` parts of equal size, a block each, whatever
+// else is in the batch: so results repeat bit for bit, and with a fixed number of splits they are the same in every
+// batch. Blocks that share a unit leave partial results in the workspace; the last of them to arrive combines
+// (combine.cuh).
 //
-// Tried and no faster (H200, 2026-11): blocks that stay and fetch their next part, with its first copies started before the
-// last part is merged; an even deal of all steps to blocks or to warps, whatever the lengths. What a part costs beside its
-// tokens, some 6 us of waiting for one thing after the other, they do not hide, and they cost instructions.
+// Tried and no faster (H200, 2026-11): blocks that stay and fetch their next part, with its first copies started before
+// the last part is merged; an even deal of all steps to blocks or to warps, whatever the lengths. What a part costs
+// beside its tokens, some 6 us of waiting for one thing after the other, they do not hide, and they cost instructions.
 #pragma once
 
 #include "../format.h"
@@ -26,7 +27,8 @@ struct Span {
 
 // Steps of a unit without tokens are one, so that somebody writes its result.
 template <int kStepTokens>
-__device__ __forceinline__ Span span_of(const DecodeParams& params, const Rows& rows, int b, int first_row, int num_rows) {
+__device__ __forceinline__ Span span_of(const DecodeParams& params, const Rows& rows, int b, int first_row,
+                                        int num_rows) {
   const int length = min(max(params.lengths[b], 0), params.capacity);
   const int start = params.starts == nullptr ? 0 : max(params.starts[b], 0);
   Span span;

@@ -1,5 +1,5 @@
-// What an instantiation of the attention kernel is made of: formats, head dim, query rows, and how shared memory is laid
-// out for them. Which instantiations there are is in attend_table.cuh, which of them serves a call in plan.cpp.
+// What an instantiation of the attention kernel is made of: formats, head dim, query rows, and how shared memory is
+// laid out for them. Which instantiations there are is in attend_table.cuh, which of them serves a call in plan.cpp.
 #pragma once
 
 #include "combine.cuh"
@@ -13,7 +13,8 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 // `kRows` 4 is its own form: the high and low bytes of an integer query share a column
 // tile, which halves the work on scores.
-template <Storage kKey_, Storage kValue_, bool kHasKeyZero_, bool kHasValueZero_, bool kIsGrouped_, int kHeadDim_, int kRows_>
+template <Storage kKey_, Storage kValue_, bool kHasKeyZero_, bool kHasValueZero_, bool kIsGrouped_, int kHeadDim_,
+          int kRows_>
 struct Shape {
   static constexpr Storage kKey = kKey_, kValue = kValue_;
   static constexpr bool kHasKeyZero = kHasKeyZero_, kHasValueZero = kHasValueZero_, kIsGrouped = kIsGrouped_;
@@ -29,17 +30,16 @@ struct Shape {
   static constexpr int kNumStages = kKeyRowBytes + kValueRowBytes == 256 ? 4 : 3;
   using KeyRing = Ring<kKeyRowBytes, kValueRowBytes, kHasKeyZero, kHasValueZero, kNumGroups, kTilesPerStep, kNumWarps>;
 
-  static constexpr int kColumnTiles = kRows <= 8 ? 1 : kRows / 8;      // of 8 query rows (kIsPaired: 4)
+  static constexpr int kColumnTiles = kRows <= 8 ? 1 : kRows / 8;    // of 8 query rows (kIsPaired: 4)
   static constexpr int kColumns = kIsPaired ? 1 : 2 * kColumnTiles;  // query rows of a lane
 
   // Shared memory: the query, small things, and the rings, whose place the outputs of the warps take in the end.
   static constexpr int kOutputStride = kHeadDim + 4;  // floats
   static constexpr int kOutputBytes = kNumWarps * kRows * kOutputStride * 4;
-  static constexpr int kFactorsAt = 2 * kRows * kHeadDim;                     // see Query
-  static constexpr int kSumsAt = kFactorsAt + (1 + kNumGroups) * kRows * 4;   // [kNumWarps][kRows] {maximum, sum}
+  static constexpr int kFactorsAt = 2 * kRows * kHeadDim;                    // see Query
+  static constexpr int kSumsAt = kFactorsAt + (1 + kNumGroups) * kRows * 4;  // [kNumWarps][kRows] {maximum, sum}
   static constexpr int kCombineAt = kSumsAt + kNumWarps * kRows * 8;
-  static constexpr int kRingsAt =
-      (kCombineAt + Combine<kRows, kHeadDim, kNumThreads>::kSharedBytes + 127) / 128 * 128;
+  static constexpr int kRingsAt = (kCombineAt + Combine<kRows, kHeadDim, kNumThreads>::kSharedBytes + 127) / 128 * 128;
 
   // For the host, which takes fewer stages where shared memory is short.
   static constexpr int kFixedBytes = kRingsAt;

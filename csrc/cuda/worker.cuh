@@ -1,11 +1,11 @@
-// What one warp does with the steps it is given: scores, an online softmax, and the weighted sum of values, all in registers.
-// Copies are ring.cuh's, which steps they are attend.cuh's, operands fragments.cuh's.
+// What one warp does with the steps it is given: scores, an online softmax, and the weighted sum of values, all in
+// registers. Copies are ring.cuh's, which steps they are attend.cuh's, operands fragments.cuh's.
 //
-// The softmax. Scores are in log2 units. A column (query row) keeps a shift near max(score + log2(scale of the value)), so
-// that P' = 2^(score - shift) · scale, rounded to float16, is at most 2^15; only when it would exceed that does the warp
-// take the branch that raises the shift. Since float16 keeps relative precision down to 2^-14 and something down to 2^-24,
-// nothing is lost by the shift lagging behind. A masked score is -inf and its P' is replaced, not multiplied: scales there
-// may be NaN. The maximum ignores NaN; the exponential does not, so whoever attends to a NaN gets one.
+// The softmax. Scores are in log2 units. A column (query row) keeps a shift near max(score + log2(scale of the value)),
+// so that P' = 2^(score - shift) · scale, rounded to float16, is at most 2^15; only when it would exceed that does the
+// warp take the branch that raises the shift. Since float16 keeps relative precision down to 2^-14 and something down
+// to 2^-24, nothing is lost by the shift lagging behind. A masked score is -inf and its P' is replaced, not multiplied:
+// scales there may be NaN. The maximum ignores NaN; the exponential does not, so whoever attends to a NaN gets one.
 #pragma once
 
 #include "query.cuh"
@@ -66,10 +66,10 @@ class Worker {
     }
   }
 
-  // Takes one step's scores and turns them into weights, and meanwhile adds what the step before has weighed: the two have
-  // nothing to do with each other, so one's latencies hide behind the other's instructions. `before` is the stage of the
-  // step before, for the first step any stage that is filled: its weights are zeros. The second body is for steps that not
-  // all rows see in whole, and for what changes scores.
+  // Takes one step's scores and turns them into weights, and meanwhile adds what the step before has weighed: the two
+  // have nothing to do with each other, so one's latencies hide behind the other's instructions. `before` is the stage
+  // of the step before, for the first step any stage that is filled: its weights are zeros. The second body is for
+  // steps that not all rows see in whole, and for what changes scores.
   template <bool kIsMasked>
   __device__ __forceinline__ void attend(const DecodeParams& params, const Rows& rows, const Segment& segment,
                                          const Span& span, const unsigned char* before, const unsigned char* stage,
@@ -87,16 +87,15 @@ class Worker {
 
     // --- weights
     uint32_t value_scales[kNumGroups][kTiles], value_zeros[kNumGroups][kTiles];
-    load_scales<Shape::kHasValueZero>(stage + Ring::kValueScaleAt, stage + Ring::kValueZeroAt, value_scales, value_zeros);
+    load_scales<Shape::kHasValueZero>(stage + Ring::kValueScaleAt, stage + Ring::kValueZeroAt, value_scales,
+                                      value_zeros);
     float weight[kTiles][2][kColumns];
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float scale = half_of(value_scales[0][i], h);
-#pragma unroll
-        for (int j = 1; j < kNumGroups; ++j) scale = fmaxf(scale, half_of(value_scales[j][i], h));
+        const float scale = largest_scale(value_scales, i, h);
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
           weight[i][h][c] = exp2_approx(score[i][h][c]);
@@ -210,6 +209,15 @@ class Worker {
     return i == 0 ? __low2float(halves) : __high2float(halves);
   }
 
+  // Of a token, over the groups of its channels.
+  static __device__ __forceinline__ float largest_scale(const uint32_t (&scales)[kNumGroups][kTiles], int tile,
+                                                        int half) {
+    float largest = half_of(scales[0][tile], half);
+#pragma unroll
+    for (int j = 1; j < kNumGroups; ++j) largest = fmaxf(largest, half_of(scales[j][tile], half));
+    return largest;
+  }
+
   // Scales of this lane's tokens: word i holds those of tile i, halves 0 and 1.
   template <bool kHasZero>
   __device__ __forceinline__ void load_scales(const unsigned char* scales_at, const unsigned char* zeros_at,
@@ -224,8 +232,10 @@ class Worker {
   }
 
   // Scores of one tile of 16 tokens: rows g and g + 8, all columns.
-  __device__ __forceinline__ void score_tile(const unsigned char* stage, int tile, const uint32_t (&scales)[kNumGroups][kTiles],
-                                             const uint32_t (&zeros)[kNumGroups][kTiles], float (&score)[2][kColumns]) const {
+  __device__ __forceinline__ void score_tile(const unsigned char* stage, int tile,
+                                             const uint32_t (&scales)[kNumGroups][kTiles],
+                                             const uint32_t (&zeros)[kNumGroups][kTiles],
+                                             float (&score)[2][kColumns]) const {
     uint32_t words[2][Keys::kWords];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -309,7 +319,8 @@ class Worker {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
-          for (int i = 0; i < kColumns / kColumnTiles; ++i) score[h][kColumns / kColumnTiles * n + i] = -shift_[kColumns / kColumnTiles * n + i];
+          for (int i = 0; i < kColumns / kColumnTiles; ++i)
+            score[h][kColumns / kColumnTiles * n + i] = -shift_[kColumns / kColumnTiles * n + i];
         }
         add_products(product, n, 0, tile, scales, zeros, score);
       }
@@ -353,7 +364,9 @@ class Worker {
       const int position = span.first_position + rows.token(row);
       const bool has_slope = params.alibi_slopes != nullptr && row < rows.num_rows;
       const float slope =
-          has_slope ? params.alibi_slopes[segment.h * static_cast<int>(rows.num_q_per_kv.value) + rows.head(row)] * kLog2E : 0.f;
+          has_slope
+              ? params.alibi_slopes[segment.h * static_cast<int>(rows.num_q_per_kv.value) + rows.head(row)] * kLog2E
+              : 0.f;
       const int from = params.sliding_window > 0 ? position - params.sliding_window + 1 : 0;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
@@ -388,10 +401,7 @@ class Worker {
       for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          float scale = half_of(value_scales[0][i], h);
-#pragma unroll
-          for (int j = 1; j < kNumGroups; ++j) scale = fmaxf(scale, half_of(value_scales[j][i], h));
-          const float wish = score[i][h][c] + shift_[c] + __log2f(scale);
+          const float wish = score[i][h][c] + shift_[c] + __log2f(largest_scale(value_scales, i, h));
           if (!kIsMasked || is_visible[i][h][c]) wanted = fmaxf(wanted, wish);
         }
       }
@@ -426,7 +436,8 @@ class Worker {
   // The B operand of weights times values for one tile: P' = weight · scale in float16. Zeros add up on the side.
   template <bool kIsMasked>
   __device__ __forceinline__ void weigh(const float (&weight)[2][kColumns], const bool (&is_visible)[2][kColumns],
-                                        uint32_t scales, uint32_t zeros, int group, uint32_t (&operand)[kColumnTiles][2]) {
+                                        uint32_t scales, uint32_t zeros, int group,
+                                        uint32_t (&operand)[kColumnTiles][2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float scale = half_of(scales, h);
@@ -442,14 +453,16 @@ class Worker {
       }
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n) {
-        operand[n][h] = transpose(Shape::kIsPaired ? pack_halves(scaled[0], 0.f)
-                                                   : pack_halves(scaled[2 * n % kColumns], scaled[(2 * n + 1) % kColumns]));
+        operand[n][h] =
+            transpose(Shape::kIsPaired ? pack_halves(scaled[0], 0.f)
+                                       : pack_halves(scaled[2 * n % kColumns], scaled[(2 * n + 1) % kColumns]));
       }
     }
   }
 
   // Weights times the values of one load of a tile's four tokens: 2t and 2t + 1 of both halves.
-  __device__ __forceinline__ void add_values(const unsigned char* stage, int tile, int load, const uint32_t (&operand)[kColumnTiles][2]) {
+  __device__ __forceinline__ void add_values(const unsigned char* stage, int tile, int load,
+                                             const uint32_t (&operand)[kColumnTiles][2]) {
     constexpr int kWords = (Values::kLoadBytes + 3) / 4;
     using Layout = RowLayout<Shape::kValueRowBytes>;
     uint32_t words[4][kWords];
