@@ -1,8 +1,9 @@
 """Where a number comes from: what every results file says about code, machine, model and data.
 
 The scripts beside this file put `card` into their results; what they measure is theirs. Nothing here names a path of
-the machine: files appear by name and hash, folders relative to the repository. A copy of the tree without its history
-says where it was taken in an ignored file, `.gpu/COMMIT`: the commit, then `clean` or `dirty`.
+the machine: files appear by name and hash, folders relative to the repository. Where a copy of the tree
+runs without its history, or with an older one, the variable `HF_KVQUANT_COMMIT` says what it is a copy of: the commit,
+then `clean` or `dirty`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import datetime
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
 import subprocess
@@ -25,7 +27,7 @@ import hf_kvquant
 from hf_kvquant import ops
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMIT_FILE = ROOT / ".gpu" / "COMMIT"
+COMMIT_VARIABLE = "HF_KVQUANT_COMMIT"
 
 
 def card() -> dict[str, Any]:
@@ -78,13 +80,12 @@ def gpu_state() -> dict[str, Any]:
 
 def checkout() -> tuple[str | None, bool | None]:
     """The commit of this tree, and whether tracked files differ from it."""
-    commit, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
-    if commit is not None and status is not None:
-        return commit, bool(status)
-    if not COMMIT_FILE.exists():
-        return None, None
-    commit, state = COMMIT_FILE.read_text(encoding="utf-8").split()
-    return commit, state != "clean"
+    given = os.environ.get(COMMIT_VARIABLE)
+    if given is not None:
+        commit, state = given.split()
+        return commit, state != "clean"
+    head, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    return head, None if status is None else bool(status)
 
 
 def command() -> str:

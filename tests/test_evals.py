@@ -331,14 +331,13 @@ def test_bench_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_commit_without_history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A copy without `.git` takes commit and state from a file, if there is one."""
+    """A copy without `.git`, or with an older one, is told what it is a copy of."""
     monkeypatch.syspath_prepend(str(ROOT / "evals"))
     provenance = importlib.import_module("provenance")
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    monkeypatch.setattr(provenance, "COMMIT_FILE", tmp_path / "COMMIT")
+    monkeypatch.delenv(provenance.COMMIT_VARIABLE, raising=False)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert provenance.checkout() == (None, None)
-    (tmp_path / "COMMIT").write_text("0123abc dirty\n", encoding="utf-8")
-    assert provenance.checkout() == ("0123abc", True)
-    (tmp_path / "COMMIT").write_text("0123abc\nclean\n", encoding="utf-8")
-    assert provenance.checkout() == ("0123abc", False)
+    for state, is_dirty in (("dirty", True), ("clean", False)):
+        monkeypatch.setenv(provenance.COMMIT_VARIABLE, f"0123abc {state}")
+        assert provenance.checkout() == ("0123abc", is_dirty)
