@@ -10,7 +10,8 @@
 // A step is kTiles tiles of 16 tokens. Lane row g of a tile's half h (rows 8h + g) holds token
 //     2 · kTiles · slot_of_row(g) + b,    b = 2 · tile + h,
 // so that the scales of a lane's tokens are neighbours in memory. In shared memory the row of that token is
-// b · 8 + slot, with its 16-byte chunks permuted (`RowLayout`) so that neither copies nor loads meet bank conflicts.
+// b · 8 + slot, with its 16-byte chunks permuted (`RowLayout`) so that neither copies nor loads meet bank conflicts
+// (layout_check.cu).
 #pragma once
 
 #include <cuda_fp8.h>
@@ -22,7 +23,7 @@ namespace hf_kvquant::cuda {
 
 // The place of lane row g among the eight tokens of a half tile. Even rows are consecutive, so that the four lanes that
 // load values of rows 2t read neighbours; an even row and the next odd one differ in parity and in bit 1.
-__device__ __forceinline__ int slot_of_row(int g) { return g & 1 ? 4 + ((g >> 1) ^ 3) : g >> 1; }
+__host__ __device__ constexpr int slot_of_row(int g) { return g & 1 ? 4 + ((g >> 1) ^ 3) : g >> 1; }
 
 // Rows of kRowBytes (32, 64, 128 or 256) in shared memory. Rows 8 apart share banks. Where several rows fit a line of
 // 128 bytes, the slot is shifted so that a copy's neighbours (one slot, consecutive b) fall into different parts of the
@@ -38,7 +39,7 @@ struct RowLayout {
 
   static __host__ __device__ constexpr int row(int slot, int b) { return b * 8 + (slot ^ (b & kShift)); }
   static __host__ __device__ constexpr int swizzle(int row) {
-    return kRowBytes == 32 ? 0 : kRowBytes == 64 ? (row & 2) | ((row >> 2) & 1) : ((row & 3) << 1) | ((row >> 2) & 1);
+    return ((row >> 2) & 1) | (kRowBytes == 32 ? 0 : kRowBytes == 64 ? row & 2 : (row & 3) << 1);
   }
   // Where byte `byte` of the token at (slot, b) is.
   static __host__ __device__ constexpr int offset(int slot, int b, int byte) {
@@ -47,13 +48,13 @@ struct RowLayout {
 
   // The same, from the offset of a lane's (slot, 0, byte): half tile b, and `further` bytes on, a multiple of 16 whose
   // bits are not in the lane's byte.
-  static __device__ __forceinline__ uint32_t at(uint32_t lane_offset, int b, int further) {
+  static __host__ __device__ constexpr uint32_t at(uint32_t lane_offset, int b, int further) {
     return (lane_offset ^ static_cast<uint32_t>((b & kShift) * kRowBytes | further)) + b * 8 * kRowBytes;
   }
 
   // The place of 16-byte chunk `i * kLanes + lane` of a step's rows in token order, from that of chunk `lane`.
   template <int kHalves>
-  static __device__ __forceinline__ uint32_t copied_at(uint32_t lane_offset, int i) {
+  static __host__ __device__ constexpr uint32_t copied_at(uint32_t lane_offset, int i) {
     constexpr int kFlipped = kShift * kRowBytes | (kRowBytes - 1);
     const int token = i * kLanes / kChunks, first = offset(token / kHalves, token % kHalves, 0);
     return (lane_offset ^ static_cast<uint32_t>(first & kFlipped)) + (first & ~kFlipped);
@@ -71,7 +72,9 @@ struct KeyWords {
   static constexpr int kLoads = kWords / kWordsPerLoad;
 
   // With groups of 32 channels (16 bytes of int4), every lane takes one word of every group.
-  static __device__ __forceinline__ int load_byte(int t, int load) { return load * 4 * kLoadBytes + t * kLoadBytes; }
+  static __host__ __device__ constexpr int load_byte(int t, int load) {
+    return load * 4 * kLoadBytes + t * kLoadBytes;
+  }
   static __device__ __forceinline__ int word_byte(int t, int word) {
     return load_byte(t, word / kWordsPerLoad) + word % kWordsPerLoad * 4;
   }
@@ -89,7 +92,9 @@ struct ValueWords {
   static constexpr int kTilesPerLoad = kLoadBytes * (kIsInt4 ? 2 : 1) / 2;
   static constexpr int kTiles = kLoads * kTilesPerLoad;  // of 16 channels
 
-  static __device__ __forceinline__ int load_byte(int g, int load) { return load * 8 * kLoadBytes + g * kLoadBytes; }
+  static __host__ __device__ constexpr int load_byte(int g, int load) {
+    return load * 8 * kLoadBytes + g * kLoadBytes;
+  }
   static __device__ __forceinline__ int channel(int g, int j) {
     const int byte = load_byte(g, j / kTilesPerLoad);
     return byte * (kIsInt4 ? 2 : 1) + j % kTilesPerLoad * 2;
