@@ -43,6 +43,18 @@ void check_cuda(cudaError_t error, const char* what) {
                            ". Was the extension built for this GPU (HF_KVQUANT_CUDA_ARCHS)?");
 }
 
+int current_device() {
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "the GPU must be usable");
+  return device;
+}
+
+int device_attribute(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "the GPU must be usable");
+  return value;
+}
+
 // How a kernel runs on a GPU.
 struct Residency {
   int num_stages;  // of the rings: all where they fit, fewer where they do not; 0: the kernel does not fit
@@ -53,13 +65,10 @@ struct Residency {
 
 Residency find_residency(const AttendKernel& kernel, int device) {
   Residency found{};
-  const auto ask = [&](int* value, cudaDeviceAttr attribute) {
-    check_cuda(cudaDeviceGetAttribute(value, attribute, device), "the GPU must be usable");
-  };
-  ask(&found.num_multiprocessors, cudaDevAttrMultiProcessorCount);
-  ask(&found.bytes_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-  ask(&found.bytes_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  ask(&found.reserved_bytes, cudaDevAttrReservedSharedMemoryPerBlock);
+  found.num_multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, device);
+  found.bytes_per_multiprocessor = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  found.bytes_per_block = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  found.reserved_bytes = device_attribute(cudaDevAttrReservedSharedMemoryPerBlock, device);
   const auto bytes = [&](int stages) { return kernel.fixed_bytes + stages * kernel.bytes_per_stage; };
   const auto fits = [&](int stages) { return bytes(stages) <= found.bytes_per_block; };
   found.num_stages = fits(kernel.num_stages) ? kernel.num_stages : fits(kernel.min_stages) ? kernel.min_stages : 0;
@@ -77,8 +86,7 @@ Residency find_residency(const AttendKernel& kernel, int device) {
 Residency residency(const AttendKernel& kernel) {
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, Residency> known;
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), "the GPU must be usable");
+  const int device = current_device();
   const std::lock_guard<std::mutex> lock(mutex);
   const auto place = known.find({kernel.function, device});
   if (place != known.end()) return place->second;
@@ -153,9 +161,7 @@ Divisor divisor(int64_t value) {
 }
 
 DecodePlan plan_general(const DecodeParams& params) {
-  int device = 0, num_multiprocessors = 1;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&num_multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  const int num_multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, current_device());
   const int64_t num_rows = int64_t{params.num_q_heads} / params.num_kv_heads * params.q_len;
   DecodePlan plan{};
   plan.rows_per_tile = num_rows == 1 ? 1 : num_rows <= 4 ? 4 : 8;
@@ -182,8 +188,8 @@ struct Cut {
 // What a cut takes, in microseconds. Blocks run in waves; those of a wave share the bandwidth, a multiprocessor each as
 // much as another, but none reads faster than its warps compute. The first start and the last end cost time during
 // which nothing is read; in between, neighbours fill in, better the more there are. Whoever combines parts takes longer
-// the more there are. Constants measured on an H200 (2026-11; within 4 % at 8k tokens and batches of 16 to 128), and
-// close enough to choose by on others, since what counts is the ratio of a wave to its rest.
+// the more there are. Constants fitted to an H200 (2026-11). They carry over to other GPUs as far as choosing needs it,
+// since what counts is the ratio of a wave to its rest.
 double predict(const AttendKernel& kernel, const Residency& resident, int64_t num_units, int64_t steps,
                const Cut& cut) {
   constexpr double kBandwidth = 4.5e6, kMaxPerBlock = 26e3;  // bytes a microsecond
