@@ -11,6 +11,8 @@
 
 namespace hf_kvquant::cuda {
 
+constexpr float kLog2E = 1.4426950408889634f;
+
 // 2^(x - maximum), 0 where nothing has been seen yet (both -inf).
 __device__ __forceinline__ float exp2_below(float x, float maximum) {
   return exp2_approx(x - (maximum == -INFINITY ? 0.f : maximum));
@@ -45,8 +47,7 @@ __device__ __forceinline__ bool arrive(const DecodeParams& params, const Segment
                : "=r"(before)
                : "l"(params.counters + segment.unit), "r"(last)
                : "memory");
-  const bool is_last = before == last;
-  return is_last;
+  return before == last;
 }
 
 // Four channels of a row's output, from their weighted sum, the maximum and the sum of weights; whoever has the first
@@ -54,7 +55,7 @@ __device__ __forceinline__ bool arrive(const DecodeParams& params, const Segment
 template <int kRows>
 __device__ __forceinline__ void write_output(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
                                              int row, int c, float4 total, float maximum, float sum) {
-  constexpr float kLn2 = 0.6931471805599453f, kLog2E = 1.4426950408889634f;
+  constexpr float kLn2 = 0.6931471805599453f;
   const int index = segment.row_tile * kRows + row, i = plan.rows.token(index);
   const int head = segment.h * static_cast<int>(plan.rows.num_q_per_kv.value) + plan.rows.head(index);
   if (params.sinks != nullptr) {

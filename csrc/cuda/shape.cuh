@@ -9,10 +9,9 @@ namespace hf_kvquant::cuda {
 
 constexpr int kNumWarps = 4;
 constexpr int kNumThreads = kNumWarps * kLanes;
-constexpr float kLog2E = 1.4426950408889634f;
 
-// `kRows` 4 is its own form: the high and low bytes of an integer query share a column
-// tile, which halves the work on scores.
+// `kRows` 4 is its own form: the high and low bytes of an integer query share a column tile, which halves the work on
+// scores.
 template <Storage kKey_, Storage kValue_, bool kHasKeyZero_, bool kHasValueZero_, bool kIsGrouped_, int kHeadDim_,
           int kRows_>
 struct Shape {
@@ -30,8 +29,9 @@ struct Shape {
   static constexpr int kNumStages = kKeyRowBytes + kValueRowBytes == 256 ? 4 : 3;
   using KeyRing = Ring<kKeyRowBytes, kValueRowBytes, kHasKeyZero, kHasValueZero, kNumGroups, kTilesPerStep, kNumWarps>;
 
-  static constexpr int kColumnTiles = kRows <= 8 ? 1 : kRows / 8;    // of 8 query rows (kIsPaired: 4)
-  static constexpr int kColumns = kIsPaired ? 1 : 2 * kColumnTiles;  // query rows of a lane
+  static constexpr int kColumnTiles = kRows <= 8 ? 1 : kRows / 8;  // of 8 query rows (kIsPaired: 4)
+  static constexpr int kColumnsPerTile = kIsPaired ? 1 : 2;
+  static constexpr int kColumns = kColumnsPerTile * kColumnTiles;  // query rows of a lane
 
   // Shared memory: the query, small things, and the rings, whose place the outputs of the warps take in the end.
   static constexpr int kOutputStride = kHeadDim + 4;  // floats

@@ -162,7 +162,7 @@ class Worker {
       for (int j = 0; j < Values::kTiles; ++j) {
         const int group = kNumGroups == 1 ? 0 : j / Values::kTilesPerLoad;
 #pragma unroll
-        for (int i = 0; i < (Shape::kIsPaired ? 1 : 2); ++i) {
+        for (int i = 0; i < Shape::kColumnsPerTile; ++i) {
           if constexpr (Shape::kHasValueZero) {
             output_[n][j][i] += zero_[2 * n + i][group];
             output_[n][j][2 + i] += zero_[2 * n + i][group];
@@ -189,7 +189,7 @@ class Worker {
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
 #pragma unroll
-      for (int i = 0; i < (Shape::kIsPaired ? 1 : 2); ++i) {
+      for (int i = 0; i < Shape::kColumnsPerTile; ++i) {
 #pragma unroll
         for (int j = 0; j < Values::kTiles; j += 2) {
           use(2 * n + i, row_of(2 * n + i), Values::channel(g_, j),
@@ -335,7 +335,6 @@ class Worker {
                                                const uint32_t (&scales)[kNumGroups][kTiles],
                                                const uint32_t (&zeros)[kNumGroups][kTiles],
                                                float (&score)[2][kColumns]) const {
-    constexpr int kPerTile = kColumns / kColumnTiles;
     // Ungrouped int4 sums count sixteenfold.
     constexpr float kUnit = Shape::kKey == Storage::int4 && !Shape::kIsGrouped ? 1.f / 16 : 1.f;
 #pragma unroll
@@ -343,8 +342,8 @@ class Worker {
       const float scale = half_of(scales[group][tile], h);
       const float zero = Shape::kHasKeyZero ? half_of(zeros[group][tile], h) : 0.f;
 #pragma unroll
-      for (int i = 0; i < kPerTile; ++i) {
-        const int c = kPerTile * n + i;
+      for (int i = 0; i < Shape::kColumnsPerTile; ++i) {
+        const int c = Shape::kColumnsPerTile * n + i;
         const int whole = Shape::kIsPaired ? product[0][2 * h] * 256 + product[0][2 * h + 1]
                                            : product[0][2 * h + i] * 256 + product[kParts - 1][2 * h + i];
         const float dot = fmaf(static_cast<float>(whole), factor_[c] * kUnit, -key_offset_ * sum_of_query_[c][group]);
