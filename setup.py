@@ -45,8 +45,6 @@ X86_FLAGS = {
     "_avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c",
 }
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-# The quantiser must round every multiplication and addition by itself, as PyTorch does.
-NVCC_FILE_FLAGS = {"append": "-fmad=false"}
 
 NINJA_RULES = """
 rule cxx
@@ -56,7 +54,7 @@ rule cxx
   description = C++ $in
 
 rule cuda
-  command = $nvcc $nvcc_flags $file_flags -MMD -MF $out.d -c $in -o $out
+  command = $nvcc $nvcc_flags -MMD -MF $out.d -c $in -o $out
   depfile = $out.d
   deps = gcc
   description = CUDA $in
@@ -155,11 +153,10 @@ def write_ninja(torch: Path, output: Path) -> str:
         source = source.relative_to(ROOT)
         target = OBJECTS / source.with_suffix(source.suffix + ".o")
         if source.suffix == ".cu":
-            rule, file_flags = "cuda", NVCC_FILE_FLAGS.get(source.stem, "")
+            lines.append(f"build {target}: cuda {source}")
         else:
             suffix = next((suffix for suffix in X86_FLAGS if source.stem.endswith(suffix)), "")
-            rule, file_flags = "cxx", X86_FLAGS.get(suffix, "")
-        lines += [f"build {target}: {rule} {source}", f"  file_flags = {file_flags}"]
+            lines += [f"build {target}: cxx {source}", f"  file_flags = {X86_FLAGS.get(suffix, '')}"]
         objects.append(str(target))
     lines += [f"build {output}: link {' '.join(objects)}", f"default {output}", ""]
     return "\n".join(lines)
