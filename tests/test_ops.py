@@ -126,6 +126,40 @@ def test_append_keeps_unusual_data_exact(engine: str, kv_format: KVFormat, chang
         run_append(engine, case, change(tokens(case, 3, 64)), change(tokens(case, 3, 64)))
 
 
+def around_midpoints(kv_format: KVFormat) -> Tensor:
+    """Rows `[1, 1, rows, 256]` of float32 whose quotients by their scales are where codes change, or just beside it.
+
+    The scales are every significand that float16 has and every subnormal number. A row's first channel is what its
+    scale's last code stands for, its second 0, and the rest are the points halfway between two codes, times the scale,
+    with both neighbours.
+    """
+    scales = torch.cat([torch.arange(1, 0x400), torch.arange(0x3C00, 0x4000)]).to(torch.int16).view(torch.float16)
+    scales = scales.float().view(-1, 1)
+    if kv_format.storage == "fp8":
+        values = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    else:
+        values = torch.arange({"int8": 128, "int4": 8}[kv_format.storage] * (1 if kv_format.symmetric else 2)).float()
+    middle = (values[1:] + values[:-1]) / 2 * scales
+    beside = [torch.nextafter(middle, torch.tensor(limit)) for limit in (0.0, torch.inf)]
+    points = torch.cat([middle, *beside], dim=1)
+    points = torch.nn.functional.pad(points, (0, -points.shape[1] % 254)).view(len(scales), -1, 254)
+    if kv_format.symmetric:
+        points[..., ::2] *= -1
+    ends = torch.cat([values[-1] * scales, torch.zeros_like(scales)], dim=1).unsqueeze(1)
+    return torch.cat([ends.expand(-1, points.shape[1], -1), points], dim=2).view(1, 1, -1, 256)
+
+
+@pytest.mark.parametrize("kv_format", [f for f in make_formats() if f.granularity == "head"][1:], ids=name_of)
+def test_append_rounds_as_a_division_does(engine: str, kv_format: KVFormat) -> None:
+    """A product with an approximate reciprocal, as kernels may use instead, must never land on the other side."""
+    x = around_midpoints(kv_format)
+    count = x.shape[2]
+    case = Case(
+        pair(kv_format), 256, torch.float32, q_len=count, lengths=(count,), num_kv_heads=1, capacity=-count // 64 * -64
+    )
+    run_append(engine, case, x, x)
+
+
 @pytest.mark.parametrize("kv_format", make_formats(), ids=name_of)
 def test_append_takes_any_strides(engine: str, kv_format: KVFormat) -> None:
     case = Case(pair(kv_format), 64, q_len=5, lengths=(5, 61))

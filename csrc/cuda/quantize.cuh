@@ -10,8 +10,9 @@
 // float32 holds exactly; an x that differs from this product differs by a float32 step at least, and its quotient is
 // then farther from the point than the rounding of a float32 by more than 2^-35. So the quotient lands on the point
 // exactly when x / scale, correctly rounded, does, and on the same side of it otherwise. The step is written with the
-// sign that keeps the -0 of x = -0. By the same argument span / L is correctly rounded for each L. An emulation has
-// tried every scale with every such point and its neighbours, reciprocals up to three steps off, and every span.
+// sign that keeps the -0 of x = -0. By the same argument span / L is correctly rounded for each L.
+// test_append_rounds_as_a_division_does tries every significand of a scale with every such point and its neighbours; an
+// emulation (2026-11) has also tried reciprocals up to three steps off, and every span.
 #pragma once
 
 #include "codes.cuh"
