@@ -567,6 +567,20 @@ def test_appending_in_the_same_call_changes_nothing(engine: str, formats: tuple[
 
 
 @appending
+@pytest.mark.sanitize
+def test_new_tokens_of_one_call_may_fall_to_several_splits(engine: str, formats: tuple[KVFormat, KVFormat]) -> None:
+    """Blocks take turns at 64, 128 or 256 tokens: new ones on both sides of such a place, and behind the last that a
+    padded row sees."""
+    for q_len, num_splits in ((1, 2), (2, 2), (3, 7), (4, 3)):
+        lengths = (128 + q_len - 1, 256 + 1, 512 + q_len - 1, 700)
+        starts = (0, 256 + 1, 512, 700)  # rows without a visible token, or with new ones only
+        case = Case(formats, 64, torch.bfloat16, 2, q_len, lengths, starts, capacity=704)
+        planes = [filled(case, side) for side in (0, 1)]
+        new = to(engine, *(tokens(case, q_len, 64) for _ in range(2)))
+        check_fused(case, planes, new, queries(case).to(engine), num_splits=num_splits)
+
+
+@appending
 def test_bad_new_tokens_stay_where_they_are(engine: str, formats: tuple[KVFormat, KVFormat]) -> None:
     """NaN and infinity in one head of one side: the same planes and output as in two calls, and as the reference's."""
     for side, bad in itertools.product((0, 1), (torch.nan, -torch.inf)):

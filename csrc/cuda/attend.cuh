@@ -1,18 +1,19 @@
-// Attention of the newest tokens over codes: the kernel template. One instantiation serves a
-// pair of storage types, a head dim (64, 128, 256; narrower heads run in the next larger one) and up to kRows query
-// rows.
+// Attention of the newest tokens over codes: the kernel template. One instantiation serves a pair of storage types, a
+// head dim (64, 128, 256; narrower heads run in the next larger one) and up to kRows query rows.
 //
-// A block of four warps takes a segment of a unit (schedule.cuh). Each warp is a worker of its own in the manner of
-// Flash-Decoding: it takes every fourth step, streams it through its ring (ring.cuh), and keeps its own maximum, sum
-// and output; the four merge through shared memory at the end, and parts of a unit through the workspace (combine.cuh).
-// In the loop there are no barriers, only unpacking, tensor-core products and an online softmax; scales, zeros and
-// offsets act on scores and probabilities, outside of the products (fragments.cuh).
+// A block of four or eight warps takes its share of a unit (schedule.cuh). Each warp is a worker of its own in the
+// manner of Flash-Decoding: it takes one step of every round, streams it through its ring (ring.cuh), and keeps its own
+// maximum, sum and output; the warps merge through shared memory at the end, and blocks through the workspace
+// (combine.cuh). In the loop there are no barriers, only unpacking, tensor-core products and an online softmax; scales,
+// zeros and offsets act on scores and probabilities, outside of the products (fragments.cuh).
 //
 // Instructions are scarce: at 4.5 TB/s, an H200 has 3.7 thread instructions for an int4 code, and a busy multiprocessor
 // lowers its clock. Hence bytes instead of float16 for query · key, and a fast body for steps that all rows see in
 // whole; others (edges, windows, causal bounds within a chunk, softcap, ALiBi) take a second body. They are no longer
 // what limits: without any product the kernel would be 3 % faster (H200, 2026-11, int4). What remains is how long a
-// block takes to start and to end, see schedule.cuh.
+// block takes to start and to end: some thousand clocks of one instruction after the other, four clocks each, and of
+// waiting for memory. So before its first copies a block computes as little as it can, asks for everything it will need
+// before it needs any of it, and the host prepares what is the same for all.
 #pragma once
 
 #include "quantize.cuh"
@@ -20,89 +21,104 @@
 
 namespace hf_kvquant::cuda {
 
-// Blocks of a multiprocessor: few warps, with as many registers as there are. Each then has instructions enough to hide
-// its own latencies; four blocks of 128 registers were slower (H200, 2026-11: int4 at 64 x 8k 88 % of bandwidth against
-// 90 %).
-constexpr int kMinBlocks = 2;
-
-// The query and the new tokens come into the L2 cache while the length is waited for. Two lines of 128 bytes a row are
-// what most heads have; of others, the rest comes later.
+// Whether keys and values are quantised alike, so that a warp can do both at once.
 template <class Shape>
-__device__ __forceinline__ void prefetch_inputs(const DecodeParams& params, const NewTokens& new_tokens,
-                                                const DecodePlan& plan, const Segment& segment) {
-  const int slot = threadIdx.x / 2, line = threadIdx.x % 2 * 64;  // in elements
-  const int row = segment.row_tile * Shape::kRows + slot;
-  if (slot < Shape::kRows && row < plan.rows.num_rows && line < params.key_side.head_dim) {
-    prefetch(static_cast<const uint16_t*>(params.query.data) + segment.b * params.query.stride_b +
-             int64_t{segment.h * static_cast<int>(plan.rows.num_q_per_kv.value) + plan.rows.head(row)} *
-                 params.query.stride_h +
-             plan.rows.token(row) * params.query.stride_t + line);
-  }
-  const int token = slot - Shape::kRows;
-  if (plan.appends && token >= 0 && token < 2 * new_tokens.q_len) {
-    const Dense& dense = token % 2 == 0 ? new_tokens.key : new_tokens.value;
-    if (line < (token % 2 == 0 ? params.key_side : params.value_side).head_dim) {
-      prefetch(static_cast<const uint16_t*>(dense.data) + segment.b * dense.stride_b + segment.h * dense.stride_h +
-               token / 2 * dense.stride_t + line);
-    }
-  }
+constexpr bool kHasPairs = Shape::kKey == Shape::kValue && Shape::kHasKeyZero == Shape::kHasValueZero;
+
+// A lane's channels of the new token where plan.appends_pairs: of the key in the first half of the warp, of the value in
+// the second.
+__device__ __forceinline__ uint4 load_pair(const DecodeParams& params, const NewTokens& new_tokens,
+                                           const Segment& segment, int lane) {
+  const Dense& dense = lane < kLanes / 2 ? new_tokens.key : new_tokens.value;
+  const int c = lane % (kLanes / 2) * kChunk;
+  if (c >= params.key_side.head_dim) return {0, 0, 0, 0};
+  return *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(dense.data) + segment.b * dense.stride_b +
+                                         segment.h * dense.stride_h + c);
 }
 
+// One warp quantises new token `i` to position `t`.
 template <class Shape>
-__global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+__device__ __forceinline__ void append_token(const DecodeParams& params, const NewTokens& new_tokens,
+                                             const DecodePlan& plan, const Segment& segment, const uint4& pair, int i,
+                                             int t, int lane) {
+  const int b = segment.b, h = segment.h;
+  if constexpr (kHasPairs<Shape>) {
+    if (plan.appends_pairs) {
+      const Values<Dtype::fp32> x = widen({pair.x, pair.y, pair.z, pair.w}, new_tokens.key.dtype);
+      append_row<Shape::kKey, !Shape::kHasKeyZero>(lane < kLanes / 2 ? params.key_side : params.value_side, x, b, h, t,
+                                                   lane % (kLanes / 2));
+      return;
+    }
+  }
+  const auto load = [&](const Dense& dense, const Side& side) {
+    Values<Dtype::fp32> x = {};
+    const int64_t first = b * dense.stride_b + h * dense.stride_h + i * dense.stride_t + lane * kChunk;
+    if (lane * kChunk < side.head_dim) x = load_widened(dense, first);
+    return x;
+  };
+  const Values<Dtype::fp32> key = load(new_tokens.key, params.key_side);
+  const Values<Dtype::fp32> value = load(new_tokens.value, params.value_side);
+  append_row<Shape::kKey, !Shape::kHasKeyZero>(params.key_side, key, b, h, t, lane);
+  append_row<Shape::kValue, !Shape::kHasValueZero>(params.value_side, value, b, h, t, lane);
+}
+
+// Eight warps on a multiprocessor, in one block or two, with as many registers as there are: each then has instructions
+// enough to hide its own latencies. Twice as many of 128 registers were slower (H200, 2026-11: int4 at 64 x 8k 88 % of
+// bandwidth against 90 %), and so were four blocks of two warps.
+template <class Shape>
+__global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     attend(const __grid_constant__ DecodeParams params, const __grid_constant__ NewTokens new_tokens,
            const __grid_constant__ DecodePlan plan, float* workspace) {
   using Ring = typename Shape::KeyRing;
+  constexpr int kRowsOfWarp = Shape::kRows / kMinAttendWarps;  // fewer with more warps
   extern __shared__ __align__(128) unsigned char memory[];
   unsigned char* planes = memory;
   float* factors = reinterpret_cast<float*>(memory + Shape::kFactorsAt);
   float* query_sums = factors + Shape::kRows;
+  float2* sums = reinterpret_cast<float2*>(memory + Shape::kSumsAt);
   const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const int num_stages = plan.num_stages;
-  unsigned char* stages = memory + Shape::kRingsAt + warp * num_stages * Ring::kStageBytes;
+  const int num_warps = 1 << plan.warps_log2, num_stages = plan.num_stages;
+  const int stride = plan.num_splits.value << plan.warps_log2;
+  unsigned char* rings = memory + Shape::kRingsAt;
+  unsigned char* stages = rings + warp * num_stages * Ring::kStageBytes;
 
+  // --- ask for the length and the query. Meanwhile find the place that most sequences start at: those without padding.
   Segment segment = segment_of_block(plan);
-  prefetch_inputs<Shape>(params, new_tokens, plan, segment);
-  const Span span = find_steps<Ring::kStepTokens>(params, plan, segment);
-  if (segment.part >= segment.num_parts) return;
+  wait_for_launch_before();
+  const Bounds bounds(params, segment.b);
+  uint32_t query_bits[kRowsOfWarp][Query<Shape>::kPerLane];
+#pragma unroll
+  for (int i = 0; i < kRowsOfWarp; ++i) {
+    Query<Shape>::load_row(params, plan, segment, i * num_warps + warp, lane, query_bits[i]);
+  }
+  uint4 pair = {0, 0, 0, 0};
+  if (kHasPairs<Shape> && plan.appends_pairs) pair = load_pair(params, new_tokens, segment, lane);
+  Ring ring(params, plan, segment, stages, stride, lane);
+  const int likely_step = (segment.share << plan.warps_log2) + warp;
+  ring.seek(plan, segment, likely_step);
 
-  // --- start copying, then prepare the query and write new tokens while the copies are under way. Steps that hold new
-  // tokens are copied once these are written.
-  const bool appends = plan.appends && segment.has_last_step();
-  const int held_step = appends ? max(span.first_position, 0) / Ring::kStepTokens : segment.last_step;
-  Ring ring(params, stages, num_stages, lane);
-  ring.open(params, segment.b, segment.h, span.begin, span.end, segment.first_step + warp);
+  // --- start copying. Steps that hold new tokens have to wait until these are written.
+  const Span span = find_rounds<Ring::kStepTokens>(params, plan, bounds, segment);
+  const Held held = plan.appends ? find_held<Ring::kStepTokens>(params, plan, bounds, segment) : Held{};
+  if (!segment.has_rounds() && !held.is_own) return;
+  const int first_step = segment.first_step + warp;
+  const int held_step = held.is_own ? held.first_step : segment.last_step;
+  ring.bound(span.begin, span.end);
+  if (first_step != likely_step) ring.seek(plan, segment, first_step);
   int stage = 0;
-  for (; stage < num_stages - 1; ++stage) {
-    if (segment.first_step + warp + stage * kNumWarps >= held_step) break;
+  for (; stage < num_stages - 1 && first_step + stage * stride < held_step; ++stage) {
     ring.fill(params, segment.b, segment.h, stage);
     commit_copies();
   }
-  for (int slot = warp; slot < Shape::kRows; slot += kNumWarps) {
-    Query<Shape>::write_row(params, plan.rows, segment, slot, planes, factors, query_sums, lane);
-  }
-  if (appends) {
-    for (int i = warp; i < 2 * new_tokens.q_len; i += kNumWarps) {
-      const int64_t t = int64_t{params.lengths[segment.b]} - new_tokens.q_len + i / 2;
-      if (t < 0 || t >= params.capacity) continue;
-      if (i % 2 == 0) {
-        append_row<Shape::kKey, !Shape::kHasKeyZero>(params.key_side, new_tokens.key, segment.b, segment.h, i / 2, t);
-      } else {
-        append_row<Shape::kValue, !Shape::kHasValueZero>(params.value_side, new_tokens.value, segment.b, segment.h,
-                                                         i / 2, t);
-      }
+#pragma unroll
+  for (int i = 0; i < kRowsOfWarp; ++i) {
+    const int slot = i * num_warps + warp;
+    if (slot < Shape::kRows) {
+      Query<Shape>::write_row(params, query_bits[i], slot, planes, factors, query_sums, lane);
     }
-  }
-  __syncthreads();
-  for (; stage < num_stages - 1; ++stage) {
-    if (segment.first_step + warp + stage * kNumWarps < segment.last_step) {
-      ring.fill(params, segment.b, segment.h, stage);
-    }
-    commit_copies();
   }
 
-  // --- attend. Every row sees the tokens from `all_from` to `all_until` - 1.
-  Worker<Shape> worker(params, planes, factors, query_sums, lane);
+  // Every row sees the tokens from `all_from` to `all_until` - 1.
   const int first_row = segment.row_tile * Shape::kRows;
   const int last_row = min(first_row + Shape::kRows, plan.rows.num_rows) - 1;
   const int all_until = min(span.end, span.first_position + plan.rows.token(first_row) + 1);
@@ -113,9 +129,29 @@ __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const bool changes_scores = params.softcap > 0.f || params.alibi_slopes != nullptr;
   const int first_whole = (all_from + Ring::kStepTokens - 1) / Ring::kStepTokens;
   const int num_whole = changes_scores ? 0 : max(all_until / Ring::kStepTokens - first_whole, 0);
+  __syncthreads();
+
+  // --- write the new tokens, the warp whose step they belong to
+  if (held.is_own) {
+#pragma unroll 1
+    for (int t = held.begin; t < held.end; ++t) {
+      const int step = step_of<Ring::kStepTokens>(t);
+      if ((step & (num_warps - 1)) != warp || share_of_step(plan, step) != segment.share) continue;
+      append_token<Shape>(params, new_tokens, plan, segment, pair, t - (bounds.length - new_tokens.q_len), t, lane);
+    }
+    __syncwarp();
+    if (!segment.has_rounds()) return;
+  }
+  for (; stage < num_stages - 1; ++stage) {
+    if (first_step + stage * stride < segment.last_step) ring.fill(params, segment.b, segment.h, stage);
+    commit_copies();
+  }
+
+  // --- attend
+  Worker<Shape> worker(params, planes, factors, query_sums, lane);
   const unsigned char* before = stages;
   stage = 0;
-  for (int step = segment.first_step + warp; step < segment.last_step; step += kNumWarps) {
+  for (int step = first_step; step < segment.last_step; step += stride) {
     if (num_stages == Shape::kNumStages) {
       wait_for_copies<Shape::kNumStages - 2>();
     } else {
@@ -130,25 +166,24 @@ __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
     __syncwarp();
     // The stage before is free now.
-    if (step + (num_stages - 1) * kNumWarps < segment.last_step) {
+    if (step + (num_stages - 1) * stride < segment.last_step) {
       ring.fill(params, segment.b, segment.h, stage == 0 ? num_stages - 1 : stage - 1);
     }
     commit_copies();
     before = at;
     stage = stage == num_stages - 1 ? 0 : stage + 1;
   }
-  if (segment.first_step + warp < segment.last_step) worker.add_values(before);
+  if (first_step < segment.last_step) worker.add_values(before);
   worker.finish();
-  wait_for_copies<0>();
 
-  // --- merge the warps, then the parts
+  // --- merge the warps, then the parts. A warp's output takes the place of its ring.
+  wait_for_copies<0>();
+  __syncwarp();
+  worker.share(reinterpret_cast<float*>(stages), sums + warp * Shape::kRows);
   __syncthreads();
-  float* outputs = reinterpret_cast<float*>(memory + Shape::kRingsAt);
-  float2* sums = reinterpret_cast<float2*>(memory + Shape::kSumsAt);
-  worker.share(outputs + warp * Shape::kRows * Shape::kOutputStride, sums + warp * Shape::kRows);
-  __syncthreads();
-  Combine<Shape::kRows, Shape::kHeadDim, kNumThreads> combine(memory + Shape::kCombineAt);
-  combine.template merge<kNumWarps>(params, plan, segment, outputs, Shape::kOutputStride, sums, workspace);
+  Combine<Shape::kRows, Shape::kHeadDim>::merge(params, plan, segment, reinterpret_cast<const float*>(rings),
+                                                num_stages * Ring::kStageBytes / 4, Shape::kOutputStride, sums,
+                                                workspace);
 }
 
 }  // namespace hf_kvquant::cuda

@@ -8,12 +8,12 @@ namespace hf_kvquant::cuda {
 
 template <class Shape>
 AttendKernel kernel_of() {
-  static_assert(kNumThreads == kAttendThreads, "cuda.h tells the host");
   return {reinterpret_cast<const void*>(attend<Shape>),
-          Shape::kFixedBytes,
-          Shape::kBytesPerStage,
+          Shape::kRingsAt,
+          Shape::KeyRing::kStageBytes,
           Shape::kNumStages,
           Shape::kMinStages,
+          Shape::kHeadDim,
           Shape::kRows,
           Shape::KeyRing::kStepTokens,
           static_cast<int>(Partial<Shape::kRows, Shape::kHeadDim>::kFloats),

@@ -31,217 +31,215 @@ struct Partial {
   }
 };
 
-// Where a part's result is in the workspace, in multiples of Partial::kFloats.
-__device__ __forceinline__ int64_t slot_of(const DecodePlan& plan, const Segment& segment, int part) {
-  return int64_t{segment.unit} * plan.num_splits.value + part;
+// Where the result of a unit's part is in the workspace.
+template <class Partial>
+__device__ __forceinline__ float* slot_of(const DecodePlan& plan, int64_t unit, int part, float* workspace) {
+  return workspace + (unit * plan.num_splits.value + part) * Partial::kFloats;
 }
 
-// Counts one more part of a unit that is in the workspace. By one thread, after a barrier with those who wrote it.
-// Whether it was the last one; then all parts may be read.
-__device__ __forceinline__ bool arrive(const DecodeParams& params, const Segment& segment) {
+// Counts one more part of a unit that is in the workspace. By all threads of the block that wrote it, which learn
+// whether it was the last one; then all parts may be read.
+__device__ __forceinline__ bool arrive(const DecodeParams& params, const Segment& segment, int64_t unit) {
+  __syncthreads();
+  unsigned before = 0;
   const unsigned last = segment.num_parts - 1;
-  unsigned before;
-  // One instruction that releases what was written and acquires what others wrote; two fences around an atomic cost
-  // more.
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(params.counters + segment.unit), "r"(last)
-               : "memory");
-  return before == last;
+  if (threadIdx.x == 0) {
+    // One instruction that releases what was written and acquires what others wrote; two fences around an atomic cost
+    // more.
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(params.counters + unit), "r"(last)
+                 : "memory");
+  }
+  return __syncthreads_or(threadIdx.x == 0 && before == last);
 }
 
-// Four channels of a row's output, from their weighted sum, the maximum and the sum of weights; whoever has the first
-// ones also writes the row's lse.
-template <int kRows>
-__device__ __forceinline__ void write_output(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
-                                             int row, int c, float4 total, float maximum, float sum) {
-  constexpr float kLn2 = 0.6931471805599453f;
-  const int index = segment.row_tile * kRows + row, i = plan.rows.token(index);
-  const int head = segment.h * static_cast<int>(plan.rows.num_q_per_kv.value) + plan.rows.head(index);
-  if (params.sinks != nullptr) {
-    const float sink = params.sinks[head] * kLog2E, before = maximum;
-    maximum = fmaxf(before, sink);
-    const float kept = exp2_below(before, maximum);
-    total.x *= kept, total.y *= kept, total.z *= kept, total.w *= kept;
-    sum = sum * kept + exp2_below(sink, maximum);
-  }
-  const float factor = sum == 0.f ? 0.f : 1.f / sum;
-  const int64_t first =
-      ((int64_t{segment.b} * params.q_len + i) * params.num_q_heads + head) * params.value_side.head_dim + c;
-  // Head dims are multiples of 8, so four channels lie at a multiple of 8 bytes.
-  uint2 words;
-  if (params.query.dtype == Dtype::fp16) {
-    words = {pack_halves(total.x * factor, total.y * factor), pack_halves(total.z * factor, total.w * factor)};
-  } else {
-    words = {pack_bfloats(total.x * factor, total.y * factor), pack_bfloats(total.z * factor, total.w * factor)};
-  }
-  *reinterpret_cast<uint2*>(static_cast<uint16_t*>(params.out) + first) = words;
-  if (c == 0) {
-    params.lse[(int64_t{segment.b} * params.num_q_heads + head) * params.q_len + i] =
-        sum == 0.f ? -INFINITY : (maximum + log2f(sum)) * kLn2;
-  }
-}
+// Four channels of a row's output: where they go, found before anybody knows what they are.
+struct Output {
+  uint2* values = nullptr;  // nullptr: not an output
+  float* lse = nullptr;     // of whoever has the row's first channels
+  float sink = -INFINITY;
+  bool is_half = false;
 
-__device__ __forceinline__ void add_weighted(float4& total, const float4& x, float weight) {
-  total.x = fmaf(x.x, weight, total.x);
-  total.y = fmaf(x.y, weight, total.y);
-  total.z = fmaf(x.z, weight, total.z);
-  total.w = fmaf(x.w, weight, total.w);
-}
+  Output() = default;
 
-// How the warps of a block merge, and how the last block combines parts.
-template <int kRows, int kHeadDim, int kNumThreads>
+  __device__ __forceinline__ Output(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
+                                    int rows_per_tile, int row, int c) {
+    const int index = segment.row_tile * rows_per_tile + row, i = plan.rows.token(index);
+    if (row >= rows_per_tile || index >= plan.rows.num_rows || c >= params.value_side.head_dim) return;
+    const int head = segment.h * static_cast<int>(plan.rows.num_q_per_kv.value) + plan.rows.head(index, i);
+    const int64_t first =
+        ((int64_t{segment.b} * params.q_len + i) * params.num_q_heads + head) * params.value_side.head_dim + c;
+    // Head dims are multiples of 8, so four channels lie at a multiple of 8 bytes.
+    values = reinterpret_cast<uint2*>(static_cast<uint16_t*>(params.out) + first);
+    if (c == 0) lse = params.lse + (int64_t{segment.b} * params.num_q_heads + head) * params.q_len + i;
+    if (params.sinks != nullptr) sink = params.sinks[head] * kLog2E;
+    is_half = params.query.dtype == Dtype::fp16;
+  }
+
+  __device__ __forceinline__ bool exists() const { return values != nullptr; }
+
+  // From the weighted sum, the maximum and the sum of weights.
+  __device__ __forceinline__ void write(float4 total, float maximum, float sum) const {
+    constexpr float kLn2 = 0.6931471805599453f;
+    if (sink != -INFINITY) {
+      const float before = maximum;
+      maximum = fmaxf(before, sink);
+      const float kept = exp2_below(before, maximum);
+      total.x *= kept, total.y *= kept, total.z *= kept, total.w *= kept;
+      sum = sum * kept + exp2_below(sink, maximum);
+    }
+    const float factor = sum == 0.f ? 0.f : 1.f / sum;
+    *values =
+        is_half
+            ? uint2{pack_halves(total.x * factor, total.y * factor), pack_halves(total.z * factor, total.w * factor)}
+            : uint2{pack_bfloats(total.x * factor, total.y * factor), pack_bfloats(total.z * factor, total.w * factor)};
+    if (lse != nullptr) *lse = sum == 0.f ? -INFINITY : (maximum + log2f(sum)) * kLn2;
+  }
+};
+
+// How the warps of a block merge, and how the last block combines parts. What waits for memory asks for all of it at
+// once: nothing else is left to do.
+template <int kRows, int kHeadDim>
 class Combine {
   using Slot = Partial<kRows, kHeadDim>;
-  static constexpr int kWarps = kNumThreads / kLanes;
-  static constexpr int kParts = 64;  // taken at a time
-  static constexpr int kQuads = kHeadDim / 4;
-  static constexpr int kItems = (kRows * kQuads + kNumThreads - 1) / kNumThreads;  // of four channels, a thread's
-  static constexpr int kAhead = kItems == 1 ? 8 : kItems == 2 ? 4 : 2;
+  static constexpr int kQuads = kHeadDim / 4, kAllItems = kRows * kQuads;  // of four channels
+  static constexpr int kMinThreads = kMinAttendWarps * kLanes;
+  static constexpr int kItems = (kAllItems + kMinThreads - 1) / kMinThreads;  // a thread's, at most
+  static constexpr int kAtOnce = kItems >= 8 ? 2 : 16 / kItems;               // parts
 
  public:
-  static constexpr int kSharedBytes = (kRows * kParts + 3 * kRows + 4) * 4;
-
-  // `memory` is shared, kSharedBytes.
-  __device__ __forceinline__ explicit Combine(void* memory)
-      : weights_(static_cast<float*>(memory)),
-        maxima_(weights_ + kRows * kParts),
-        sums_(maxima_ + kRows),
-        kept_(sums_ + kRows),
-        is_last_(reinterpret_cast<int*>(kept_ + kRows)) {}
-
-  // Merges kSources results in shared memory, `values` being [kSources][kRows][stride] and `sums` [kSources][kRows] of
-  // (m, l), and writes the unit's output, or this block's part of it, and then the output if this part came last.
-  template <int kSources>
-  __device__ __forceinline__ void merge(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
-                                        const float* values, int stride, const float2* sums, float* workspace) {
-    const int num_rows = min(kRows, plan.rows.num_rows - segment.row_tile * kRows);
-    if (threadIdx.x < kRows) {
-      const int row = threadIdx.x;
-      float maximum = -INFINITY, sum = 0.f;
-#pragma unroll
-      for (int i = 0; i < kSources; ++i) maximum = fmaxf(maximum, sums[i * kRows + row].x);
-#pragma unroll
-      for (int i = 0; i < kSources; ++i) {
-        const float weight = exp2_below(sums[i * kRows + row].x, maximum);
-        weights_[i * kRows + row] = weight;
-        sum += sums[i * kRows + row].y * weight;
-      }
-      maxima_[row] = maximum;
-      sums_[row] = sum;
-    }
-    __syncthreads();
-    float* slot = workspace + slot_of(plan, segment, segment.part) * Slot::kFloats;
+  // Merges the results of the warps in shared memory, `values` being [warp][kRows][channels] and `sums` [warp][kRows]
+  // of (m, l), and writes the unit's output, or this block's part of it, and then the output if this part came last.
+  // After a barrier.
+  static __device__ __forceinline__ void merge(const DecodeParams& params, const DecodePlan& plan,
+                                               const Segment& segment, const float* values, int warp_stride,
+                                               int row_stride, const float2* sums, float* workspace) {
+    const int64_t unit = unit_of(plan, segment);
+    const bool is_whole = segment.num_parts == 1;
+    float* slot = slot_of<Slot>(plan, unit, segment.part, workspace);
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
-      const int index = item * kNumThreads + threadIdx.x, row = index / kQuads, c = index % kQuads * 4;
-      if (row >= num_rows || c >= params.value_side.head_dim) continue;
+      const int index = item * blockDim.x + threadIdx.x, row = index / kQuads, c = index % kQuads * 4;
+      const Output output(params, plan, segment, kRows, row, c);
+      if (!output.exists()) continue;
+      float maximum = -INFINITY, sum = 0.f;
       float4 total = {};
+      // Warps by fours, so that most is known when compiling.
+#pragma unroll 1
+      for (int first = 0; first < 1 << plan.warps_log2; first += kMinAttendWarps) {
+        float2 own[kMinAttendWarps];
+        const float before = maximum;
 #pragma unroll
-      for (int i = 0; i < kSources; ++i) {
-        add_weighted(total, *reinterpret_cast<const float4*>(values + (i * kRows + row) * stride + c),
-                     weights_[i * kRows + row]);
+        for (int i = 0; i < kMinAttendWarps; ++i) {
+          own[i] = sums[(first + i) * kRows + row];
+          maximum = fmaxf(maximum, own[i].x);
+        }
+        scale(total, sum, exp2_below(before, maximum));
+#pragma unroll
+        for (int i = 0; i < kMinAttendWarps; ++i) {
+          add(total, sum, own[i],
+              *reinterpret_cast<const float4*>(values + (first + i) * warp_stride + row * row_stride + c), maximum);
+        }
       }
-      if (segment.num_parts == 1) {
-        write_output<kRows>(params, plan, segment, row, c, total, maxima_[row], sums_[row]);
+      if (is_whole) {
+        output.write(total, maximum, sum);
       } else {
         __stcg(Slot::values(slot, row, c), total);
-        if (c == 0) __stcg(Slot::sums(slot, row), make_float2(maxima_[row], sums_[row]));
+        if (c == 0) __stcg(Slot::sums(slot, row), make_float2(maximum, sum));
       }
     }
-    if (segment.num_parts == 1) return;
-    __syncthreads();
-    if (threadIdx.x == 0) *is_last_ = arrive(params, segment);
-    __syncthreads();
-    if (*is_last_) merge_parts(params, plan, segment, num_rows, workspace);
+    if (is_whole) return;
+
+    // Threads that are left over help: `helpers` neighbours take the parts of an item in turn.
+    const int helpers_log2 = 31 - __clz(max(1, static_cast<int>(blockDim.x) / kAllItems));
+    Output outputs[kItems];
+#pragma unroll
+    for (int item = 0; item < kItems; ++item) {
+      const int index = item_of_thread(item, helpers_log2);
+      outputs[item] = Output(params, plan, segment, kRows, index / kQuads, index % kQuads * 4);
+    }
+    if (!arrive(params, segment, unit)) return;
+    slot = slot_of<Slot>(plan, unit, 0, workspace);
+    if (segment.num_parts <= kAtOnce / 2 << helpers_log2) {
+      merge_parts<kAtOnce / 2>(outputs, slot, segment.num_parts, helpers_log2);
+    } else {
+      merge_parts<kAtOnce>(outputs, slot, segment.num_parts, helpers_log2);
+    }
   }
 
  private:
-  __device__ __forceinline__ void merge_parts(const DecodeParams& params, const DecodePlan& plan,
-                                              const Segment& segment, int num_rows, float* workspace) {
-    const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  static __device__ __forceinline__ void scale(float4& total, float& sum, float factor) {
+    total.x *= factor, total.y *= factor, total.z *= factor, total.w *= factor;
+    sum *= factor;
+  }
+
+  // Adds a result with maximum and sum `own` to one with maximum `maximum`, which is not smaller.
+  static __device__ __forceinline__ void add(float4& total, float& sum, float2 own, float4 values, float maximum) {
+    const float weight = exp2_below(own.x, maximum);
+    sum = fmaf(own.y, weight, sum);
+    total.x = fmaf(values.x, weight, total.x);
+    total.y = fmaf(values.y, weight, total.y);
+    total.z = fmaf(values.z, weight, total.z);
+    total.w = fmaf(values.w, weight, total.w);
+  }
+
+  // `kCount` parts at a time are under way together.
+  template <int kCount>
+  static __device__ __forceinline__ void merge_parts(const Output (&outputs)[kItems], float* slots, int num_parts,
+                                                     int helpers_log2) {
+    const int helpers = 1 << helpers_log2, helper = threadIdx.x & (helpers - 1), last = num_parts - 1;
     float4 total[kItems] = {};
-    // What most calls need in all is under way before anybody knows the weights.
-    float4 ahead[kItems][kAhead];
+    float maximum[kItems], sum[kItems] = {};
 #pragma unroll
-    for (int item = 0; item < kItems; ++item) {
-      const int index = item * kNumThreads + threadIdx.x, row = index / kQuads, c = index % kQuads * 4;
-#pragma unroll
-      for (int part = 0; part < kAhead; ++part) {
-        if (part >= segment.num_parts || row >= num_rows) continue;
-        float* slot = workspace + slot_of(plan, segment, part) * Slot::kFloats;
-        ahead[item][part] = __ldcg(Slot::values(slot, row, c));
-      }
-    }
-    if (threadIdx.x < kRows) maxima_[threadIdx.x] = -INFINITY, sums_[threadIdx.x] = 0.f;
-    for (int first = 0; first < segment.num_parts; first += kParts) {
-      const int count = min(kParts, segment.num_parts - first);
-      __syncthreads();
-      // A warp takes a row: the weight of every part, and what is kept of what was merged before.
-      for (int row = warp; row < num_rows; row += kWarps) {
-        float2 own[kParts / kLanes];
-        float maximum = maxima_[row];
-#pragma unroll
-        for (int k = 0; k < kParts / kLanes; ++k) {
-          const int part = k * kLanes + lane;
-          own[k] = make_float2(-INFINITY, 0.f);
-          if (part < count) {
-            float* slot = workspace + slot_of(plan, segment, first + part) * Slot::kFloats;
-            own[k] = __ldcg(Slot::sums(slot, row));
-          }
-          maximum = fmaxf(maximum, own[k].x);
-        }
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) {
-          maximum = fmaxf(maximum, __shfl_xor_sync(kAllLanes, maximum, distance));
-        }
-        float sum = 0.f;
-#pragma unroll
-        for (int k = 0; k < kParts / kLanes; ++k) {
-          const float weight = exp2_below(own[k].x, maximum);
-          weights_[(k * kLanes + lane) * kRows + row] = weight;
-          sum += own[k].y * weight;
-        }
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
-        if (lane == 0) {
-          kept_[row] = exp2_below(maxima_[row], maximum);
-          sums_[row] = sums_[row] * kept_[row] + sum;
-          maxima_[row] = maximum;
-        }
-      }
-      __syncthreads();
+    for (int item = 0; item < kItems; ++item) maximum[item] = -INFINITY;
+#pragma unroll 1
+    for (int first = helper; first <= last; first += kCount << helpers_log2) {
+      float4 values[kItems][kCount];
+      float2 own[kItems][kCount];
 #pragma unroll
       for (int item = 0; item < kItems; ++item) {
-        const int index = item * kNumThreads + threadIdx.x, row = index / kQuads, c = index % kQuads * 4;
-        if (row >= num_rows || c >= params.value_side.head_dim) continue;
-        const float kept = kept_[row];
-        total[item].x *= kept, total[item].y *= kept, total[item].z *= kept, total[item].w *= kept;
-        int part = 0;
-        if (first == 0) {
+        if (!outputs[item].exists()) continue;
+        const int index = item_of_thread(item, helpers_log2), row = index / kQuads, c = index % kQuads * 4;
 #pragma unroll
-          for (; part < kAhead; ++part) {
-            if (part < count) add_weighted(total[item], ahead[item][part], weights_[part * kRows + row]);
-          }
-        }
-#pragma unroll 8
-        for (; part < count; ++part) {
-          float* slot = workspace + slot_of(plan, segment, first + part) * Slot::kFloats;
-          add_weighted(total[item], __ldcg(Slot::values(slot, row, c)), weights_[part * kRows + row]);
+        for (int i = 0; i < kCount; ++i) {
+          float* slot = slots + min(first + (i << helpers_log2), last) * static_cast<int>(Slot::kFloats);
+          own[item][i] = __ldcg(Slot::sums(slot, row));
+          values[item][i] = __ldcg(Slot::values(slot, row, c));
         }
       }
+#pragma unroll
+      for (int item = 0; item < kItems; ++item) {
+        const float before = maximum[item];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          if (first + (i << helpers_log2) > last) own[item][i] = make_float2(-INFINITY, 0.f);
+          maximum[item] = fmaxf(maximum[item], own[item][i].x);
+        }
+        scale(total[item], sum[item], exp2_below(before, maximum[item]));
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) add(total[item], sum[item], own[item][i], values[item][i], maximum[item]);
+      }
+    }
+    for (int distance = 1; distance < helpers; distance *= 2) {
+      const float other = __shfl_xor_sync(kAllLanes, maximum[0], distance), before = maximum[0];
+      maximum[0] = fmaxf(before, other);
+      scale(total[0], sum[0], exp2_below(before, maximum[0]));
+      total[0].x += __shfl_xor_sync(kAllLanes, total[0].x, distance);
+      total[0].y += __shfl_xor_sync(kAllLanes, total[0].y, distance);
+      total[0].z += __shfl_xor_sync(kAllLanes, total[0].z, distance);
+      total[0].w += __shfl_xor_sync(kAllLanes, total[0].w, distance);
+      sum[0] += __shfl_xor_sync(kAllLanes, sum[0], distance);
     }
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
-      const int index = item * kNumThreads + threadIdx.x, row = index / kQuads, c = index % kQuads * 4;
-      if (row < num_rows && c < params.value_side.head_dim) {
-        write_output<kRows>(params, plan, segment, row, c, total[item], maxima_[row], sums_[row]);
-      }
+      if (helper == 0 && outputs[item].exists()) outputs[item].write(total[item], maximum[item], sum[item]);
     }
   }
 
-  float *weights_, *maxima_, *sums_, *kept_;
-  int* is_last_;
+  static __device__ __forceinline__ int item_of_thread(int item, int helpers_log2) {
+    return (item * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) >> helpers_log2;
+  }
 };
 
 }  // namespace hf_kvquant::cuda

@@ -13,15 +13,18 @@ namespace hf_kvquant::cuda {
 // An instantiation of the attention kernel (attend.cuh), with what the host has to know of it.
 struct AttendKernel {
   const void* function;
-  int fixed_bytes, bytes_per_stage;  // of shared memory
-  int num_stages, min_stages;        // of the rings, the latter where shared memory is short
-  int rows_per_tile;                 // query rows (tokens times heads of a group) that a thread block serves
-  int step_tokens;                   // tokens that a warp takes at a time
-  int slot_floats;                   // of one block's partial result
+  int fixed_bytes, stage_bytes;  // of shared memory; the latter a warp's
+  int num_stages, min_stages;    // of the rings, the latter where shared memory is short
+  int head_dim;                  // the largest it serves
+  int rows_per_tile;             // query rows (tokens times heads of a group) that a thread block serves
+  int step_tokens;               // tokens that a warp takes at a time
+  int slot_floats;               // of one block's partial result
   bool has_key_zero, has_value_zero;
 };
 
-constexpr int kAttendThreads = 128;
+// Warps of its blocks: 4 or 8, by the plan.
+constexpr int kMinAttendWarps = 4, kMaxAttendWarps = 8;
+constexpr int kGroupChannels = 32;  // that have a scale of their own in the kernels for groups
 
 // The kernels for a pair of storage types: of the smallest head dim (64, 128 or 256) that holds `head_dim`, and of the
 // fewest rows that hold `num_rows`, or else the most there are.
@@ -35,10 +38,10 @@ AttendKernel attend_fp8(int head_dim, int num_rows);
 // it.
 struct Divisor {
   unsigned value;
-  unsigned reciprocal;  // ⌈2³² / value⌉, exact while x · value < 2³²; 0 for 1, whose does not fit
+  unsigned reciprocal;  // ⌈2³¹ / value⌉, exact while x · value < 2³¹
 
 #ifdef __CUDACC__
-  __device__ __forceinline__ int quotient(int x) const { return reciprocal == 0 ? x : __umulhi(x, reciprocal); }
+  __device__ __forceinline__ int quotient(int x) const { return __umulhi(2 * x, reciprocal); }
   __device__ __forceinline__ int rest(int x) const { return x - quotient(x) * static_cast<int>(value); }
 #endif
 };
@@ -50,7 +53,9 @@ struct Rows {
 
 #ifdef __CUDACC__
   __device__ __forceinline__ int token(int row) const { return num_q_per_kv.quotient(row); }
-  __device__ __forceinline__ int head(int row) const { return num_q_per_kv.rest(row); }
+  __device__ __forceinline__ int head(int row, int token) const {
+    return row - token * static_cast<int>(num_q_per_kv.value);
+  }
 #endif
 };
 
@@ -60,17 +65,46 @@ struct NewTokens {
   int q_len;
 };
 
+// Where heads of something begin: in multiples of 16 bytes, so that 32 bits are enough and a product with them is one
+// instruction.
+struct Origin {
+  const void* data;
+  uint32_t stride_b, stride_h;
+
+#ifdef __CUDACC__
+  __device__ __forceinline__ const uint4* at(int b, int h, unsigned further) const {
+    return static_cast<const uint4*>(data) + (uint64_t{stride_b} * b + (uint64_t{stride_h} * h + further));
+  }
+#endif
+};
+
+// Scales or zeros, as the attention kernel copies them: eight consecutive tokens at a time.
+struct PlaneOfScales {
+  Origin heads;              // `data` nullptr: nothing to copy
+  uint32_t stride_g;         // in multiples of 16 bytes
+  Divisor groups_per_group;  // of the kernel, which has 32 channels in each, in one of the cache
+  int last_group;            // of the cache
+};
+
 // How the work of one decode call is cut and who does it.
 struct DecodePlan {
   AttendKernel kernel;  // `function` is nullptr where the general kernel serves (decode_general.cu)
   int num_stages;       // of the rings
+  int warps_log2;
   int shared_bytes;
+  bool may_overlap;  // the launch before, for whose end the kernel waits itself
   Rows rows;
   int rows_per_tile;  // also for the general kernel
-  Divisor num_row_tiles, num_kv_heads;
-  Divisor num_splits;        // parts of each sequence
-  int num_blocks;            // sequences x heads x row tiles x splits
-  bool appends;              // the attention kernel quantises the new tokens too
+  int num_row_tiles;
+  Divisor num_splits;  // thread blocks that share a result
+  int blocks_of_head;  // row tiles x splits; the grid is these x heads x sequences
+  bool is_dense;       // rows of codes are as wide as the kernel's, and without gaps
+  bool has_gaps;       // copies leave some of a stage as it is, see ring.cuh
+  bool appends;        // the attention kernel quantises the new tokens too
+  bool appends_pairs;  // one new key and its value side by side in a warp
+  Origin key_codes, value_codes;
+  PlaneOfScales scales[4];  // in the order in which the kernel copies them, which may be fewer
+  uint32_t query_stride_b, query_stride_h, query_stride_t;  // in elements
   int64_t num_counters;      // zeros needed at the place where parts meet; 0 when nothing is combined
   int64_t workspace_floats;  // partial results; 0 when there are none
 };

@@ -108,22 +108,28 @@ __device__ inline void load_rows(const Dense& dense, int64_t first, int num_rows
   }
 }
 
+// Eight channels of two bytes as float32.
+__device__ inline Values<Dtype::fp32> widen(const uint32_t (&words)[kChunk / 2], Dtype dtype) {
+  Values<Dtype::fp32> wide;
+  const bool is_bf16 = dtype == Dtype::bf16;
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) {
+    const uint32_t bits = words[k / 2] >> (16 * (k % 2)) & 0xffffu;
+    wide.words[k] = __float_as_uint(is_bf16 ? Values<Dtype::bf16>::widen(bits) : Values<Dtype::fp16>::widen(bits));
+  }
+  return wide;
+}
+
 // Eight channels of any dtype as float32, for code that should be compiled once.
 __device__ inline Values<Dtype::fp32> load_widened(const Dense& dense, int64_t first) {
-  Values<Dtype::fp32> wide[1];
   if (dense.dtype == Dtype::fp32) {
+    Values<Dtype::fp32> wide[1];
     load_rows(dense, first, 1, wide);
     return wide[0];
   }
   Values<Dtype::bf16> narrow[1];  // or fp16, which is as wide
   load_rows(dense, first, 1, narrow);
-  const bool is_bf16 = dense.dtype == Dtype::bf16;
-#pragma unroll
-  for (int k = 0; k < kChunk; ++k) {
-    const uint32_t bits = narrow[0].words[k / 2] >> (16 * (k % 2)) & 0xffffu;
-    wide[0].words[k] = __float_as_uint(is_bf16 ? Values<Dtype::bf16>::widen(bits) : Values<Dtype::fp16>::widen(bits));
-  }
-  return wide[0];
+  return widen(narrow[0].words, dense.dtype);
 }
 
 // --- ranges and scales
@@ -342,20 +348,19 @@ __device__ inline Codes<kStorage> encode(const Values<kDtype>& x, StoredScale va
   return codes;
 }
 
-// Token `i` of the chunk, quantised to position `t` of the cache, in one head. All lanes of one warp call this
-// together, with the same arguments; granularities head and group, and `t` within the capacity.
+// A row quantised to position `t` of the cache, in one head. All lanes of one warp call this together, each with its
+// place `chunk` in the row and the values there, zeros beyond its end; granularities head and group, and `t` within the
+// capacity. They may also take two rows side by side, of sides with the same number of channels and groups.
 template <Storage kStorage, bool kIsSymmetric>
-__device__ inline void append_row(const Side& side, const Dense& dense, int64_t b, int64_t h, int64_t i, int64_t t) {
-  const int chunk = threadIdx.x % kLanes, lanes_per_row = side.head_dim / kChunk;
+__device__ inline void append_row(const Side& side, const Values<Dtype::fp32>& x, int64_t b, int64_t h, int64_t t,
+                                  int chunk) {
+  const int lane = threadIdx.x % kLanes, lanes_per_row = side.head_dim / kChunk;
   const int lanes_per_group = divide_lanes(lanes_per_row, side.num_groups);
   const int g = divide_lanes(chunk, lanes_per_group), position = chunk - g * lanes_per_group;
-  const bool is_active = chunk < lanes_per_row;
-  Values<Dtype::fp32> x = {};
-  if (is_active) x = load_widened(dense, b * dense.stride_b + h * dense.stride_h + i * dense.stride_t + chunk * kChunk);
   Extent<Dtype::fp32, kIsSymmetric> extents[1] = {Extent<Dtype::fp32, kIsSymmetric>::of(x)};
-  join_lanes(extents, chunk, position, lanes_per_group);
+  join_lanes(extents, lane, position, lanes_per_group);
   const StoredScale value = compute_scale<kStorage>(extents[0].range());
-  if (!is_active) return;
+  if (chunk >= lanes_per_row) return;
   if (position == 0) store_scale<kIsSymmetric>(side, value, b, h, g, t);
   encode<kStorage, kIsSymmetric>(x, value).store(code_row(side, b, h, t) + chunk * Codes<kStorage>::kBytes);
 }

@@ -19,64 +19,103 @@ struct Query {
     return Shape::kKey == Storage::int4 ? (channel & 1) * (kHeadDim / 2) + channel / 2 : channel;
   }
 
-  // One warp writes one row; rows beyond the last are zeros. `sums` are factor · Σ query, group by group.
-  static __device__ __forceinline__ void write_row(const DecodeParams& params, const Rows& rows, const Segment& segment,
+  static constexpr int kPerLane = kHeadDim / kLanes;  // 2, 4 or 8 channels
+
+  // A lane's channels of one row, as the bits of 16-bit numbers; rows and channels beyond the last are zeros.
+  static __device__ __forceinline__ void load_row(const DecodeParams& params, const DecodePlan& plan,
+                                                  const Segment& segment, int slot, int lane,
+                                                  uint32_t (&bits)[kPerLane]) {
+    const Rows& rows = plan.rows;
+    const int row = segment.row_tile * kRows + slot, token = rows.token(row);
+    const int head = segment.h * static_cast<int>(rows.num_q_per_kv.value) + rows.head(row, token);
+    const uint16_t* values =
+        static_cast<const uint16_t*>(params.query.data) +
+        (segment.b * plan.query_stride_b + head * plan.query_stride_h + token * plan.query_stride_t + lane * kPerLane);
+    // Head dims are multiples of 8.
+    const bool is_held = row < rows.num_rows && lane * kPerLane < params.key_side.head_dim;
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) bits[k] = is_held ? values[k] : 0;
+  }
+
+  // One warp writes one row. `sums` are factor · Σ query, group by group.
+  static __device__ __forceinline__ void write_row(const DecodeParams& params, const uint32_t (&bits)[kPerLane],
                                                    int slot, unsigned char* planes, float* factors, float* sums,
                                                    int lane) {
-    const int row = segment.row_tile * kRows + slot;
-    const bool is_row = row < rows.num_rows, is_half = params.query.dtype == Dtype::fp16;
-    constexpr int kPerLane = kHeadDim / kLanes;  // 2, 4 or 8 channels
-    const uint16_t* values =
-        static_cast<const uint16_t*>(params.query.data) + segment.b * params.query.stride_b +
-        int64_t{segment.h * static_cast<int>(rows.num_q_per_kv.value) + rows.head(row)} * params.query.stride_h +
-        int64_t{rows.token(row)} * params.query.stride_t + lane * kPerLane;
-    float x[kPerLane], largest = 0.f, bad = 0.f;
+    const bool is_half = params.query.dtype == Dtype::fp16;
+    float x[kPerLane];
+    uint32_t magnitude = 0;
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
-      const uint32_t bits = is_row && lane * kPerLane + k < params.key_side.head_dim ? values[k] : 0;
-      x[k] = is_half ? half_to_float(bits) : __uint_as_float(bits << 16);
-      largest = fmaxf(largest, fabsf(x[k]));
-      bad += x[k] - x[k];  // NaN if anything is not finite
+      x[k] = is_half ? half_to_float(bits[k]) : __uint_as_float(bits[k] << 16);
+      magnitude = max(magnitude, __float_as_uint(x[k]) & 0x7fffffffu);
     }
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
-      bad += __shfl_xor_sync(kAllLanes, bad, distance);
-    }
-    const float scale = params.softmax_scale * kLog2E + bad;
+    // As integers, magnitudes of numbers are below infinity, and that is below NaN.
+    constexpr uint32_t kInfinity = 0x7f800000u;
+    magnitude = __reduce_max_sync(kAllLanes, magnitude);
+    const float largest = __uint_as_float(magnitude);
+    const float scale = magnitude < kInfinity ? params.softmax_scale * kLog2E : NAN;
     // Below, every logit is zero in float32 anyway, and the reciprocal might not be finite.
     const bool is_zero = !(largest >= 1e-30f);
     if constexpr (kIsInteger) {
       constexpr float kLargest = 32512.f;  // 127 · 256: the high byte stays within ±127
-      const float to_integer = is_zero ? 0.f : kLargest / largest;
-      const float factor = scale * (largest / kLargest);
-      int sum = 0;
+      const float to_integer = is_zero ? 0.f : __fdividef(kLargest, largest);
+      const float factor = scale * (largest * (1.f / kLargest));
+      int q[kPerLane], sum = 0;
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) {
-        const int q = __float2int_rn(x[k] * to_integer), high = (q + 128) >> 8;
-        const int at = slot * kHeadDim + place(lane * kPerLane + k);
-        planes[at] = static_cast<unsigned char>(high);
-        planes[kRows * kHeadDim + at] = static_cast<unsigned char>(q - high * 256);
-        sum += q;
+        q[k] = __float2int_rn(x[k] * to_integer);
+        sum += q[k];
+      }
+      constexpr int kStep = Shape::kKey == Storage::int4 ? 2 : 1;  // even and odd channels go to different places
+#pragma unroll
+      for (int first = 0; first < kStep; ++first) {
+        unsigned char* at = planes + slot * kHeadDim + place(lane * kPerLane + first);
+        store_bytes<kStep>(at, q, first, [](int x) { return (x + 128) >> 8; });
+        store_bytes<kStep>(at + kRows * kHeadDim, q, first, [](int x) { return x; });
       }
       // Lanes of a group of channels are neighbours.
+      if constexpr (kNumGroups == 1) {
+        sum = __reduce_add_sync(kAllLanes, sum);
+      } else {
 #pragma unroll
-      for (int distance = kLanes / kNumGroups / 2; distance > 0; distance /= 2) {
-        sum += __shfl_xor_sync(kAllLanes, sum, distance);
+        for (int distance = kLanes / kNumGroups / 2; distance > 0; distance /= 2) {
+          sum += __shfl_xor_sync(kAllLanes, sum, distance);
+        }
       }
       if (lane % (kLanes / kNumGroups) == 0) {
         sums[slot * kNumGroups + lane / (kLanes / kNumGroups)] = factor * static_cast<float>(sum);
       }
       if (lane == 0) factors[slot] = factor;
     } else {
-      int exponent = 0;
-      frexpf(largest, &exponent);
-      const float to_half = is_zero ? 0.f : ldexpf(1.f, 8 - exponent);
+      // The power of two that brings the largest to 128 ... 256, by its exponent bits.
+      const uint32_t exponent = magnitude >> 23;
+      const float to_half = is_zero ? 0.f : __uint_as_float((261 - exponent) << 23);
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) {
         reinterpret_cast<half_bits*>(planes)[slot * kHeadDim + lane * kPerLane + k] = float_to_half(x[k] * to_half);
       }
-      if (lane == 0) factors[slot] = is_zero ? scale * 0.f : scale * ldexpf(1.f, exponent - 8);
+      if (lane == 0) factors[slot] = scale * (is_zero ? 0.f : __uint_as_float((exponent - 7) << 23));
+    }
+  }
+
+ private:
+  // The low bytes of every kStep-th number from `first` on, one after the other.
+  template <int kStep, class Byte>
+  static __device__ __forceinline__ void store_bytes(unsigned char* to, const int (&q)[kPerLane], int first,
+                                                     Byte byte) {
+    constexpr int kBytes = kPerLane / kStep;
+    uint32_t words[(kBytes + 3) / 4] = {};
+#pragma unroll
+    for (int i = 0; i < kBytes; ++i) {
+      words[i / 4] |= static_cast<uint32_t>(byte(q[i * kStep + first]) & 0xff) << (8 * (i % 4));
+    }
+    if constexpr (kBytes == 1) {
+      *to = static_cast<unsigned char>(words[0]);
+    } else if constexpr (kBytes == 2) {
+      *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(words[0]);
+    } else {
+#pragma unroll
+      for (int w = 0; w < kBytes / 4; ++w) reinterpret_cast<uint32_t*>(to)[w] = words[w];
     }
   }
 };

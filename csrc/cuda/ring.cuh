@@ -11,8 +11,7 @@
 
 namespace hf_kvquant::cuda {
 
-template <int kKeyRowBytes, int kValueRowBytes, bool kHasKeyZero, bool kHasValueZero, int kNumGroups, int kTilesPerStep,
-          int kStride>
+template <int kKeyRowBytes, int kValueRowBytes, bool kHasKeyZero, bool kHasValueZero, int kNumGroups, int kTilesPerStep>
 class Ring {
  public:
   static constexpr int kStepTokens = 16 * kTilesPerStep;
@@ -27,11 +26,11 @@ class Ring {
   static constexpr int kValueZeroAt = kValueScaleAt + kPlaneBytes;
   static constexpr int kStageBytes = kScalesAt + kNumPlanes * kPlaneBytes;
 
-  // `memory` is shared, num_stages · kStageBytes.
-  __device__ __forceinline__ Ring(const DecodeParams& params, unsigned char* memory, int num_stages, int lane)
-      : memory_(shared_address(memory)), num_stages_(num_stages), lane_(lane) {
-    const Side &keys = params.key_side, &values = params.value_side;
-    is_dense_ = is_dense(keys, kKeyRowBytes) && is_dense(values, kValueRowBytes);
+  // `memory` is shared, num_stages · kStageBytes. Copies tokens of one head, at first all that fit; `stride` is in
+  // steps.
+  __device__ __forceinline__ Ring(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
+                                  unsigned char* memory, int stride, int lane)
+      : memory_(shared_address(memory)), stride_(stride * kStepTokens), lane_(lane), is_dense_(plan.is_dense) {
     key_place_ = place_of_chunk<kKeyRowBytes>(lane), value_place_ = place_of_chunk<kValueRowBytes>(lane);
     keep(key_place_);
     if constexpr (kKeyRowBytes == kValueRowBytes) {
@@ -39,29 +38,35 @@ class Ring {
     } else {
       keep(value_place_);
     }
-    // Some of a stage is then not filled by copies.
-    has_gaps_ = !is_dense_ || (kHasKeyZero && keys.zero == nullptr) || (kHasValueZero && values.zero == nullptr) ||
-                keys.scale_stride_t == 0 || values.scale_stride_t == 0;
+    end_ = params.capacity;
+    if (plan.has_gaps) fill_gaps(params, memory_, plan.num_stages, lane_, segment.b);
   }
 
-  // From now on copies tokens begin ... end - 1 of one head, from a step on.
-  __device__ __forceinline__ void open(const DecodeParams& params, int b, int h, int begin, int end, int first_step) {
-    begin_ = begin, end_ = end;
-    first_ = first_step * kStepTokens;
-    if (has_gaps_) fill_gaps(params, memory_, num_stages_, lane_, b);
-    key_codes_ = code_row(params.key_side, b, h, 0) + int64_t{first_} * kKeyRowBytes + lane_ * 16;
-    value_codes_ = code_row(params.value_side, b, h, 0) + int64_t{first_} * kValueRowBytes + lane_ * 16;
+  // Leaves out all tokens but begin ... end - 1.
+  __device__ __forceinline__ void bound(int begin, int end) { begin_ = begin, end_ = end; }
+
+  // Goes to a step.
+  __device__ __forceinline__ void seek(const DecodePlan& plan, const Segment& segment, int step) {
+    first_ = step * kStepTokens;
+    key_codes_ = chunk_of(plan.key_codes.at(segment.b, segment.h, step * (kStepTokens * kKeyRowBytes / 16) + lane_));
+    value_codes_ =
+        chunk_of(plan.value_codes.at(segment.b, segment.h, step * (kStepTokens * kValueRowBytes / 16) + lane_));
 #pragma unroll
     for (int i = 0; i < kScaleCopies; ++i) {
-      const int chunk = i * kLanes + lane_, plane = chunk / (kNumGroups * kScaleChunks);
-      const int group = chunk / kScaleChunks % kNumGroups;
-      const half_bits* row = plane < kNumPlanes ? scale_row(params, plane, b, h, group) : nullptr;
-      has_scales_[i] = row != nullptr;
-      scales_[i] = has_scales_[i] ? row + first_ + chunk % kScaleChunks * 8 : nullptr;
+      const int chunk = i * kLanes + lane_, number = chunk / (kNumGroups * kScaleChunks);
+      const PlaneOfScales& plane = plan.scales[min(number, kNumPlanes - 1)];
+      unsigned further = step * kScaleChunks + chunk % kScaleChunks;
+      if constexpr (kNumGroups > 1) {
+        // The cache's groups may be larger than the kernel's, and its rows narrower.
+        const int group = chunk / kScaleChunks % kNumGroups;
+        further += plane.stride_g * min(plane.groups_per_group.quotient(group), plane.last_group);
+      }
+      has_scales_[i] = number < kNumPlanes && plane.heads.data != nullptr;
+      scales_[i] = reinterpret_cast<const half_bits*>(plane.heads.at(segment.b, segment.h, further));
     }
   }
 
-  // Starts copying the next step into a stage, and goes kStride steps on. Callers commit.
+  // Starts copying the next step into a stage, and goes a stride on. Callers commit.
   __device__ __forceinline__ void fill(const DecodeParams& params, int b, int h, int stage) {
     const uint32_t to = memory_ + stage * kStageBytes;
     if (is_dense_ && first_ >= begin_ && first_ + kStepTokens <= end_) {
@@ -78,16 +83,20 @@ class Ring {
       }
       fill_scales<true>(to);
     }
-    first_ += kStride * kStepTokens;
-    key_codes_ += kStride * kStepTokens * kKeyRowBytes;
-    value_codes_ += kStride * kStepTokens * kValueRowBytes;
+    first_ += stride_;
+    key_codes_ += int64_t{stride_} * kKeyRowBytes;
+    value_codes_ += int64_t{stride_} * kValueRowBytes;
 #pragma unroll
-    for (int i = 0; i < kScaleCopies; ++i) scales_[i] += kStride * kStepTokens;
+    for (int i = 0; i < kScaleCopies; ++i) scales_[i] += stride_;
   }
 
  private:
   static constexpr int kScaleChunks = kScaleBytes / 16;
   static constexpr int kScaleCopies = (kNumPlanes * kNumGroups * kScaleChunks + kLanes - 1) / kLanes;
+
+  static __device__ __forceinline__ const uint8_t* chunk_of(const uint4* chunk) {
+    return reinterpret_cast<const uint8_t*>(chunk);
+  }
 
   static __device__ __forceinline__ int row_bytes(const Side& side) {
     return side.storage == Storage::int4 ? side.head_dim / 2 : side.head_dim;
@@ -96,10 +105,6 @@ class Ring {
   // What all starts of rows are multiples of.
   static __device__ __forceinline__ int64_t alignment(const Side& side) {
     return reinterpret_cast<int64_t>(side.codes) | side.codes_stride_b | side.codes_stride_h | side.codes_stride_t;
-  }
-
-  static __device__ __forceinline__ bool is_dense(const Side& side, int kernel_row_bytes) {
-    return side.codes_stride_t == kernel_row_bytes && row_bytes(side) == kernel_row_bytes && alignment(side) % 16 == 0;
   }
 
   // Zeros where no copy writes (the rest of rows narrower than the kernel's, zeros of formats without them), and the
@@ -130,18 +135,6 @@ class Ring {
     for (int byte = lane * 4; byte < kPlaneBytes; byte += kLanes * 4) {
       asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + byte), "r"(pair) : "memory");
     }
-  }
-
-  // The scales of one plane and group in token order; nullptr where there are none to copy. A group of the kernel has
-  // 32 channels; the cache's may be larger, and its rows narrower than the kernel's.
-  static __device__ __forceinline__ const half_bits* scale_row(const DecodeParams& params, int plane, int b, int h,
-                                                               int group) {
-    const bool is_key = plane < 1 + kHasKeyZero;
-    const bool is_zero = is_key ? plane == 1 : plane == 2 + kHasKeyZero;
-    const Side& side = is_key ? params.key_side : params.value_side;
-    if (side.scale_stride_t == 0 || (is_zero && side.zero == nullptr)) return nullptr;
-    const int g = kNumGroups == 1 ? 0 : min(group * 32 * side.num_groups / side.head_dim, side.num_groups - 1);
-    return is_zero ? zero_at(side, b, h, g, 0) : scale_at(side, b, h, g, 0);
   }
 
   __device__ __forceinline__ int valid(int token, int bytes) const {
@@ -200,9 +193,9 @@ class Ring {
   }
 
   uint32_t memory_;
-  int num_stages_, lane_;
+  int stride_, lane_;                 // stride in tokens
   uint32_t key_place_, value_place_;  // of the lane's first chunk, in a stage's codes
-  bool is_dense_, has_gaps_;
+  bool is_dense_;
   int begin_ = 0, end_ = 0;
   int first_ = 0;                                                // token of the next step
   const uint8_t *key_codes_ = nullptr, *value_codes_ = nullptr;  // the lane's first chunk of it, where rows are dense

@@ -1,15 +1,18 @@
-// Which part of which sequence a thread block attends to. Lengths are known on the device only, so blocks work this out
-// themselves, from a fixed grid.
+// Which tokens of which sequence a thread block attends to. Lengths are known on the device only, so blocks work this
+// out themselves, from a fixed grid.
 //
 // A unit is what one result needs: a sequence, a key-value head, and a tile of query rows. Its tokens are cut into
-// steps, aligned to multiples of `kStepTokens`, and these into `num_splits` parts of equal size, a block each, whatever
-// else is in the batch: so results repeat bit for bit, and with a fixed number of splits they are the same in every
-// batch. Blocks that share a unit leave partial results in the workspace; the last of them to arrive combines
-// (combine.cuh).
+// steps, aligned to multiples of `kStepTokens`, and as many steps as a block has warps are a round. Rounds are dealt to
+// `num_splits` blocks in turn, by their place in the sequence and by nothing else: so results repeat bit for bit, with a
+// fixed number of splits they are the same in every batch, and a block knows where it begins, and can start to copy,
+// before it knows a length. Blocks that share a unit leave partial results in the workspace; the last of them to arrive
+// combines (combine.cuh).
 //
 // Tried and no faster (H200, 2026-11): blocks that stay and fetch their next part, with its first copies started before
-// the last part is merged; an even deal of all steps to blocks or to warps, whatever the lengths. What a part costs
-// beside its tokens, some 6 us of waiting for one thing after the other, they do not hide, and they cost instructions.
+// the last part is merged; an even deal of all steps to blocks or to warps, whatever the lengths: they do not hide what a
+// part costs beside its tokens, and cost instructions. Copying before the length is known saved 0.3 us of 7, but reads
+// what nobody needs wherever the cache has room for more than it holds. Clusters, whose blocks combine through each
+// other's shared memory, are packed onto few multiprocessors: with 8 blocks each they were no faster, with 16 slower.
 #pragma once
 
 #include "../format.h"
@@ -18,64 +21,105 @@
 
 namespace hf_kvquant::cuda {
 
+// What is asked of the device first, since all else depends on it.
+struct Bounds {
+  int length, start;
+
+  __device__ __forceinline__ Bounds(const DecodeParams& params, int b)
+      : length(params.lengths[b]), start(params.starts == nullptr ? 0 : params.starts[b]) {}
+};
+
 // The tokens that the rows of a unit see.
 struct Span {
   int first_position;  // of the chunk's first query; may be negative
   int begin, end;      // tokens that any row sees
-  int first_step, num_steps;
 };
 
-// Steps of a unit without tokens are one, so that somebody writes its result.
-template <int kStepTokens>
-__device__ __forceinline__ Span span_of(const DecodeParams& params, const Rows& rows, int b, int first_row,
-                                        int num_rows) {
-  const int length = min(max(params.lengths[b], 0), params.capacity);
-  const int start = params.starts == nullptr ? 0 : max(params.starts[b], 0);
-  Span span;
-  span.first_position = length - params.q_len;
-  span.end = span.first_position + rows.token(first_row + num_rows - 1) + 1;
-  span.begin = start;
-  if (params.sliding_window > 0) {
-    span.begin = max(start, span.first_position + rows.token(first_row) - params.sliding_window + 1);
-  }
-  if (span.begin >= span.end) span.begin = span.end = 0;
-  span.first_step = span.begin / kStepTokens;
-  span.num_steps = max(1, (span.end + kStepTokens - 1) / kStepTokens - span.first_step);
-  return span;
-}
-
-// A block's share of one unit.
+// A block's share of one unit: rounds `share`, `share` + num_splits and so on of the sequence.
 struct Segment {
   int b, h, row_tile;
-  int unit;                   // number of the unit
-  int part, num_parts;        // of the unit, those without steps not counted
-  int first_step, last_step;  // of the sequence; last_step is not part of it
+  int share;                  // less than num_splits
+  int part, num_parts;        // place among the shares that have rounds, in the order of the sequence
+  int first_step, last_step;  // of the block's first round, and of the sequence; last_step is not part of it
 
-  __device__ __forceinline__ bool has_last_step() const { return part == num_parts - 1; }
+  __device__ __forceinline__ bool has_rounds() const { return part < num_parts; }
 };
 
-// The unit and part of this block; its steps are known only with `find_steps`.
+// The unit and share of this block; what it has to do is known only with `find_rounds`.
 __device__ __forceinline__ Segment segment_of_block(const DecodePlan& plan) {
   Segment segment;
-  segment.unit = plan.num_splits.quotient(blockIdx.x);
-  segment.part = plan.num_splits.rest(blockIdx.x);
-  segment.row_tile = plan.num_row_tiles.rest(segment.unit);
-  const int head = plan.num_row_tiles.quotient(segment.unit);
-  segment.h = plan.num_kv_heads.rest(head);
-  segment.b = plan.num_kv_heads.quotient(head);
+  segment.row_tile = plan.num_splits.quotient(blockIdx.x);
+  segment.share = plan.num_splits.rest(blockIdx.x);
+  segment.h = blockIdx.y;
+  segment.b = blockIdx.z;
   return segment;
 }
 
-// The steps of a block, and the span of its unit. A block beyond its unit's parts has none.
+// The number of a block's unit.
+__device__ __forceinline__ int64_t unit_of(const DecodePlan& plan, const Segment& segment) {
+  return (int64_t{segment.b} * gridDim.y + segment.h) * plan.num_row_tiles + segment.row_tile;
+}
+
+// The share that a step belongs to.
+__device__ __forceinline__ int share_of_step(const DecodePlan& plan, int step) {
+  return plan.num_splits.rest(static_cast<unsigned>(step) >> plan.warps_log2);
+}
+
+// The new tokens that are written in the same launch, those for which there is room, and the steps that hold them.
+struct Held {
+  int begin = 0, end = 0;  // tokens
+  int first_step = 0;
+  bool is_own = false;  // some of them belong to this block
+};
+
+// Steps and rounds are counted without signs, so that a division by a power of two is one instruction.
 template <int kStepTokens>
-__device__ __forceinline__ Span find_steps(const DecodeParams& params, const DecodePlan& plan, Segment& segment) {
-  const int first_row = segment.row_tile * plan.rows_per_tile;
-  const Span span = span_of<kStepTokens>(params, plan.rows, segment.b, first_row,
-                                         min(plan.rows_per_tile, plan.rows.num_rows - first_row));
-  const int steps = plan.num_splits.quotient(span.num_steps + plan.num_splits.value - 1);
-  segment.num_parts = plan.num_splits.value == 1 ? 1 : (span.num_steps + steps - 1) / steps;
-  segment.first_step = span.first_step + segment.part * steps;
-  segment.last_step = min(segment.first_step + steps, span.first_step + span.num_steps);
+__device__ __forceinline__ int step_of(int token) {
+  return static_cast<unsigned>(token) / kStepTokens;
+}
+
+// They are few: at most two steps hold them.
+template <int kStepTokens>
+__device__ __forceinline__ Held find_held(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds,
+                                          const Segment& segment) {
+  Held held;
+  held.begin = max(bounds.length, params.q_len) - params.q_len;
+  held.end = min(bounds.length, params.capacity);
+  held.first_step = step_of<kStepTokens>(held.begin);
+  held.is_own = held.begin < held.end && share_of_step(plan, held.first_step) == segment.share;
+  if (held.end - held.begin > 1) {
+    held.is_own |= share_of_step(plan, step_of<kStepTokens>(held.end - 1)) == segment.share;
+  }
+  return held;
+}
+
+// The rounds of a block, and the span of its unit. Steps of a unit without tokens are one, so that somebody writes its
+// result.
+template <int kStepTokens>
+__device__ __forceinline__ Span find_rounds(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds,
+                                            Segment& segment) {
+  int first_token = 0, last_token = params.q_len - 1;  // of the chunk, in the row tile
+  if (plan.num_row_tiles > 1) {
+    const int first_row = segment.row_tile * plan.rows_per_tile;
+    first_token = plan.rows.token(first_row);
+    last_token = plan.rows.token(min(first_row + plan.rows_per_tile, plan.rows.num_rows) - 1);
+  }
+  Span span;
+  span.first_position = min(max(bounds.length, 0), params.capacity) - params.q_len;
+  span.end = span.first_position + last_token + 1;
+  span.begin = max(bounds.start, 0);
+  if (params.sliding_window > 0) {
+    span.begin = max(span.begin, span.first_position + first_token - params.sliding_window + 1);
+  }
+  if (span.begin >= span.end) span.begin = span.end = 0;
+  const unsigned last_step = step_of<kStepTokens>(max(span.end - 1, 0));
+  const int first_round = static_cast<unsigned>(step_of<kStepTokens>(span.begin)) >> plan.warps_log2;
+  const int num_rounds = static_cast<int>(last_step >> plan.warps_log2) + 1 - first_round;
+  segment.last_step = last_step + 1;
+  segment.num_parts = min(static_cast<int>(plan.num_splits.value), num_rounds);
+  segment.part = segment.share - plan.num_splits.rest(first_round);
+  if (segment.part < 0) segment.part += plan.num_splits.value;
+  segment.first_step = (first_round + segment.part) << plan.warps_log2;
   return span;
 }
 

@@ -7,9 +7,6 @@
 
 namespace hf_kvquant::cuda {
 
-constexpr int kNumWarps = 4;
-constexpr int kNumThreads = kNumWarps * kLanes;
-
 // `kRows` 4 is its own form: the high and low bytes of an integer query share a column tile, which halves the work on
 // scores.
 template <Storage kKey_, Storage kValue_, bool kHasKeyZero_, bool kHasValueZero_, bool kIsGrouped_, int kHeadDim_,
@@ -23,29 +20,26 @@ struct Shape {
 
   static constexpr int kKeyRowBytes = kHeadDim / (kKey == Storage::int4 ? 2 : 1);
   static constexpr int kValueRowBytes = kHeadDim / (kValue == Storage::int4 ? 2 : 1);
-  static constexpr int kNumGroups = kIsGrouped ? kHeadDim / 32 : 1;
+  static constexpr int kNumGroups = kIsGrouped ? kHeadDim / kGroupChannels : 1;
   // Steps of about 4 KB (8 KB for head dim 256), three or four of them under way or in use.
   static constexpr int kTilesPerStep = kKeyRowBytes + kValueRowBytes > 192 ? 1 : 2;
   static constexpr int kNumStages = kKeyRowBytes + kValueRowBytes == 256 ? 4 : 3;
-  using KeyRing = Ring<kKeyRowBytes, kValueRowBytes, kHasKeyZero, kHasValueZero, kNumGroups, kTilesPerStep, kNumWarps>;
+  using KeyRing = Ring<kKeyRowBytes, kValueRowBytes, kHasKeyZero, kHasValueZero, kNumGroups, kTilesPerStep>;
 
   static constexpr int kColumnTiles = kRows <= 8 ? 1 : kRows / 8;  // of 8 query rows (kIsPaired: 4)
   static constexpr int kColumnsPerTile = kIsPaired ? 1 : 2;
   static constexpr int kColumns = kColumnsPerTile * kColumnTiles;  // query rows of a lane
 
   // Shared memory: the query, small things, and the rings, whose place the outputs of the warps take in the end.
-  static constexpr int kOutputStride = kHeadDim + 4;  // floats
-  static constexpr int kOutputBytes = kNumWarps * kRows * kOutputStride * 4;
+  static constexpr int kOutputStride = kHeadDim + 4;                         // floats
+  static constexpr int kOutputBytes = kRows * kOutputStride * 4;             // of a warp
   static constexpr int kFactorsAt = 2 * kRows * kHeadDim;                    // see Query
-  static constexpr int kSumsAt = kFactorsAt + (1 + kNumGroups) * kRows * 4;  // [kNumWarps][kRows] {maximum, sum}
-  static constexpr int kCombineAt = kSumsAt + kNumWarps * kRows * 8;
-  static constexpr int kRingsAt = (kCombineAt + Combine<kRows, kHeadDim, kNumThreads>::kSharedBytes + 127) / 128 * 128;
+  static constexpr int kSumsAt = kFactorsAt + (1 + kNumGroups) * kRows * 4;  // [warp][kRows] {maximum, sum}
+  static constexpr int kRingsAt = (kSumsAt + kMaxAttendWarps * kRows * 8 + 127) / 128 * 128;
 
   // For the host, which takes fewer stages where shared memory is short.
-  static constexpr int kFixedBytes = kRingsAt;
-  static constexpr int kBytesPerStage = kNumWarps * KeyRing::kStageBytes;
-  static constexpr int kMinStages = 2 * kBytesPerStage >= kOutputBytes ? 2 : kNumStages;
-  static_assert(kMinStages * kBytesPerStage >= kOutputBytes, "the rings hold the outputs");
+  static constexpr int kMinStages = 2 * KeyRing::kStageBytes >= kOutputBytes ? 2 : kNumStages;
+  static_assert(kMinStages * KeyRing::kStageBytes >= kOutputBytes, "a ring holds the output");
 };
 
 }  // namespace hf_kvquant::cuda
