@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   const int likely_step = (segment.share << plan.warps_log2) + warp;
   ring.seek(plan, segment, likely_step);
 
-  // --- start copying. Steps that hold new tokens have to wait until these are written.
+  // --- start copying; write the new tokens, by the warp whose step they belong to, before that step is copied
   const Span span = find_rounds<Ring::kStepTokens>(params, plan, bounds, segment);
   const Held held = plan.appends ? find_held<Ring::kStepTokens>(params, plan, bounds, segment) : Held{};
   if (!segment.has_rounds() && !held.is_own) return;
@@ -110,6 +110,22 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     ring.fill(params, segment.b, segment.h, stage);
     commit_copies();
   }
+  if (held.is_own) {
+#pragma unroll 1
+    for (int t = held.begin; t < held.end; ++t) {
+      const int step = step_of<Ring::kStepTokens>(t);
+      if ((step & (num_warps - 1)) != warp || share_of_step(plan, step) != segment.share) continue;
+      append_token<Shape>(params, new_tokens, plan, segment, pair, t - (bounds.length - new_tokens.q_len), t, lane);
+    }
+    __syncwarp();
+    if (!segment.has_rounds()) return;
+  }
+  for (; stage < num_stages - 1; ++stage) {
+    if (first_step + stage * stride < segment.last_step) ring.fill(params, segment.b, segment.h, stage);
+    commit_copies();
+  }
+
+  // --- prepare the query while the copies are under way
 #pragma unroll
   for (int i = 0; i < kRowsOfWarp; ++i) {
     const int slot = i * num_warps + warp;
@@ -130,22 +146,6 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   const int first_whole = (all_from + Ring::kStepTokens - 1) / Ring::kStepTokens;
   const int num_whole = changes_scores ? 0 : max(all_until / Ring::kStepTokens - first_whole, 0);
   __syncthreads();
-
-  // --- write the new tokens, the warp whose step they belong to
-  if (held.is_own) {
-#pragma unroll 1
-    for (int t = held.begin; t < held.end; ++t) {
-      const int step = step_of<Ring::kStepTokens>(t);
-      if ((step & (num_warps - 1)) != warp || share_of_step(plan, step) != segment.share) continue;
-      append_token<Shape>(params, new_tokens, plan, segment, pair, t - (bounds.length - new_tokens.q_len), t, lane);
-    }
-    __syncwarp();
-    if (!segment.has_rounds()) return;
-  }
-  for (; stage < num_stages - 1; ++stage) {
-    if (first_step + stage * stride < segment.last_step) ring.fill(params, segment.b, segment.h, stage);
-    commit_copies();
-  }
 
   // --- attend
   Worker<Shape> worker(params, planes, factors, query_sums, lane);
