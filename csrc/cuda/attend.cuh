@@ -7,13 +7,15 @@
 // (combine.cuh). In the loop there are no barriers, only unpacking, tensor-core products and an online softmax; scales,
 // zeros and offsets act on scores and probabilities, outside of the products (fragments.cuh).
 //
-// Instructions are scarce: at 4.5 TB/s, an H200 has 3.7 thread instructions for an int4 code, and a busy multiprocessor
-// lowers its clock. Hence bytes instead of float16 for query · key, and a fast body for steps that all rows see in
-// whole; others (edges, windows, causal bounds within a chunk, softcap, ALiBi) take a second body. They are no longer
-// what limits: without any product the kernel would be 3 % faster (H200, 2026-11, int4). What remains is how long a
-// block takes to start and to end: some thousand clocks of one instruction after the other, four clocks each, and of
-// waiting for memory. So before its first copies a block computes as little as it can, asks for everything it will need
-// before it needs any of it, and the host prepares what is the same for all.
+// Instructions are scarce: at 4.5 TB/s, an H200 has 3.7 thread instructions for an int4 code, and power is scarcer.
+// Reading alone takes all of its 700 W and lowers the clock to 1.65 to 1.85 GHz, depending on how few instructions read;
+// with this kernel it falls to 1.5 GHz (2026-11). Hence bytes instead of float16 for query · key, codes that a mask
+// alone unpacks for weights · values, and a fast body for steps that all rows see in whole; others (edges, windows,
+// causal bounds within a chunk, softcap, ALiBi) take a second body.
+//
+// What a block does before its first and after its last copy counts, too: some thousand clocks of one instruction after
+// the other, four clocks each, and of waiting for memory. So it computes as little as it can before it copies, asks for
+// everything before it needs any of it, and the host prepares what is the same for all.
 #pragma once
 
 #include "quantize.cuh"

@@ -113,12 +113,16 @@ __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
   return static_cast<uint32_t>(halves.x) | static_cast<uint32_t>(halves.y) << 16;
 }
 
+// A nibble in the lowest or second lowest bits of a float16 is a subnormal number, this many times smaller: one mask
+// unpacks two codes.
+constexpr float kLowNibbleUnit = 0x1p24f, kHighNibbleUnit = 0x1p20f;
+
 // The A operands of two channels (rows g and g + 8), or of four with int4, out of the same word of four tokens, in the
 // order of the operand: tokens 2t, 2t + 1, 2t + 8, 2t + 9. `use(index, a0, a1, a2, a3)` receives one output tile each.
-// Integers come out exact and centred, code - 128 or code - 8. With an offset to be taken off the sum in the end, sums
-// would be large, tensor cores truncate what they add up, and half a unit in the last place, lost again and again, is a
-// bias that shows in long sequences. Centred, because the rounding of a weight counts as often as the code it is
-// multiplied with.
+// Bytes come out exact and centred, code - 128; nibbles as they are, in units of their own: rows g of all tiles are low
+// nibbles. What is to be taken off their sum is small. With an offset of 64 or 1024, as masks alone would give bytes,
+// sums would be large, tensor cores truncate what they add up, and half a unit in the last place, lost again and again,
+// is a bias that shows in long sequences.
 template <Storage kStorage, class Use>
 __device__ __forceinline__ void for_value_operands(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int num_halves,
                                                    Use use) {
@@ -130,12 +134,9 @@ __device__ __forceinline__ void for_value_operands(uint32_t w0, uint32_t w1, uin
       const uint32_t selector = i == 0 ? 0x5410 : 0x7632;
       const uint32_t e = __byte_perm(w0, w1, selector), f = __byte_perm(w2, w3, selector);
       const uint32_t e8 = e >> 8, f8 = f >> 8;
-      // A low nibble behind the exponent of 1024 is 1024 + code, a high one behind that of 64 is 64 + code.
-      constexpr uint32_t k1024 = 0x64006400u, kMinus1032 = 0xe408e408u, k64 = 0x54005400u, kMinus72 = 0xd480d480u;
-      const auto low = [](uint32_t x) { return add_halves(mask_or(x, 0x000f000fu, k1024), kMinus1032); };
-      const auto high = [](uint32_t x) { return add_halves(mask_or(x, 0x00f000f0u, k64), kMinus72); };
-      use(2 * i, low(e), high(e), low(f), high(f));
-      use(2 * i + 1, low(e8), high(e8), low(f8), high(f8));
+      constexpr uint32_t kLow = 0x000f000fu, kHigh = 0x00f000f0u;
+      use(2 * i, e & kLow, e & kHigh, f & kLow, f & kHigh);
+      use(2 * i + 1, e8 & kLow, e8 & kHigh, f8 & kLow, f8 & kHigh);
     } else {
       // Two bytes of two tokens, interleaved: first, second, first, second.
       const uint32_t selector = i == 0 ? 0x5140 : 0x7362;

@@ -36,7 +36,7 @@ class Worker {
     keep(key_at_), keep(even_value_at_), keep(odd_value_at_), keep(scale_at_);
     query_.load(planes, g_, t_);
     key_offset_ = code_offset(params.key_side);
-    value_center_ = params.value_side.is_symmetric ? 0.f : 8.f;
+    value_center_ = params.value_side.is_symmetric ? 0.f : kMiddleCode;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int row = row_of(c);
@@ -164,8 +164,8 @@ class Worker {
 #pragma unroll
         for (int i = 0; i < Shape::kColumnsPerTile; ++i) {
           if constexpr (Shape::kHasValueZero) {
-            output_[n][j][i] += zero_[2 * n + i][group];
-            output_[n][j][2 + i] += zero_[2 * n + i][group];
+            output_[n][j][i] = fmaf(output_[n][j][i], kLowNibbleUnit, zero_[2 * n + i][group]);
+            output_[n][j][2 + i] = fmaf(output_[n][j][2 + i], kHighNibbleUnit, zero_[2 * n + i][group]);
           }
         }
       }
@@ -327,6 +327,8 @@ class Worker {
     }
   }
 
+  static constexpr float kMiddleCode = 8.f;  // of int4
+  static_assert(Shape::kHasValueZero == (Shape::kValue == Storage::int4));
   static constexpr uint32_t kNibbles = 0x0f0f0f0fu, kHighNibbles = 0xf0f0f0f0u;
   static constexpr int kParts = QueryOperands<Shape>::kParts;
 
@@ -452,9 +454,18 @@ class Worker {
       }
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n) {
-        operand[n][h] =
-            transpose(Shape::kIsPaired ? pack_halves(scaled[0], 0.f)
-                                       : pack_halves(scaled[2 * n % kColumns], scaled[(2 * n + 1) % kColumns]));
+        const uint32_t pair = Shape::kIsPaired
+                                  ? pack_halves(scaled[0], 0.f)
+                                  : pack_halves(scaled[2 * n % kColumns], scaled[(2 * n + 1) % kColumns]);
+        operand[n][h] = transpose(pair);
+        if constexpr (Shape::kValue == Storage::int4) {
+          // Codes are taken off their middle here, for weights as they were rounded: a rounding error then counts as
+          // often as the code differs from the middle, not as often as the code.
+#pragma unroll
+          for (int i = 0; i < Shape::kColumnsPerTile; ++i) {
+            zero_[2 * n + i][group] = fmaf(half_of(pair, i), -kMiddleCode, zero_[2 * n + i][group]);
+          }
+        }
       }
     }
   }
@@ -489,7 +500,7 @@ class Worker {
   uint32_t key_at_, even_value_at_, odd_value_at_, scale_at_;  // in a stage: of the lane's first words and scales
   QueryOperands<Shape> query_;
   float key_offset_;
-  float value_center_;  // what is to be added to codes: asymmetric ones are centred for the products
+  float value_center_;  // what is to be added to codes off their middle
   float factor_[kColumns], sum_of_query_[kColumns][kNumGroups];
   float maximum_[kColumns], shift_[kColumns], sum_[kColumns], zero_[kColumns][kNumGroups];
   uint32_t operand_[kTiles][kNumGroups][kColumnTiles][2];  // weights of the step before
