@@ -18,7 +18,8 @@ AttendKernel kernel_of() {
           Shape::KeyRing::kStepTokens,
           static_cast<int>(Partial<Shape::kRows, Shape::kHeadDim>::kFloats),
           Shape::kHasKeyZero,
-          Shape::kHasValueZero};
+          Shape::kHasValueZero,
+          Shape::kIsGrouped};
 }
 
 template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, bool kIsGrouped, int kHeadDim>

@@ -19,7 +19,7 @@ struct AttendKernel {
   int rows_per_tile;             // query rows (tokens times heads of a group) that a thread block serves
   int step_tokens;               // tokens that a warp takes at a time
   int slot_floats;               // of one block's partial result
-  bool has_key_zero, has_value_zero;
+  bool has_key_zero, has_value_zero, is_grouped;
 };
 
 // Warps of its blocks: 4 or 8, by the plan.

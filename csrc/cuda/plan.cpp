@@ -268,25 +268,28 @@ int shared_bytes(const AttendKernel& kernel, const Residency& resident, const Cu
 
 // What a cut takes, in microseconds. Blocks run in waves; those of a wave share the bandwidth, a multiprocessor each as
 // much as another, but none reads faster than its warps compute. The first start and the last end cost time during
-// which nothing is read; in between, neighbours fill in, better the more there are. Whoever combines parts takes longer
-// the more there are. Constants fitted to an H200 (2026-11). They carry over to other GPUs as far as choosing needs it,
-// since what counts is the ratio of a wave to its rest.
+// which nothing is read; in between, neighbours fill in as far as they can. Whoever combines parts takes longer the more
+// there are. Constants fitted to an H200 (2026-11). They carry over to other GPUs as far as choosing needs it, since what
+// counts is the ratio of a wave to its rest.
 double predict(const AttendKernel& kernel, int num_multiprocessors, int64_t num_units, int64_t steps, const Cut& cut) {
-  constexpr double kBandwidth = 4.5e6, kMaxPerWarp = 7e3;  // bytes a microsecond
-  constexpr double kStartAndEnd[] = {3.5, 4.2};            // with the fewest warps, with the most
-  constexpr double kBetween[] = {2.5, 0.5, 0.3};           // by blocks on a multiprocessor
-  constexpr double kCombine = 1.25, kCombinePart = 0.12;
+  constexpr double kBandwidth = 4.5e6;                         // bytes a microsecond
+  constexpr double kChannels = 6700, kGroupedChannels = 5400;  // a warp's, of keys and values, a microsecond
+  constexpr double kStartAndEnd[] = {3.5, 4.2};                // with the fewest warps, with the most
+  constexpr double kTurn = 2.5, kCombine = 1.25, kCombinePart = 0.12;
   const int64_t rounds = (steps + cut.num_warps - 1) / cut.num_warps, slots = cut.slots(num_multiprocessors);
-  const double bytes = static_cast<double>(kernel.stage_bytes) * cut.num_warps *
-                       static_cast<double>((rounds + cut.splits - 1) / cut.splits);
+  const double step_bytes = kernel.stage_bytes;
+  const double bytes = step_bytes * cut.num_warps * static_cast<double>((rounds + cut.splits - 1) / cut.splits);
+  const double most = step_bytes / (static_cast<double>(kernel.step_tokens) * kernel.head_dim) *
+                      (kernel.is_grouped ? kGroupedChannels : kChannels) * cut.num_warps;  // bytes of a block
   const auto wave = [&](int64_t blocks) {
-    const int64_t most = (blocks + num_multiprocessors - 1) / num_multiprocessors;  // on a multiprocessor
-    return bytes / std::min(kBandwidth / static_cast<double>(most * num_multiprocessors), kMaxPerWarp * cut.num_warps);
+    const int64_t sharing = (blocks + num_multiprocessors - 1) / num_multiprocessors * num_multiprocessors;
+    return bytes / std::min(kBandwidth / static_cast<double>(sharing), most);
   };
   const int64_t blocks = num_units * cut.splits, whole = blocks / slots, rest = blocks % slots;
+  const double filled_in = std::min(1.0, (cut.blocks_per_multiprocessor - 1) * most * num_multiprocessors / kBandwidth);
   return static_cast<double>(whole) * wave(slots) + (rest > 0 ? wave(rest) : 0) +
          kStartAndEnd[cut.num_warps > kMinAttendWarps] +
-         kBetween[std::min(cut.blocks_per_multiprocessor, 3) - 1] * static_cast<double>(whole - (rest > 0 ? 0 : 1)) +
+         kTurn * (1 - filled_in) * static_cast<double>(whole - (rest > 0 ? 0 : 1)) +
          (cut.splits > 1 ? kCombine + kCombinePart * static_cast<double>(cut.splits) : 0);
 }
 
