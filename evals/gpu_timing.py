@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,9 @@ MIN_SETS = 4
 # Calls in a graph, at least, so that the launch of the graph itself is lost in them.
 MIN_CALLS = 16
 TRIAL_REPLAYS = 5
+# Before the replays that count. Reading at full speed takes an H200 to its power limit, which lowers clocks over tenths
+# of a second: without a rest, a time would depend on what ran before (the same kernel 165 or 179 us, 2026-11).
+REST_SECONDS = 0.05
 # No buffer of the read kernel is larger; beyond this, bandwidth no longer depends on the size.
 MAX_READ_BYTES = 4 * 2**30
 # Ways to compute one thing, by name; each takes the number of a buffer set.
@@ -52,7 +56,7 @@ def time_calls(run: Callable[[int], object], num_sets: int, replays: int, can_fa
     Args:
         run: Launches work on the current stream.
         num_sets: Sets there are.
-        replays: Replays of the graph.
+        replays: Replays of the graph, after a rest of `REST_SECONDS`.
         can_fall_back: Whether to time the same calls back to back, between two events, when they cannot be captured.
     """
     num_calls = calls_needed(num_sets)
@@ -80,6 +84,8 @@ def time_calls(run: Callable[[int], object], num_sets: int, replays: int, can_fa
         def replay() -> object:
             return [run(i % num_sets) for i in range(num_calls)]
 
+    torch.cuda.synchronize()
+    time.sleep(REST_SECONDS)
     for _ in range(2):
         replay()
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
