@@ -97,15 +97,25 @@ Residency find_residency(const AttendKernel& kernel, int num_warps, int device) 
   return found;
 }
 
-// The same, remembered, for the current device.
-Residency residency(const AttendKernel& kernel, int num_warps) {
+// What `make` returns, remembered by `key`, for each place in the code that asks. A cache that grows asks for ever new
+// keys, so what is known is forgotten when it is much.
+template <class Key, class Make>
+auto remember(const Key& key, Make make) {
+  constexpr size_t kMost = 4096;
   static std::mutex mutex;
-  static std::map<std::tuple<const void*, int, int>, Residency> known;
-  const int device = current_device();
+  static std::map<Key, decltype(make())> known;
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto place = known.find({kernel.function, num_warps, device});
+  const auto place = known.find(key);
   if (place != known.end()) return place->second;
-  return known[{kernel.function, num_warps, device}] = find_residency(kernel, num_warps, device);
+  if (known.size() == kMost) known.clear();
+  return known.emplace(key, make()).first->second;
+}
+
+// The same, for the current device.
+Residency residency(const AttendKernel& kernel, int num_warps) {
+  const int device = current_device();
+  return remember(std::make_tuple(kernel.function, num_warps, device),
+                  [&] { return find_residency(kernel, num_warps, device); });
 }
 
 Divisor divisor(int64_t value) {
@@ -354,7 +364,10 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   const int64_t num_row_tiles = (num_rows + kernel.rows_per_tile - 1) / kernel.rows_per_tile;
   const int64_t num_units = num_row_tiles * params.num_kv_heads * params.batch;
   const int64_t steps = std::max(1, (params.capacity + kernel.step_tokens - 1) / kernel.step_tokens);
-  const Cut cut = choose_cut(kernel, num_units, steps, params.num_splits);
+  // Trying all cuts takes microseconds, in every layer and step.
+  const int64_t wanted_splits = params.num_splits;
+  const Cut cut = remember(std::make_tuple(kernel.function, current_device(), num_units, steps, wanted_splits),
+                           [&] { return choose_cut(kernel, num_units, steps, wanted_splits); });
   if (cut.splits == 0) return plan_general(params);  // the kernel does not fit the GPU
   const Residency resident = residency(kernel, cut.num_warps);
   const int64_t num_splits = cut.splits;
