@@ -24,6 +24,9 @@ constexpr int kMinTokensPerSplit = 128;
 
 constexpr int kLanesOfWarp = 32;
 
+// From where on a kernel waits for the launch before itself (`wait_for_launch_before`), and CUDA graphs can record it.
+constexpr int kOverlapPtx = 90, kOverlapDriver = 12030;
+
 // New tokens that the attention kernel quantises itself, at most: one warp does it, while others wait.
 constexpr int kMaxAppended = 4;
 constexpr int kMaxPairedHeadDim = 128;  // half a warp holds a row, of eight channels a lane
@@ -67,7 +70,7 @@ struct Residency {
   int num_stages;  // of the rings: all where they fit, fewer where they do not; 0: the kernel does not fit
   int num_multiprocessors;
   int blocks_per_multiprocessor;                                  // at most
-  bool waits_for_launch_before;                                   // in the kernel, so that launches may overlap
+  bool may_overlap;                                               // with the launch before: the kernel waits for it
   int bytes_per_multiprocessor, bytes_per_block, reserved_bytes;  // of shared memory, the latter for every block
 };
 
@@ -93,7 +96,9 @@ Residency find_residency(const AttendKernel& kernel, int num_warps, int device) 
   if (found.blocks_per_multiprocessor == 0) found.num_stages = 0;
   cudaFuncAttributes attributes;
   check_cuda(cudaFuncGetAttributes(&attributes, kernel.function), "the kernel must fit the GPU");
-  found.waits_for_launch_before = attributes.ptxVersion >= 90;
+  int driver = 0;
+  check_cuda(cudaDriverGetVersion(&driver), "the GPU must be usable");
+  found.may_overlap = attributes.ptxVersion >= kOverlapPtx && driver >= kOverlapDriver;
   return found;
 }
 
@@ -376,7 +381,7 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   plan.num_stages = resident.num_stages;
   plan.warps_log2 = cut.num_warps == kMinAttendWarps ? 2 : 3;
   plan.shared_bytes = shared_bytes(kernel, resident, cut);
-  plan.may_overlap = resident.waits_for_launch_before;
+  plan.may_overlap = resident.may_overlap;
   plan.rows.num_q_per_kv = divisor(params.num_q_heads / params.num_kv_heads);
   plan.rows.num_rows = static_cast<int>(num_rows);
   plan.rows_per_tile = kernel.rows_per_tile;
