@@ -8,13 +8,14 @@ bytes as the case reads, since small buffers read slower than large ones.
 
 The method: one new token per sequence. A CUDA graph holds calls on rotating buffer sets, at least four and together
 four times the L2 cache, so a call finds none of its keys and values there; a time is the median over replays of the
-graph, divided by its calls. Ours is the whole op, append of the new token and combine of splits included; it rewrites
-the newest slot in each call. Peers do attention alone. Each peer gets the best of its forms (layout, tensor cores or
-not, number of splits), and planning is left out of its time. Codes are random bytes under scales that give values of
-order one; the result is checked against `reference.py` on the first and the last sequence, and a wrong one ends the
-run. What other packages offer is imported, never required: FlashInfer and FBGEMM are left out where they are missing.
-`checks` compares the figures with the goals of `decode_cases.py`, which holds the shapes too. How to time is
-`gpu_timing.py`'s, tables and pictures of the README are `render_readme.py`'s.
+graph, divided by its calls. The GPU rests before each: reading alone takes an H200 to its power limit. Ours is the
+whole op, append of the new token and combine of splits included; it rewrites the newest slot in each call. Peers do
+attention alone. Each peer gets the best of its forms (layout, tensor cores or not, number of splits), and planning is
+left out of its time. Codes are random bytes under scales that give values of order one; the result is checked against
+`reference.py` on the first and the last sequence, and a wrong one ends the run. What other packages offer is imported,
+never required: FlashInfer and FBGEMM are left out where they are missing. `checks` compares the figures with the goals
+of `decode_cases.py`, which holds the shapes too. How to time is `gpu_timing.py`'s, tables and pictures of the README
+are `render_readme.py`'s.
 """
 
 from __future__ import annotations
