@@ -44,6 +44,14 @@ struct Side {
   int64_t zero_stride_b, zero_stride_h, zero_stride_g, zero_stride_t;
 };
 
+inline int bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
+
+// The codes of one token and head.
+inline int row_bytes_of(const Side& side) {
+  if (side.storage == Storage::none) return side.head_dim * bytes_of(side.dense_dtype);
+  return side.storage == Storage::int4 ? side.head_dim / 2 : side.head_dim;
+}
+
 // Tokens as the model made them: [batch, heads, tokens, head_dim], channels contiguous, other strides in elements.
 struct Dense {
   const void* data;  // nullptr when absent

@@ -18,11 +18,6 @@ inline const uint8_t* codes_of(const Side& side, int b, int head, int token) {
   return side.codes + b * side.codes_stride_b + head * side.codes_stride_h + token * side.codes_stride_t;
 }
 
-inline int row_bytes_of(const Side& side) {
-  if (side.storage == Storage::none) return side.head_dim * bytes_of(side.dense_dtype);
-  return side.storage == Storage::int4 ? side.head_dim / 2 : side.head_dim;
-}
-
 // What is subtracted from integer codes before they are multiplied. Symmetric codes are then the numbers they stand
 // for; with a zero, less cancels.
 inline float center_of(const Side& side) {

@@ -446,8 +446,6 @@ inline Float load_dense(const void* data, int64_t i) {
   if constexpr (kDtype == Dtype::fp16) return load_half(static_cast<const uint16_t*>(data) + i);
 }
 
-inline int bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
-
 // `count` numbers of any dtype as float32, never reading past them.
 inline void convert_dense(const void* data, Dtype dtype, int64_t offset, int count, float* result) {
   const auto convert = [&](auto load_at, auto one) {

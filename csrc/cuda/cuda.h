@@ -41,7 +41,7 @@ struct Divisor {
   unsigned reciprocal;  // ⌈2³¹ / value⌉, exact while x · value < 2³¹
 
 #ifdef __CUDACC__
-  __device__ __forceinline__ int quotient(int x) const { return __umulhi(2 * x, reciprocal); }
+  __device__ __forceinline__ int quotient(int x) const { return __umulhi(2u * x, reciprocal); }
   __device__ __forceinline__ int rest(int x) const { return x - quotient(x) * static_cast<int>(value); }
 #endif
 };

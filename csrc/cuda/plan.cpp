@@ -67,9 +67,9 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
 
 // How a kernel runs on a GPU, with so many warps a block.
 struct Residency {
-  int num_stages;  // of the rings: all where they fit, fewer where they do not; 0: the kernel does not fit
+  int num_stages;  // of the rings: all where they fit, fewer where they do not
   int num_multiprocessors;
-  int blocks_per_multiprocessor;                                  // at most
+  int blocks_per_multiprocessor;                                  // at most; 0: the kernel does not fit
   bool may_overlap;                                               // with the launch before: the kernel waits for it
   int bytes_per_multiprocessor, bytes_per_block, reserved_bytes;  // of shared memory, the latter for every block
 };
@@ -93,7 +93,6 @@ Residency find_residency(const AttendKernel& kernel, int num_warps, int device) 
                                                            num_warps * kLanesOfWarp,
                                                            bytes_needed(kernel, num_warps, found.num_stages)),
              "the kernel must fit the GPU");
-  if (found.blocks_per_multiprocessor == 0) found.num_stages = 0;
   cudaFuncAttributes attributes;
   check_cuda(cudaFuncGetAttributes(&attributes, kernel.function), "the kernel must fit the GPU");
   int driver = 0;
@@ -218,12 +217,10 @@ void list_scales(const DecodeParams& params, const AttendKernel& kernel, DecodeP
   }
 }
 
-int row_bytes(const Side& side) { return side.storage == Storage::int4 ? side.head_dim / 2 : side.head_dim; }
-
 // Whether rows of codes follow each other without gaps and are as wide as the kernel's.
 bool is_dense(const Side& side, int kernel_head_dim) {
   const int64_t alignment = reinterpret_cast<int64_t>(side.codes) | side.codes_stride_b | side.codes_stride_h;
-  return side.head_dim == kernel_head_dim && side.codes_stride_t == row_bytes(side) && alignment % 16 == 0;
+  return side.head_dim == kernel_head_dim && side.codes_stride_t == row_bytes_of(side) && alignment % 16 == 0;
 }
 
 // Whether copies leave some of a stage untouched: see Ring::fill_gaps.

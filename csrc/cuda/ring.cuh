@@ -26,8 +26,7 @@ class Ring {
   static constexpr int kValueZeroAt = kValueScaleAt + kPlaneBytes;
   static constexpr int kStageBytes = kScalesAt + kNumPlanes * kPlaneBytes;
 
-  // `memory` is shared, num_stages · kStageBytes. Copies tokens of one head, at first all that fit; `stride` is in
-  // steps.
+  // `memory` is shared, num_stages · kStageBytes; `stride` is in steps. To be bound, and to be sent to a step.
   __device__ __forceinline__ Ring(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
                                   unsigned char* memory, int stride, int lane)
       : memory_(shared_address(memory)), stride_(stride * kStepTokens), lane_(lane), is_dense_(plan.is_dense) {
@@ -38,7 +37,6 @@ class Ring {
     } else {
       keep(value_place_);
     }
-    end_ = params.capacity;
     if (plan.has_gaps) fill_gaps(params, memory_, plan.num_stages, lane_, segment.b);
   }
 

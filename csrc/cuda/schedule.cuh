@@ -4,15 +4,16 @@
 // A unit is what one result needs: a sequence, a key-value head, and a tile of query rows. Its tokens are cut into
 // steps, aligned to multiples of `kStepTokens`, and as many steps as a block has warps are a round. Rounds are dealt to
 // `num_splits` blocks in turn, by their place in the sequence and by nothing else: so results repeat bit for bit, with a
-// fixed number of splits they are the same in every batch, and a block knows where it begins, and can start to copy,
-// before it knows a length. Blocks that share a unit leave partial results in the workspace; the last of them to arrive
-// combines (combine.cuh).
+// fixed number of splits they are the same in every batch, and a block knows where it begins before it knows a length,
+// unless there is padding or a window. Blocks that share a unit leave partial results in the workspace; the last of them
+// to arrive combines (combine.cuh).
 //
 // Tried and no faster (H200, 2026-11): blocks that stay and fetch their next part, with its first copies started before
 // the last part is merged; an even deal of all steps to blocks or to warps, whatever the lengths: they do not hide what a
 // part costs beside its tokens, and cost instructions. Copying before the length is known saved 0.3 us of 7, but reads
 // what nobody needs wherever the cache has room for more than it holds. Clusters, whose blocks combine through each
-// other's shared memory, are packed onto few multiprocessors: with 8 blocks each they were no faster, with 16 slower.
+// other's shared memory, are packed onto few multiprocessors: of 8 blocks they saved 0.6 us of 7.9 at best, less than a
+// leaner combine, of 16 they cost 3.
 #pragma once
 
 #include "../format.h"

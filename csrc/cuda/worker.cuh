@@ -362,10 +362,10 @@ class Worker {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int row = segment.row_tile * Shape::kRows + row_of(c);
-      const int position = span.first_position + rows.token(row);
+      const int query_token = rows.token(row), position = span.first_position + query_token;
       const bool has_slope = params.alibi_slopes != nullptr && row < rows.num_rows;
       const float slope = has_slope ? params.alibi_slopes[segment.h * static_cast<int>(rows.num_q_per_kv.value) +
-                                                          rows.head(row, rows.token(row))] *
+                                                          rows.head(row, query_token)] *
                                           kLog2E
                                     : 0.f;
       const int from = params.sliding_window > 0 ? position - params.sliding_window + 1 : 0;
