@@ -78,6 +78,12 @@ struct Origin {
 #endif
 };
 
+// How a warp copies rows of codes that are not as the kernel's: in chunks of 16, 8 or 4 bytes, a lane each.
+struct RowChunks {
+  int bytes, rows_at_once;
+  Divisor per_row;
+};
+
 // Scales or zeros, as the attention kernel copies them: eight consecutive tokens at a time.
 struct PlaneOfScales {
   Origin heads;              // `data` nullptr: nothing to copy
@@ -103,6 +109,7 @@ struct DecodePlan {
   bool appends;        // the attention kernel quantises the new tokens too
   bool appends_pairs;  // one new key and its value side by side in a warp
   Origin key_codes, value_codes;
+  RowChunks key_chunks, value_chunks;
   PlaneOfScales scales[4];  // in the order in which the kernel copies them, which may be fewer
   uint32_t query_stride_b, query_stride_h, query_stride_t;  // in elements
   int64_t num_counters;      // zeros needed at the place where parts meet; 0 when nothing is combined

@@ -223,6 +223,14 @@ bool is_dense(const Side& side, int kernel_head_dim) {
   return side.head_dim == kernel_head_dim && side.codes_stride_t == row_bytes_of(side) && alignment % 16 == 0;
 }
 
+// The largest chunks that all rows consist of. At most 32 make a row: rows of 256 bytes start at multiples of 8.
+RowChunks row_chunks(const Side& side) {
+  const int64_t all = reinterpret_cast<int64_t>(side.codes) | side.codes_stride_b | side.codes_stride_h |
+                      side.codes_stride_t | row_bytes_of(side);
+  const int bytes = all % 16 == 0 ? 16 : all % 8 == 0 ? 8 : 4, per_row = row_bytes_of(side) / bytes;
+  return {bytes, kLanesOfWarp / per_row, divisor(per_row)};
+}
+
 // Whether copies leave some of a stage untouched: see Ring::fill_gaps.
 bool has_gaps(const Side& side, bool kernel_has_zero) {
   return side.scale_stride_t == 0 || (kernel_has_zero && side.zero == nullptr);
@@ -388,6 +396,8 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   plan.key_codes = origin(params.key_side.codes, params.key_side.codes_stride_b, params.key_side.codes_stride_h);
   plan.value_codes =
       origin(params.value_side.codes, params.value_side.codes_stride_b, params.value_side.codes_stride_h);
+  plan.key_chunks = row_chunks(params.key_side);
+  plan.value_chunks = row_chunks(params.value_side);
   plan.query_stride_b = static_cast<uint32_t>(params.query.stride_b);
   plan.query_stride_h = static_cast<uint32_t>(params.query.stride_h);
   plan.query_stride_t = static_cast<uint32_t>(params.query.stride_t);

@@ -65,7 +65,7 @@ class Ring {
   }
 
   // Starts copying the next step into a stage, and goes a stride on. Callers commit.
-  __device__ __forceinline__ void fill(const DecodeParams& params, int b, int h, int stage) {
+  __device__ __forceinline__ void fill(const DecodeParams& params, const DecodePlan& plan, int b, int h, int stage) {
     const uint32_t to = memory_ + stage * kStageBytes;
     if (is_dense_ && first_ >= begin_ && first_ + kStepTokens <= end_) {
       fill_dense<kKeyRowBytes, false>(to, key_place_, key_codes_);
@@ -76,8 +76,9 @@ class Ring {
         fill_dense<kKeyRowBytes, true>(to, key_place_, key_codes_);
         fill_dense<kValueRowBytes, true>(to + kValueAt, value_place_, value_codes_);
       } else {
-        fill_rows<kKeyRowBytes>(params.key_side, to, b, h, first_, begin_, end_, lane_);
-        fill_rows<kValueRowBytes>(params.value_side, to + kValueAt, b, h, first_, begin_, end_, lane_);
+        fill_rows<kKeyRowBytes>(params.key_side, plan.key_chunks, to, b, h, first_, begin_, end_, lane_);
+        fill_rows<kValueRowBytes>(params.value_side, plan.value_chunks, to + kValueAt, b, h, first_, begin_, end_,
+                                  lane_);
       }
       fill_scales<true>(to);
     }
@@ -94,15 +95,6 @@ class Ring {
 
   static __device__ __forceinline__ const uint8_t* chunk_of(const uint4* chunk) {
     return reinterpret_cast<const uint8_t*>(chunk);
-  }
-
-  static __device__ __forceinline__ int row_bytes(const Side& side) {
-    return side.storage == Storage::int4 ? side.head_dim / 2 : side.head_dim;
-  }
-
-  // What all starts of rows are multiples of.
-  static __device__ __forceinline__ int64_t alignment(const Side& side) {
-    return reinterpret_cast<int64_t>(side.codes) | side.codes_stride_b | side.codes_stride_h | side.codes_stride_t;
   }
 
   // Zeros where no copy writes (the rest of rows narrower than the kernel's, zeros of formats without them), and the
@@ -158,24 +150,25 @@ class Ring {
     }
   }
 
-  // Any other rows: narrower than the kernel's, or with gaps between them.
+  // Any other rows: narrower than the kernel's, or with gaps between them. A lane takes one column of chunks, in as many
+  // rows at once as the warp has lanes for.
   template <int kRowBytes>
-  static __device__ __noinline__ void fill_rows(const Side& side, uint32_t to, int b, int h, int first, int begin,
-                                                int end, int lane) {
-    const int64_t all = alignment(side) | row_bytes(side);
-    const int chunk_bytes = all % 16 == 0 ? 16 : all % 8 == 0 ? 8 : 4, chunks = row_bytes(side) / chunk_bytes;
-    for (int chunk = lane; chunk < kStepTokens * chunks; chunk += kLanes) {
-      const int row = chunk / chunks, token = first + row, byte = chunk % chunks * chunk_bytes;
+  static __device__ __noinline__ void fill_rows(const Side& side, const RowChunks& chunks, uint32_t to, int b, int h,
+                                                int first, int begin, int end, int lane) {
+    const int lane_row = chunks.per_row.quotient(lane), byte = chunks.per_row.rest(lane) * chunks.bytes;
+    if (lane_row >= chunks.rows_at_once) return;
+    const uint8_t* from = code_row(side, b, h, first + lane_row) + byte;
+    for (int row = lane_row; row < kStepTokens; row += chunks.rows_at_once) {
       const uint32_t place = to + RowLayout<kRowBytes>::offset(row / kHalves, row % kHalves, byte);
-      const bool is_valid = token >= begin && token < end;
-      const uint8_t* from = code_row(side, b, h, is_valid ? token : begin) + byte;
-      if (chunk_bytes == 16) {
+      const bool is_valid = first + row >= begin && first + row < end;
+      if (chunks.bytes == 16) {
         copy_async<16>(place, from, is_valid ? 16 : 0);
-      } else if (chunk_bytes == 8) {
+      } else if (chunks.bytes == 8) {
         copy_async<8>(place, from, is_valid ? 8 : 0);
       } else {
         copy_async<4>(place, from, is_valid ? 4 : 0);
       }
+      from += chunks.rows_at_once * side.codes_stride_t;
     }
   }
 
