@@ -64,15 +64,15 @@ struct RowLayout {
 
 // --- keys -------------------------------------------------------------------------------------------------------------
 
-// Where lane t finds the words (4 bytes) of its share of a row. The lanes of a row share it evenly.
-template <int kRowBytes, bool kIsGrouped>
+// Where lane t finds the words (4 bytes) of its share of a row, for keys without groups. The lanes of a row share it
+// evenly.
+template <int kRowBytes>
 struct KeyWords {
-  static constexpr int kWords = kRowBytes / 16;                                 // of a lane and row
-  static constexpr int kLoadBytes = kIsGrouped ? 4 : kRowBytes == 32 ? 8 : 16;  // of one load
+  static constexpr int kWords = kRowBytes / 16;                   // of a lane and row
+  static constexpr int kLoadBytes = kRowBytes == 32 ? 8 : 16;  // of one load
   static constexpr int kWordsPerLoad = kLoadBytes / 4;
   static constexpr int kLoads = kWords / kWordsPerLoad;
 
-  // With groups of 32 channels (16 bytes of int4), every lane takes one word of every group.
   static __host__ __device__ constexpr int load_byte(int t, int load) {
     return load * 4 * kLoadBytes + t * kLoadBytes;
   }
@@ -83,30 +83,38 @@ struct KeyWords {
 
 // --- values -----------------------------------------------------------------------------------------------------------
 
-// The share of lane row g in a value row, and the channels that its output rows are. Output tile j has rows g and g + 8
-// of a lane at channels `channel(g, j)` and one more.
-template <Storage kStorage, int kRowBytes, bool kIsGrouped>
+// How value rows become operands. A load is two chunks of 16 bytes of a tile's 16 tokens, as four matrices of 8 tokens by
+// 8 pairs of bytes, transposed: lane row g receives pair g of tokens 2t and 2t + 1. Output tile j has rows g and g + 8 of
+// a lane at channels `channel(g, j)` and one more.
+template <Storage kStorage, int kRowBytes>
 struct ValueWords {
-  static constexpr bool kIsInt4 = kStorage == Storage::int4;
-  static constexpr int kLoadBytes = kIsGrouped ? 2 : kRowBytes >= 128 ? 16 : kRowBytes / 8;
-  static constexpr int kLoads = kRowBytes / (8 * kLoadBytes);
-  static constexpr int kTilesPerLoad = kLoadBytes * (kIsInt4 ? 2 : 1) / 2;
-  static constexpr int kTiles = kLoads * kTilesPerLoad;  // of 16 channels
+  static constexpr int kTilesPerChunk = kStorage == Storage::int4 ? 2 : 1;
+  static constexpr int kChunks = kRowBytes / 16, kLoads = kChunks / 2;
+  static constexpr int kTiles = kChunks * kTilesPerChunk;  // of 16 channels
 
-  static __host__ __device__ constexpr int load_byte(int g, int load) {
-    return load * 8 * kLoadBytes + g * kLoadBytes;
-  }
   static __device__ __forceinline__ int channel(int g, int j) {
-    const int byte = load_byte(g, j / kTilesPerLoad);
-    return byte * (kIsInt4 ? 2 : 1) + j % kTilesPerLoad * 2;
+    return j / kTilesPerChunk * 16 * kTilesPerChunk + g * 2 * kTilesPerChunk + j % kTilesPerChunk * 2;
   }
 };
+
+// The matrix row whose address lane l gives: of token row l % 8 in half tile l / 8 % 2, chunk l / 16.
+template <int kRowBytes>
+__host__ __device__ constexpr uint32_t matrix_row(int lane) {
+  return RowLayout<kRowBytes>::offset(slot_of_row(lane & 7), lane >> 3 & 1, lane >> 4 << 4);
+}
 
 // a + b in float16, both halves.
 __device__ __forceinline__ uint32_t add_halves(uint32_t a, uint32_t b) {
   uint32_t sum;
   asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
   return sum;
+}
+
+// a · b in float16, both halves.
+__device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
 }
 
 __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
@@ -117,43 +125,30 @@ __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
 // A nibble in the lowest or second lowest bits of a float16 is a subnormal number, this many times smaller: one mask
 // unpacks two codes.
 constexpr float kLowNibbleUnit = 0x1p24f, kHighNibbleUnit = 0x1p20f;
+constexpr uint32_t kLowNibbles = 0x000f000fu, kHighNibbles = 0x00f000f0u;
 
-// The A operands of two channels (rows g and g + 8), or of four with int4, out of the same word of four tokens, in the
-// order of the operand: tokens 2t, 2t + 1, 2t + 8, 2t + 9. `use(index, a0, a1, a2, a3)` receives one output tile each.
+// The A operands of one chunk, tokens 2t and 2t + 1 of half tile 0 (`e`) and 1 (`f`): | second: 2 bytes | first: 2 |.
+// `use(index, a0, a1, a2, a3)` receives one output tile each.
 // Bytes come out exact and centred, code - 128; nibbles as they are, in units of their own: rows g of all tiles are low
 // nibbles. What is to be taken off their sum is small. With an offset of 64 or 1024, as masks alone would give bytes,
 // sums would be large, tensor cores truncate what they add up, and half a unit in the last place, lost again and again,
 // is a bias that shows in long sequences.
 template <Storage kStorage, class Use>
-__device__ __forceinline__ void for_value_operands(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, int num_halves,
-                                                   Use use) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (i >= num_halves) break;
-    if constexpr (kStorage == Storage::int4) {
-      // Two bytes of two tokens: | second: 4 nibbles | first: 4 nibbles |.
-      const uint32_t selector = i == 0 ? 0x5410 : 0x7632;
-      const uint32_t e = __byte_perm(w0, w1, selector), f = __byte_perm(w2, w3, selector);
-      const uint32_t e8 = e >> 8, f8 = f >> 8;
-      constexpr uint32_t kLow = 0x000f000fu, kHigh = 0x00f000f0u;
-      use(2 * i, e & kLow, e & kHigh, f & kLow, f & kHigh);
-      use(2 * i + 1, e8 & kLow, e8 & kHigh, f8 & kLow, f8 & kHigh);
-    } else {
-      // Two bytes of two tokens, interleaved: first, second, first, second.
-      const uint32_t selector = i == 0 ? 0x5140 : 0x7362;
-      const uint32_t e = __byte_perm(w0, w1, selector), f = __byte_perm(w2, w3, selector);
-      if constexpr (kStorage == Storage::int8) {
-        // A byte behind the exponent of 1024 is 1024 + code.
-        constexpr uint32_t k1024 = 0x64646464u, kMinus1152 = 0xe480e480u;
-        const auto signed_code = [](uint32_t x, uint32_t bytes) {
-          return add_halves(__byte_perm(x, k1024, bytes), kMinus1152);
-        };
-        use(i, signed_code(e, 0x4140), signed_code(e, 0x4342), signed_code(f, 0x4140), signed_code(f, 0x4342));
-      } else {
-        use(i, halves_of_e4m3(e & 0xffff), halves_of_e4m3(e >> 16), halves_of_e4m3(f & 0xffff),
-            halves_of_e4m3(f >> 16));
-      }
-    }
+__device__ __forceinline__ void for_value_operands(uint32_t e, uint32_t f, Use use) {
+  if constexpr (kStorage == Storage::int4) {
+    const uint32_t e8 = e >> 8, f8 = f >> 8;
+    use(0, e & kLowNibbles, e & kHighNibbles, f & kLowNibbles, f & kHighNibbles);
+    use(1, e8 & kLowNibbles, e8 & kHighNibbles, f8 & kLowNibbles, f8 & kHighNibbles);
+  } else if constexpr (kStorage == Storage::int8) {
+    // A byte behind the exponent of 1024 is 1024 + code.
+    constexpr uint32_t k1024 = 0x64646464u, kMinus1152 = 0xe480e480u;
+    const auto signed_code = [](uint32_t x, uint32_t bytes) {
+      return add_halves(__byte_perm(x, k1024, bytes), kMinus1152);
+    };
+    use(0, signed_code(e, 0x4240), signed_code(e, 0x4341), signed_code(f, 0x4240), signed_code(f, 0x4341));
+  } else {
+    const auto halves = [](uint32_t x, uint32_t bytes) { return halves_of_e4m3(__byte_perm(x, 0, bytes)); };
+    use(0, halves(e, 0x4420), halves(e, 0x4431), halves(f, 0x4420), halves(f, 0x4431));
   }
 }
 

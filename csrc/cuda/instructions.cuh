@@ -34,12 +34,36 @@ __device__ __forceinline__ void multiply_halves(float (&c)[4], uint32_t a0, uint
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// c = a · b over 8 float16 numbers: registers 0 and 1 of `a` hold numbers 2t and 2t + 1 of rows g and g + 8.
+__device__ __forceinline__ void multiply_halves(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
+
 // Transposes an 8 × 8 matrix of 16-bit elements across the warp: lane (g, t) gives row g, columns 2t and 2t + 1, and
 // receives rows 2t and 2t + 1 of column g.
 __device__ __forceinline__ uint32_t transpose(uint32_t x) {
   uint32_t y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
+}
+
+// Four 8 × 8 matrices of 16-bit elements out of shared memory: lane l gives the address of row l % 8 of matrix l / 8, 16
+// bytes, and receives row g, elements 2t and 2t + 1 of each; transposed: rows 2t and 2t + 1 of column g.
+template <bool kIsTransposed>
+__device__ __forceinline__ void load_matrices(uint32_t row, uint32_t (&x)[4]) {
+  if constexpr (kIsTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(row)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(row)
+                 : "memory");
+  }
 }
 
 __device__ __forceinline__ float exp2_approx(float x) {

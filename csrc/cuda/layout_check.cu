@@ -71,36 +71,39 @@ constexpr bool has_sound_loads(int num_halves, Slot slot, Byte byte) {
   return true;
 }
 
-template <int kRowBytes, bool kIsGrouped>
+template <int kRowBytes>
 constexpr bool has_sound_key_loads(int num_halves) {
-  using Words = KeyWords<kRowBytes, kIsGrouped>;
+  using Words = KeyWords<kRowBytes>;
   return has_sound_loads<kRowBytes, Words>(
       num_halves, [](int lane) { return slot_of_row(lane / 4); },
       [](int lane, int load) { return Words::load_byte(lane % 4, load); });
 }
 
-template <Storage kStorage, int kRowBytes, bool kIsGrouped>
-constexpr bool has_sound_value_loads(int num_halves) {
-  using Words = ValueWords<kStorage, kRowBytes, kIsGrouped>;
-  const auto byte = [](int lane, int load) { return Words::load_byte(lane / 4, load); };
-  return has_sound_loads<kRowBytes, Words>(
-             num_halves, [](int lane) { return slot_of_row(lane % 4 * 2); }, byte) &&
-         has_sound_loads<kRowBytes, Words>(
-             num_halves, [](int lane) { return slot_of_row(lane % 4 * 2 + 1); }, byte);
+// Loads of matrices: of every tile, two chunks of all rows.
+template <int kRowBytes>
+constexpr bool has_sound_matrix_loads(int num_halves) {
+  using Layout = RowLayout<kRowBytes>;
+  for (int b = 0; b < num_halves; b += 2) {
+    for (int further = 0; further < kRowBytes; further += 32) {
+      const auto place = [&](int lane) {
+        return Layout::offset(slot_of_row(lane % 8), b + lane / 8 % 2, further + lane / 16 * 16);
+      };
+      for (int lane = 0; lane < kLanes; ++lane) {
+        if (static_cast<int>(Layout::at(matrix_row<kRowBytes>(lane), b, further)) != place(lane)) return false;
+      }
+      if (!has_no_conflict(16, place)) return false;
+    }
+  }
+  return true;
 }
 
 // Steps of one and of two tiles, as shape.cuh has them.
 static_assert(has_sound_rows<32, 4>() && has_sound_rows<64, 4>() && has_sound_rows<128, 4>());
 static_assert(has_sound_rows<64, 2>() && has_sound_rows<128, 2>() && has_sound_rows<256, 2>());
-static_assert(has_sound_key_loads<32, false>(4) && has_sound_key_loads<64, false>(4));
-static_assert(has_sound_key_loads<128, false>(4) && has_sound_key_loads<256, false>(2));
-static_assert(has_sound_key_loads<32, true>(4) && has_sound_key_loads<64, true>(4) && has_sound_key_loads<128, true>(4));
-static_assert(has_sound_value_loads<Storage::int8, 64, false>(4) && has_sound_value_loads<Storage::int8, 128, false>(4));
-static_assert(has_sound_value_loads<Storage::int8, 256, false>(2));
-static_assert(has_sound_value_loads<Storage::int4, 32, false>(4) && has_sound_value_loads<Storage::int4, 64, false>(4));
-static_assert(has_sound_value_loads<Storage::int4, 128, false>(4));
-static_assert(has_sound_value_loads<Storage::int4, 32, true>(4) && has_sound_value_loads<Storage::int4, 64, true>(4));
-static_assert(has_sound_value_loads<Storage::int4, 128, true>(4));
+static_assert(has_sound_key_loads<32>(4) && has_sound_key_loads<64>(4));
+static_assert(has_sound_key_loads<128>(4) && has_sound_key_loads<256>(2));
+static_assert(has_sound_matrix_loads<32>(4) && has_sound_matrix_loads<64>(4) && has_sound_matrix_loads<128>(4));
+static_assert(has_sound_matrix_loads<128>(2) && has_sound_matrix_loads<256>(2));
 
 }  // namespace
 }  // namespace hf_kvquant::cuda

@@ -13,7 +13,7 @@ namespace hf_kvquant::cuda {
 template <class Shape>
 struct Query {
   static constexpr int kHeadDim = Shape::kHeadDim, kRows = Shape::kRows, kNumGroups = Shape::kNumGroups;
-  static constexpr bool kIsInteger = Shape::kKey != Storage::fp8;
+  static constexpr bool kIsInteger = Shape::kKey != Storage::fp8 && !Shape::kIsGrouped;
 
   static __device__ __forceinline__ int place(int channel) {
     return Shape::kKey == Storage::int4 ? (channel & 1) * (kHeadDim / 2) + channel / 2 : channel;
@@ -73,28 +73,32 @@ struct Query {
         store_bytes<kStep>(at, q, first, [](int x) { return (x + 128) >> 8; });
         store_bytes<kStep>(at + kRows * kHeadDim, q, first, [](int x) { return x; });
       }
-      // Lanes of a group of channels are neighbours.
-      if constexpr (kNumGroups == 1) {
-        sum = __reduce_add_sync(kAllLanes, sum);
-      } else {
+      sum = __reduce_add_sync(kAllLanes, sum);
+      if (lane == 0) {
+        sums[slot] = factor * static_cast<float>(sum);
+        factors[slot] = factor;
+      }
+    } else {
+      // The power of two that brings the largest to 2^kExponent ... 2^(kExponent + 1), by its exponent bits.
+      constexpr uint32_t kExponent = Shape::kIsGrouped ? 15 : 7;
+      const uint32_t exponent = magnitude >> 23;
+      const float to_half = is_zero ? 0.f : __uint_as_float((254 + kExponent - exponent) << 23);
+      float sum = 0.f;
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) {
+        const half_bits half = float_to_half(x[k] * to_half);
+        sum += half_to_float(half);
+        reinterpret_cast<half_bits*>(planes)[slot * kHeadDim + lane * kPerLane + k] = half;
+      }
+      if constexpr (Shape::kIsGrouped) {
+        // Lanes of a group of channels are neighbours.
 #pragma unroll
         for (int distance = kLanes / kNumGroups / 2; distance > 0; distance /= 2) {
           sum += __shfl_xor_sync(kAllLanes, sum, distance);
         }
+        if (lane % (kLanes / kNumGroups) == 0) sums[slot * kNumGroups + lane / (kLanes / kNumGroups)] = sum;
       }
-      if (lane % (kLanes / kNumGroups) == 0) {
-        sums[slot * kNumGroups + lane / (kLanes / kNumGroups)] = factor * static_cast<float>(sum);
-      }
-      if (lane == 0) factors[slot] = factor;
-    } else {
-      // The power of two that brings the largest to 128 ... 256, by its exponent bits.
-      const uint32_t exponent = magnitude >> 23;
-      const float to_half = is_zero ? 0.f : __uint_as_float((261 - exponent) << 23);
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) {
-        reinterpret_cast<half_bits*>(planes)[slot * kHeadDim + lane * kPerLane + k] = float_to_half(x[k] * to_half);
-      }
-      if (lane == 0) factors[slot] = scale * (is_zero ? 0.f : __uint_as_float((exponent - 7) << 23));
+      if (lane == 0) factors[slot] = scale * (is_zero ? 0.f : __uint_as_float((exponent - kExponent) << 23));
     }
   }
 
@@ -120,10 +124,10 @@ struct Query {
   }
 };
 
-// The B operands of query · key, for all words of a lane's share of a row.
+// The B operands of query · key without groups, for all words of a lane's share of a row.
 template <class Shape>
 struct QueryOperands {
-  using Words = KeyWords<Shape::kKeyRowBytes, Shape::kIsGrouped>;
+  using Words = KeyWords<Shape::kKeyRowBytes>;
   static constexpr bool kIsInt4 = Shape::kKey == Storage::int4;
   static constexpr int kParts = Shape::kKey == Storage::fp8 ? 1 : Shape::kIsPaired ? 1 : 2;  // high, low bytes
   static constexpr int kPerWord = Shape::kKey == Storage::int8 ? 1 : 2;
@@ -153,6 +157,52 @@ struct QueryOperands {
         }
       }
     }
+  }
+};
+
+// The same with groups of 32 channels: float16, four words a group. A lane's word of keys, channels 8t ... 8t + 7 of the
+// group, comes apart by masks into pairs (0, 4), (1, 5), (2, 6), (3, 7), of which the odd ones count sixteenfold.
+template <class Shape>
+struct GroupedQueryOperands {
+  static constexpr int kNumGroups = Shape::kNumGroups;
+  uint32_t words[Shape::kColumnTiles][kNumGroups][4];
+  // The product with zeros (or, where there are none, with scales, for what codes are offset by): B operands of eight
+  // rows, of which 0 ... 3 are the sums of the query over four groups, rows 4 ... 7 what these sums lose as float16.
+  static constexpr int kQuads = (kNumGroups + 3) / 4;
+  uint32_t sums[Shape::kColumnTiles][kQuads];
+  static constexpr float kSumUnit = 0x1p-9f;  // sums of 32 numbers below 2^16, eightfold for an offset, fit in float16
+
+  __device__ __forceinline__ void load(const unsigned char* planes, const float* sums_of_query, float offset, int g,
+                                       int t) {
+#pragma unroll
+    for (int n = 0; n < Shape::kColumnTiles; ++n) {
+      const int row = Shape::kIsPaired ? g >> 1 : 8 * n + g;
+      const bool is_held = !Shape::kIsPaired || (g & 1) == 0;
+#pragma unroll
+      for (int j = 0; j < kNumGroups; ++j) {
+        uint4 x = *reinterpret_cast<const uint4*>(planes + (row * Shape::kHeadDim + 32 * j + 8 * t) * 2);
+        if (!is_held) x = {0, 0, 0, 0};
+        words[n][j][0] = __byte_perm(x.x, x.z, 0x5410), words[n][j][1] = sixteenth(__byte_perm(x.x, x.z, 0x7632));
+        words[n][j][2] = __byte_perm(x.y, x.w, 0x5410), words[n][j][3] = sixteenth(__byte_perm(x.y, x.w, 0x7632));
+      }
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) {
+        float sum[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int group = quad * 4 + (t & 1) * 2 + i;
+          const bool is_group = is_held && group < kNumGroups;
+          sum[i] = is_group ? sums_of_query[row * kNumGroups + group] * (offset * kSumUnit) : 0.f;
+          if (t >= 2) sum[i] -= half_to_float(float_to_half(sum[i]));
+        }
+        sums[n][quad] = pack_halves(sum[0], sum[1]);
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t sixteenth(uint32_t halves) {
+    return multiply_halves(halves, 0x2c002c00u);  // 1/16
   }
 };
 

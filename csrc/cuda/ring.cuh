@@ -153,11 +153,12 @@ class Ring {
   // Any other rows: narrower than the kernel's, or with gaps between them. A lane takes one column of chunks, in as many
   // rows at once as the warp has lanes for.
   template <int kRowBytes>
-  static __device__ __noinline__ void fill_rows(const Side& side, const RowChunks& chunks, uint32_t to, int b, int h,
+  static __device__ __forceinline__ void fill_rows(const Side& side, const RowChunks& chunks, uint32_t to, int b, int h,
                                                 int first, int begin, int end, int lane) {
     const int lane_row = chunks.per_row.quotient(lane), byte = chunks.per_row.rest(lane) * chunks.bytes;
     if (lane_row >= chunks.rows_at_once) return;
     const uint8_t* from = code_row(side, b, h, first + lane_row) + byte;
+#pragma unroll 1
     for (int row = lane_row; row < kStepTokens; row += chunks.rows_at_once) {
       const uint32_t place = to + RowLayout<kRowBytes>::offset(row / kHalves, row % kHalves, byte);
       const bool is_valid = first + row >= begin && first + row < end;

@@ -1,0 +1,256 @@
+// Keys and values whose scales belong to groups of 32 channels: what the worker does otherwise there. Scales and zeros of
+// four groups are as many numbers as a word of codes, so they go through the tensor cores too wherever they can.
+//
+// Scores. Codes become float16 by a mask, one accumulator a group, and a scale multiplies each:
+//     score = factor · Σ_j scale_j · (query_j · codes_j) + Σ_j zero_j · Σ query_j.
+// The second sum is one product with a 16-bit query sum in two float16 (GroupedQueryOperands); symmetric formats, which
+// have no zero but codes with an offset, take their scales in its place.
+//
+// Values. Weights are rounded to float16 once, P, and once more as the operand of each group, P'_j = P · scale_j. What
+// is the same for the channels of a group goes into its `center`:
+//     Σ_t P_t · zero_tj + middle · Σ_t P_t · scale_tj - 8 · Σ_t P'_tj,
+// an output tile whose rows are groups. Codes are taken off their middle for weights as they were rounded, so a rounding
+// error counts as often as the code differs from the middle; P is the same in all three sums, so its rounding counts as
+// it would in float16 attention. Tensor cores truncate what they add up: a step's sum starts from zero and is added in
+// float32, or a long sequence would collect half a unit in the last place each time.
+#pragma once
+
+#include "query.cuh"
+
+namespace hf_kvquant::cuda {
+
+template <class Shape>
+class Groups {
+  using Ring = typename Shape::KeyRing;
+  static constexpr int kTiles = Shape::kTilesPerStep, kHalves = 2 * kTiles, kColumns = Shape::kColumns;
+  static constexpr int kColumnTiles = Shape::kColumnTiles, kColumnsPerTile = Shape::kColumnsPerTile;
+  static constexpr int kNumGroups = Shape::kNumGroups, kQuads = GroupedQueryOperands<Shape>::kQuads;
+  static constexpr int kWordBytes = kHalves * 2;  // scales of a slot: word i holds those of tile i, halves 0 and 1
+  using Operand = uint32_t[kTiles][kNumGroups][kColumnTiles][2];
+
+ public:
+  __device__ __forceinline__ void load(const DecodeParams& params, const unsigned char* planes, const float* sums,
+                                       int lane) {
+    const int g = lane >> 2, t = lane & 3;
+    g_ = g, t_ = t;
+    const bool has_key_zero = !params.key_side.is_symmetric;
+    query_.load(planes, sums, has_key_zero ? 1.f : -8.f, g, t);
+    codes_at_ = matrix_row<Shape::kKeyRowBytes>(lane);
+    scale_at_ = Ring::kScalesAt + slot_of_row(g) * kWordBytes;
+    term_at_ = (has_key_zero ? Ring::kKeyZeroAt : Ring::kScalesAt) + slot_of_row(g) * kWordBytes +
+               (t & 1) * 2 % kNumGroups * Ring::kScaleBytes;
+    even_at_ = Ring::kValueScaleAt + slot_of_row(2 * t) * kWordBytes;
+    odd_at_ = Ring::kValueScaleAt + slot_of_row(2 * t + 1) * kWordBytes;
+    // Rows of the center: zeros of the groups, then scales. Up to four groups they share the eight rows of one half.
+    center_plane_ = kNumGroups == 8 ? Ring::kPlaneBytes + g * Ring::kScaleBytes
+                                    : ((g & 4) == 0 ? Ring::kPlaneBytes : 0) + (g & 3) % kNumGroups * Ring::kScaleBytes;
+    keep(codes_at_), keep(scale_at_), keep(term_at_), keep(even_at_), keep(odd_at_), keep(center_plane_);
+    middle_ = params.value_side.is_symmetric ? 0.f : kMiddleCode;
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) center_[n][i] = 0.f;
+    }
+  }
+
+  // Scores of a step, off their shifts.
+  __device__ __forceinline__ void score(const unsigned char* stage, const float (&factor)[kColumns],
+                                        const float (&shift)[kColumns], float (&score)[kTiles][2][kColumns]) const {
+    uint32_t scales[kNumGroups][kTiles], terms[2 * kQuads][kTiles];
+#pragma unroll
+    for (int j = 0; j < kNumGroups; ++j) {
+      load_shared<kWordBytes>(stage + scale_at_ + j * Ring::kScaleBytes, scales[j]);
+    }
+#pragma unroll
+    for (int k = 0; k < 2 * kQuads; ++k) {
+      constexpr int kSecond = kNumGroups > 1 ? Ring::kScaleBytes : 0;
+      load_shared<kWordBytes>(stage + term_at_ + k / 2 * 4 * Ring::kScaleBytes + k % 2 * kSecond, terms[k]);
+    }
+    const uint32_t codes = shared_address(stage);
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      float sum[kColumnTiles][4] = {};
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+        for (int quad = 0; quad < kQuads; ++quad) {
+          multiply_halves(sum[n], __byte_perm(terms[2 * quad][i], terms[2 * quad + 1][i], 0x5410),
+                          __byte_perm(terms[2 * quad][i], terms[2 * quad + 1][i], 0x7632), query_.sums[n][quad]);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sum[n][k] *= 1.f / (GroupedQueryOperands<Shape>::kSumUnit * kLowNibbleUnit);
+      }
+#pragma unroll
+      for (int load = 0; load < kNumGroups / 2; ++load) {
+        uint32_t words[4];
+        load_matrices<false>(codes + RowLayout<Shape::kKeyRowBytes>::at(codes_at_, 2 * i, load * 32), words);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const int j = 2 * load + k;
+          const uint32_t e = words[2 * k], f = words[2 * k + 1], e8 = e >> 8, f8 = f >> 8;
+#pragma unroll
+          for (int n = 0; n < kColumnTiles; ++n) {
+            float product[4] = {};
+            const uint32_t(&query)[4] = query_.words[n][j];
+            multiply_halves(product, e & kLowNibbles, f & kLowNibbles, e & kHighNibbles, f & kHighNibbles, query[0],
+                            query[1]);
+            multiply_halves(product, e8 & kLowNibbles, f8 & kLowNibbles, e8 & kHighNibbles, f8 & kHighNibbles, query[2],
+                            query[3]);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const float scale = half_of(scales[j][i], h);
+#pragma unroll
+              for (int c = 0; c < kColumnsPerTile; ++c) {
+                sum[n][2 * h + c] = fmaf(product[2 * h + c], scale, sum[n][2 * h + c]);
+              }
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+          for (int k = 0; k < kColumnsPerTile; ++k) {
+            const int c = kColumnsPerTile * n + k;
+            score[i][h][c] = fmaf(sum[n][2 * h + k], factor[c], -shift[c]);
+          }
+        }
+      }
+    }
+  }
+
+  // Scales of values of a step, of the tokens of rows 2t and 2t + 1.
+  struct Scales {
+    uint32_t even[kNumGroups][kTiles], odd[kNumGroups][kTiles];
+
+    // Whether one is 2 or more, or not a number.
+    __device__ __forceinline__ bool is_any_large() const {
+      uint32_t bits = 0;
+#pragma unroll
+      for (int j = 0; j < kNumGroups; ++j) {
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) bits |= even[j][i] | odd[j][i];
+      }
+      return (bits & 0x40004000u) != 0;
+    }
+  };
+
+  __device__ __forceinline__ Scales load_scales(const unsigned char* stage) const {
+    Scales scales;
+#pragma unroll
+    for (int j = 0; j < kNumGroups; ++j) {
+      load_shared<kWordBytes>(stage + even_at_ + j * Ring::kScaleBytes, scales.even[j]);
+      load_shared<kWordBytes>(stage + odd_at_ + j * Ring::kScaleBytes, scales.odd[j]);
+    }
+    return scales;
+  }
+
+  // log2 of the largest scale of value groups of the token of lane row g, at least 0: what weights must leave room for.
+  __device__ __forceinline__ float room(const unsigned char* stage, int tile, int half) const {
+    float largest = 1.f;
+#pragma unroll
+    for (int j = 0; j < kNumGroups; ++j) {
+      const half_bits* scale = reinterpret_cast<const half_bits*>(stage + scale_at_ + Ring::kValueScaleAt -
+                                                                  Ring::kScalesAt + j * Ring::kScaleBytes);
+      largest = fmaxf(largest, half_to_float(scale[2 * tile + half]));
+    }
+    return __log2f(largest);
+  }
+
+  // The operands of weights times values, and what the step adds to the centers.
+  template <bool kIsMasked>
+  __device__ __forceinline__ void weigh(const unsigned char* stage, const Scales& scales,
+                                        const float (&weight)[kTiles][2][kColumns],
+                                        const bool (&is_visible)[kTiles][2][kColumns], Operand& operand) {
+    uint32_t even_terms[kTiles], odd_terms[kTiles], more_even_terms[kTiles], more_odd_terms[kTiles];
+    load_shared<kWordBytes>(stage + even_at_ + center_plane_, even_terms);
+    load_shared<kWordBytes>(stage + odd_at_ + center_plane_, odd_terms);
+    if constexpr (kNumGroups == 8) {
+      load_shared<kWordBytes>(stage + even_at_ + center_plane_ - Ring::kPlaneBytes, more_even_terms);
+      load_shared<kWordBytes>(stage + odd_at_ + center_plane_ - Ring::kPlaneBytes, more_odd_terms);
+    }
+    float sum[kColumnTiles][4] = {};
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      uint32_t terms[4] = {};
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int selector = h == 0 ? 0x5410 : 0x7632;
+        terms[2 * h] = number<kIsMasked>(__byte_perm(even_terms[i], odd_terms[i], selector));
+        if constexpr (kNumGroups == 8) {
+          terms[2 * h + 1] = number<kIsMasked>(__byte_perm(more_even_terms[i], more_odd_terms[i], selector));
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n) {
+        uint32_t weights[2], shown[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int c = kColumnsPerTile * n, next = kColumnsPerTile == 2 ? c + 1 : c;
+          weights[h] = transpose(pack_halves(weight[i][h][c], kColumnsPerTile == 2 ? weight[i][h][next] : 0.f));
+          if constexpr (kIsMasked) {
+            shown[h] = transpose((is_visible[i][h][c] ? 0x0000ffffu : 0) | (is_visible[i][h][next] ? 0xffff0000u : 0));
+          }
+        }
+        multiply_halves(sum[n], terms[0], terms[1], terms[2], terms[3], weights[0], weights[1]);
+#pragma unroll
+        for (int j = 0; j < kNumGroups; ++j) {
+          uint32_t(&scaled)[2] = operand[i][j][n];
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const uint32_t pair = __byte_perm(scales.even[j][i], scales.odd[j][i], h == 0 ? 0x5410 : 0x7632);
+            scaled[h] = multiply_halves(weights[h], pair);
+            if constexpr (kIsMasked) scaled[h] &= shown[h];
+          }
+          const uint32_t minus_middle = g_ == j ? 0xc800c800u : 0;
+          multiply_halves(sum[n], minus_middle, 0, minus_middle, 0, scaled[0], scaled[1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) center_[n][i] += sum[n][i];
+    }
+  }
+
+  // Lowers what has been summed so far of a column.
+  __device__ __forceinline__ void lower(int n, int i, float kept) {
+    center_[n][i] *= kept;
+    center_[n][2 + i] *= kept;
+  }
+
+  // What all channels of a group have in common, of column i of a tile. For all lanes at once.
+  __device__ __forceinline__ float center(int n, int i, int group) const {
+    const float zeros = __shfl_sync(kAllLanes, center_[n][i], group * 4 + t_);
+    const float scales = kNumGroups == 8 ? __shfl_sync(kAllLanes, center_[n][2 + i], group * 4 + t_)
+                                         : __shfl_sync(kAllLanes, center_[n][i], (4 + group) * 4 + t_);
+    return fmaf(scales, middle_, zeros);
+  }
+
+ private:
+  static constexpr float kMiddleCode = 8.f;
+
+  static __device__ __forceinline__ float half_of(uint32_t pair, int i) {
+    const __half2 halves = *reinterpret_cast<const __half2*>(&pair);
+    return i == 0 ? __low2float(halves) : __high2float(halves);
+  }
+
+  // In steps that not all rows see in whole, what is not a number must not meet rows that do not see it. Those that do
+  // get one from the scale, which is none then, either.
+  template <bool kIsMasked>
+  static __device__ __forceinline__ uint32_t number(uint32_t halves) {
+    if constexpr (kIsMasked) asm("min.f16x2 %0, %0, %1;" : "+r"(halves) : "r"(0x7bff7bffu));
+    return halves;
+  }
+
+  int g_, t_;
+  GroupedQueryOperands<Shape> query_;
+  uint32_t codes_at_, scale_at_, term_at_, even_at_, odd_at_, center_plane_;  // in a stage
+  float middle_;            // what is to be added to codes off their middle
+  float center_[kColumnTiles][4];
+};
+
+}  // namespace hf_kvquant::cuda
