@@ -95,6 +95,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   }
   uint4 pair = {0, 0, 0, 0};
   if (kHasPairs<Shape> && plan.appends_pairs) pair = load_pair(params, new_tokens, segment, lane);
+  const uint32_t chunk_list = shared_address(rings + num_warps * num_stages * Ring::kStageBytes);
+  if (!plan.is_dense) Ring::list_chunks(params, plan, chunk_list);
   Ring ring(params, plan, segment, stages, stride, lane);
   const int likely_step = (segment.share << plan.warps_log2) + warp;
   ring.seek(plan, segment, likely_step);
@@ -109,7 +111,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   if (first_step != likely_step) ring.seek(plan, segment, first_step);
   int stage = 0;
   for (; stage < num_stages - 1 && first_step + stage * stride < held_step; ++stage) {
-    ring.fill(params, plan, segment.b, segment.h, stage);
+    ring.fill(params, plan, chunk_list, segment.b, segment.h, stage);
     commit_copies();
   }
   if (held.is_own) {
@@ -123,7 +125,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     if (!segment.has_rounds()) return;
   }
   for (; stage < num_stages - 1; ++stage) {
-    if (first_step + stage * stride < segment.last_step) ring.fill(params, plan, segment.b, segment.h, stage);
+    if (first_step + stage * stride < segment.last_step) ring.fill(params, plan, chunk_list, segment.b, segment.h, stage);
     commit_copies();
   }
 
@@ -169,7 +171,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     __syncwarp();
     // The stage before is free now.
     if (step + (num_stages - 1) * stride < segment.last_step) {
-      ring.fill(params, plan, segment.b, segment.h, stage == 0 ? num_stages - 1 : stage - 1);
+      ring.fill(params, plan, chunk_list, segment.b, segment.h, stage == 0 ? num_stages - 1 : stage - 1);
     }
     commit_copies();
     before = at;

@@ -80,9 +80,11 @@ struct Origin {
 
 // How a warp copies rows of codes that are not as the kernel's: in chunks of 16, 8 or 4 bytes, a lane each.
 struct RowChunks {
-  int bytes, rows_at_once;
+  int bytes;
+  int num_chunks;  // of a step
   Divisor per_row;
 };
+constexpr int kChunkPlaceBytes = 8;  // what a block remembers of each, see Ring::list_chunks
 
 // Scales or zeros, as the attention kernel copies them: eight consecutive tokens at a time.
 struct PlaneOfScales {

@@ -118,7 +118,7 @@ auto remember(const Key& key, Make make) {
 // The same, for the current device.
 Residency residency(const AttendKernel& kernel, int num_warps) {
   const int device = current_device();
-  return remember(std::make_tuple(kernel.function, num_warps, device),
+  return remember(std::make_tuple(kernel.function, kernel.fixed_bytes, num_warps, device),
                   [&] { return find_residency(kernel, num_warps, device); });
 }
 
@@ -223,12 +223,12 @@ bool is_dense(const Side& side, int kernel_head_dim) {
   return side.head_dim == kernel_head_dim && side.codes_stride_t == row_bytes_of(side) && alignment % 16 == 0;
 }
 
-// The largest chunks that all rows consist of. At most 32 make a row: rows of 256 bytes start at multiples of 8.
-RowChunks row_chunks(const Side& side) {
+// The largest chunks that all rows consist of.
+RowChunks row_chunks(const Side& side, int step_tokens) {
   const int64_t all = reinterpret_cast<int64_t>(side.codes) | side.codes_stride_b | side.codes_stride_h |
                       side.codes_stride_t | row_bytes_of(side);
   const int bytes = all % 16 == 0 ? 16 : all % 8 == 0 ? 8 : 4, per_row = row_bytes_of(side) / bytes;
-  return {bytes, kLanesOfWarp / per_row, divisor(per_row)};
+  return {bytes, step_tokens * per_row, divisor(per_row)};
 }
 
 // Whether copies leave some of a stage untouched: see Ring::fill_gaps.
@@ -365,7 +365,7 @@ void check_support(const char* where, const Side& side) {
 }
 
 DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_tokens) {
-  const AttendKernel kernel = choose_kernel(params);
+  AttendKernel kernel = choose_kernel(params);
   if (kernel.function == nullptr || std::max(params.batch, params.num_kv_heads) > kMaxGridY ||
       !has_short_strides(params)) {
     return plan_general(params);
@@ -374,9 +374,13 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   const int64_t num_row_tiles = (num_rows + kernel.rows_per_tile - 1) / kernel.rows_per_tile;
   const int64_t num_units = num_row_tiles * params.num_kv_heads * params.batch;
   const int64_t steps = std::max(1, (params.capacity + kernel.step_tokens - 1) / kernel.step_tokens);
+  const RowChunks key_chunks = row_chunks(params.key_side, kernel.step_tokens);
+  const RowChunks value_chunks = row_chunks(params.value_side, kernel.step_tokens);
+  const bool are_dense = is_dense(params.key_side, kernel.head_dim) && is_dense(params.value_side, kernel.head_dim);
+  if (!are_dense) kernel.fixed_bytes += (key_chunks.num_chunks + value_chunks.num_chunks) * kChunkPlaceBytes;
   // Trying all cuts takes microseconds, in every layer and step.
   const int64_t wanted_splits = params.num_splits;
-  const Cut cut = remember(std::make_tuple(kernel.function, current_device(), num_units, steps, wanted_splits),
+  const Cut cut = remember(std::make_tuple(kernel.function, kernel.fixed_bytes, current_device(), num_units, steps, wanted_splits),
                            [&] { return choose_cut(kernel, num_units, steps, wanted_splits); });
   if (cut.splits == 0) return plan_general(params);  // the kernel does not fit the GPU
   const Residency resident = residency(kernel, cut.num_warps);
@@ -396,13 +400,13 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   plan.key_codes = origin(params.key_side.codes, params.key_side.codes_stride_b, params.key_side.codes_stride_h);
   plan.value_codes =
       origin(params.value_side.codes, params.value_side.codes_stride_b, params.value_side.codes_stride_h);
-  plan.key_chunks = row_chunks(params.key_side);
-  plan.value_chunks = row_chunks(params.value_side);
+  plan.key_chunks = key_chunks;
+  plan.value_chunks = value_chunks;
   plan.query_stride_b = static_cast<uint32_t>(params.query.stride_b);
   plan.query_stride_h = static_cast<uint32_t>(params.query.stride_h);
   plan.query_stride_t = static_cast<uint32_t>(params.query.stride_t);
   list_scales(params, kernel, plan);
-  plan.is_dense = is_dense(params.key_side, kernel.head_dim) && is_dense(params.value_side, kernel.head_dim);
+  plan.is_dense = are_dense;
   plan.has_gaps = !plan.is_dense || has_gaps(params.key_side, kernel.has_key_zero) ||
                   has_gaps(params.value_side, kernel.has_value_zero);
   // What the grid and Divisor can take: blocks of a head and rounds of steps by splits, rows by heads of a group.

@@ -40,6 +40,14 @@ class Ring {
     if (plan.has_gaps) fill_gaps(params, memory_, plan.num_stages, lane_, segment.b);
   }
 
+  // Where chunks of rows that are not as the kernel's go, once for all warps of a block; all its threads call this.
+  static __device__ __noinline__ void list_chunks(const DecodeParams& params, const DecodePlan& plan, uint32_t list) {
+    list_chunks<kKeyRowBytes>(params.key_side, plan.key_chunks, list);
+    list_chunks<kValueRowBytes>(params.value_side, plan.value_chunks,
+                                list + plan.key_chunks.num_chunks * kChunkPlaceBytes);
+    __syncthreads();
+  }
+
   // Leaves out all tokens but begin ... end - 1.
   __device__ __forceinline__ void bound(int begin, int end) { begin_ = begin, end_ = end; }
 
@@ -65,7 +73,8 @@ class Ring {
   }
 
   // Starts copying the next step into a stage, and goes a stride on. Callers commit.
-  __device__ __forceinline__ void fill(const DecodeParams& params, const DecodePlan& plan, int b, int h, int stage) {
+  __device__ __forceinline__ void fill(const DecodeParams& params, const DecodePlan& plan, uint32_t list, int b, int h,
+                                       int stage) {
     const uint32_t to = memory_ + stage * kStageBytes;
     if (is_dense_ && first_ >= begin_ && first_ + kStepTokens <= end_) {
       fill_dense<kKeyRowBytes, false>(to, key_place_, key_codes_);
@@ -76,9 +85,9 @@ class Ring {
         fill_dense<kKeyRowBytes, true>(to, key_place_, key_codes_);
         fill_dense<kValueRowBytes, true>(to + kValueAt, value_place_, value_codes_);
       } else {
-        fill_rows<kKeyRowBytes>(params.key_side, plan.key_chunks, to, b, h, first_, begin_, end_, lane_);
-        fill_rows<kValueRowBytes>(params.value_side, plan.value_chunks, to + kValueAt, b, h, first_, begin_, end_,
-                                  lane_);
+        fill_rows(params.key_side, plan.key_chunks, list, to, b, h);
+        fill_rows(params.value_side, plan.value_chunks, list + plan.key_chunks.num_chunks * kChunkPlaceBytes,
+                  to + kValueAt, b, h);
       }
       fill_scales<true>(to);
     }
@@ -150,26 +159,39 @@ class Ring {
     }
   }
 
-  // Any other rows: narrower than the kernel's, or with gaps between them. A lane takes one column of chunks, in as many
-  // rows at once as the warp has lanes for.
+  // Any other rows: narrower than the kernel's, or with gaps between them. An entry of the list is a chunk's place in the
+  // stage, with its token above bit 16, and its distance from the first in memory: to work them out anew in every step
+  // took as long as attending (H200, 2026-11).
   template <int kRowBytes>
-  static __device__ __forceinline__ void fill_rows(const Side& side, const RowChunks& chunks, uint32_t to, int b, int h,
-                                                int first, int begin, int end, int lane) {
-    const int lane_row = chunks.per_row.quotient(lane), byte = chunks.per_row.rest(lane) * chunks.bytes;
-    if (lane_row >= chunks.rows_at_once) return;
-    const uint8_t* from = code_row(side, b, h, first + lane_row) + byte;
-#pragma unroll 1
-    for (int row = lane_row; row < kStepTokens; row += chunks.rows_at_once) {
-      const uint32_t place = to + RowLayout<kRowBytes>::offset(row / kHalves, row % kHalves, byte);
-      const bool is_valid = first + row >= begin && first + row < end;
+  static __device__ __forceinline__ void list_chunks(const Side& side, const RowChunks& chunks, uint32_t list) {
+    for (int chunk = threadIdx.x; chunk < chunks.num_chunks; chunk += blockDim.x) {
+      const int token = chunks.per_row.quotient(chunk), byte = chunks.per_row.rest(chunk) * chunks.bytes;
+      const uint32_t place = RowLayout<kRowBytes>::offset(token / kHalves, token % kHalves, byte) | token << 16;
+      const uint32_t distance = token * static_cast<uint32_t>(side.codes_stride_t) + byte;
+      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(list + chunk * kChunkPlaceBytes), "r"(place), "r"(distance)
+                   : "memory");
+    }
+  }
+
+  __device__ __forceinline__ void fill_rows(const Side& side, const RowChunks& chunks, uint32_t list, uint32_t to,
+                                            int b, int h) const {
+    const uint8_t* rows = code_row(side, b, h, first_);
+#pragma unroll 2
+    for (int chunk = lane_; chunk < chunks.num_chunks; chunk += kLanes) {
+      uint32_t place, distance;
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(place), "=r"(distance)
+                   : "r"(list + chunk * kChunkPlaceBytes));
+      const uint8_t* from = rows + distance;
+      const uint32_t at = to + (place & 0xffff);
+      const int num_valid = valid(first_ + static_cast<int>(place >> 16), chunks.bytes);
       if (chunks.bytes == 16) {
-        copy_async<16>(place, from, is_valid ? 16 : 0);
+        copy_async<16>(at, from, num_valid);
       } else if (chunks.bytes == 8) {
-        copy_async<8>(place, from, is_valid ? 8 : 0);
+        copy_async<8>(at, from, num_valid);
       } else {
-        copy_async<4>(place, from, is_valid ? 4 : 0);
+        copy_async<4>(at, from, num_valid);
       }
-      from += chunks.rows_at_once * side.codes_stride_t;
     }
   }
 
