@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     if (!segment.has_rounds()) return;
   }
   for (; stage < num_stages - 1; ++stage) {
-    if (first_step + stage * stride < segment.last_step) ring.fill(params, plan, chunk_list, segment.b, segment.h, stage);
+    if (first_step + stage * stride < segment.last_step)
+      ring.fill(params, plan, chunk_list, segment.b, segment.h, stage);
     commit_copies();
   }
 

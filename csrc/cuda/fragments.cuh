@@ -68,14 +68,12 @@ struct RowLayout {
 // evenly.
 template <int kRowBytes>
 struct KeyWords {
-  static constexpr int kWords = kRowBytes / 16;                   // of a lane and row
+  static constexpr int kWords = kRowBytes / 16;                // of a lane and row
   static constexpr int kLoadBytes = kRowBytes == 32 ? 8 : 16;  // of one load
   static constexpr int kWordsPerLoad = kLoadBytes / 4;
   static constexpr int kLoads = kWords / kWordsPerLoad;
 
-  static __host__ __device__ constexpr int load_byte(int t, int load) {
-    return load * 4 * kLoadBytes + t * kLoadBytes;
-  }
+  static __host__ __device__ constexpr int load_byte(int t, int load) { return load * 4 * kLoadBytes + t * kLoadBytes; }
   static __device__ __forceinline__ int word_byte(int t, int word) {
     return load_byte(t, word / kWordsPerLoad) + word % kWordsPerLoad * 4;
   }

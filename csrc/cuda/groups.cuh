@@ -249,7 +249,7 @@ class Groups {
   int g_, t_;
   GroupedQueryOperands<Shape> query_;
   uint32_t codes_at_, scale_at_, term_at_, even_at_, odd_at_, center_plane_;  // in a stage
-  float middle_;            // what is to be added to codes off their middle
+  float middle_;  // what is to be added to codes off their middle
   float center_[kColumnTiles][4];
 };
 

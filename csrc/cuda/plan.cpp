@@ -380,8 +380,9 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   if (!are_dense) kernel.fixed_bytes += (key_chunks.num_chunks + value_chunks.num_chunks) * kChunkPlaceBytes;
   // Trying all cuts takes microseconds, in every layer and step.
   const int64_t wanted_splits = params.num_splits;
-  const Cut cut = remember(std::make_tuple(kernel.function, kernel.fixed_bytes, current_device(), num_units, steps, wanted_splits),
-                           [&] { return choose_cut(kernel, num_units, steps, wanted_splits); });
+  const Cut cut =
+      remember(std::make_tuple(kernel.function, kernel.fixed_bytes, current_device(), num_units, steps, wanted_splits),
+               [&] { return choose_cut(kernel, num_units, steps, wanted_splits); });
   if (cut.splits == 0) return plan_general(params);  // the kernel does not fit the GPU
   const Residency resident = residency(kernel, cut.num_warps);
   const int64_t num_splits = cut.splits;

@@ -76,6 +76,9 @@ class Worker {
   __device__ __forceinline__ void attend(const DecodeParams& params, const Rows& rows, const Segment& segment,
                                          const Span& span, const unsigned char* before, const unsigned char* stage,
                                          int step) {
+    ValueMatrices values;
+    load_values(before, values);
+
     // --- scores, relative to the shift
     float score[kTiles][2][kColumns];
     if constexpr (kIsGrouped) {
@@ -86,7 +89,7 @@ class Worker {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) score_tile(stage, i, scales, zeros, score[i]);
     }
-    add_values(before);
+    add_values(values);
 
     bool is_visible[kTiles][2][kColumns];
     if constexpr (kIsMasked) mask(params, rows, segment, span, step, score, is_visible);
@@ -131,8 +134,7 @@ class Worker {
         }
       }
       if (__any_sync(kAllLanes, largest > kMaxWeight) || is_fresh_) {
-        raise_shift<kIsMasked>(score, is_visible, weight,
-                               [&](int i, int h) { return __log2f(half_of(scales[i], h)); });
+        raise_shift<kIsMasked>(score, is_visible, weight, [&](int i, int h) { return __log2f(half_of(scales[i], h)); });
       }
       add_up(weight);
 #pragma unroll
@@ -144,29 +146,9 @@ class Worker {
 
   // Adds the values of a step, weighed.
   __device__ __forceinline__ void add_values(const unsigned char* stage) {
-    static_assert(kNumGroups == 1 || Values::kChunks == kNumGroups, "one chunk a group");
-    const uint32_t values = shared_address(stage);
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int load = 0; load < Values::kLoads; ++load) {
-        uint32_t words[4];
-        load_matrices<true>(values + RowLayout<Shape::kValueRowBytes>::at(values_at_, 2 * i, load * 32), words);
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const int chunk = 2 * load + k;
-          for_value_operands<Shape::kValue>(
-              words[2 * k], words[2 * k + 1], [&](int index, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
-#pragma unroll
-                for (int n = 0; n < kColumnTiles; ++n) {
-                  const uint32_t(&weights)[2] = operand_[i][kIsGrouped ? chunk : 0][n];
-                  multiply_halves(output_[n][chunk * Values::kTilesPerChunk + index], a0, a1, a2, a3, weights[0],
-                                  weights[1]);
-                }
-              });
-        }
-      }
-    }
+    ValueMatrices values;
+    load_values(stage, values);
+    add_values(values);
   }
 
   // When all steps are taken: adds up what the lanes of a row have summed, and adds zeros to the output.
@@ -224,6 +206,39 @@ class Worker {
   }
 
  private:
+  using ValueMatrices = uint32_t[kTiles][Values::kLoads][4];
+
+  __device__ __forceinline__ void load_values(const unsigned char* stage, ValueMatrices& values) const {
+    const uint32_t at = shared_address(stage);
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int load = 0; load < Values::kLoads; ++load) {
+        load_matrices<true>(at + RowLayout<Shape::kValueRowBytes>::at(values_at_, 2 * i, load * 32), values[i][load]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_values(const ValueMatrices& values) {
+    static_assert(kNumGroups == 1 || Values::kChunks == kNumGroups, "one chunk a group");
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int chunk = 0; chunk < Values::kChunks; ++chunk) {
+        const uint32_t* halves = values[i][chunk / 2] + chunk % 2 * 2;
+        for_value_operands<Shape::kValue>(halves[0], halves[1],
+                                          [&](int index, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
+#pragma unroll
+                                            for (int n = 0; n < kColumnTiles; ++n) {
+                                              const uint32_t(&weights)[2] = operand_[i][kIsGrouped ? chunk : 0][n];
+                                              multiply_halves(output_[n][chunk * Values::kTilesPerChunk + index], a0,
+                                                              a1, a2, a3, weights[0], weights[1]);
+                                            }
+                                          });
+      }
+    }
+  }
+
   // The query row, within the tile, of a lane's column.
   __device__ __forceinline__ int row_of(int column) const {
     return Shape::kIsPaired ? t_ : 8 * (column >> 1) + 2 * t_ + (column & 1);
@@ -255,9 +270,8 @@ class Worker {
   }
 
   // Scores of one tile of 16 tokens: rows g and g + 8, all columns.
-  __device__ __forceinline__ void score_tile(const unsigned char* stage, int tile,
-                                             const uint32_t (&scales)[kTiles], const uint32_t (&zeros)[kTiles],
-                                             float (&score)[2][kColumns]) const {
+  __device__ __forceinline__ void score_tile(const unsigned char* stage, int tile, const uint32_t (&scales)[kTiles],
+                                             const uint32_t (&zeros)[kTiles], float (&score)[2][kColumns]) const {
     uint32_t words[2][Keys::kWords];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -457,9 +471,8 @@ class Worker {
       }
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n) {
-        const uint32_t pair = Shape::kIsPaired
-                                  ? pack_halves(scaled[0], 0.f)
-                                  : pack_halves(scaled[2 * n % kColumns], scaled[(2 * n + 1) % kColumns]);
+        const uint32_t pair = Shape::kIsPaired ? pack_halves(scaled[0], 0.f)
+                                               : pack_halves(scaled[2 * n % kColumns], scaled[(2 * n + 1) % kColumns]);
         operand[n][h] = transpose(pair);
         if constexpr (Shape::kValue == Storage::int4) {
           // Codes are taken off their middle here, for weights as they were rounded: a rounding error then counts as
