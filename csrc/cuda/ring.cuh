@@ -175,31 +175,40 @@ class Ring {
 
   __device__ __forceinline__ void fill_rows(const Side& side, const RowChunks& chunks, uint32_t list, uint32_t to,
                                             int b, int h) const {
-    constexpr int kAtOnce = 8;  // asked of the list before the first copy
     const uint8_t* rows = code_row(side, b, h, first_);
+    const auto entry = [list](int chunk, uint32_t& place, uint32_t& distance) {
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(place), "=r"(distance)
+                   : "r"(list + chunk * kChunkPlaceBytes));
+    };
+    if (chunks.bytes == 16 && first_ >= begin_ && first_ + kStepTokens <= end_) {
+      constexpr int kAtOnce = 3;  // asked of the list before the first copy; all there are with a head_dim of 96
 #pragma unroll 1
-    for (int first = lane_; first < chunks.num_chunks; first += kAtOnce * kLanes) {
-      uint32_t place[kAtOnce], distance[kAtOnce];
+      for (int first = lane_; first < chunks.num_chunks; first += kAtOnce * kLanes) {
+        uint32_t place[kAtOnce], distance[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i * kLanes >= chunks.num_chunks) continue;
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(place[i]), "=r"(distance[i])
-                     : "r"(list + (first + i * kLanes) * kChunkPlaceBytes));
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i * kLanes >= chunks.num_chunks) continue;
-        const uint8_t* from = rows + distance[i];
-        const uint32_t at = to + (place[i] & 0xffff);
-        const int num_valid = valid(first_ + static_cast<int>(place[i] >> 16), chunks.bytes);
-        if (chunks.bytes == 16) {
-          copy_async<16>(at, from, num_valid);
-        } else if (chunks.bytes == 8) {
-          copy_async<8>(at, from, num_valid);
-        } else {
-          copy_async<4>(at, from, num_valid);
+        for (int i = 0; i < kAtOnce; ++i) {
+          entry(min(first + i * kLanes, chunks.num_chunks - 1), place[i], distance[i]);
         }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (first + i * kLanes < chunks.num_chunks) copy_async<16>(to + (place[i] & 0xffff), rows + distance[i]);
+        }
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int chunk = lane_; chunk < chunks.num_chunks; chunk += kLanes) {
+      uint32_t place, distance;
+      entry(chunk, place, distance);
+      const uint32_t at = to + (place & 0xffff);
+      const int num_valid = valid(first_ + static_cast<int>(place >> 16), chunks.bytes);
+      if (chunks.bytes == 16) {
+        copy_async<16>(at, rows + distance, num_valid);
+      } else if (chunks.bytes == 8) {
+        copy_async<8>(at, rows + distance, num_valid);
+      } else {
+        copy_async<4>(at, rows + distance, num_valid);
       }
     }
   }
