@@ -61,7 +61,8 @@ class KVQuantLayer(CacheLayerMixin):
         self.home: torch.device | None = None  # where the layer lives when it is not offloaded
 
     def __repr__(self) -> str:
-        return f"KVQuantLayer({self.storage.formats.describe()})"
+        transform = self.storage.key_transform
+        return f"KVQuantLayer({self.storage.formats.describe()}{', ' + transform.describe() if transform else ''})"
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -195,14 +196,17 @@ class KVQuantCache(QuantizedCache):
         config: The model's config (for a multi-modal model, its own or the text model's).
         preset_or_config: A preset's name, a dictionary or a `KVQuantConfig`.
         max_cache_len: Overrides the config's; makes the cache static.
-        key_transforms: Per layer index, a transform of the keys before they are quantised.
+        key_transforms: Per layer index, what keys go through before they are quantised; layers that are absent stay as
+            they are. `hf_kvquant.key_transforms(model, preset_or_config)` gives what `generate` of a patched model
+            uses. `None` takes what the config alone can tell: rotation, but neither centres nor smoothing factors,
+            which belong to a model. That is exact too, but less close on models with a key bias.
 
     Raises:
         NotImplementedError: The model's cache cannot be quantised per head.
         TypeError, ValueError: The config does not fit the model; the message names the argument.
 
     Example:
-        >>> cache = KVQuantCache(model.config, "int4")
+        >>> cache = KVQuantCache(model.config, "int4", key_transforms=hf_kvquant.key_transforms(model, "int4"))
         >>> model.generate(**inputs, past_key_values=cache)
     """
 
@@ -227,7 +231,14 @@ class KVQuantCache(QuantizedCache):
         check_model(text_config, layer_types, quant_config)
         self.quant_config = quant_config
         self.notes = MaskNotes()
-        transforms = key_transforms or {}
+        transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
+        quantized = [index for index, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
+        foreign = [index for index in key_transforms or () if index not in quantized]
+        if foreign:
+            raise ValueError(
+                f"KVQuantCache: `key_transforms` must name full-attention layers, which are {quantized}, "
+                f"got {foreign}. Was it made for another model?"
+            )
         layers = [
             KVQuantLayer(
                 LayerStorage(
@@ -274,6 +285,12 @@ class KVQuantCache(QuantizedCache):
     def bytes_per_token(self) -> int:
         """Bytes that one more token of one sequence takes in all layers of this package. 0 before the first tokens."""
         return sum(storage.bytes_per_token for storage in self.storages if storage.is_allocated)
+
+
+def _own_transforms(config: KVQuantConfig, num_layers: int) -> dict[int, KeyTransform]:
+    """What a config says about keys without a model."""
+    rotated = [index for index in range(num_layers) if "rotate" in config.formats(index).transforms]
+    return {index: KeyTransform(is_rotated=True) for index in rotated}
 
 
 def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
