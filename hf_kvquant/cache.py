@@ -198,8 +198,9 @@ class KVQuantCache(QuantizedCache):
         max_cache_len: Overrides the config's; makes the cache static.
         key_transforms: Per layer index, what keys go through before they are quantised; layers that are absent stay as
             they are. `hf_kvquant.key_transforms(model, preset_or_config)` gives what `generate` of a patched model
-            uses. `None` takes what the config alone can tell: rotation, but neither centres nor smoothing factors,
-            which belong to a model. That is exact too, but less close on models with a key bias.
+            uses. `None` leaves them to the patched model whose `generate` gets the cache while it is empty. Until then,
+            and in a forward without `generate`, keys go through what the config alone can tell: rotation, but neither
+            centres nor smoothing factors. That is exact too, but less close on models that have either.
 
     Raises:
         NotImplementedError: The model's cache cannot be quantised per head.
@@ -230,6 +231,7 @@ class KVQuantCache(QuantizedCache):
         layer_types, layer_kwargs = layers_of(text_config)
         check_model(text_config, layer_types, quant_config)
         self.quant_config = quant_config
+        self._has_transforms = key_transforms is not None
         self.notes = MaskNotes()
         transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
         quantized = [index for index, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
@@ -261,6 +263,14 @@ class KVQuantCache(QuantizedCache):
         """Forget all tokens."""
         super().reset()  # type: ignore[no-untyped-call]
         self.notes.has_holes = False
+
+    def adopt(self, key_transforms: Mapping[int, KeyTransform]) -> None:
+        """Take the transforms of a model, unless the cache was given its own or holds tokens."""
+        if self._has_transforms or not all(storage.is_empty for storage in self.storages):
+            return
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, KVQuantLayer):
+                layer.storage.set_key_transform(key_transforms.get(index))
 
     @property
     def storages(self) -> list[LayerStorage]:

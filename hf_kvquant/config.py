@@ -340,9 +340,7 @@ def _apply_aliases(formats: LayerFormats, data: Mapping[str, Any]) -> LayerForma
                 f"got {group_size}."
             )
         formats = LayerFormats(
-            *(
-                dataclasses.replace(side, granularity="group", group_size=group_size)
-                for side in (formats.key, formats.value)
-            )
+            key=dataclasses.replace(formats.key, granularity="group", group_size=group_size),
+            value=dataclasses.replace(formats.value, granularity="group", group_size=group_size),
         )
     return formats

@@ -204,6 +204,8 @@ def cache_for(
             "generate: `use_cache` must be True with a KVQuantCache, got False: every step would add the whole "
             "sequence to the cache again. Pass use_cache=True (generation_config may say otherwise), or no cache."
         )
+    if isinstance(given, KVQuantCache) and state is not None:
+        given.adopt(key_transforms(model, given.quant_config))
     if given is not None or generation_config.use_cache is False:
         return None
     if _asks_for_us(generation_config):

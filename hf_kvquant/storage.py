@@ -52,16 +52,10 @@ class LayerStorage:
         name: str = "layer",
         key_transform: KeyTransform | None = None,
     ) -> None:
-        if key_transform is not None and not isinstance(key_transform, KeyTransform):
-            raise TypeError(
-                f"{name}: `key_transform` must be a KeyTransform or None, got {type(key_transform).__name__}. "
-                "hf_kvquant.key_transforms makes those of a model."
-            )
         self.formats = formats
         self.max_cache_len = max_cache_len
         self.name = name
-        # The identity is kept as nothing, which ops serve without a look at the keys.
-        self.key_transform = None if key_transform is None or key_transform.is_identity else key_transform
+        self.key_transform = self._checked(key_transform)
         self.key_planes: Planes | None = None
         self.value_planes: Planes | None = None
         self.lengths: Tensor | None = None  # [batch] int32, on the device of the planes, pending tokens included
@@ -75,6 +69,15 @@ class LayerStorage:
         self.dtype: torch.dtype | None = None
         self.num_kv_heads = self.key_head_dim = self.value_head_dim = self.batch = 0
         self.fallbacks: Counter[str] = Counter()  # reason -> steps that attended to dequantised tensors
+
+    def _checked(self, key_transform: KeyTransform | None) -> KeyTransform | None:
+        if key_transform is not None and not isinstance(key_transform, KeyTransform):
+            raise TypeError(
+                f"{self.name}: `key_transform` must be a KeyTransform or None, got {type(key_transform).__name__}. "
+                "hf_kvquant.key_transforms makes those of a model."
+            )
+        # The identity is kept as nothing, which ops serve without a look at the keys.
+        return None if key_transform is None or key_transform.is_identity else key_transform
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
@@ -155,6 +158,26 @@ class LayerStorage:
         self.counters = _new_counters(key.device)
         self._length = 0
         self._pin_addresses()
+
+    def set_key_transform(self, key_transform: KeyTransform | None) -> None:
+        """Replace the transform of keys, while there are none.
+
+        Raises:
+            TypeError: It is something else.
+            ValueError: It is for other keys, or tokens are held, whose keys went through the one before.
+        """
+        key_transform = self._checked(key_transform)
+        if not self.is_empty:
+            raise ValueError(
+                f"{self.name}: `key_transform` must be set before the first tokens, got {self.length} tokens held. "
+                "Reset the cache first."
+            )
+        if key_transform is not None and self.is_allocated:
+            key_transform.check_fits(self.name, self.num_kv_heads, self.key_head_dim)
+            key_transform = key_transform.to(self.device)
+        self.key_transform = key_transform
+        if self.is_allocated:
+            self._pin_addresses()
 
     def _check_served(self, key: Tensor, value: Tensor) -> None:
         for name, x, kv_format in (("key", key, self.formats.key), ("value", value, self.formats.value)):
