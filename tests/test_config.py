@@ -10,7 +10,7 @@ import pytest
 from transformers import GenerationConfig
 
 from hf_kvquant import PRESETS, KVFormat, KVQuantConfig, LayerFormats
-from hf_kvquant.config import DEFAULT_PRESET
+from hf_kvquant.config import DEFAULT_PRESET, TRANSFORMS
 
 INT8 = KVFormat("int8")
 INT4 = KVFormat("int4", symmetric=False)
@@ -100,17 +100,17 @@ def test_layers_may_be_layer_formats() -> None:
     ("data", "transforms"),
     [
         ("none", ()),
-        ("int8", ("center",)),
-        ("k8v4", ("center",)),
-        ("int4", ("center", "smooth", "rotate")),
-        ("int4-g32", ("center", "smooth", "rotate")),
+        ("int8", TRANSFORMS),
+        ("k8v4", TRANSFORMS),
+        ("int4", TRANSFORMS),
+        ("int4-g32", TRANSFORMS),
         ("fp8", ()),
-        ({}, ("center",)),
-        ({"nbits": 4}, ("center", "smooth", "rotate")),
-        ({"preset": "int4", "key": "int8"}, ("center",)),
+        ({}, TRANSFORMS),
+        ({"nbits": 4}, TRANSFORMS),
+        ({"preset": "int4", "key": "int8"}, TRANSFORMS),
         ({"preset": "int4", "key": "none"}, ()),
-        ({"preset": "int8", "key": "int4"}, ("center", "smooth", "rotate")),
-        ({"preset": "int4", "transforms": None}, ("center", "smooth", "rotate")),
+        ({"preset": "fp8", "key": "int4"}, TRANSFORMS),
+        ({"preset": "int4", "transforms": None}, TRANSFORMS),
         ({"preset": "int4", "transforms": []}, ()),
         ({"preset": "fp8", "transforms": ("rotate", "center", "rotate")}, ("center", "rotate")),
         ({"nbits": 4, "q_group_size": 32, "transforms": ["smooth"]}, ("smooth",)),
@@ -126,7 +126,7 @@ def test_transforms(data: Any, transforms: tuple[str, ...]) -> None:
 def test_layers_have_transforms_of_their_own() -> None:
     layers = {0: "int8", 1: {"preset": "int4", "transforms": ["rotate"]}, 2: LayerFormats(INT4, INT4, ())}
     config = KVQuantConfig.from_preset("int4", transforms=["center"], layers=layers)
-    assert [config.formats(index).transforms for index in range(4)] == [("center",), ("rotate",), (), ("center",)]
+    assert [config.formats(index).transforms for index in range(4)] == [TRANSFORMS, ("rotate",), (), ("center",)]
 
 
 def test_max_cache_len_implies_static() -> None:
@@ -182,7 +182,7 @@ def test_dictionary_of_a_config() -> None:
         "backend": "hf_kvquant",
         "key": {"storage": "int8", "granularity": "head", "group_size": None, "symmetric": True},
         "value": {"storage": "int8", "granularity": "head", "group_size": None, "symmetric": True},
-        "transforms": ["center"],
+        "transforms": ["center", "smooth", "rotate"],
         "layers": {
             "2": {
                 "key": {"storage": "fp8", "granularity": "head", "group_size": None, "symmetric": True},

@@ -392,11 +392,12 @@ def described(transforms: dict[int, KeyTransform]) -> dict[int, str]:
 def test_transforms_of_a_model() -> None:
     biased, plain = models.family("qwen2"), models.family("llama")
     assert described(key_transforms(biased, "int4")) == {0: "center+rotate", 1: "center+rotate"}
-    assert described(key_transforms(biased, "int8")) == {0: "center", 1: "center"}
+    assert key_transforms(biased, "int8").keys() == {0, 1}
+    assert described(key_transforms(biased, {"transforms": ["center"]})) == {0: "center", 1: "center"}
     assert described(key_transforms(plain, "int4")) == {0: "rotate", 1: "rotate"}
     for preset in ("none", "fp8"):
         assert key_transforms(biased, preset) == {}
-    assert key_transforms(plain, "int8") == {}
+    assert key_transforms(plain, {"preset": "int8", "transforms": ["center", "smooth"]}) == {}
     layers = {"preset": "int4", "layers": {0: {"preset": "int8", "transforms": []}}}
     assert described(key_transforms(biased, layers)) == {1: "center+rotate"}
     assert described(key_transforms(models.family("gemma2"), "int4")) == {1: "rotate"}, "sliding layers are not ours"
@@ -409,7 +410,7 @@ def test_what_is_given_to_a_model_reaches_its_caches() -> None:
     of_model.set_centers(model, centers)
     of_model.set_smoothing(model, smoothing)
     assert described(key_transforms(model, "int4")) == {0: "smooth+rotate", 1: "center+rotate"}
-    assert described(key_transforms(copy.deepcopy(model), "int8")) == {1: "center"}
+    assert described(key_transforms(copy.deepcopy(model), {"transforms": ["center"]})) == {1: "center"}
     with patched(model, "int4"):
         cache = greedy(model, left_padded()).past_key_values
     assert [storage.key_transform.describe() for storage in cache.storages] == ["smooth+rotate", "center+rotate"]
