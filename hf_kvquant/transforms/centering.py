@@ -26,7 +26,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-# T of the formula above: pairs that turn more than about once in so many tokens are left to the rotation.
+# T of the formula above, at most, and no more than a model was made for: pairs that turn about once in so many tokens,
+# or more, are left to the rotation. A centre over more positions than a text has fits its first tokens badly (reference
+# model, bias of norm 100 in the slowest two pairs, texts of 2048 tokens: int4 diverges 1.20 times as much as without
+# the bias with T = 2048, 1.46 times with 4096).
 NUM_POSITIONS = 4096
 
 
@@ -38,12 +41,13 @@ def has_biases(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def bias_centers(model: PreTrainedModel, num_positions: int = NUM_POSITIONS) -> dict[int, Tensor]:
+def bias_centers(model: PreTrainedModel, num_positions: int | None = None) -> dict[int, Tensor]:
     """Centres from the weights alone.
 
     Args:
         model: A decoder with weights; left as it was. One token is sent through it.
-        num_positions: Positions that a rotated bias is averaged over.
+        num_positions: Positions that a rotated bias is averaged over; `None` for what the model was made for, at most
+            `NUM_POSITIONS`.
 
     Returns:
         Per layer index `[num_kv_heads, head_dim]` float32, on the layer's device; layers without a key bias are absent.
@@ -51,6 +55,9 @@ def bias_centers(model: PreTrainedModel, num_positions: int = NUM_POSITIONS) -> 
     Raises:
         ValueError: `num_positions` is not positive.
     """
+    if num_positions is None:
+        longest = getattr(_text_config(model), "max_position_embeddings", None)
+        num_positions = min(longest, NUM_POSITIONS) if isinstance(longest, int) and longest > 0 else NUM_POSITIONS
     if num_positions < 1:
         raise ValueError(f"bias_centers: `num_positions` must be positive, got {num_positions}.")
     if not has_biases(model):
