@@ -218,6 +218,25 @@ int32_t* counter_array(const std::optional<Tensor>& counters, const Tensor& code
   return static_cast<int32_t*>(counters->data_ptr());
 }
 
+const float* per_channel(const char* where, const char* name, const std::optional<Tensor>& tensor,
+                         const Tensor& codes, int head_dim) {
+  if (!tensor.has_value()) return nullptr;
+  check_device(where, name, *tensor, codes);
+  KVQ_CHECK(tensor->scalar_type() == ScalarType::Float, where, ": `", name, "` must be float32, got ",
+            torch::headeronly::toString(tensor->scalar_type()), ". Call .float().");
+  KVQ_CHECK(tensor->dim() == 2 && tensor->size(0) == codes.size(1) && tensor->size(1) == head_dim, where, ": `", name,
+            "` must be [", codes.size(1), ", ", head_dim, "], one number per head and channel of the keys, got ",
+            shape_of(*tensor), ". Was it made for another model?");
+  KVQ_CHECK(tensor->is_contiguous(), where, ": `", name, "` must be contiguous, got stride ", tensor->stride(0),
+            ". Call .contiguous().");
+  return static_cast<const float*>(tensor->const_data_ptr());
+}
+
+KeyTransform key_transform(const char* where, const TransformArgs& transform, const Tensor& codes, int head_dim) {
+  return {per_channel(where, "key_center", transform.center, codes, head_dim),
+          per_channel(where, "key_smoothing", transform.smoothing, codes, head_dim), transform.is_rotated};
+}
+
 const float* per_head(const char* name, const std::optional<Tensor>& tensor, const Tensor& query) {
   if (!tensor.has_value()) return nullptr;
   check_device("decode", name, *tensor, query);
@@ -238,7 +257,7 @@ Tensor with_contiguous_channels(const Tensor& x) {
 }
 
 AppendParams append_params(const char* where, const Tensor& key, const Tensor& value, const PlaneArgs& key_planes,
-                           const PlaneArgs& value_planes, const Tensor& lengths) {
+                           const PlaneArgs& value_planes, const Tensor& lengths, const TransformArgs& transform) {
   AppendParams params{};
   params.key_side = side(where, "key", key_planes, key_planes.codes);
   params.value_side = side(where, "value", value_planes, key_planes.codes);
@@ -253,6 +272,7 @@ AppendParams append_params(const char* where, const Tensor& key, const Tensor& v
   params.capacity = to_int(where, "capacity", codes.size(2));
   params.q_len = to_int(where, "q_len", key.size(2));
   params.lengths = per_sequence(where, "lengths", lengths, codes);
+  params.key_transform = key_transform(where, transform, codes, params.key_side.head_dim);
   return params;
 }
 
@@ -260,7 +280,7 @@ DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, con
                            const Tensor& lengths, const std::optional<Tensor>& counters,
                            const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
                            const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap,
-                           int64_t sliding_window, int64_t num_splits) {
+                           int64_t sliding_window, int64_t num_splits, const TransformArgs& transform) {
   const Tensor& codes = key_planes.codes;
   DecodeParams params{};
   params.key_side = side("decode", "key", key_planes, codes);
@@ -292,6 +312,7 @@ DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, con
   // A window of the whole capacity hides nothing, and positions minus a larger one might not fit an int.
   params.sliding_window = std::min(to_int("decode", "sliding_window", sliding_window), params.capacity);
   params.num_splits = to_int("decode", "num_splits", num_splits);
+  params.key_transform = key_transform("decode", transform, codes, params.key_side.head_dim);
   return params;
 }
 

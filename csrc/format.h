@@ -10,7 +10,7 @@
 namespace hf_kvquant {
 
 // Raised together with OPS_VERSION in ops.py whenever a schema or the meaning of an argument changes.
-constexpr int kOpsVersion = 2;
+constexpr int kOpsVersion = 3;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
 constexpr int kMaxCudaHeadDim = 256;  // beyond it ops.py asks the reference
@@ -59,11 +59,29 @@ struct Dense {
   int64_t stride_b, stride_h, stride_t;
 };
 
+// What keys go through before they are quantised, in this order; reference.transform_key and transform_query define it,
+// rounding by rounding. Each tensor is [num_kv_heads, head_dim] float32, contiguous.
+//   key      x = (key - center) · (1 / smoothing), rotated
+//   query    smoothing · query, rotated; every logit of a row gets softmax_scale · (query · center) added before softcap
+struct KeyTransform {
+  const float* center;     // nullptr: none
+  const float* smoothing;  // the factors, positive; nullptr: none
+  bool is_rotated;         // butterflies 1, 2, 4, ... apart in blocks of rotation_block channels, times 1 / sqrt(block)
+};
+
+inline bool is_identity(const KeyTransform& transform) {
+  return transform.center == nullptr && transform.smoothing == nullptr && !transform.is_rotated;
+}
+
+// The largest power of two that divides head_dim.
+inline int rotation_block(int head_dim) { return head_dim & -head_dim; }
+
 // New tokens of one layer, written at positions lengths - q_len ... lengths - 1.
 struct AppendParams {
   int batch, num_kv_heads, q_len, capacity;
   Dense key, value;
   Side key_side, value_side;
+  KeyTransform key_transform;
   const int32_t* lengths;  // [batch]; count the new tokens already
 };
 
@@ -72,6 +90,7 @@ struct DecodeParams {
   int batch, num_q_heads, num_kv_heads, q_len, capacity;
   Dense query;                // [batch, num_q_heads, q_len, key head_dim]
   Side key_side, value_side;  // new tokens, if any, are appended before this runs
+  KeyTransform key_transform;  // of the keys in the planes; the query comes as the model made it
   const int32_t* lengths;     // [batch]
   int32_t* counters;          // [kNumCounters], zero before and after a call, CUDA only; nullptr: absent
   const int32_t* starts;      // [batch], first position that is not padding; nullptr: 0

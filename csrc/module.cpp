@@ -5,6 +5,8 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <stdexcept>
+#include <string>
 #include <tuple>
 
 #include "args.h"
@@ -42,13 +44,15 @@ struct CudaDevice {
   explicit CudaDevice(const Tensor& codes)
       : device(codes.device()), guard(device.index()), stream(cuda::current_stream(device.index())) {}
 
-  void check(const char* where, const AppendParams& params) const {
+  template <class Params>
+  void check(const char* where, const Params& params) const {
     cuda::check_support(where, params.key_side);
     cuda::check_support(where, params.value_side);
-  }
-  void check(const char* where, const DecodeParams& params) const {
-    cuda::check_support(where, params.key_side);
-    cuda::check_support(where, params.value_side);
+    if (!is_identity(params.key_transform)) {
+      throw std::invalid_argument(std::string(where) +
+                                  ": keys must be stored as they come for the CUDA kernels, got a key transform. Use "
+                                  "transforms=[] in the config.");
+    }
   }
   void append(const AppendParams& params) const { cuda::append(params, stream); }
   void decode(DecodeParams params, const AppendParams* new_tokens) const {
@@ -73,12 +77,13 @@ struct CudaDevice {
 template <class Device>
 void append(const Tensor& key, const Tensor& value, const Tensor& key_codes, const std::optional<Tensor>& key_scale,
             const std::optional<Tensor>& key_zero, const Tensor& value_codes, const std::optional<Tensor>& value_scale,
-            const std::optional<Tensor>& value_zero, const Tensor& lengths, int64_t key_storage,
-            int64_t value_storage) {
+            const std::optional<Tensor>& value_zero, const Tensor& lengths, const std::optional<Tensor>& key_center,
+            const std::optional<Tensor>& key_smoothing, bool rotates_key, int64_t key_storage, int64_t value_storage) {
   const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_storage};
   const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_storage};
   const Tensor key_rows = with_contiguous_channels(key), value_rows = with_contiguous_channels(value);
-  const AppendParams params = append_params("append", key_rows, value_rows, key_planes, value_planes, lengths);
+  const AppendParams params = append_params("append", key_rows, value_rows, key_planes, value_planes, lengths,
+                                            {key_center, key_smoothing, rotates_key});
   const Device device(key_codes);
   device.check("append", params);
   if (params.batch > 0 && params.q_len > 0) device.append(params);
@@ -91,12 +96,14 @@ std::tuple<Tensor, Tensor> decode(
     const std::optional<Tensor>& value_scale, const std::optional<Tensor>& value_zero, const Tensor& lengths,
     const std::optional<Tensor>& counters, const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
     const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap, int64_t sliding_window,
-    int64_t num_splits, int64_t key_storage, int64_t value_storage) {
+    int64_t num_splits, const std::optional<Tensor>& key_center, const std::optional<Tensor>& key_smoothing,
+    bool rotates_key, int64_t key_storage, int64_t value_storage) {
   const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_storage};
   const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_storage};
+  const TransformArgs transform{key_center, key_smoothing, rotates_key};
   const Tensor query_rows = with_contiguous_channels(query);
   DecodeParams params = decode_params(query_rows, key_planes, value_planes, lengths, counters, starts, sinks,
-                                      alibi_slopes, softmax_scale, softcap, sliding_window, num_splits);
+                                      alibi_slopes, softmax_scale, softcap, sliding_window, num_splits, transform);
   const Device device(key_codes);
   device.check("decode", params);
 
@@ -106,7 +113,7 @@ std::tuple<Tensor, Tensor> decode(
   if (key.has_value()) {
     key_rows = with_contiguous_channels(*key);
     value_rows = with_contiguous_channels(*value);
-    new_tokens = append_params("decode", *key_rows, *value_rows, key_planes, value_planes, lengths);
+    new_tokens = append_params("decode", *key_rows, *value_rows, key_planes, value_planes, lengths, transform);
     device.check("decode", new_tokens);
   }
 

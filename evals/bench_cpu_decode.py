@@ -7,7 +7,8 @@ limit: `bytes per token · tokens / read bandwidth`. Fewer bits help exactly as 
 So each time stands beside its GB/s and the share of what a plain sum over 512 MB reaches, at its best between the cases
 of the same run. At short lengths, where little is read, the fixed costs of a call show instead.
 
-The method: batch 1, one new token. Ours is the whole op, append of that token and combining of splits included.
+The method: batch 1, one new token. Ours is the whole op, append of that token and combining of splits included, keys
+and queries transformed as the preset says, with centres and smoothing factors.
 PyTorch's is `scaled_dot_product_attention` alone, without its cache's append, in float32 and bfloat16, each with
 `enable_gqa` and with the heads of a group as rows of one head (what transformers amounts to, minus its copies), and
 each cell is compared with the fastest of the four. Contenders take turns within one run, each turn on another of
@@ -34,7 +35,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_kvquant import PRESETS, ops, reference
+from hf_kvquant import PRESETS, KeyTransform, KVQuantConfig, ops, reference
 from hf_kvquant.formats import TOKEN_ALIGNMENT, KVFormat, Planes
 
 # The buffer sets of a contender together, at least: three times the last-level cache of the processors at hand.
@@ -126,6 +127,7 @@ def our_contender(shape: Shape, preset: str, dtype: torch.dtype) -> tuple[Conten
     """
     formats = PRESETS[preset]
     kv_heads, head_dim, length = shape.num_kv_heads, shape.head_dim, shape.length
+    transform = all_of(KVQuantConfig.from_preset(preset).transforms, kv_heads, head_dim)
     capacity = math.ceil(length / TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT
     lengths = torch.tensor([length], dtype=torch.int32)
     first = [
@@ -133,7 +135,7 @@ def our_contender(shape: Shape, preset: str, dtype: torch.dtype) -> tuple[Conten
         for kv_format in formats
     ]
     keys, values = (torch.randn(1, kv_heads, length, head_dim).to(dtype) for _ in range(2))
-    ops.append(keys, values, first[0], first[1], lengths, formats)
+    ops.append(keys, values, first[0], first[1], lengths, formats, transform)
     num_bytes = length * sum(kv_format.bytes_per_token(kv_heads, head_dim, dtype) for kv_format in formats)
     num_sets = sets_needed(num_bytes)
     planes = [first] + [[_clone(side) for side in first] for _ in range(num_sets - 1)]
@@ -141,14 +143,29 @@ def our_contender(shape: Shape, preset: str, dtype: torch.dtype) -> tuple[Conten
     new = keys[:, :, -1:], values[:, :, -1:]
 
     def run(i: int) -> Tensor:
-        return ops.decode(query, new, *planes[i], lengths, formats, softmax_scale=head_dim**-0.5)[0]
+        return ops.decode(
+            query, new, *planes[i], lengths, formats, softmax_scale=head_dim**-0.5, key_transform=transform
+        )[0]
 
-    error = check(run(0), query, first, formats, lengths, f"{shape.describe()}, {preset}, {dtype}")
+    error = check(run(0), query, first, formats, lengths, transform, f"{shape.describe()}, {preset}, {dtype}")
     return Contender(preset, run, num_sets, num_bytes), error
 
 
+def all_of(transforms: tuple[str, ...], num_kv_heads: int, head_dim: int) -> KeyTransform:
+    """A key transform with random numbers wherever the names ask for some."""
+    center = torch.randn(num_kv_heads, head_dim) if "center" in transforms else None
+    smoothing = 2.0 ** torch.randint(-2, 3, (num_kv_heads, head_dim)) if "smooth" in transforms else None
+    return KeyTransform(center, smoothing, "rotate" in transforms)
+
+
 def check(
-    out: Tensor, query: Tensor, planes: list[Planes], formats: tuple[KVFormat, KVFormat], lengths: Tensor, what: str
+    out: Tensor,
+    query: Tensor,
+    planes: list[Planes],
+    formats: tuple[KVFormat, KVFormat],
+    lengths: Tensor,
+    transform: KeyTransform,
+    what: str,
 ) -> float:
     """The error of `out` relative to its largest value, at most twice PyTorch's own on the same values plus a rounding.
 
@@ -157,7 +174,10 @@ def check(
     """
     head_dim = query.shape[-1]
     key, value = (reference.dequantize(side, kv_format) for side, kv_format in zip(planes, formats, strict=True))
-    expected, _ = reference.decode_attention(query.float(), key, value, lengths, softmax_scale=head_dim**-0.5)
+    expected, _ = reference.decode_attention(
+        query.float(), key, value, lengths, softmax_scale=head_dim**-0.5, key_transform=transform
+    )
+    key = reference.undo_key_transform(key, transform)
     key, value = (x[:, :, : int(lengths[0])].to(query.dtype) for x in (key, value))
     plain = scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(1, 2)
     largest = float(expected.abs().max())

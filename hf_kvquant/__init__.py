@@ -12,6 +12,8 @@ from .cache import KVQuantCache
 from .config import PRESETS, KVQuantConfig, LayerFormats
 from .formats import KVFormat
 from .patching import disable, enable, patch, patched, unpatch
+from .transforms import KeyTransform
+from .transforms.of_model import key_transforms
 
 __version__ = "0.1.0"
 
@@ -20,10 +22,12 @@ __all__ = [
     "KVFormat",
     "KVQuantCache",
     "KVQuantConfig",
+    "KeyTransform",
     "LayerFormats",
     "__version__",
     "disable",
     "enable",
+    "key_transforms",
     "patch",
     "patched",
     "unpatch",

@@ -61,7 +61,8 @@ class KVQuantLayer(CacheLayerMixin):
         self.home: torch.device | None = None  # where the layer lives when it is not offloaded
 
     def __repr__(self) -> str:
-        return f"KVQuantLayer({self.storage.formats.describe()})"
+        transform = self.storage.key_transform
+        return f"KVQuantLayer({self.storage.formats.describe()}{', ' + transform.describe() if transform else ''})"
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -195,14 +196,18 @@ class KVQuantCache(QuantizedCache):
         config: The model's config (for a multi-modal model, its own or the text model's).
         preset_or_config: A preset's name, a dictionary or a `KVQuantConfig`.
         max_cache_len: Overrides the config's; makes the cache static.
-        key_transforms: Per layer index, a transform of the keys before they are quantised.
+        key_transforms: Per layer index, what keys go through before they are quantised; layers that are absent stay as
+            they are. `hf_kvquant.key_transforms(model, preset_or_config)` gives what `generate` of a patched model
+            uses. `None` leaves them to the patched model whose `generate` gets the cache while it is empty. Until then,
+            and in a forward without `generate`, keys go through what the config alone can tell: rotation, but neither
+            centres nor smoothing factors. That is exact too, but less close on models that have either.
 
     Raises:
         NotImplementedError: The model's cache cannot be quantised per head.
         TypeError, ValueError: The config does not fit the model; the message names the argument.
 
     Example:
-        >>> cache = KVQuantCache(model.config, "int4")
+        >>> cache = KVQuantCache(model.config, "int4", key_transforms=hf_kvquant.key_transforms(model, "int4"))
         >>> model.generate(**inputs, past_key_values=cache)
     """
 
@@ -226,8 +231,16 @@ class KVQuantCache(QuantizedCache):
         layer_types, layer_kwargs = layers_of(text_config)
         check_model(text_config, layer_types, quant_config)
         self.quant_config = quant_config
+        self._has_transforms = key_transforms is not None
         self.notes = MaskNotes()
-        transforms = key_transforms or {}
+        transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
+        quantized = [index for index, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
+        foreign = [index for index in key_transforms or () if index not in quantized]
+        if foreign:
+            raise ValueError(
+                f"KVQuantCache: `key_transforms` must name full-attention layers, which are {quantized}, "
+                f"got {foreign}. Was it made for another model?"
+            )
         layers = [
             KVQuantLayer(
                 LayerStorage(
@@ -250,6 +263,14 @@ class KVQuantCache(QuantizedCache):
         """Forget all tokens."""
         super().reset()  # type: ignore[no-untyped-call]
         self.notes.has_holes = False
+
+    def adopt(self, key_transforms: Mapping[int, KeyTransform]) -> None:
+        """Take the transforms of a model, unless the cache was given its own or holds tokens."""
+        if self._has_transforms or not all(storage.is_empty for storage in self.storages):
+            return
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, KVQuantLayer):
+                layer.storage.set_key_transform(key_transforms.get(index))
 
     @property
     def storages(self) -> list[LayerStorage]:
@@ -274,6 +295,12 @@ class KVQuantCache(QuantizedCache):
     def bytes_per_token(self) -> int:
         """Bytes that one more token of one sequence takes in all layers of this package. 0 before the first tokens."""
         return sum(storage.bytes_per_token for storage in self.storages if storage.is_allocated)
+
+
+def _own_transforms(config: KVQuantConfig, num_layers: int) -> dict[int, KeyTransform]:
+    """What a config says about keys without a model."""
+    rotated = [index for index in range(num_layers) if "rotate" in config.formats(index).transforms]
+    return {index: KeyTransform(is_rotated=True) for index in rotated}
 
 
 def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:

@@ -1,15 +1,16 @@
 """What the user asks for: `KVQuantConfig` and the presets.
 
-A config says, for every layer, in which format keys and values are kept, and whether the cache grows or is static. It
-validates what users type and knows no tensors; what a format is in memory is decided in `formats.py`. A config
-round-trips through `to_dict`, `from_dict` and JSON, so that it can stand in a `generation_config.json`.
+A config says, for every layer, in which format keys and values are kept, which transforms keys go through before, and
+whether the cache grows or is static. It validates what users type and knows no tensors; what a format is in memory is
+decided in `formats.py`. A config round-trips through `to_dict`, `from_dict` and JSON, so that it can stand in a
+`generation_config.json`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 from ._errors import did_you_mean
 from .formats import KVFormat
@@ -36,21 +37,41 @@ DEFAULT_PRESET = "int8"
 # The format of a side that is named by its storage type alone.
 _DEFAULT_FORMATS = {"none": _NONE, "int8": _INT8, "int4": _INT4, "fp8": _FP8}
 _NBITS = {8: "int8", 4: "int4"}
-_KEYS = ("backend", "preset", "key", "value", "layers", "static", "max_cache_len")
+
+# What keys may go through before they are quantised, in the order in which it is done: a constant is subtracted (where
+# the model has a key bias, or centres were taken from data), channels are divided by factors (where there are any), and
+# a Hadamard matrix spreads every channel over all.
+TRANSFORMS = ("center", "smooth", "rotate")
+# What a config means that says nothing about transforms, by the storage type of keys. Integers want every channel at
+# the same size, at 8 bits too: on the reference model rotation alone takes a quarter of the divergence of int8, seven
+# eighths with outlier channels in the keys. The codes of fp8 are as fine for small channels as for large ones.
+_DEFAULT_TRANSFORMS = {"none": (), "int8": TRANSFORMS, "int4": TRANSFORMS, "fp8": ()}
+
+_SIDES = ("preset", "key", "value", "transforms")
+_KEYS = ("backend", *_SIDES, "layers", "static", "max_cache_len")
 _ALIASES = ("nbits", "q_group_size", "residual_length")
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerFormats:
-    """The formats of one layer.
+    """The formats of one layer, and what its keys go through before they are quantised.
 
     Attributes:
         key: Of keys.
         value: Of values.
+        transforms: Names out of `TRANSFORMS`, in its order. Left out, they follow from the storage type of keys: all of
+            them for int8 and int4, none for fp8.
+
+    Raises:
+        TypeError, ValueError: `transforms` has no meaning, or keys that are not quantised are to be transformed.
     """
 
     key: KVFormat
     value: KVFormat
+    transforms: tuple[str, ...] = cast(Any, None)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transforms", _canonical_transforms("LayerFormats", self.transforms, self.key))
 
     def describe(self) -> str:
         """A short name for reports: one description when both sides are alike, else both."""
@@ -65,6 +86,8 @@ class KVQuantConfig:
     Attributes:
         key: Format of keys, in every layer that `layers` does not name.
         value: Format of values, likewise.
+        transforms: What keys go through before they are quantised, likewise: names out of `TRANSFORMS`. Left out, they
+            follow from the storage type of keys; see `LayerFormats`.
         layers: Per-layer overrides, by layer index.
         static: Whether buffers are allocated once for `max_cache_len` tokens, so that the decode step can be compiled.
         max_cache_len: Tokens that a static cache holds. `None` takes what `generate` needs; given, it implies `static`.
@@ -75,6 +98,7 @@ class KVQuantConfig:
 
     key: KVFormat = _INT8
     value: KVFormat = _INT8
+    transforms: tuple[str, ...] = cast(Any, None)
     layers: Mapping[int, LayerFormats] = dataclasses.field(default_factory=dict)
     static: bool = False
     max_cache_len: int | None = None
@@ -86,6 +110,7 @@ class KVQuantConfig:
                     f"KVQuantConfig: `{name}` must be a KVFormat, got {getattr(self, name)!r}. "
                     "KVQuantConfig.resolve accepts names and dictionaries."
                 )
+        object.__setattr__(self, "transforms", _canonical_transforms("KVQuantConfig", self.transforms, self.key))
         if not isinstance(self.static, bool):
             raise TypeError(f"KVQuantConfig: `static` must be True or False, got {self.static!r}.")
         if self.max_cache_len is not None:
@@ -110,7 +135,7 @@ class KVQuantConfig:
 
     def formats(self, layer_idx: int) -> LayerFormats:
         """The formats of one layer."""
-        return self.layers.get(layer_idx, LayerFormats(self.key, self.value))
+        return self.layers.get(layer_idx, LayerFormats(self.key, self.value, self.transforms))
 
     @classmethod
     def from_preset(cls, preset: str, **options: Any) -> KVQuantConfig:
@@ -144,8 +169,9 @@ class KVQuantConfig:
         """The config of a dictionary, as `to_dict` makes it or as a user types it in `cache_config`.
 
         Keys: `preset` (a name from `PRESETS`), `key` and `value` (a storage type's name or a dictionary of `KVFormat`
-        fields; each overrides the preset's side), `layers` (layer index to a preset's name or to a dictionary with
-        `preset`, `key`, `value`), `static`, `max_cache_len`, `backend` (ignored when it is ours). transformers' own
+        fields; each overrides the preset's side), `transforms` (a list of names; left out, they follow from the keys),
+        `layers` (layer index to a preset's name or to a dictionary with `preset`, `key`, `value`, `transforms`),
+        `static`, `max_cache_len`, `backend` (ignored when it is ours). transformers' own
         spellings are understood: `nbits` (8 or 4, both sides), `q_group_size` (channels per scale, both sides) and
         `residual_length` (only 0: every token is coded).
 
@@ -164,7 +190,7 @@ class KVQuantConfig:
                 "Other backends belong to transformers' own QuantizedCache."
             )
         formats = _layer_formats("KVQuantConfig", {k: v for k, v in data.items() if k in ("preset", "key", "value")})
-        formats = _apply_aliases(formats, data)
+        formats = _with_transforms("KVQuantConfig", _apply_aliases(formats, data), data)
         layers = data.get("layers") or {}
         if not isinstance(layers, Mapping):
             raise TypeError(
@@ -173,6 +199,7 @@ class KVQuantConfig:
         return cls(
             key=formats.key,
             value=formats.value,
+            transforms=formats.transforms,
             layers={
                 _layer_index(index): _layer_formats(f"KVQuantConfig: layer {index}", v) for index, v in layers.items()
             },
@@ -186,8 +213,13 @@ class KVQuantConfig:
             "backend": BACKEND,
             "key": self.key.to_dict(),
             "value": self.value.to_dict(),
+            "transforms": list(self.transforms),
             "layers": {
-                str(index): {"key": formats.key.to_dict(), "value": formats.value.to_dict()}
+                str(index): {
+                    "key": formats.key.to_dict(),
+                    "value": formats.value.to_dict(),
+                    "transforms": list(formats.transforms),
+                }
                 for index, formats in self.layers.items()
             },
             "static": self.static,
@@ -218,7 +250,7 @@ def _side(where: str, name: str, spelled: object) -> KVFormat:
 
 
 def _layer_formats(where: str, spelled: object) -> LayerFormats:
-    """Both sides, from a preset's name or a dictionary with `preset`, `key` and `value`."""
+    """A layer, from a preset's name or a dictionary with `preset`, `key`, `value` and `transforms`."""
     if isinstance(spelled, LayerFormats):
         return spelled
     if isinstance(spelled, str):
@@ -226,16 +258,48 @@ def _layer_formats(where: str, spelled: object) -> LayerFormats:
     if not isinstance(spelled, Mapping):
         raise TypeError(f"{where}: `layers` must hold presets' names or dictionaries, got {type(spelled).__name__}.")
     for key in spelled:
-        if key not in ("preset", "key", "value"):
+        if key not in _SIDES:
             raise ValueError(
-                f"{where}: unknown key '{key}'.{did_you_mean(key, ('preset', 'key', 'value'))} "
-                "A layer takes 'preset', 'key' and 'value'."
+                f"{where}: unknown key '{key}'.{did_you_mean(key, _SIDES)} "
+                "A layer takes 'preset', 'key', 'value' and 'transforms'."
             )
     base = _preset(where, spelled.get("preset", DEFAULT_PRESET))
-    return LayerFormats(
+    formats = LayerFormats(
         key=_side(where, "key", spelled["key"]) if "key" in spelled else base.key,
         value=_side(where, "value", spelled["value"]) if "value" in spelled else base.value,
     )
+    return _with_transforms(where, formats, spelled)
+
+
+def _with_transforms(where: str, formats: LayerFormats, data: Mapping[str, Any]) -> LayerFormats:
+    """The formats with the transforms that a dictionary names, if it names any."""
+    if data.get("transforms") is None:
+        return formats
+    return LayerFormats(formats.key, formats.value, _canonical_transforms(where, data["transforms"], formats.key))
+
+
+def _canonical_transforms(where: str, spelled: Iterable[str] | None, key: KVFormat) -> tuple[str, ...]:
+    """Names of transforms in the order of `TRANSFORMS`, each once; those of the key format where nothing is given."""
+    if spelled is None:
+        return _DEFAULT_TRANSFORMS[key.storage] if isinstance(key, KVFormat) else ()
+    if isinstance(spelled, str) or not isinstance(spelled, Iterable):
+        raise TypeError(
+            f"{where}: `transforms` must be a list of names out of {list(TRANSFORMS)}, got {spelled!r}. "
+            "An empty list means none."
+        )
+    names = list(spelled)
+    for name in names:
+        if name not in TRANSFORMS:
+            raise ValueError(
+                f"{where}: `transforms` must hold names out of {list(TRANSFORMS)}, got {name!r}."
+                f"{did_you_mean(name, TRANSFORMS)}"
+            )
+    if names and not key.is_quantized:
+        raise ValueError(
+            f"{where}: `transforms` must be empty where keys are not quantised, got {names}. "
+            "Transforms only make codes closer: leave them out."
+        )
+    return tuple(name for name in TRANSFORMS if name in names)
 
 
 def _layer_index(spelled: object) -> int:
@@ -273,9 +337,7 @@ def _apply_aliases(formats: LayerFormats, data: Mapping[str, Any]) -> LayerForma
                 f"got {group_size}."
             )
         formats = LayerFormats(
-            *(
-                dataclasses.replace(side, granularity="group", group_size=group_size)
-                for side in (formats.key, formats.value)
-            )
+            key=dataclasses.replace(formats.key, granularity="group", group_size=group_size),
+            value=dataclasses.replace(formats.value, granularity="group", group_size=group_size),
         )
     return formats

@@ -24,6 +24,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from .cache import KVQuantCache
 from .config import KVQuantConfig
 from .patching import patched
+from .transforms.of_model import key_transforms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,10 @@ def compare(
     """
     fed, targets = input_ids[:, :-1], input_ids[0, 1:]
     with patched(model, "none"):
-        caches = {name: KVQuantCache(model.config, config) for name, config in configs.items()}
+        caches = {
+            name: KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
+            for name, config in configs.items()
+        }
         streams = {
             name: feed(model, fed, cache, first_chunk=first_chunk, chunk_size=chunk_size)
             for name, cache in caches.items()

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from . import reference
 from .formats import STORAGE_IDS, TOKEN_ALIGNMENT, KVFormat, Planes, format_of
+from .transforms import KeyTransform
 
 logger = logging.getLogger(__name__)
 
 # Raised whenever a schema below or the meaning of an argument changes, here and in csrc/format.h: a stale build is then
 # refused at load instead of reading its arguments in the wrong order.
-OPS_VERSION = 2
+OPS_VERSION = 3
 
 # Thread blocks of a CUDA decode that share a sequence find out by an atomic counter which of them is the last; that one
 # combines their parts. Mirrored in csrc/format.h.
@@ -39,11 +40,13 @@ _PLANES = (
     "Tensor(a!) key_codes, Tensor(b!)? key_scale, Tensor(c!)? key_zero, "
     "Tensor(d!) value_codes, Tensor(e!)? value_scale, Tensor(f!)? value_zero"
 )
-APPEND_SCHEMA = f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, int key_storage, int value_storage) -> ()"
+# A `KeyTransform` and the storage types of both sides.
+_KINDS = "Tensor? key_center, Tensor? key_smoothing, bool rotates_key, int key_storage, int value_storage"
+APPEND_SCHEMA = f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, {_KINDS}) -> ()"
 DECODE_SCHEMA = (
     f"decode(Tensor query, Tensor? key, Tensor? value, {_PLANES}, Tensor lengths, Tensor(g!)? counters, "
     "Tensor? starts, Tensor? sinks, Tensor? alibi_slopes, float softmax_scale, float softcap, int sliding_window, "
-    "int num_splits, int key_storage, int value_storage) -> (Tensor out, Tensor lse)"
+    f"int num_splits, {_KINDS}) -> (Tensor out, Tensor lse)"
 )
 
 _library = torch.library.Library("hf_kvquant", "DEF")
@@ -67,15 +70,19 @@ def _append_reference(
     value_scale: Tensor | None,
     value_zero: Tensor | None,
     lengths: Tensor,
+    key_center: Tensor | None,
+    key_smoothing: Tensor | None,
+    rotates_key: bool,
     key_storage: int,
     value_storage: int,
 ) -> None:
     _warn_reference(key.device, key.shape[-1], value.shape[-1])
-    for x, planes, storage_id in (
-        (key, Planes(key_codes, key_scale, key_zero), key_storage),
-        (value, Planes(value_codes, value_scale, value_zero), value_storage),
+    transform = _transform_of(key_center, key_smoothing, rotates_key)
+    for x, planes, storage_id, key_transform in (
+        (key, Planes(key_codes, key_scale, key_zero), key_storage, transform),
+        (value, Planes(value_codes, value_scale, value_zero), value_storage, None),
     ):
-        reference.append(x, planes, format_of(planes, storage_id, x.shape[-1]), lengths)
+        reference.append(x, planes, format_of(planes, storage_id, x.shape[-1]), lengths, key_transform)
 
 
 def _decode_reference(
@@ -97,6 +104,9 @@ def _decode_reference(
     softcap: float,
     sliding_window: int,
     num_splits: int,
+    key_center: Tensor | None,
+    key_smoothing: Tensor | None,
+    rotates_key: bool,
     key_storage: int,
     value_storage: int,
 ) -> tuple[Tensor, Tensor]:
@@ -115,6 +125,9 @@ def _decode_reference(
             value_scale,
             value_zero,
             lengths,
+            key_center,
+            key_smoothing,
+            rotates_key,
             key_storage,
             value_storage,
         )
@@ -129,7 +142,14 @@ def _decode_reference(
         alibi_slopes=alibi_slopes,
         softcap=softcap,
         sliding_window=sliding_window,
+        key_transform=_transform_of(key_center, key_smoothing, rotates_key),
     )
+
+
+def _transform_of(center: Tensor | None, smoothing: Tensor | None, is_rotated: bool) -> KeyTransform | None:
+    if center is None and smoothing is None and not is_rotated:
+        return None
+    return KeyTransform(center, smoothing, is_rotated)
 
 
 for _name in ("append", "append_reference"):
@@ -272,6 +292,7 @@ def append(
     value_planes: Planes,
     lengths: Tensor,
     formats: tuple[KVFormat, KVFormat],
+    key_transform: KeyTransform | None = None,
 ) -> None:
     """Quantise new tokens into the planes, as `reference.append` defines it.
 
@@ -282,10 +303,20 @@ def append(
         value_planes: The same for values.
         lengths: `[batch]` int32 on the same device: tokens held, the new ones included.
         formats: Of keys and of values.
+        key_transform: What keys go through before they are quantised; on the same device.
     """
     has_kernel = _has_kernel(key.device, key.shape[-1], value.shape[-1])
     op = torch.ops.hf_kvquant.append if has_kernel else torch.ops.hf_kvquant.append_reference
-    op(key, value, *_spell(key_planes), *_spell(value_planes), lengths, formats[0].storage_id, formats[1].storage_id)
+    op(
+        key,
+        value,
+        *_spell(key_planes),
+        *_spell(value_planes),
+        lengths,
+        *_spell_transform(key_transform),
+        formats[0].storage_id,
+        formats[1].storage_id,
+    )
 
 
 def decode(
@@ -304,6 +335,7 @@ def decode(
     softcap: float = 0.0,
     sliding_window: int = 0,
     num_splits: int = 0,
+    key_transform: KeyTransform | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Append new tokens if there are any, then attend to everything stored, as `reference.decode_attention` defines it.
 
@@ -327,6 +359,8 @@ def decode(
         sliding_window: Positions visible to a query, itself included; 0 for all.
         num_splits: Parts that a sequence is cut into, for output that is bitwise the same in every batch; 0 lets the
             kernel choose.
+        key_transform: What the keys in the planes went through, and what new ones go through; on the same device. The
+            query is transformed by the op.
 
     Returns:
         out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`, new memory. Zero where nothing is
@@ -355,6 +389,7 @@ def decode(
         softcap,
         sliding_window,
         num_splits,
+        *_spell_transform(key_transform),
         formats[0].storage_id,
         formats[1].storage_id,
     )
@@ -363,6 +398,10 @@ def decode(
 
 def _spell(planes: Planes) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return planes.codes, planes.scale, planes.zero
+
+
+def _spell_transform(transform: KeyTransform | None) -> tuple[Tensor | None, Tensor | None, bool]:
+    return (None, None, False) if transform is None else (transform.center, transform.smoothing, transform.is_rotated)
 
 
 def _check_query(query: Tensor, key_planes: Planes) -> None:

@@ -21,6 +21,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from .attention import implementation_name, is_ours
 from .cache import KVQuantCache, check_model, layers_of
 from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig
+from .transforms.of_model import key_transforms
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +204,8 @@ def cache_for(
             "generate: `use_cache` must be True with a KVQuantCache, got False: every step would add the whole "
             "sequence to the cache again. Pass use_cache=True (generation_config may say otherwise), or no cache."
         )
+    if isinstance(given, KVQuantCache) and state is not None:
+        given.adopt(key_transforms(model, given.quant_config))
     if given is not None or generation_config.use_cache is False:
         return None
     if _asks_for_us(generation_config):
@@ -224,8 +227,10 @@ def cache_for(
             "generate: `output_attentions` must be False with a quantised cache, got True: attention weights are never "
             "formed. Use hf_kvquant.unpatch, or another cache_implementation."
         )
+    transforms = key_transforms(model, config)
     if max_cache_length is None:
-        return KVQuantCache(model.config, dataclasses.replace(config, static=False, max_cache_len=None))
+        config = dataclasses.replace(config, static=False, max_cache_len=None)
+        return KVQuantCache(model.config, config, key_transforms=transforms)
     max_cache_len = None
     if config.static:
         max_cache_len = config.max_cache_len or max_cache_length
@@ -234,7 +239,7 @@ def cache_for(
                 f"generate: `max_cache_len` must be at least {max_cache_length} for this prompt and max_new_tokens, "
                 f"got {max_cache_len}. Raise it in the config, or leave it out and pass static=True."
             )
-    return KVQuantCache(model.config, config, max_cache_len=max_cache_len)
+    return KVQuantCache(model.config, config, max_cache_len=max_cache_len, key_transforms=transforms)
 
 
 def _asks_for_us(generation_config: Any) -> bool:

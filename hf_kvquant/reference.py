@@ -12,14 +12,24 @@ M = max x over the values that share a scale, rn = round half to even, rn16 = ro
 with L = 127 or 7 (symmetric), 255 or 15 (asymmetric). Codes are computed from the scale and zero *as stored*. A NaN, an
 infinity, or a scale or zero beyond float16 is never turned into a finite code: scale and zero become NaN and the codes
 0: whoever attends to the token sees NaN, and nobody else. Layouts are `formats.py`'s, allocation `storage.py`'s.
+
+Keys may be transformed before, each step rounded to float32 (center c and smoothing factors λ of a key-value head):
+
+    key      x = (key - c) · (1 / λ), then rotated        query    λ · query, rotated; logits get query · c added
+
+The rotation is a Hadamard matrix over blocks of the largest power of two n that divides head_dim: butterflies
+(a, b) -> (a + b, a - b) of channels 1, then 2, 4, …, n / 2 apart, then one multiplication by float32(1 / sqrt(n)).
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from .formats import KVFormat, Planes
+from .transforms import KeyTransform
 
 MIN_SCALE = 2.0**-24  # the smallest positive float16: a zero vector decodes to exact zeros and nothing divides by 0
 FP8_MAX = 448.0
@@ -36,6 +46,78 @@ def code_offset(kv_format: KVFormat) -> int:
     if kv_format.storage == "fp8" or not kv_format.symmetric:
         return 0
     return _LEVELS[kv_format.storage, True] + 1
+
+
+def rotation_block(head_dim: int) -> int:
+    """Channels that a rotation mixes: the largest power of two that divides `head_dim`."""
+    return head_dim & -head_dim
+
+
+def rotate(x: Tensor) -> Tensor:
+    """`x` (`[..., head_dim]` float32) rotated; the rotation is its own inverse. New memory."""
+    shape, block = x.shape, rotation_block(x.shape[-1])
+    stride = 1
+    while stride < block:
+        a, b = x.reshape(*shape[:-1], shape[-1] // (2 * stride), 2, stride).unbind(-2)
+        x = torch.stack((a + b, a - b), dim=-2).reshape(shape)
+        stride *= 2
+    return x * (1 / math.sqrt(block))
+
+
+def transform_key(key: Tensor, transform: KeyTransform) -> Tensor:
+    """Keys as they are quantised.
+
+    Args:
+        key: `[batch, num_kv_heads, tokens, head_dim]`, any floating dtype.
+        transform: On the same device.
+
+    Returns:
+        The same shape, float32.
+    """
+    x = key.float()
+    if transform.center is not None:
+        x = x - transform.center.unsqueeze(1)
+    if transform.smoothing is not None:
+        x = x * (torch.ones_like(transform.smoothing) / transform.smoothing).unsqueeze(1)
+    return rotate(x) if transform.is_rotated else x
+
+
+def transform_query(query: Tensor, transform: KeyTransform) -> tuple[Tensor, Tensor | None]:
+    """Queries for transformed keys.
+
+    Args:
+        query: `[batch, num_q_heads, q_len, head_dim]`, any floating dtype; a multiple of the transform's heads.
+        transform: On the same device.
+
+    Returns:
+        query: The same shape, float32.
+        constant: `[batch, num_q_heads, q_len]` float32: what query · key lacks with transformed keys, the same for all
+            of them; `None` where it lacks nothing.
+    """
+    x = query.float()
+    constant = None
+    if transform.center is not None:
+        constant = (x * _per_query_head(transform.center, x)).sum(-1)
+    if transform.smoothing is not None:
+        x = x * _per_query_head(transform.smoothing, x)
+    return (rotate(x) if transform.is_rotated else x), constant
+
+
+def undo_key_transform(key: Tensor, transform: KeyTransform) -> Tensor:
+    """Keys in the model's basis, float32, from transformed ones (`[batch, num_kv_heads, tokens, head_dim]`)."""
+    x = key.float()
+    if transform.is_rotated:
+        x = rotate(x)
+    if transform.smoothing is not None:
+        x = x * transform.smoothing.unsqueeze(1)
+    if transform.center is not None:
+        x = x + transform.center.unsqueeze(1)
+    return x
+
+
+def _per_query_head(plane: Tensor, query: Tensor) -> Tensor:
+    """`[num_kv_heads, head_dim]` for the query heads of `query`: `[num_q_heads, 1, head_dim]`."""
+    return plane.repeat_interleave(query.shape[1] // plane.shape[0], 0).unsqueeze(1)
 
 
 def compute_scale(x: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None]:
@@ -138,7 +220,9 @@ def dequantize(planes: Planes, kv_format: KVFormat, dtype: torch.dtype = torch.f
     return x.to(dtype)
 
 
-def append(x: Tensor, planes: Planes, kv_format: KVFormat, lengths: Tensor) -> None:
+def append(
+    x: Tensor, planes: Planes, kv_format: KVFormat, lengths: Tensor, key_transform: KeyTransform | None = None
+) -> None:
     """Quantise `x` and write it behind the tokens that are stored already.
 
     Args:
@@ -147,7 +231,10 @@ def append(x: Tensor, planes: Planes, kv_format: KVFormat, lengths: Tensor) -> N
             read, and overwritten only by NaN.
         kv_format: Their format.
         lengths: `[batch]` int32: tokens held per sequence, the new ones included.
+        key_transform: What keys go through before.
     """
+    if key_transform is not None:
+        x = transform_key(x, key_transform)
     q_len = x.shape[2]
     if kv_format.granularity == "tensor":
         new = quantize(x, kv_format, planes.scale, planes.zero)
@@ -177,6 +264,7 @@ def decode_attention(
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sliding_window: int = 0,
+    key_transform: KeyTransform | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest tokens to everything stored, on dequantised keys and values.
 
@@ -196,6 +284,7 @@ def decode_attention(
         alibi_slopes: `[num_q_heads]` float32.
         softcap: 0 for none.
         sliding_window: Positions visible to a query; 0 for all.
+        key_transform: What `key` has gone through. Logits are those of plain queries and keys all the same.
 
     Returns:
         out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`; zero where nothing is attended.
@@ -204,9 +293,10 @@ def decode_attention(
     """
     batch, num_q_heads, q_len, head_dim = query.shape
     num_kv_heads, capacity = key.shape[1], key.shape[2]
-    grouped = query.float().view(batch, num_kv_heads, -1, q_len, head_dim)
-    scores = softmax_scale * (grouped @ key.float().unsqueeze(2).mT)  # [batch, kv heads, q per kv, q_len, capacity]
-    scores = scores.view(batch, num_q_heads, q_len, capacity)
+    x, constant = (query.float(), None) if key_transform is None else transform_query(query, key_transform)
+    grouped = x.reshape(batch, num_kv_heads, -1, q_len, head_dim)
+    scores = (grouped @ key.float().unsqueeze(2).mT).view(batch, num_q_heads, q_len, capacity)
+    scores = softmax_scale * (scores if constant is None else scores + constant.unsqueeze(-1))
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     column = torch.arange(capacity, device=query.device)

@@ -38,7 +38,10 @@ class LayerStorage:
         formats: Of keys and of values.
         max_cache_len: Tokens that a static storage holds; `None` makes a growing one.
         name: What error messages call this storage, such as `layer 3`.
-        key_transform: Applied to keys before they are quantised.
+        key_transform: What keys go through before they are quantised; moved to the device of the keys.
+
+    Raises:
+        TypeError: `key_transform` is something else.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class LayerStorage:
         self.formats = formats
         self.max_cache_len = max_cache_len
         self.name = name
-        self.key_transform = key_transform
+        self.key_transform = self._checked(key_transform)
         self.key_planes: Planes | None = None
         self.value_planes: Planes | None = None
         self.lengths: Tensor | None = None  # [batch] int32, on the device of the planes, pending tokens included
@@ -66,6 +69,15 @@ class LayerStorage:
         self.dtype: torch.dtype | None = None
         self.num_kv_heads = self.key_head_dim = self.value_head_dim = self.batch = 0
         self.fallbacks: Counter[str] = Counter()  # reason -> steps that attended to dequantised tensors
+
+    def _checked(self, key_transform: KeyTransform | None) -> KeyTransform | None:
+        if key_transform is not None and not isinstance(key_transform, KeyTransform):
+            raise TypeError(
+                f"{self.name}: `key_transform` must be a KeyTransform or None, got {type(key_transform).__name__}. "
+                "hf_kvquant.key_transforms makes those of a model."
+            )
+        # The identity is kept as nothing, which ops serve without a look at the keys.
+        return None if key_transform is None or key_transform.is_identity else key_transform
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
@@ -134,6 +146,8 @@ class LayerStorage:
             ValueError: A shape is not served.
         """
         self._check_served(key, value)
+        if self.key_transform is not None:
+            self.key_transform = self.key_transform.to(key.device)
         self.batch, self.num_kv_heads, tokens, self.key_head_dim = key.shape
         self.value_head_dim = value.shape[-1]
         self.dtype = key.dtype
@@ -144,6 +158,26 @@ class LayerStorage:
         self.counters = _new_counters(key.device)
         self._length = 0
         self._pin_addresses()
+
+    def set_key_transform(self, key_transform: KeyTransform | None) -> None:
+        """Replace the transform of keys, while there are none.
+
+        Raises:
+            TypeError: It is something else.
+            ValueError: It is for other keys, or tokens are held, whose keys went through the one before.
+        """
+        key_transform = self._checked(key_transform)
+        if not self.is_empty:
+            raise ValueError(
+                f"{self.name}: `key_transform` must be set before the first tokens, got {self.length} tokens held. "
+                "Reset the cache first."
+            )
+        if key_transform is not None and self.is_allocated:
+            key_transform.check_fits(self.name, self.num_kv_heads, self.key_head_dim)
+            key_transform = key_transform.to(self.device)
+        self.key_transform = key_transform
+        if self.is_allocated:
+            self._pin_addresses()
 
     def _check_served(self, key: Tensor, value: Tensor) -> None:
         for name, x, kv_format in (("key", key, self.formats.key), ("value", value, self.formats.value)):
@@ -163,11 +197,14 @@ class LayerStorage:
                 f"({list(key.shape[:3])}, {key.dtype}, {key.device}), "
                 f"got {list(value.shape[:3])}, {value.dtype}, {value.device}."
             )
+        if self.key_transform is not None:
+            self.key_transform.check_fits(self.name, key.shape[1], key.shape[3])
 
     def _pin_addresses(self) -> None:
         """Tell the compiler that static buffers stay: it would not put a step that mutates others into a CUDA graph."""
         if self.is_static and not torch.compiler.is_compiling():
-            for tensor in (*self._tensors(), *([] if self.counters is None else [self.counters])):
+            transform = [] if self.key_transform is None else self.key_transform.tensors()
+            for tensor in (*self._tensors(), *([] if self.counters is None else [self.counters]), *transform):
                 torch._dynamo.mark_static_address(tensor)
 
     def _tensors(self) -> list[Tensor]:
@@ -199,8 +236,6 @@ class LayerStorage:
             self.allocate(key, value)
         if q_len == 0:
             return
-        if self.key_transform is not None:
-            key = self.key_transform.transform_key(key)
         self.flush()
         self._make_room(q_len)
         assert self.lengths is not None
@@ -263,11 +298,13 @@ class LayerStorage:
         """Granularity `tensor`: the first tokens of a sequence decide its scale for good."""
         if not self.is_empty:
             return
-        for x, planes, kv_format in (
-            (key, self.key_planes, self.formats.key),
-            (value, self.value_planes, self.formats.value),
+        for x, planes, kv_format, transform in (
+            (key, self.key_planes, self.formats.key, self.key_transform),
+            (value, self.value_planes, self.formats.value, None),
         ):
             if kv_format.granularity == "tensor" and planes is not None and planes.scale is not None:
+                if transform is not None:
+                    x = reference.transform_key(x, transform)
                 scale, zero = reference.compute_scale(x, kv_format)
                 planes.scale.copy_(scale)
                 if planes.zero is not None and zero is not None:
@@ -278,7 +315,7 @@ class LayerStorage:
         if self.pending is None:
             return
         key, value = self.pending
-        ops.append(key, value, *self._planes(), self._lengths(), self._formats())
+        ops.append(key, value, *self._planes(), self._lengths(), self._formats(), self.key_transform)
         self.pending = None
 
     def attend(self, query: Tensor, *, softmax_scale: float, **options: Any) -> tuple[Tensor, Tensor]:
@@ -289,8 +326,6 @@ class LayerStorage:
             softmax_scale: Multiplies query · key.
             **options: `starts`, `sinks`, `alibi_slopes`, `softcap`, `sliding_window`, `num_splits`.
         """
-        if self.key_transform is not None:
-            query = self.key_transform.transform_query(query)
         result = ops.decode(
             query,
             self.pending,
@@ -299,6 +334,7 @@ class LayerStorage:
             self._formats(),
             softmax_scale=softmax_scale,
             counters=self.counters,
+            key_transform=self.key_transform,
             **options,
         )
         self.pending = None  # only now: a query that is refused must not lose tokens that `lengths` counts already
@@ -315,17 +351,19 @@ class LayerStorage:
         self.flush()
         tokens = self.max_cache_len if self.max_cache_len is not None else self.length
         assert self.dtype is not None
-        dense = []
-        for planes, kv_format in zip(self._planes(), self._formats(), strict=True):
-            dense.append(reference.dequantize(_narrow(planes, tokens), kv_format, self.dtype))
+        key_planes, value_planes = (_narrow(planes, tokens) for planes in self._planes())
+        if self.key_transform is None:
+            key = reference.dequantize(key_planes, self.formats.key, self.dtype)
+        else:
+            # Rounded to the model's dtype at the end only: what is added back may be far larger than what is stored.
+            key = reference.dequantize(key_planes, self.formats.key)
+            key = reference.undo_key_transform(key, self.key_transform).to(self.dtype)
+        dense = [key, reference.dequantize(value_planes, self.formats.value, self.dtype)]
         if self.is_static:
             # A NaN that was cropped away would still reach whoever multiplies it with a probability of 0.
             is_beyond = torch.arange(tokens, device=self.device) >= self._lengths().unsqueeze(1)  # [batch, tokens]
             dense = [x.masked_fill(is_beyond[:, None, :, None], 0.0) for x in dense]
-        key, value = dense
-        if self.key_transform is not None:
-            key = self.key_transform.undo(key)
-        return key, value
+        return dense[0], dense[1]
 
     def query_offset(self, q_len: int) -> int | Tensor:
         """Position of the first of the newest `q_len` tokens; a 0-d tensor in a static storage."""
@@ -424,6 +462,8 @@ class LayerStorage:
         self.key_planes, self.value_planes = _map(key_planes, moved), _map(value_planes, moved)
         self.lengths = moved(self._lengths())
         self.counters = _new_counters(self.lengths.device)
+        if self.key_transform is not None:
+            self.key_transform = self.key_transform.to(device)
         self._pin_addresses()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_kvquant import ops, reference
 from hf_kvquant.formats import KVFormat, Planes
+from hf_kvquant.transforms import KeyTransform
 
 
 def pair(kv_format: KVFormat) -> tuple[KVFormat, KVFormat]:
@@ -26,7 +27,7 @@ def to(device: str, *tensors: Tensor | None) -> list[Any]:
     return [None if tensor is None else tensor.to(device) for tensor in tensors]
 
 
-def run_append(engine: str, case: Case, key: Tensor, value: Tensor) -> None:
+def run_append(engine: str, case: Case, key: Tensor, value: Tensor, key_transform: KeyTransform | None = None) -> None:
     """Appends to poisoned planes on the device and in the reference, and compares all of them."""
     planes = []
     for side, x in enumerate((key, value)):
@@ -41,10 +42,11 @@ def run_append(engine: str, case: Case, key: Tensor, value: Tensor) -> None:
     lengths = case.lengths_tensor()
     new = to(engine, key, value)
     before = [x.clone() for x in new]
-    ops.append(*new, *ours, lengths.to(engine), case.formats)
+    transform = None if key_transform is None else key_transform.to(engine)
+    ops.append(*new, *ours, lengths.to(engine), case.formats, transform)
     for side, x in enumerate((key, value)):
         kv_format = case.formats[side]
-        reference.append(x, planes[side], kv_format, lengths)
+        reference.append(x, planes[side], kv_format, lengths, None if side else key_transform)
         assert_same_planes(ours[side], planes[side], f"{case}, {'value' if side else 'key'}")
         assert_same(new[side], before[side].cpu(), f"{case}, input")
 
@@ -56,6 +58,7 @@ def plain_attention(
     value: Tensor,
     *,
     softmax_scale: float,
+    constant: Tensor | None = None,
     starts: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -65,7 +68,10 @@ def plain_attention(
     """What eager PyTorch makes of the same keys and values in the working dtype: its error is the measure of ours."""
     key = key.nan_to_num(0, 0, 0).to(case.dtype).repeat_interleave(case.num_q_per_kv, 1)
     value = value.nan_to_num(0, 0, 0).to(case.dtype).repeat_interleave(case.num_q_per_kv, 1)
-    scores = query @ key.mT * softmax_scale
+    scores = query @ key.mT
+    if constant is not None:
+        scores = scores + constant.to(case.dtype).unsqueeze(-1)
+    scores = scores * softmax_scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     column = torch.arange(case.capacity)
@@ -92,9 +98,13 @@ def run_decode(
     query: Tensor | None = None,
     num_splits: int = 0,
     softmax_scale: float | None = None,
+    key_transform: KeyTransform | None = None,
     **extras: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attends on the device and in the reference, to equal planes, and compares output and lse."""
+    """Attends on the device and in the reference, to equal planes, and compares output and lse.
+
+    With a transform, plain PyTorch gets queries and keys in the basis of the codes, rounded to the working dtype.
+    """
     planes = planes or (filled(case, 0), filled(case, 1))
     query = queries(case) if query is None else query
     softmax_scale = softmax_scale or case.head_dim**-0.5
@@ -110,14 +120,27 @@ def run_decode(
         case.formats,
         softmax_scale=softmax_scale,
         num_splits=num_splits,
+        key_transform=None if key_transform is None else key_transform.to(engine),
         **on_device,
     )
     key, value = (reference.dequantize(made, kv_format) for made, kv_format in zip(planes, case.formats, strict=True))
     expected_out, expected_lse = reference.decode_attention(
-        query.float(), key, value, case.lengths_tensor(), softmax_scale=softmax_scale, **extras
+        query.float(),
+        key,
+        value,
+        case.lengths_tensor(),
+        softmax_scale=softmax_scale,
+        key_transform=key_transform,
+        **extras,
     )
-    torch_out, torch_lse = plain_attention(case, query, key, value, softmax_scale=softmax_scale, **extras)
+    constant = None
+    if key_transform is not None:
+        query, constant = reference.transform_query(query, key_transform)
+    torch_out, torch_lse = plain_attention(
+        case, query.to(case.dtype), key, value, constant=constant, softmax_scale=softmax_scale, **extras
+    )
     max_logit = largest(query.float().norm(dim=-1)) * largest(key.norm(dim=-1)) * softmax_scale
+    max_logit += 0.0 if constant is None else softmax_scale * largest(constant)
     bound = attention_bound(expected_out, torch_out, case.dtype, max_logit, largest(value))
     what = f"{case} {sorted(extras)}"
     assert out.dtype == case.dtype and out.is_contiguous(), what

@@ -30,6 +30,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, reference
 from hf_kvquant.formats import KVFormat, Planes
+from hf_kvquant.transforms import KeyTransform
 
 VOCAB_SIZE = 96
 PAD, BOS = 0, 1
@@ -289,6 +290,7 @@ class ReferenceLayer(DynamicLayer):
         replay: What another cache was given, to be kept in place of what this one is given. Two runs that differ in the
             order of a sum only may still round one value to two codes; with the same values they cannot.
         mask: `[batch, tokens]` of the first chunk, 0 for padding, where what is replayed need not agree.
+        transform: What keys go through before they are quantised.
     """
 
     def __init__(
@@ -297,9 +299,11 @@ class ReferenceLayer(DynamicLayer):
         value_format: KVFormat,
         replay: list[tuple[Tensor, Tensor]] | None = None,
         mask: Tensor | None = None,
+        transform: KeyTransform | None = None,
     ) -> None:
         super().__init__()
         self.formats = (key_format, value_format)
+        self.transform = transform
         self.frozen: list[Planes | None] = [None, None]  # per-tensor scales of the first chunk
         self.replay = None if replay is None else iter(replay)
         self.mask = mask
@@ -323,11 +327,15 @@ class ReferenceLayer(DynamicLayer):
         kv_format = self.formats[side]
         if not kv_format.is_quantized:
             return x
+        dtype, transform = x.dtype, None if side else self.transform
+        if transform is not None:
+            x = reference.transform_key(x, transform)
         frozen = self.frozen[side]
         planes = reference.quantize(x, kv_format, *((frozen.scale, frozen.zero) if frozen else ()))
         if kv_format.granularity == "tensor":
             self.frozen[side] = planes
-        return reference.dequantize(planes, kv_format, x.dtype)
+        x = reference.dequantize(planes, kv_format)
+        return (x if transform is None else reference.undo_key_transform(x, transform)).to(dtype)
 
 
 class ReferenceCache(DynamicCache):
@@ -338,6 +346,7 @@ class ReferenceCache(DynamicCache):
         preset_or_config: As for `KVQuantCache`.
         replay: What a `RecordingCache` recorded.
         mask: `[batch, tokens]` of the first chunk, 0 for padding, where what is replayed need not agree.
+        key_transforms: As for `KVQuantCache`: `None` rotates where the config says so.
     """
 
     def __init__(
@@ -346,12 +355,16 @@ class ReferenceCache(DynamicCache):
         preset_or_config: Any,
         replay: Mapping[int, list[tuple[Tensor, Tensor]]] | None = None,
         mask: Tensor | None = None,
+        key_transforms: Mapping[int, KeyTransform] | None = None,
     ) -> None:
         super().__init__(config=config)
         quant_config = KVQuantConfig.resolve(preset_or_config)
         for index, layer in enumerate(self.layers):
             if type(layer) is DynamicLayer:
                 formats = quant_config.formats(index)
+                transform = KeyTransform(is_rotated="rotate" in formats.transforms)
+                if key_transforms is not None:
+                    transform = key_transforms.get(index, KeyTransform())
                 self.layers[index] = ReferenceLayer(
-                    formats.key, formats.value, None if replay is None else replay[index], mask
+                    formats.key, formats.value, None if replay is None else replay[index], mask, transform
                 )

@@ -34,6 +34,7 @@ from transformers.cache_utils import (
 from hf_kvquant import PRESETS, KVFormat, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache import KVQuantLayer, _log_nothing_to_quantize
 from hf_kvquant.handle import KVHandle, KVLength
+from hf_kvquant.transforms import KeyTransform
 
 BATCH, KV_HEADS, HEAD_DIM = 3, 2, models.HEAD_DIM
 CONFIG = models.llama().config
@@ -143,7 +144,7 @@ def test_overrides_by_layer() -> None:
         "int4-head-asymmetric",
         "key none, value fp8-head-symmetric",
     ]
-    assert repr(cache.layers[0]) == "KVQuantLayer(int4-head-asymmetric)"
+    assert repr(cache.layers[0]) == "KVQuantLayer(int4-head-asymmetric, rotate)"
     assert cache.quant_config == KVQuantConfig.resolve(cache.quant_config.to_dict())
 
 
@@ -538,24 +539,39 @@ def test_recording_of_the_past_reaches_sliding_layers() -> None:
 
 
 def test_key_transforms_reach_their_layers() -> None:
-    class Negation:
-        def transform_key(self, key: Tensor) -> Tensor:
-            return -key
-
-        def transform_query(self, query: Tensor) -> Tensor:
-            return -query
-
-        def undo(self, key: Tensor) -> Tensor:
-            return -key
-
-    cache = KVQuantCache(CONFIG, "int8", key_transforms={1: Negation()})
+    halved = KeyTransform(smoothing=torch.full((KV_HEADS, HEAD_DIM), 2.0))
+    cache = KVQuantCache(CONFIG, "int8", key_transforms={1: halved})
     assert [storage.key_transform is not None for storage in cache.storages] == [False, True]
+    assert repr(cache.layers[0]) == "KVQuantLayer(int8-head-symmetric)"
+    assert repr(cache.layers[1]) == "KVQuantLayer(int8-head-symmetric, smooth)"
     model, inputs = models.llama(), left_padded()
-    with patched(model, "int8"):
+    with patched(model, {"preset": "int8", "transforms": []}):
         expected = greedy(model, inputs)
         output = greedy(model, inputs, past_key_values=cache)
-    # A symmetric format codes a negated key as the negated code.
+    # A symmetric format codes halved keys as the same codes with half the scale.
     compare.assert_same(logits(output), logits(expected), "logits")
+
+
+@pytest.mark.parametrize(
+    ("preset", "is_rotated"), [("none", False), ("fp8", False), ("int8", True), ("int4-g32", True)], ids=str
+)
+def test_without_a_model_keys_get_what_the_config_can_tell(preset: str, is_rotated: bool) -> None:
+    for storage in KVQuantCache(CONFIG, preset).storages:
+        assert (storage.key_transform is not None) == is_rotated
+        if storage.key_transform is not None:
+            assert storage.key_transform.describe() == "rotate"
+
+
+def test_key_transforms_of_other_layers_are_refused() -> None:
+    rotation = KeyTransform(is_rotated=True)
+    with pytest.raises(ValueError) as caught:
+        KVQuantCache(CONFIG, "int8", key_transforms={0: rotation, 2: rotation})
+    assert str(caught.value) == (
+        "KVQuantCache: `key_transforms` must name full-attention layers, which are [0, 1], got [2]. "
+        "Was it made for another model?"
+    )
+    with pytest.raises(ValueError, match=r"full-attention layers, which are \[1\], got \[0\]\."):
+        KVQuantCache(models.family("gemma2").config, "int8", key_transforms={0: rotation})
 
 
 def test_formats_beyond_the_presets() -> None:

@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 from transformers.generation.configuration_utils import CompileConfig
 
 from hf_kvquant import KVQuantCache, patched
+from hf_kvquant.transforms import of_model
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,15 @@ def test_generate_compiles_one_graph(preset: str) -> None:
 def test_without_padding() -> None:
     config, inputs = {"preset": "int4", "max_cache_len": 32}, left_padded(pads=(0,))
     check_same_generation(models.build("llama"), config, compiled_for("eager"), inputs=inputs)
+    check_one_graph()
+
+
+def test_transforms_with_numbers_compile_one_graph() -> None:
+    model = models.build("qwen2")
+    of_model.set_smoothing(model, {index: torch.full((2, models.HEAD_DIM), 2.0) for index in range(2)})
+    output = check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled_for("aot_eager"))
+    transforms = [storage.key_transform.describe() for storage in output.past_key_values.storages]
+    assert transforms == ["center+smooth+rotate"] * 2
     check_one_graph()
 
 

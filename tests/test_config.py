@@ -10,7 +10,7 @@ import pytest
 from transformers import GenerationConfig
 
 from hf_kvquant import PRESETS, KVFormat, KVQuantConfig, LayerFormats
-from hf_kvquant.config import DEFAULT_PRESET
+from hf_kvquant.config import DEFAULT_PRESET, TRANSFORMS
 
 INT8 = KVFormat("int8")
 INT4 = KVFormat("int4", symmetric=False)
@@ -25,6 +25,7 @@ EXAMPLES = {
     "sides": {"key": "int8", "value": {"storage": "int4", "granularity": "group", "group_size": 16}},
     "layers": {"preset": "int4", "layers": {3: "int8", 0: {"preset": "k8v4", "value": "none"}}},
     "static": {"preset": "fp8", "static": True},
+    "transforms": {"preset": "int4", "transforms": [], "layers": {2: {"preset": "int8", "transforms": ["rotate"]}}},
     "max_cache_len": {"preset": "int4-g32", "max_cache_len": 4096},
 }
 
@@ -95,6 +96,39 @@ def test_layers_may_be_layer_formats() -> None:
     assert KVQuantConfig.from_dict({"layers": {1: formats}}).formats(1) is formats
 
 
+@pytest.mark.parametrize(
+    ("data", "transforms"),
+    [
+        ("none", ()),
+        ("int8", TRANSFORMS),
+        ("k8v4", TRANSFORMS),
+        ("int4", TRANSFORMS),
+        ("int4-g32", TRANSFORMS),
+        ("fp8", ()),
+        ({}, TRANSFORMS),
+        ({"nbits": 4}, TRANSFORMS),
+        ({"preset": "int4", "key": "int8"}, TRANSFORMS),
+        ({"preset": "int4", "key": "none"}, ()),
+        ({"preset": "fp8", "key": "int4"}, TRANSFORMS),
+        ({"preset": "int4", "transforms": None}, TRANSFORMS),
+        ({"preset": "int4", "transforms": []}, ()),
+        ({"preset": "fp8", "transforms": ("rotate", "center", "rotate")}, ("center", "rotate")),
+        ({"nbits": 4, "q_group_size": 32, "transforms": ["smooth"]}, ("smooth",)),
+    ],
+    ids=str,
+)
+def test_transforms(data: Any, transforms: tuple[str, ...]) -> None:
+    config = KVQuantConfig.resolve(data)
+    assert config.transforms == config.formats(0).transforms == transforms
+    assert KVQuantConfig.from_dict(config.to_dict()).transforms == transforms
+
+
+def test_layers_have_transforms_of_their_own() -> None:
+    layers = {0: "int8", 1: {"preset": "int4", "transforms": ["rotate"]}, 2: LayerFormats(INT4, INT4, ())}
+    config = KVQuantConfig.from_preset("int4", transforms=["center"], layers=layers)
+    assert [config.formats(index).transforms for index in range(4)] == [TRANSFORMS, ("rotate",), (), ("center",)]
+
+
 def test_max_cache_len_implies_static() -> None:
     assert KVQuantConfig(max_cache_len=128).static
     assert not KVQuantConfig().static
@@ -148,10 +182,12 @@ def test_dictionary_of_a_config() -> None:
         "backend": "hf_kvquant",
         "key": {"storage": "int8", "granularity": "head", "group_size": None, "symmetric": True},
         "value": {"storage": "int8", "granularity": "head", "group_size": None, "symmetric": True},
+        "transforms": ["center", "smooth", "rotate"],
         "layers": {
             "2": {
                 "key": {"storage": "fp8", "granularity": "head", "group_size": None, "symmetric": True},
                 "value": {"storage": "fp8", "granularity": "head", "group_size": None, "symmetric": True},
+                "transforms": [],
             }
         },
         "static": True,
@@ -162,8 +198,8 @@ def test_dictionary_of_a_config() -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 KNOWN = (
-    "['backend', 'preset', 'key', 'value', 'layers', 'static', 'max_cache_len', 'nbits', 'q_group_size', "
-    "'residual_length']"
+    "['backend', 'preset', 'key', 'value', 'transforms', 'layers', 'static', 'max_cache_len', 'nbits', "
+    "'q_group_size', 'residual_length']"
 )
 PRESET_NAMES = "['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'fp8']"
 STORAGES = "['none', 'int8', 'int4', 'fp8']"
@@ -250,10 +286,33 @@ STORAGES = "['none', 'int8', 'int4', 'fp8']"
             f"KVQuantConfig: layer 5: `preset` must be one of {PRESET_NAMES}, got 'in8'. Did you mean 'int8'?",
         ),
         (
+            {"transforms": ["rotate", "centre"]},
+            ValueError,
+            "KVQuantConfig: `transforms` must hold names out of ['center', 'smooth', 'rotate'], got 'centre'. "
+            "Did you mean 'center'?",
+        ),
+        (
+            {"transforms": "rotate"},
+            TypeError,
+            "KVQuantConfig: `transforms` must be a list of names out of ['center', 'smooth', 'rotate'], got 'rotate'. "
+            "An empty list means none.",
+        ),
+        (
+            {"preset": "int4", "key": "none", "transforms": ["rotate"]},
+            ValueError,
+            "KVQuantConfig: `transforms` must be empty where keys are not quantised, got ['rotate']. "
+            "Transforms only make codes closer: leave them out.",
+        ),
+        (
+            {"layers": {5: {"transforms": [4]}}},
+            ValueError,
+            "KVQuantConfig: layer 5: `transforms` must hold names out of ['center', 'smooth', 'rotate'], got 4.",
+        ),
+        (
             {"layers": {5: {"keys": "int8"}}},
             ValueError,
             "KVQuantConfig: layer 5: unknown key 'keys'. Did you mean 'key'? "
-            "A layer takes 'preset', 'key' and 'value'.",
+            "A layer takes 'preset', 'key', 'value' and 'transforms'.",
         ),
         (
             {"layers": {5: {"value": "int"}}},

@@ -49,9 +49,12 @@ def check_against_reference(
     cache = RecordingCache(model.config, config)
     with patched(model, config):
         output = greedy(model, inputs, past_key_values=cache)
+    transforms = hf_kvquant.key_transforms(model, config)
+    kept = {storage.name: storage.key_transform for storage in cache.storages if storage.key_transform is not None}
+    assert kept.keys() == {f"layer {index}" for index in transforms}, "the cache has not taken the model's transforms"
 
     def run(which: Any) -> Tensor:
-        replayed = ReferenceCache(which.config, config, cache.recorded, inputs["attention_mask"])
+        replayed = ReferenceCache(which.config, config, cache.recorded, inputs["attention_mask"], transforms)
         tokens = forced(output.sequences)
         return logits(greedy(which, inputs, past_key_values=replayed, prefix_allowed_tokens_fn=tokens))
 
@@ -615,7 +618,13 @@ def test_layers_that_share_keys_and_values_append_once(family: str) -> None:
     index = cache.layers.index(layer)
     given = [torch.cat(sides, 2) for sides in zip(*cache.recorded[index], strict=True)]
     assert layer.get_seq_length() == output.sequences.shape[1] - 1
+    transform, (key, value) = layer.storage.key_transform, given
+    assert transform is not None
     formats = (layer.storage.formats.key, layer.storage.formats.value)
-    for dense, x, kv_format in zip(layer.storage.dequantize(), given, formats, strict=True):
+    for dense, x, kv_format in zip(
+        layer.storage.dequantize(), (reference.transform_key(key, transform), value), formats, strict=True
+    ):
         expected = reference.dequantize(reference.quantize(x, kv_format), kv_format)
+        if x is not value:
+            expected = reference.undo_key_transform(expected, transform)
         compare.assert_same(dense, expected, "what the cache holds")

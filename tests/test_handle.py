@@ -24,6 +24,7 @@ from hf_kvquant.config import LayerFormats
 from hf_kvquant.formats import KVFormat
 from hf_kvquant.handle import LOOKED_INSIDE, KVHandle, KVLength, KVStep, MaskNotes
 from hf_kvquant.storage import LayerStorage
+from hf_kvquant.transforms import KeyTransform
 
 INT8 = LayerFormats(KVFormat("int8"), KVFormat("int4", symmetric=False))
 NONE = LayerFormats(KVFormat("none"), KVFormat("none"))
@@ -213,22 +214,11 @@ def test_what_a_tensor_refuses_a_handle_refuses() -> None:
 
 
 def test_dense_tensors_are_in_the_basis_of_the_model() -> None:
-    class Doubling:
-        """Stores keys twice as large."""
-
-        def transform_key(self, key: Tensor) -> Tensor:
-            return key * 2
-
-        def transform_query(self, query: Tensor) -> Tensor:
-            return query / 2
-
-        def undo(self, key: Tensor) -> Tensor:
-            return key / 2
-
+    doubling = KeyTransform(smoothing=torch.full((2, 16), 0.5))
     torch.manual_seed(1)
     plain, _ = make_handles(NONE)
     torch.manual_seed(1)
-    doubled, _ = make_handles(NONE, key_transform=Doubling())
+    doubled, _ = make_handles(NONE, key_transform=doubling)
     assert_same(doubled.dense(), plain.dense(), "keys")
 
 

@@ -434,7 +434,9 @@ def op_arguments(engine: str, kv_format: KVFormat) -> tuple[tuple[Any, ...], tup
     starts, slopes = to(engine, torch.zeros(2, dtype=torch.int32), torch.rand(case.num_q_heads))
     counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=engine)
     extras = (counters, starts, None, slopes, 0.125, 0.0, 16, 0)
-    return (key, value, *spelled, lengths, *storage), (query, key, value, *spelled, lengths, *extras, *storage)
+    center, smoothing = to(engine, torch.randn(2, 64), 0.5 + torch.rand(2, 64))
+    kinds = (center, smoothing, True, *storage)
+    return (key, value, *spelled, lengths, *kinds), (query, key, value, *spelled, lengths, *extras, *kinds)
 
 
 @pytest.mark.parametrize("kv_format", make_formats(), ids=name_of)

@@ -26,6 +26,7 @@ from hf_kvquant import ops, reference
 from hf_kvquant.config import PRESETS, LayerFormats
 from hf_kvquant.formats import KVFormat, Planes
 from hf_kvquant.storage import LayerStorage
+from hf_kvquant.transforms import KeyTransform
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 64, 32
 MAX_BATCH, MAX_CACHE_LEN = 6, 150
@@ -47,11 +48,26 @@ def new_tokens(
     return key.to(device, dtype), value.to(device, dtype)
 
 
-class DenseModel:
-    """What a storage stands for: dense keys and values, float32, on the CPU."""
+def new_transform(kind: str) -> KeyTransform | None:
+    """A transform of the parts that `kind` names, such as `center+rotate`; `None` for none."""
+    parts = set(kind.split("+")) - {""}
+    assert parts <= {"center", "smooth", "rotate"}
+    if not parts:
+        return None
+    center = 3 * torch.randn(HEADS, KEY_DIM) if "center" in parts else None
+    smoothing = 0.25 + 2 * torch.rand(HEADS, KEY_DIM) if "smooth" in parts else None
+    return KeyTransform(center, smoothing, "rotate" in parts)
 
-    def __init__(self, formats: LayerFormats) -> None:
+
+TRANSFORMS = ["center", "smooth", "rotate", "center+smooth+rotate"]
+
+
+class DenseModel:
+    """What a storage stands for: dense keys and values, float32, on the CPU. Keys are those that are stored."""
+
+    def __init__(self, formats: LayerFormats, transform: KeyTransform | None = None) -> None:
         self.formats = formats
+        self.transform = transform
         self.sides: list[Tensor] = []
         self.frozen: list[tuple[Tensor | None, Tensor | None]] = []
 
@@ -66,6 +82,9 @@ class DenseModel:
         new = []
         for side, (x, kv_format) in enumerate(zip((key, value), (self.formats.key, self.formats.value), strict=True)):
             x = x.cpu()
+            if side == 0 and self.transform is not None:
+                transformed = reference.transform_key(x, self.transform)
+                x = transformed if kv_format.is_quantized else transformed.to(x.dtype)
             if self.length == 0:  # the first tokens freeze the scale of granularity `tensor`
                 is_frozen = kv_format.granularity == "tensor"
                 self.frozen[side:] = [reference.compute_scale(x, kv_format) if is_frozen else (None, None)]
@@ -74,6 +93,12 @@ class DenseModel:
                 planes = reference.quantize(x, kv_format, *self.frozen[side])
             new.append(reference.dequantize(planes, kv_format))
         self.sides = [torch.cat(pair, dim=2) for pair in zip(self.sides, new, strict=True)] if self.sides else new
+
+    @property
+    def dense(self) -> list[Tensor]:
+        """Keys in the model's basis, and values."""
+        key, value = self.sides
+        return [key if self.transform is None else reference.undo_key_transform(key, self.transform), value]
 
     def crop(self, count: int) -> None:
         self.sides = [x[:, :, : max(0, x.shape[2] - count)] for x in self.sides]
@@ -89,7 +114,7 @@ class DenseModel:
 def assert_dense(storage: LayerStorage, model: DenseModel) -> None:
     """Dense keys and values agree bitwise."""
     assert storage.dtype is not None
-    for x, expected in zip(storage.dequantize(), model.sides, strict=True):
+    for x, expected in zip(storage.dequantize(), model.dense, strict=True):
         if storage.is_static:
             assert x.shape[2] == storage.max_cache_len
             x = x[:, :, : model.length]
@@ -101,7 +126,14 @@ def plain_attention(
 ) -> tuple[Tensor, Tensor]:
     """What eager PyTorch makes of the same keys and values in the working dtype: its error is the measure of ours."""
     key, value = (x.to(query.dtype).repeat_interleave(query.shape[1] // HEADS, dim=1) for x in model.sides)
-    scores = (query @ key.mT * softmax_scale).masked_fill(~is_visible, -torch.inf).float()
+    constant = None
+    if model.transform is not None:  # queries and keys in the basis of the codes, rounded as they are
+        x, constant = reference.transform_query(query, model.transform)
+        query = x.to(query.dtype)
+    scores = query @ key.mT * softmax_scale
+    if constant is not None:
+        scores = scores + (softmax_scale * constant).to(query.dtype).unsqueeze(-1)
+    scores = scores.masked_fill(~is_visible, -torch.inf).float()
     weights = scores.softmax(-1).nan_to_num(0).to(query.dtype)  # a row that sees nothing is 0 / 0
     return (weights @ value).transpose(1, 2), scores.logsumexp(-1)
 
@@ -125,6 +157,7 @@ def assert_attends(
         softmax_scale=softmax_scale,
         starts=starts,
         sliding_window=sliding_window,
+        key_transform=model.transform,
     )
     plain, plain_lse = plain_attention(query, model, is_visible, softmax_scale)
     out, lse = storage.attend(
@@ -136,6 +169,10 @@ def assert_attends(
     assert out.dtype == storage.dtype and lse.dtype == torch.float32
     what = storage.formats.describe()
     max_logit = max_logit_terms(query.float(), model.sides[0], softmax_scale)
+    if model.transform is not None:
+        x, constant = reference.transform_query(query, model.transform)
+        max_logit = max_logit_terms(x, model.sides[0], softmax_scale)
+        max_logit += softmax_scale * float(constant.abs().max()) if constant is not None else 0.0
     bound = attention_bound(expected, plain, storage.dtype, max_logit, float(model.sides[1].abs().max()))
     assert_close(out, expected, bound, f"{what}, out")
     assert_close(lse, expected_lse, lse_bound(expected_lse, plain_lse, max_logit), f"{what}, lse")
@@ -167,6 +204,7 @@ class StorageMachine(RuleBasedStateMachine):
         batch=st.integers(1, 3),
         dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
         device=st.sampled_from(DEVICES),
+        transform=st.sampled_from(["", *TRANSFORMS]),
     )
     def build(
         self,
@@ -176,11 +214,12 @@ class StorageMachine(RuleBasedStateMachine):
         batch: int,
         dtype: torch.dtype,
         device: str,
+        transform: str,
     ) -> None:
         torch.manual_seed(0)
-        formats = LayerFormats(key_format, value_format)
-        self.storage = LayerStorage(formats, max_cache_len=max_cache_len)
-        self.model = DenseModel(formats)
+        formats, key_transform = LayerFormats(key_format, value_format), new_transform(transform)
+        self.storage = LayerStorage(formats, max_cache_len=max_cache_len, key_transform=key_transform)
+        self.model = DenseModel(formats, key_transform)
         self.batch, self.dtype, self.device = batch, dtype, device
         self.pinned: list[int] = []
 
@@ -266,7 +305,7 @@ class StorageMachine(RuleBasedStateMachine):
     def release(self, batch: int, dtype: torch.dtype) -> None:
         self.storage.release()
         assert not self.storage.is_allocated and self.storage.num_bytes == 0
-        self.model = DenseModel(self.model.formats)
+        self.model = DenseModel(self.model.formats, self.model.transform)
         self.batch, self.dtype, self.pinned = batch, dtype, []
 
     @rule(copier=st.sampled_from([copy.deepcopy, lambda storage: pickle.loads(pickle.dumps(storage))]))
@@ -831,57 +870,74 @@ def test_a_refused_query_does_not_lose_pending_tokens() -> None:
 # --- key transforms ---------------------------------------------------------------------------------------------------
 
 
-class Rotation:
-    """A random orthogonal map for every key-value head."""
-
-    def __init__(self, device: str) -> None:
-        self.matrix = torch.linalg.qr(torch.randn(HEADS, KEY_DIM, KEY_DIM))[0].to(device)
-
-    def transform_key(self, key: Tensor) -> Tensor:
-        return key @ self.matrix
-
-    def transform_query(self, query: Tensor) -> Tensor:
-        return query @ self.matrix.repeat_interleave(query.shape[1] // HEADS, dim=0)
-
-    def undo(self, key: Tensor) -> Tensor:
-        return key @ self.matrix.mT
-
-
+@pytest.mark.parametrize("kind", TRANSFORMS)
 @pytest.mark.parametrize("max_cache_len", [None, 64], ids=["growing", "static"])
-def test_a_rotation_of_keys_and_queries_changes_nothing_but_rounding(max_cache_len: int | None, device: str) -> None:
+def test_a_transform_of_unquantised_keys_changes_nothing_but_rounding(
+    max_cache_len: int | None, kind: str, device: str
+) -> None:
     torch.set_float32_matmul_precision("highest")
-    rotation = Rotation(device)
-    rotated = LayerStorage(NONE, max_cache_len=max_cache_len, key_transform=rotation)
-    model = DenseModel(NONE)
+    transform = new_transform(kind)
+    storage = LayerStorage(NONE, max_cache_len=max_cache_len, key_transform=transform)
+    model = DenseModel(NONE, transform)
+    keys = []
     for count in (9, 2):
         new = new_tokens(2, count, device=device)
-        rotated.extend(*new)
+        storage.extend(*new)
         model.extend(*new)
-    assert_attends(rotated, model, 2)
-    key, value = (x[:, :, :11] for x in rotated.dequantize())
+        keys.append(new[0].cpu())
+    assert_attends(storage, model, 2)
+    key, value = (x[:, :, :11] for x in storage.dequantize())
     assert_same(value, model.sides[1], "values")
-    # Two products with an orthogonal matrix; every float32 sum of 64 products is off by less than 64 ulps.
-    bound = 2 * KEY_DIM * torch.finfo(torch.float32).eps * float(model.sides[0].norm(dim=-1).max())
-    assert_close(key, model.sides[0], bound, "keys in the model's basis")
+    # Two rotations of 6 additions each, a factor of at most 2.25 and its inverse, a centre of about 3 times 3.
+    bound = 32 * torch.finfo(torch.float32).eps * (10 + float(model.sides[0].norm(dim=-1).max()))
+    assert_close(key, torch.cat(keys, dim=2), bound, "keys in the model's basis")
 
 
+@pytest.mark.parametrize("kind", TRANSFORMS)
 @pytest.mark.parametrize("formats", SOME_FORMATS, ids=LayerFormats.describe)
-def test_rotated_keys_are_what_is_quantised(formats: LayerFormats) -> None:
-    rotation = Rotation("cpu")
-    storage = LayerStorage(formats, key_transform=rotation)
-    plain, model = LayerStorage(formats), DenseModel(formats)
+def test_transformed_keys_are_what_is_quantised(formats: LayerFormats, kind: str, device: str) -> None:
+    transform = new_transform(kind)
+    assert transform is not None
+    storage = LayerStorage(formats, key_transform=transform)
+    plain, model = LayerStorage(formats), DenseModel(formats, transform)
     for count in (9, 2):
         key, value = new_tokens(2, count)
-        storage.extend(key, value)
-        plain.extend(rotation.transform_key(key), value)
-        model.extend(rotation.transform_key(key), value)
-    query = torch.randn(2, 4, 2, KEY_DIM)
-    out, lse = storage.attend(query, softmax_scale=0.1)
-    expected, expected_lse = plain.attend(rotation.transform_query(query), softmax_scale=0.1)
-    assert_same(out, expected, "out")
-    assert_same(lse, expected_lse, "lse")
-    assert_same(storage.dequantize()[0], rotation.undo(model.sides[0]), "keys in the model's basis")
-    assert_dense(plain, model)
+        storage.extend(key.to(device), value.to(device))
+        plain.extend(reference.transform_key(key, transform), value)
+        model.extend(key, value)
+    for x, expected in zip(storage.dequantize(), model.dense, strict=True):
+        assert_same(x, expected, "dense, in the model's basis")
+    assert_same(plain.dequantize()[0], model.sides[0], "keys as they are stored")
+
+
+def test_a_transform_that_changes_nothing_is_none() -> None:
+    assert LayerStorage(INT8, key_transform=KeyTransform()).key_transform is None
+
+
+def test_a_transform_goes_where_the_keys_are(device: str) -> None:
+    storage = LayerStorage(INT8, max_cache_len=64, key_transform=new_transform("center+rotate"))
+    storage.extend(*new_tokens(1, 3, device=device))
+    assert storage.key_transform is not None and storage.key_transform.center is not None
+    assert storage.key_transform.center.device.type == device
+    storage.move("cpu")
+    assert storage.key_transform.center.device.type == "cpu" and storage.key_transform.is_rotated
+
+
+def test_a_transform_of_other_heads_is_refused() -> None:
+    storage = LayerStorage(INT8, name="layer 3", key_transform=KeyTransform(center=torch.zeros(HEADS + 1, KEY_DIM)))
+    with pytest.raises(ValueError) as caught:
+        storage.extend(*new_tokens(1, 3))
+    assert str(caught.value) == (
+        "layer 3: `key_transform.center` must be [2, 64] like the keys, got shape [3, 64]. "
+        "Was it made for another model, or before its heads were sharded?"
+    )
+    assert not storage.is_allocated and storage.is_empty
+    with pytest.raises(TypeError) as caught_type:
+        LayerStorage(INT8, name="layer 3", key_transform=torch.zeros(2, 64))  # type: ignore[arg-type]
+    assert str(caught_type.value) == (
+        "layer 3: `key_transform` must be a KeyTransform or None, got Tensor. "
+        "hf_kvquant.key_transforms makes those of a model."
+    )
 
 
 @pytest.mark.parametrize("preset", ["none", "int8", "int4"])

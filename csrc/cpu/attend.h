@@ -13,6 +13,7 @@
 #include "attend_direct.h"
 #include "dequantize.h"
 #include "kernels.h"
+#include "transform.h"
 
 #if KVQ_USE_AVX512
 #include "attend_vnni.h"
@@ -29,8 +30,9 @@ struct Workspace {
   int key_stride, value_stride;
   float *query, *key, *value, *scores, *out, *scale_row, *zero_row;
 
-  // Scales and zeros of one tile, [num_groups, kTile]; sums of the query over groups, [kMaxRows, num_groups of keys].
-  float *key_scale, *key_zero, *value_scale, *value_zero, *query_sums;
+  // Scales and zeros of one tile, [num_groups, kTile]; sums of the query over groups, [kMaxRows, num_groups of keys];
+  // what the logits of a query lack because its keys are centred, times softmax_scale, [kMaxRows].
+  float *key_scale, *key_zero, *value_scale, *value_zero, *query_sums, *query_constants;
   // Four rows: scores before scales or p · scale, [4, kTile]; p · value of one tile, [4, value_stride].
   float *raw_scores, *tile_out;
 #if KVQ_USE_AVX512
@@ -72,6 +74,7 @@ struct Workspace {
     value_scale = take(static_cast<int64_t>(value_side.num_groups) * kTile);
     value_zero = take(static_cast<int64_t>(value_side.num_groups) * kTile);
     query_sums = take(static_cast<int64_t>(kMaxRows) * key_side.num_groups);
+    query_constants = take(kMaxRows);
     raw_scores = take(4 * kTile);
     tile_out = take(4 * static_cast<int64_t>(value_stride));
     query = take(static_cast<int64_t>(kMaxRows) * key_stride);
@@ -97,6 +100,7 @@ struct Row {
   int begin, end;  // visible tokens
   float max, sum;
   float rescale;  // what the current tile multiplies the sums so far with
+  float constant;  // what is added to softmax_scale · score
 };
 
 // --- inner products --------------------------------------------------------------------------------------------------
@@ -172,8 +176,8 @@ inline void for_row_blocks(int num_rows, Kernel kernel) {
 void softmax_row(const DecodeParams& params, Row& row, int begin, int count, float* scores) {
   constexpr int kVectors = kTile / kWidth;
   Float x[kVectors];
-  const Float scale = broadcast(params.softmax_scale);
-  for (int i = 0; i < kVectors; ++i) x[i] = mul(load(scores + i * kWidth), scale);
+  const Float scale = broadcast(params.softmax_scale), constant = broadcast(row.constant);
+  for (int i = 0; i < kVectors; ++i) x[i] = fma(load(scores + i * kWidth), scale, constant);
   if (params.softcap > 0.0f) {
     const Float softcap = broadcast(params.softcap);
     for (int i = 0; i < kVectors; ++i) x[i] = mul(softcap, tanh_of(div(x[i], softcap)));
@@ -248,6 +252,7 @@ Row make_row(const DecodeParams& params, const AttendTask& task, int r) {
   row.max = -kInfinity;
   row.sum = 0.0f;
   row.rescale = 1.0f;
+  row.constant = 0.0f;
   return row;
 }
 
@@ -258,6 +263,8 @@ void load_query(const DecodeParams& params, const AttendTask& task, const Row& r
   float* result = work.query + r * work.key_stride;
   convert_dense(query.data, query.dtype, offset, params.key_side.head_dim, result);
   for (int c = params.key_side.head_dim; c < work.key_stride; ++c) result[c] = 0.0f;
+  work.query_constants[r] = params.softmax_scale * transform_query_row(params.key_transform, task.kv_head,
+                                                                       params.key_side.head_dim, result);
   const int group_size = params.key_side.head_dim / params.key_side.num_groups;
   for (int g = 0; g < params.key_side.num_groups; ++g) {
     float sum = 0.0f;
@@ -433,6 +440,7 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
   for (int r = 0; r < task.num_rows; ++r) {
     rows[r] = make_row(params, task, r);
     if (!task.has_queries) load_query(params, task, rows[r], r, work);
+    rows[r].constant = work.query_constants[r];
   }
   std::memset(work.out, 0, sizeof(float) * round_up(task.num_rows, 4) * work.value_stride);
 #if KVQ_USE_AVX512

@@ -114,13 +114,19 @@ constexpr int64_t kSmallAppend = 32768;
 
 constexpr half_bits kHalfNan = 0x7E00;
 
+float* append_scratch(int64_t count) {
+  static thread_local Scratch scratch;
+  return count == 0 ? nullptr : scratch.reserve(count);
+}
+
 // A frozen scale serves all tokens of a sequence, so one number that is not finite takes it away from all of them.
 void check_frozen(const Kernels& kernels, const QuantizeTask& task, int batch, bool is_small) {
   const Side& side = *task.side;
+  const int64_t scratch_size = kernels.quantize_scratch(task);
   std::vector<std::atomic<bool>> is_flawed(batch);
   run_tasks(static_cast<int64_t>(batch) * task.num_heads, is_small, [&](int64_t i) {
     const int b = static_cast<int>(i / task.num_heads), head = static_cast<int>(i % task.num_heads);
-    if (!kernels.is_finite(task, b, head, 0, task.q_len)) is_flawed[b] = true;
+    if (!kernels.is_finite(task, b, head, 0, task.q_len, append_scratch(scratch_size))) is_flawed[b] = true;
   });
   for (int b = 0; b < batch; ++b) {
     if (!is_flawed[b]) continue;
@@ -129,8 +135,12 @@ void check_frozen(const Kernels& kernels, const QuantizeTask& task, int batch, b
   }
 }
 
-void append_side(const Kernels& kernels, const AppendParams& params, const Dense& source, const Side& side) {
-  const QuantizeTask task = {&source, &side, params.lengths, params.num_kv_heads, params.q_len};
+// `transform` is that of keys, nullptr for values.
+void append_side(const Kernels& kernels, const AppendParams& params, const Dense& source, const Side& side,
+                 const KeyTransform* transform) {
+  if (transform != nullptr && is_identity(*transform)) transform = nullptr;
+  const QuantizeTask task = {&source, &side, transform, params.lengths, params.num_kv_heads, params.q_len};
+  const int64_t scratch_size = kernels.quantize_scratch(task);
   const int64_t numbers = static_cast<int64_t>(params.batch) * params.num_kv_heads * params.q_len * side.head_dim;
   const bool is_small = numbers <= kSmallAppend;
   if (side.storage != Storage::none && side.is_frozen) check_frozen(kernels, task, params.batch, is_small);
@@ -139,7 +149,8 @@ void append_side(const Kernels& kernels, const AppendParams& params, const Dense
   run_tasks(static_cast<int64_t>(params.batch) * heads * chunks, is_small, [&](int64_t i) {
     const int first = static_cast<int>(i % chunks) * kTokensPerTask;
     const int head = static_cast<int>(i / chunks % heads), b = static_cast<int>(i / chunks / heads);
-    kernels.quantize(task, b, head, first, std::min(first + kTokensPerTask, params.q_len));
+    kernels.quantize(task, b, head, first, std::min(first + kTokensPerTask, params.q_len),
+                     append_scratch(scratch_size));
   });
 }
 
@@ -205,8 +216,8 @@ Partial partial_at(float* memory, int num_rows, int value_dim) {
 void append(const AppendParams& params) {
   if (params.batch == 0 || params.q_len == 0) return;
   const Kernels& kernels = *current_kernels().load();
-  append_side(kernels, params, params.key, params.key_side);
-  append_side(kernels, params, params.value, params.value_side);
+  append_side(kernels, params, params.key, params.key_side, &params.key_transform);
+  append_side(kernels, params, params.value, params.value_side, nullptr);
 }
 
 void decode(const DecodeParams& params) {

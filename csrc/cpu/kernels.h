@@ -29,6 +29,7 @@ struct Partial {
 struct QuantizeTask {
   const Dense* source;
   const Side* side;
+  const KeyTransform* transform;  // nullptr: the values as they come
   const int32_t* lengths;
   int num_heads, q_len;
 };
@@ -43,10 +44,12 @@ struct Kernels {
   // Combines the splits of a block of rows by their log-sum-exp, in order, adds the sink, and writes out and lse.
   void (*finish)(const DecodeParams& params, const AttendTask& task, const Partial* partials, int num_partials,
                  float* scratch);
+  // Floats of scratch that the next two need.
+  int64_t (*quantize_scratch)(const QuantizeTask& task);
   // Quantises tokens first ... last - 1 of `q_len` in one head, or in all heads where they share a scale.
-  void (*quantize)(const QuantizeTask& task, int b, int head, int first, int last);
+  void (*quantize)(const QuantizeTask& task, int b, int head, int first, int last, float* scratch);
   // Whether tokens first ... last - 1 of a head are finite. A frozen scale needs to know before any code is written.
-  bool (*is_finite)(const QuantizeTask& task, int b, int head, int first, int last);
+  bool (*is_finite)(const QuantizeTask& task, int b, int head, int first, int last, float* scratch);
 };
 
 extern const Kernels kPortableKernels;

@@ -9,7 +9,8 @@
 
 namespace hf_kvquant::cpu {
 
-const Kernels kPortableKernels = {"portable",       portable::kMaxRows, portable::Workspace::size, portable::attend,
-                                  portable::finish, portable::quantize, portable::is_finite};
+const Kernels kPortableKernels = {
+    "portable",       portable::kMaxRows,         portable::Workspace::size, portable::attend,
+    portable::finish, portable::quantize_scratch, portable::quantize,        portable::is_finite};
 
 }  // namespace hf_kvquant::cpu

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "kernels.h"
-#include "simd.h"
+#include "transform.h"
 
 namespace hf_kvquant::cpu::KVQ_ISA {
 namespace {
@@ -108,54 +108,95 @@ void write_codes(const Side& side, const void* source, int begin, int end, half_
   }
 }
 
-// Tokens of one sequence, with the types known.
-template <Storage kStorage, Dtype kDtype>
-void quantize_tokens(const QuantizeTask& task, int b, int head, int first, int last) {
-  const Side& side = *task.side;
+// Heads that share a scale are quantised together; with a frozen scale that is of no consequence.
+inline int end_of_heads(const QuantizeTask& task, int head) {
+  return task.side->storage != Storage::none && task.side->is_shared_by_heads ? task.num_heads : head + 1;
+}
+
+// A row of new tokens, in elements from the start of the source.
+inline int64_t source_offset(const Dense& source, int b, int head, int i) {
+  return b * source.stride_b + head * source.stride_h + i * source.stride_t;
+}
+
+// New token `i`, transformed, in float32: the rows of heads `head` ... `head_end` - 1, one behind the other.
+const float* transform_token(const QuantizeTask& task, int b, int head, int head_end, int i, float* scratch) {
   const Dense& source = *task.source;
+  const int head_dim = task.side->head_dim, size = padded_row(head_dim);
+  float* row = scratch;
+  for (int h = head; h < head_end; ++h, row += size) {
+    convert_dense(source.data, source.dtype, source_offset(source, b, h, i), head_dim, row);
+    for (int c = head_dim; c < size; ++c) row[c] = 0.0f;
+    transform_key_row(*task.transform, h, head_dim, row);
+  }
+  return scratch;
+}
+
+// One token of a head, or of all heads that share a scale; their rows are `stride` bytes apart.
+template <Storage kStorage, Dtype kDtype>
+void quantize_token(const QuantizeTask& task, int b, int head, int64_t token, const void* rows, int64_t stride) {
+  const Side& side = *task.side;
   const int group_size = side.head_dim / side.num_groups;
-  // Heads that share a scale are quantised together; with a frozen scale that is of no consequence.
-  const int head_end = side.is_shared_by_heads ? task.num_heads : head + 1;
-  for (int i = first; i < last; ++i) {
-    const int64_t token = task.lengths[b] - task.q_len + i;
-    const auto source_row = [&](int h) -> const void* {
-      const int64_t offset = b * source.stride_b + h * source.stride_h + i * source.stride_t;
-      return static_cast<const uint8_t*>(source.data) + offset * bytes_of(kDtype);
-    };
-    for (int g = 0; g < side.num_groups; ++g) {
-      const int begin = g * group_size, end = begin + group_size;
-      half_bits* scale = side.scale + b * side.scale_stride_b + head * side.scale_stride_h + g * side.scale_stride_g +
-                         token * side.scale_stride_t;
-      half_bits* zero = side.is_symmetric ? nullptr
-                                          : side.zero + b * side.zero_stride_b + head * side.zero_stride_h +
-                                                g * side.zero_stride_g + token * side.zero_stride_t;
-      half_bits new_scale, new_zero = 0;
-      if (side.is_frozen) {
-        new_scale = *scale;
-        if (zero != nullptr) new_zero = *zero;
-      } else {
-        Range range = empty_range();
-        for (int h = head; h < head_end; ++h) range.template include<kDtype>(source_row(h), begin, end);
-        scale_of(side, range, new_scale, new_zero);
-        *scale = new_scale;
-        if (zero != nullptr) *zero = new_zero;
-      }
-      for (int h = head; h < head_end; ++h) {
-        uint8_t* row = side.codes + b * side.codes_stride_b + h * side.codes_stride_h + token * side.codes_stride_t;
-        write_codes<kStorage, kDtype>(side, source_row(h), begin, end, new_scale, new_zero, row);
-      }
+  const int head_end = end_of_heads(task, head);
+  const auto source_row = [&](int h) -> const void* { return static_cast<const uint8_t*>(rows) + (h - head) * stride; };
+  for (int g = 0; g < side.num_groups; ++g) {
+    const int begin = g * group_size, end = begin + group_size;
+    half_bits* scale = side.scale + b * side.scale_stride_b + head * side.scale_stride_h + g * side.scale_stride_g +
+                       token * side.scale_stride_t;
+    half_bits* zero = side.is_symmetric ? nullptr
+                                        : side.zero + b * side.zero_stride_b + head * side.zero_stride_h +
+                                              g * side.zero_stride_g + token * side.zero_stride_t;
+    half_bits new_scale, new_zero = 0;
+    if (side.is_frozen) {
+      new_scale = *scale;
+      if (zero != nullptr) new_zero = *zero;
+    } else {
+      Range range = empty_range();
+      for (int h = head; h < head_end; ++h) range.template include<kDtype>(source_row(h), begin, end);
+      scale_of(side, range, new_scale, new_zero);
+      *scale = new_scale;
+      if (zero != nullptr) *zero = new_zero;
+    }
+    for (int h = head; h < head_end; ++h) {
+      uint8_t* row = side.codes + b * side.codes_stride_b + h * side.codes_stride_h + token * side.codes_stride_t;
+      write_codes<kStorage, kDtype>(side, source_row(h), begin, end, new_scale, new_zero, row);
     }
   }
 }
 
+// Tokens of one sequence, with the types known.
+template <Storage kStorage, Dtype kDtype>
+void quantize_tokens(const QuantizeTask& task, int b, int head, int first, int last) {
+  const Dense& source = *task.source;
+  for (int i = first; i < last; ++i) {
+    const int64_t offset = source_offset(source, b, head, i) * bytes_of(kDtype);
+    quantize_token<kStorage, kDtype>(task, b, head, task.lengths[b] - task.q_len + i,
+                                     static_cast<const uint8_t*>(source.data) + offset,
+                                     source.stride_h * bytes_of(kDtype));
+  }
+}
+
+// The same after a transform.
+template <Storage kStorage>
+void quantize_transformed(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
+  const int64_t stride = padded_row(task.side->head_dim) * static_cast<int64_t>(sizeof(float));
+  for (int i = first; i < last; ++i) {
+    const float* rows = transform_token(task, b, head, end_of_heads(task, head), i, scratch);
+    quantize_token<kStorage, Dtype::fp32>(task, b, head, task.lengths[b] - task.q_len + i, rows, stride);
+  }
+}
+
 // Storage type none: the values as they come, or rounded to the dtype of the planes.
-void copy_tokens(const QuantizeTask& task, int b, int head, int first, int last) {
+void copy_tokens(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
   const Side& side = *task.side;
   const Dense& source = *task.source;
   for (int i = first; i < last; ++i) {
     const int64_t token = task.lengths[b] - task.q_len + i;
-    const int64_t offset = b * source.stride_b + head * source.stride_h + i * source.stride_t;
+    const int64_t offset = source_offset(source, b, head, i);
     uint8_t* row = side.codes + b * side.codes_stride_b + head * side.codes_stride_h + token * side.codes_stride_t;
+    if (task.transform != nullptr) {
+      round_dense(transform_token(task, b, head, head + 1, i, scratch), side.head_dim, side.dense_dtype, row, 0);
+      continue;
+    }
     if (source.dtype == side.dense_dtype) {
       const int size = bytes_of(source.dtype);
       std::memcpy(row, static_cast<const uint8_t*>(source.data) + offset * size,
@@ -171,7 +212,8 @@ void copy_tokens(const QuantizeTask& task, int b, int head, int first, int last)
 }
 
 template <Storage kStorage>
-void quantize_storage(const QuantizeTask& task, int b, int head, int first, int last) {
+void quantize_storage(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
+  if (task.transform != nullptr) return quantize_transformed<kStorage>(task, b, head, first, last, scratch);
   switch (task.source->dtype) {
     case Dtype::fp32:
       return quantize_tokens<kStorage, Dtype::fp32>(task, b, head, first, last);
@@ -182,16 +224,21 @@ void quantize_storage(const QuantizeTask& task, int b, int head, int first, int 
   }
 }
 
-void quantize(const QuantizeTask& task, int b, int head, int first, int last) {
+// One token, transformed, of all heads that share a scale.
+int64_t quantize_scratch(const QuantizeTask& task) {
+  return task.transform == nullptr ? 0 : static_cast<int64_t>(end_of_heads(task, 0)) * padded_row(task.side->head_dim);
+}
+
+void quantize(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
   switch (task.side->storage) {
     case Storage::int8:
-      return quantize_storage<Storage::int8>(task, b, head, first, last);
+      return quantize_storage<Storage::int8>(task, b, head, first, last, scratch);
     case Storage::int4:
-      return quantize_storage<Storage::int4>(task, b, head, first, last);
+      return quantize_storage<Storage::int4>(task, b, head, first, last, scratch);
     case Storage::fp8:
-      return quantize_storage<Storage::fp8>(task, b, head, first, last);
+      return quantize_storage<Storage::fp8>(task, b, head, first, last, scratch);
     case Storage::none:
-      return copy_tokens(task, b, head, first, last);
+      return copy_tokens(task, b, head, first, last, scratch);
   }
 }
 
@@ -200,14 +247,22 @@ bool is_finite_dense(const QuantizeTask& task, int b, int head, int first, int l
   const Dense& source = *task.source;
   Float flaws = zeros();
   for (int i = first; i < last; ++i) {
-    const int64_t offset = b * source.stride_b + head * source.stride_h + i * source.stride_t;
-    const void* row = static_cast<const uint8_t*>(source.data) + offset * bytes_of(kDtype);
+    const void* row = static_cast<const uint8_t*>(source.data) + source_offset(source, b, head, i) * bytes_of(kDtype);
     for_channels<kDtype>(row, 0, task.side->head_dim, [&](Float x, int, int) { flaws = or_bits(flaws, sub(x, x)); });
   }
   return sum_of(flaws) == 0.0f;
 }
 
-bool is_finite(const QuantizeTask& task, int b, int head, int first, int last) {
+bool is_finite(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
+  if (task.transform != nullptr) {
+    const int size = padded_row(task.side->head_dim);
+    Float flaws = zeros();
+    for (int i = first; i < last; ++i) {
+      const float* row = transform_token(task, b, head, head + 1, i, scratch);
+      for (int c = 0; c < size; c += kWidth) flaws = or_bits(flaws, sub(load(row + c), load(row + c)));
+    }
+    return sum_of(flaws) == 0.0f;
+  }
   switch (task.source->dtype) {
     case Dtype::fp32:
       return is_finite_dense<Dtype::fp32>(task, b, head, first, last);

@@ -107,6 +107,17 @@ inline Float scale_by_power(Float x, Float n) { return _mm512_scalef_ps(x, n); }
 inline float sum_of(Float x) { return _mm512_reduce_add_ps(x); }
 inline float largest_of(Float x) { return _mm512_reduce_max_ps(x); }
 inline float smallest_of(Float x) { return _mm512_reduce_min_ps(x); }
+// Numbers a and b that are kStride lanes apart (1, 2, 4 or 8, a in the lower one) become a + b and a - b.
+template <int kStride>
+inline Float butterfly(Float x) {
+  constexpr __mmask16 kUpper = kStride == 1 ? 0xAAAA : kStride == 2 ? 0xCCCC : kStride == 4 ? 0xF0F0 : 0xFF00;
+  Float other;
+  if constexpr (kStride == 1) other = _mm512_permute_ps(x, 0xB1);
+  if constexpr (kStride == 2) other = _mm512_permute_ps(x, 0x4E);
+  if constexpr (kStride == 4) other = _mm512_shuffle_f32x4(x, x, 0xB1);
+  if constexpr (kStride == 8) other = _mm512_shuffle_f32x4(x, x, 0x4E);
+  return _mm512_mask_sub_ps(_mm512_add_ps(x, other), kUpper, other, x);
+}
 
 inline Float load_bf16(const uint16_t* p) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -229,6 +240,16 @@ inline float largest_of(Float x) {
 inline float smallest_of(Float x) {
   return fold(x, [](__m128 a, __m128 b) { return _mm_min_ps(a, b); });
 }
+// See the AVX-512 version.
+template <int kStride>
+inline Float butterfly(Float x) {
+  constexpr int kUpper = kStride == 1 ? 0xAA : kStride == 2 ? 0xCC : 0xF0;
+  Float other;
+  if constexpr (kStride == 1) other = _mm256_permute_ps(x, 0xB1);
+  if constexpr (kStride == 2) other = _mm256_permute_ps(x, 0x4E);
+  if constexpr (kStride == 4) other = _mm256_permute2f128_ps(x, x, 1);
+  return _mm256_blend_ps(_mm256_add_ps(x, other), _mm256_sub_ps(other, x), kUpper);
+}
 
 inline Float load_bf16(const uint16_t* p) {
   const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -350,6 +371,13 @@ inline float largest_of(Float x) {
 inline float smallest_of(Float x) {
   const float a = x[0] < x[2] ? x[0] : x[2], b = x[1] < x[3] ? x[1] : x[3];
   return a < b ? a : b;
+}
+// See the AVX-512 version.
+template <int kStride>
+inline Float butterfly(Float x) {
+  const Float other = kStride == 1 ? Float{x[1], x[0], x[3], x[2]} : Float{x[2], x[3], x[0], x[1]};
+  const Int upper = kStride == 1 ? Int{0, -1, 0, -1} : Int{0, 0, -1, -1};
+  return select(upper, other - x, x + other);
 }
 template <class Op>
 inline Float each(Op op) {

@@ -1,25 +1,9 @@
 """What happens to keys before they are quantised, and to queries so that attention stays what it was.
 
-A key transform is exact but for rounding: `query'(q) · key'(k)` equals `q · k` up to a constant per query, which
-softmax ignores. `storage.py` applies it to keys at append and to queries at attention, and undoes it for whoever asks
-for dense keys. The transforms themselves (smoothing, centring, rotation) live in modules of this package.
+`KeyTransform` is the object that caches hold and kernels apply. Modules that find its numbers (`centering.py` and
+calibration) import transformers and are imported by name, so that `storage.py` and what is below it need not.
 """
 
-from __future__ import annotations
+from .key_transform import KeyTransform
 
-from typing import Protocol
-
-from torch import Tensor
-
-
-class KeyTransform(Protocol):
-    """A map over the channels of one layer's keys. All tensors are `[batch, heads, tokens, head_dim]`."""
-
-    def transform_key(self, key: Tensor) -> Tensor:
-        """Keys as they are stored."""
-
-    def transform_query(self, query: Tensor) -> Tensor:
-        """Queries that give the same scores with stored keys. `query` has a multiple of the keys' heads."""
-
-    def undo(self, key: Tensor) -> Tensor:
-        """Stored keys in the model's own basis."""
+__all__ = ["KeyTransform"]

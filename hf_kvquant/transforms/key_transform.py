@@ -1,0 +1,105 @@
+"""`KeyTransform`: what happens to one layer's keys before they are quantised, as one object that caches share.
+
+A transform is exact but for rounding: transformed queries give with transformed keys the scores of the plain ones, less
+`query · center`, which attention adds back. This file holds and checks the numbers. What they do to a key and a query,
+operation by operation, is defined in `reference.py`; where they come from is decided in `centering.py` (centres) and by
+calibration (smoothing factors); who applies them when, in `storage.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeyTransform:
+    """The transform of one layer's keys: centre, smooth, rotate, in this order, each of them optional.
+
+    Attributes:
+        center: `[num_kv_heads, head_dim]` float32, subtracted from keys after RoPE.
+        smoothing: `[num_kv_heads, head_dim]` float32, positive: the factors that keys are divided by and queries
+            multiplied with.
+        is_rotated: Whether keys and queries are rotated by a Hadamard matrix: blocks of the largest power of two that
+            divides head_dim.
+
+    Raises:
+        TypeError, ValueError: Naming the argument, what was expected and what came.
+    """
+
+    center: Tensor | None = None
+    smoothing: Tensor | None = None
+    is_rotated: bool = False
+
+    def __post_init__(self) -> None:
+        for name, tensor in (("center", self.center), ("smoothing", self.smoothing)):
+            if tensor is None:
+                continue
+            if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
+                got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(f"KeyTransform: `{name}` must be a float32 tensor, got {got}. Call .float().")
+            if tensor.ndim != 2:
+                raise ValueError(
+                    f"KeyTransform: `{name}` must be [num_kv_heads, head_dim], got shape {list(tensor.shape)}."
+                )
+            if not tensor.isfinite().all():
+                raise ValueError(
+                    f"KeyTransform: `{name}` must be finite, got NaN or infinity. Was it taken from broken keys?"
+                )
+            object.__setattr__(self, name, tensor.detach().contiguous())
+        if self.smoothing is not None and not (self.smoothing > 0).all():
+            raise ValueError(
+                f"KeyTransform: `smoothing` must be positive, got {float(self.smoothing.min())}. "
+                "Use 1 for channels that stay as they are."
+            )
+        if self.center is not None and self.smoothing is not None and self.center.shape != self.smoothing.shape:
+            raise ValueError(
+                f"KeyTransform: `smoothing` must be {list(self.center.shape)} like `center`, "
+                f"got shape {list(self.smoothing.shape)}."
+            )
+        if not isinstance(self.is_rotated, bool):
+            raise TypeError(f"KeyTransform: `is_rotated` must be True or False, got {self.is_rotated!r}.")
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether keys stay as they are."""
+        return self.center is None and self.smoothing is None and not self.is_rotated
+
+    def check_fits(self, where: str, num_kv_heads: int, head_dim: int) -> None:
+        """Refuse keys of another shape.
+
+        Raises:
+            ValueError: A tensor is for other heads or another head_dim.
+        """
+        for name, tensor in (("center", self.center), ("smoothing", self.smoothing)):
+            if tensor is not None and tensor.shape != (num_kv_heads, head_dim):
+                raise ValueError(
+                    f"{where}: `key_transform.{name}` must be [{num_kv_heads}, {head_dim}] like the keys, "
+                    f"got shape {list(tensor.shape)}. Was it made for another model, or before its heads were sharded?"
+                )
+
+    def to(self, device: torch.device | str) -> KeyTransform:
+        """The same transform on a device; itself where it is there already."""
+        moved = [None if tensor is None else tensor.to(device) for tensor in (self.center, self.smoothing)]
+        if moved[0] is self.center and moved[1] is self.smoothing:
+            return self
+        twin = copy.copy(self)  # the checks of the constructor look at values, for which a GPU would have to be awaited
+        object.__setattr__(twin, "center", moved[0])
+        object.__setattr__(twin, "smoothing", moved[1])
+        return twin
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that exist."""
+        return [tensor for tensor in (self.center, self.smoothing) if tensor is not None]
+
+    def describe(self) -> str:
+        """A short name for reports, such as `center+rotate`."""
+        parts = (
+            ("center", self.center is not None),
+            ("smooth", self.smoothing is not None),
+            ("rotate", self.is_rotated),
+        )
+        return "+".join(name for name, is_used in parts if is_used) or "none"
