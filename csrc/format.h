@@ -69,11 +69,17 @@ struct KeyTransform {
   bool is_rotated;         // butterflies 1, 2, 4, ... apart in blocks of rotation_block channels, times 1 / sqrt(block)
 };
 
+#ifdef __CUDACC__
+__host__ __device__
+#endif
 inline bool is_identity(const KeyTransform& transform) {
   return transform.center == nullptr && transform.smoothing == nullptr && !transform.is_rotated;
 }
 
 // The largest power of two that divides head_dim.
+#ifdef __CUDACC__
+__host__ __device__
+#endif
 inline int rotation_block(int head_dim) { return head_dim & -head_dim; }
 
 // New tokens of one layer, written at positions lengths - q_len ... lengths - 1.

@@ -5,8 +5,6 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <stdexcept>
-#include <string>
 #include <tuple>
 
 #include "args.h"
@@ -48,11 +46,6 @@ struct CudaDevice {
   void check(const char* where, const Params& params) const {
     cuda::check_support(where, params.key_side);
     cuda::check_support(where, params.value_side);
-    if (!is_identity(params.key_transform)) {
-      throw std::invalid_argument(std::string(where) +
-                                  ": keys must be stored as they come for the CUDA kernels, got a key transform. Use "
-                                  "transforms=[] in the config.");
-    }
   }
   void append(const AppendParams& params) const { cuda::append(params, stream); }
   void decode(DecodeParams params, const AppendParams* new_tokens) const {

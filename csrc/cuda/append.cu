@@ -31,6 +31,7 @@ __host__ __device__ constexpr int rows_of_lane(bool is_prompt, Dtype dtype) {
 struct Job {
   Dense dense;
   Side side;
+  KeyTransform transform;  // of keys
   int tiles_per_warp;
   unsigned num_blocks, blocks_per_sequence;
 };
@@ -153,12 +154,29 @@ __device__ void quantize_rows(const Side& side, const Lanes& lanes, const Tokens
   }
 }
 
-// The rows of one tile, from element `first` on: values come, codes and scales go.
-template <Dtype kDtype, int kRows>
+// The rows of one tile, from element `first` on.
+template <bool kIsTransformed, Dtype kDtype, int kRows>
+__device__ void load_tile(const Job& job, const Lanes& lanes, const Tokens& tokens, int64_t first, int num_rows,
+                          Values<kDtype> (&x)[kRows]) {
+  if constexpr (!kIsTransformed) {
+    load_rows(job.dense, first, num_rows, x);
+  } else {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      x[r] = {};
+      if (r < num_rows) x[r] = load_widened(job.dense, first + r * job.dense.stride_t);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) x[r] = transformed(job.transform, job.side, x[r], tokens.h, lanes.chunk);
+  }
+}
+
+// Values come, codes and scales go.
+template <bool kIsTransformed, Dtype kDtype, int kRows>
 __device__ void append_tile(const Job& job, const Lanes& lanes, const Tokens& tokens, int64_t first, int num_rows) {
   const Side& side = job.side;
   Values<kDtype> x[kRows];
-  load_rows(job.dense, first, num_rows, x);
+  load_tile<kIsTransformed>(job, lanes, tokens, first, num_rows, x);
   switch (side.storage) {
     case Storage::none:
 #pragma unroll
@@ -181,13 +199,12 @@ __device__ void append_tile(const Job& job, const Lanes& lanes, const Tokens& to
         quantize_rows<Storage::int4, false>(side, lanes, tokens, x);
       }
       break;
-    case Storage::fp8:
-      quantize_rows<Storage::fp8, true>(side, lanes, tokens, x);
+    case Storage::fp8: quantize_rows<Storage::fp8, true>(side, lanes, tokens, x);
   }
 }
 
 // One warp's tiles of a side whose rows have scales of their own, or a frozen one, or none.
-template <Dtype kDtype, int kRows>
+template <bool kIsTransformed, Dtype kDtype, int kRows>
 __device__ void append_rows(const Jobs& jobs, const Job& job, unsigned block) {
   const Dense& dense = job.dense;
   const Lanes lanes(job.side);
@@ -208,7 +225,7 @@ __device__ void append_rows(const Jobs& jobs, const Job& job, unsigned block) {
   for (int tile = start; tile < end; tile += tokens_per_tile) {
     const int i = tile + lanes.row * kRows;
     const Tokens tokens = {b, h, before + i, first_with_room - i, end_of_room - i};
-    append_tile<kDtype, kRows>(job, lanes, tokens, origin + i * dense.stride_t, count - i);
+    append_tile<kIsTransformed, kDtype, kRows>(job, lanes, tokens, origin + i * dense.stride_t, count - i);
   }
 }
 
@@ -233,25 +250,31 @@ struct Token {
   __device__ bool has_room() const { return t >= 0 && t < jobs.capacity; }
 
   // Calls `use` with the channels of this lane in each head that it takes.
-  template <class Use>
+  template <bool kIsTransformed, class Use>
   __device__ void for_heads(Use use) const {
-    if (!lanes.has_row()) return;
     const Dense& dense = job.dense;
-    const int warp = threadIdx.x / kLanes;
-    for (int h = warp * lanes.rows + lanes.row; h < jobs.num_kv_heads; h += kNumWarps * lanes.rows) {
+    for (int first = threadIdx.x / kLanes * lanes.rows; first < jobs.num_kv_heads; first += kNumWarps * lanes.rows) {
+      const int h = first + lanes.row;
+      const bool has_head = lanes.has_row() && h < jobs.num_kv_heads;
       const int64_t row = b * dense.stride_b + h * dense.stride_h + i * dense.stride_t;
-      use(h, load_widened(dense, row + lanes.chunk * kChunk));
+      Values<Dtype::fp32> x = {};
+      if (has_head) x = load_widened(dense, row + lanes.chunk * kChunk);
+      if constexpr (kIsTransformed) {
+        // Lanes without a head go along: a key is transformed by all of them together.
+        if (!is_identity(job.transform)) x = transformed(job.transform, job.side, x, has_head ? h : 0, lanes.chunk);
+      }
+      if (has_head) use(h, x);
     }
   }
 };
 
 // The rows are read twice, the second time from the L1 cache.
-template <Storage kStorage, bool kIsSymmetric>
+template <bool kIsTransformed, Storage kStorage, bool kIsSymmetric>
 __device__ void quantize_token(const Token& token) {
   const Side& side = token.job.side;
   using TokenExtent = Extent<Dtype::fp32, kIsSymmetric>;
   TokenExtent extents[1] = {TokenExtent::empty()};
-  token.for_heads([&](int, const Wide& x) { extents[0].include(TokenExtent::of(x)); });
+  token.template for_heads<kIsTransformed>([&](int, const Wide& x) { extents[0].include(TokenExtent::of(x)); });
   const int lane = token.lanes.lane;
   join_lanes(extents, lane, lane, kLanes);
   __shared__ TokenExtent of_warps[kNumWarps];
@@ -261,54 +284,62 @@ __device__ void quantize_token(const Token& token) {
 
   const StoredScale value = compute_scale<kStorage>(extents[0].range());
   if (threadIdx.x == 0) store_scale<kIsSymmetric>(side, value, token.b, 0, 0, token.t);
-  token.for_heads([&](int h, const Wide& x) {
+  token.template for_heads<kIsTransformed>([&](int h, const Wide& x) {
     uint8_t* target = code_row(side, token.b, h, token.t) + token.lanes.chunk * Codes<kStorage>::kBytes;
     encode<kStorage, kIsSymmetric>(x, value).store(target);
   });
 }
 
+template <bool kIsTransformed>
 __device__ void append_token(const Jobs& jobs, const Job& job, unsigned block) {
   const Token token(jobs, job, block);
   if (!token.has_room()) return;
   switch (job.side.storage) {
     case Storage::none: break;  // has no scales to share
     case Storage::int8:
-      return job.side.is_symmetric ? quantize_token<Storage::int8, true>(token)
-                                   : quantize_token<Storage::int8, false>(token);
+      return job.side.is_symmetric ? quantize_token<kIsTransformed, Storage::int8, true>(token)
+                                   : quantize_token<kIsTransformed, Storage::int8, false>(token);
     case Storage::int4:
-      return job.side.is_symmetric ? quantize_token<Storage::int4, true>(token)
-                                   : quantize_token<Storage::int4, false>(token);
-    case Storage::fp8: return quantize_token<Storage::fp8, true>(token);
+      return job.side.is_symmetric ? quantize_token<kIsTransformed, Storage::int4, true>(token)
+                                   : quantize_token<kIsTransformed, Storage::int4, false>(token);
+    case Storage::fp8: return quantize_token<kIsTransformed, Storage::fp8, true>(token);
   }
+}
+
+// What rows are taken as: what comes out of a transform is float32.
+__host__ __device__ Dtype dtype_of_rows(const Job& job) {
+  return is_identity(job.transform) ? job.dense.dtype : Dtype::fp32;
 }
 
 // --- kernels
 
 __host__ __device__ bool takes_tokens(const Side& side) { return side.is_shared_by_heads && !side.is_frozen; }
 
-template <bool kIsPrompt>
-__global__ void __launch_bounds__(kNumWarps * kLanes) append_side(const __grid_constant__ Jobs jobs) {
+// Transforms are compiled apart: they take registers, and with them go warps that the others need.
+template <bool kIsPrompt, bool kTransforms>
+__global__ void __launch_bounds__(kNumWarps* kLanes) append_side(const __grid_constant__ Jobs jobs) {
   const bool is_value = blockIdx.x >= jobs.jobs[0].num_blocks;
   const Job& job = jobs.jobs[is_value];
   const unsigned block = blockIdx.x - (is_value ? jobs.jobs[0].num_blocks : 0);
-  if (takes_tokens(job.side)) {
-    append_token(jobs, job, block);
-  } else {
-    switch (job.dense.dtype) {
-      case Dtype::fp32: return append_rows<Dtype::fp32, rows_of_lane(kIsPrompt, Dtype::fp32)>(jobs, job, block);
-      case Dtype::fp16: return append_rows<Dtype::fp16, rows_of_lane(kIsPrompt, Dtype::fp16)>(jobs, job, block);
-      case Dtype::bf16: return append_rows<Dtype::bf16, rows_of_lane(kIsPrompt, Dtype::bf16)>(jobs, job, block);
-    }
+  constexpr int kWideRows = rows_of_lane(kIsPrompt, Dtype::fp32);
+  if (takes_tokens(job.side)) return append_token<kTransforms>(jobs, job, block);
+  if constexpr (kTransforms) {
+    if (!is_value) return append_rows<true, Dtype::fp32, kWideRows>(jobs, job, block);
+  }
+  switch (job.dense.dtype) {
+    case Dtype::fp32: return append_rows<false, Dtype::fp32, kWideRows>(jobs, job, block);
+    case Dtype::fp16: return append_rows<false, Dtype::fp16, rows_of_lane(kIsPrompt, Dtype::fp16)>(jobs, job, block);
+    case Dtype::bf16: return append_rows<false, Dtype::bf16, rows_of_lane(kIsPrompt, Dtype::bf16)>(jobs, job, block);
   }
 }
 
 // Before tokens are coded with a frozen scale: a value that is not finite makes the scale of its sequence NaN, and all
 // tokens of the sequence see that. A kernel of its own, so that the next one reads the scale as it has become.
-__global__ void __launch_bounds__(kNumWarps * kLanes) spoil_frozen_scales(const __grid_constant__ Jobs jobs) {
+__global__ void __launch_bounds__(kNumWarps* kLanes) spoil_frozen_scales(const __grid_constant__ Jobs jobs) {
   const Job& job = jobs.jobs[blockIdx.x % 2];
   const Token token(jobs, job, blockIdx.x / 2);
   if (!job.side.is_frozen || !token.has_room()) return;
-  token.for_heads([&](int, const Wide& x) {
+  token.template for_heads<true>([&](int, const Wide& x) {
     if (isfinite(Extent<Dtype::fp32, true>::of(x).high)) return;
     *scale_at(job.side, token.b, 0, 0, 0) = kHalfNan;
     if (!job.side.is_symmetric) *zero_at(job.side, token.b, 0, 0, 0) = kHalfNan;
@@ -328,13 +359,18 @@ bool has_aligned_rows(const Dense& dense, const AppendParams& params) {
 void append(const AppendParams& params, void* stream) {
   const bool is_prompt = params.q_len >= kMinPromptTokens && has_aligned_rows(params.key, params) &&
                          has_aligned_rows(params.value, params);
-  Jobs jobs = {{{params.key, params.key_side, 1, 0, 0}, {params.value, params.value_side, 1, 0, 0}},
-               params.lengths, params.num_kv_heads, params.q_len, params.capacity};
+  Jobs jobs = {
+      {{params.key, params.key_side, params.key_transform, 1, 0, 0}, {params.value, params.value_side, {}, 1, 0, 0}},
+      params.lengths,
+      params.num_kv_heads,
+      params.q_len,
+      params.capacity};
   int64_t num_blocks = 0;
   for (Job& job : jobs.jobs) {
     int64_t blocks_per_sequence = params.q_len;
     if (!takes_tokens(job.side)) {
-      const int64_t tokens_per_tile = kLanes / (job.side.head_dim / kChunk) * rows_of_lane(is_prompt, job.dense.dtype);
+      const int64_t tokens_per_tile =
+          kLanes / (job.side.head_dim / kChunk) * rows_of_lane(is_prompt, dtype_of_rows(job));
       const int64_t tiles_per_head = (params.q_len + tokens_per_tile - 1) / tokens_per_tile;
       const int64_t num_tiles = 2 * params.batch * params.num_kv_heads * tiles_per_head;
       job.tiles_per_warp = static_cast<int>(std::clamp<int64_t>(num_tiles / kMinWarps, 1, kMaxTilesPerWarp));
@@ -349,7 +385,10 @@ void append(const AppendParams& params, void* stream) {
   if (params.key_side.is_frozen || params.value_side.is_frozen) {
     launch("append", spoil_frozen_scales, int64_t{2} * params.batch * params.q_len, num_threads, 0, stream, jobs);
   }
-  launch("append", is_prompt ? append_side<true> : append_side<false>, num_blocks, num_threads, 0, stream, jobs);
+  const auto kernel = is_identity(params.key_transform)
+                          ? (is_prompt ? append_side<true, false> : append_side<false, false>)
+                          : (is_prompt ? append_side<true, true> : append_side<false, true>);
+  launch("append", kernel, num_blocks, num_threads, 0, stream, jobs);
 }
 
 }  // namespace hf_kvquant::cuda

@@ -44,9 +44,14 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
                                              const DecodePlan& plan, const Segment& segment, const uint4& pair, int i,
                                              int t, int lane) {
   const int b = segment.b, h = segment.h;
+  const KeyTransform& transform = params.key_transform;
   if constexpr (kHasPairs<Shape>) {
     if (plan.appends_pairs) {
-      const Values<Dtype::fp32> x = widen({pair.x, pair.y, pair.z, pair.w}, new_tokens.key.dtype);
+      Values<Dtype::fp32> x = widen({pair.x, pair.y, pair.z, pair.w}, new_tokens.key.dtype);
+      if (!is_identity(transform)) {
+        const Values<Dtype::fp32> key = transformed(transform, params.key_side, x, h, lane % (kLanes / 2));
+        if (lane < kLanes / 2) x = key;
+      }
       append_row<Shape::kKey, !Shape::kHasKeyZero>(lane < kLanes / 2 ? params.key_side : params.value_side, x, b, h, t,
                                                    lane % (kLanes / 2));
       return;
@@ -58,7 +63,8 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
     if (lane * kChunk < side.head_dim) x = load_widened(dense, first);
     return x;
   };
-  const Values<Dtype::fp32> key = load(new_tokens.key, params.key_side);
+  Values<Dtype::fp32> key = load(new_tokens.key, params.key_side);
+  if (!is_identity(transform)) key = transformed(transform, params.key_side, key, h, lane);
   const Values<Dtype::fp32> value = load(new_tokens.value, params.value_side);
   append_row<Shape::kKey, !Shape::kHasKeyZero>(params.key_side, key, b, h, t, lane);
   append_row<Shape::kValue, !Shape::kHasValueZero>(params.value_side, value, b, h, t, lane);
@@ -77,6 +83,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   unsigned char* planes = memory;
   float* factors = reinterpret_cast<float*>(memory + Shape::kFactorsAt);
   float* query_sums = factors + Shape::kRows;
+  float* constants = reinterpret_cast<float*>(memory + Shape::kConstantsAt);
   float2* sums = reinterpret_cast<float2*>(memory + Shape::kSumsAt);
   const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const int num_warps = 1 << plan.warps_log2, num_stages = plan.num_stages;
@@ -135,7 +142,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   for (int i = 0; i < kRowsOfWarp; ++i) {
     const int slot = i * num_warps + warp;
     if (slot < Shape::kRows) {
-      Query<Shape>::write_row(params, query_bits[i], slot, planes, factors, query_sums, lane);
+      Query<Shape>::write_row(params, segment, query_bits[i], slot, planes, factors, constants, query_sums, lane);
     }
   }
 
@@ -165,9 +172,9 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     __syncwarp();
     const unsigned char* at = stages + stage * Ring::kStageBytes;
     if (static_cast<unsigned>(step - first_whole) < static_cast<unsigned>(num_whole)) {
-      worker.template attend<false>(params, plan.rows, segment, span, before, at, step);
+      worker.template attend<false>(params, plan.rows, segment, span, constants, before, at, step);
     } else {
-      worker.template attend<true>(params, plan.rows, segment, span, before, at, step);
+      worker.template attend<true>(params, plan.rows, segment, span, constants, before, at, step);
     }
     __syncwarp();
     // The stage before is free now.
@@ -188,7 +195,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   __syncthreads();
   Combine<Shape::kRows, Shape::kHeadDim>::merge(params, plan, segment, reinterpret_cast<const float*>(rings),
                                                 num_stages * Ring::kStageBytes / 4, Shape::kOutputStride, sums,
-                                                workspace);
+                                                constants, workspace);
 }
 
 }  // namespace hf_kvquant::cuda

@@ -59,12 +59,13 @@ struct Output {
   uint2* values = nullptr;  // nullptr: not an output
   float* lse = nullptr;     // of whoever has the row's first channels
   float sink = -INFINITY;
+  float constant = 0.f;  // that all scores lack, as a sink does not; in log2 units
   bool is_half = false;
 
   Output() = default;
 
   __device__ __forceinline__ Output(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
-                                    int rows_per_tile, int row, int c) {
+                                    const float* constants, int rows_per_tile, int row, int c) {
     const int index = segment.row_tile * rows_per_tile + row, i = plan.rows.token(index);
     if (row >= rows_per_tile || index >= plan.rows.num_rows || c >= params.value_side.head_dim) return;
     const int head = segment.h * static_cast<int>(plan.rows.num_q_per_kv.value) + plan.rows.head(index, i);
@@ -73,7 +74,9 @@ struct Output {
     // Head dims are multiples of 8, so four channels lie at a multiple of 8 bytes.
     values = reinterpret_cast<uint2*>(static_cast<uint16_t*>(params.out) + first);
     if (c == 0) lse = params.lse + (int64_t{segment.b} * params.num_q_heads + head) * params.q_len + i;
-    if (params.sinks != nullptr) sink = params.sinks[head] * kLog2E;
+    // A softcap has taken it in already.
+    if (params.softcap == 0.f) constant = constants[row];
+    if (params.sinks != nullptr) sink = params.sinks[head] * kLog2E - constant;
     is_half = params.query.dtype == Dtype::fp16;
   }
 
@@ -94,7 +97,7 @@ struct Output {
         is_half
             ? uint2{pack_halves(total.x * factor, total.y * factor), pack_halves(total.z * factor, total.w * factor)}
             : uint2{pack_bfloats(total.x * factor, total.y * factor), pack_bfloats(total.z * factor, total.w * factor)};
-    if (lse != nullptr) *lse = sum == 0.f ? -INFINITY : (maximum + log2f(sum)) * kLn2;
+    if (lse != nullptr) *lse = sum == 0.f ? -INFINITY : (maximum + log2f(sum) + constant) * kLn2;
   }
 };
 
@@ -114,14 +117,15 @@ class Combine {
   // After a barrier.
   static __device__ __forceinline__ void merge(const DecodeParams& params, const DecodePlan& plan,
                                                const Segment& segment, const float* values, int warp_stride,
-                                               int row_stride, const float2* sums, float* workspace) {
+                                               int row_stride, const float2* sums, const float* constants,
+                                               float* workspace) {
     const int64_t unit = unit_of(plan, segment);
     const bool is_whole = segment.num_parts == 1;
     float* slot = slot_of<Slot>(plan, unit, segment.part, workspace);
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
       const int index = item * blockDim.x + threadIdx.x, row = index / kQuads, c = index % kQuads * 4;
-      const Output output(params, plan, segment, kRows, row, c);
+      const Output output(params, plan, segment, constants, kRows, row, c);
       if (!output.exists()) continue;
       float maximum = -INFINITY, sum = 0.f;
       float4 total = {};
@@ -157,7 +161,7 @@ class Combine {
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
       const int index = item_of_thread(item, helpers_log2);
-      outputs[item] = Output(params, plan, segment, kRows, index / kQuads, index % kQuads * 4);
+      outputs[item] = Output(params, plan, segment, constants, kRows, index / kQuads, index % kQuads * 4);
     }
     if (!arrive(params, segment, unit)) return;
     slot = slot_of<Slot>(plan, unit, 0, workspace);

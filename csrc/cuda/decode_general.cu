@@ -8,6 +8,7 @@
 // Not decided here: how many parts there are (plan.cpp).
 #include "codes.cuh"
 #include "cuda.h"
+#include "transform.cuh"
 
 namespace hf_kvquant::cuda {
 namespace {
@@ -52,9 +53,8 @@ __device__ float* partial_row(const DecodeParams& params, float* workspace, int6
 }
 
 template <int kRows>
-__global__ void __launch_bounds__(kNumThreads)
-    attend(const __grid_constant__ DecodeParams params, int num_splits, int num_tiles, int lanes_per_worker,
-           float* workspace) {
+__global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ DecodeParams params, int num_splits,
+                                                      int num_tiles, int lanes_per_worker, float* workspace) {
   // --- which part of which sequence, which queries
   int64_t block = blockIdx.x;
   const int split = block % num_splits;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kNumThreads)
   const int num_q_per_kv = params.num_q_heads / params.num_kv_heads;
   const int num_rows = min(kRows, num_q_per_kv * params.q_len - tile * kRows);
 
-  float query[kRows][kChunk] = {}, slope[kRows] = {};
+  float query[kRows][kChunk] = {}, slope[kRows] = {}, constant[kRows] = {};
   int position[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -90,9 +90,20 @@ __global__ void __launch_bounds__(kNumThreads)
     if (!has_key) continue;
     const int64_t first = b * params.query.stride_b + head * params.query.stride_h + i * params.query.stride_t + c;
 #pragma unroll
-    for (int k = 0; k < kChunk; ++k) {
-      query[r][k] = load_value(params.query.data, params.query.dtype, first + k) * params.softmax_scale;
+    for (int k = 0; k < kChunk; ++k) query[r][k] = load_value(params.query.data, params.query.dtype, first + k);
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (!is_identity(params.key_transform)) {
+      const int lane = threadIdx.x % kLanes;
+      constant[r] = transform_query(params.key_transform, params.key_side.head_dim, h, c, lane, c / kChunk, query[r]);
+      for (int distance = lanes_per_worker / 2; distance > 0; distance /= 2) {
+        constant[r] += __shfl_xor_sync(kAllLanes, constant[r], distance);
+      }
+      constant[r] *= params.softmax_scale;
     }
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) query[r][k] *= params.softmax_scale;
   }
 
   // --- tokens
@@ -116,10 +127,10 @@ __global__ void __launch_bounds__(kNumThreads)
         logit += __shfl_xor_sync(kAllLanes, logit, distance);
       }
       // What a query must not see is skipped, not multiplied by 0: it may be NaN.
-      const bool is_visible = is_in_range && t <= position[r] &&
-                              (params.sliding_window == 0 || t > position[r] - params.sliding_window);
+      const bool is_visible =
+          is_in_range && t <= position[r] && (params.sliding_window == 0 || t > position[r] - params.sliding_window);
       if (!is_visible) continue;
-      logit = shape_logit(logit, params.softcap, slope[r], static_cast<int>(t) - position[r]);
+      logit = shape_logit(logit + constant[r], params.softcap, slope[r], static_cast<int>(t) - position[r]);
       const float maximum = fmaxf(m[r], logit);
       const float kept = exp_below(m[r], maximum), weight = exp_below(logit, maximum);
       m[r] = maximum;

@@ -15,7 +15,7 @@
 // emulation (2026-11) has also tried reciprocals up to three steps off, and every span.
 #pragma once
 
-#include "codes.cuh"
+#include "transform.cuh"
 
 namespace hf_kvquant::cuda {
 
@@ -130,6 +130,20 @@ __device__ inline Values<Dtype::fp32> load_widened(const Dense& dense, int64_t f
   Values<Dtype::bf16> narrow[1];  // or fp16, which is as wide
   load_rows(dense, first, 1, narrow);
   return widen(narrow[0].words, dense.dtype);
+}
+
+// A lane's eight channels of a new key after its transform, `position` being the lane's place in the row. All lanes of
+// the warp ask together.
+__device__ inline Values<Dtype::fp32> transformed(const KeyTransform& transform, const Side& side,
+                                                  const Values<Dtype::fp32>& key, int h, int position) {
+  float x[kChunk];
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) x[k] = key[k];
+  transform_key(transform, side.head_dim, h, position * kChunk, threadIdx.x % kLanes, position, x);
+  Values<Dtype::fp32> result;
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) result.words[k] = __float_as_uint(x[k]);
+  return result;
 }
 
 // --- ranges and scales

@@ -4,6 +4,7 @@
 
 #include "schedule.cuh"
 #include "shape.cuh"
+#include "transform.cuh"
 
 namespace hf_kvquant::cuda {
 
@@ -37,16 +38,26 @@ struct Query {
     for (int k = 0; k < kPerLane; ++k) bits[k] = is_held ? values[k] : 0;
   }
 
-  // One warp writes one row. `sums` are factor · Σ query, group by group.
-  static __device__ __forceinline__ void write_row(const DecodeParams& params, const uint32_t (&bits)[kPerLane],
-                                                   int slot, unsigned char* planes, float* factors, float* sums,
-                                                   int lane) {
+  // One warp writes one row. `sums` are factor · Σ query, group by group, `constants` what keys that are stored without
+  // their center lack in every logit, in log2 units.
+  static __device__ __forceinline__ void write_row(const DecodeParams& params, const Segment& segment,
+                                                   const uint32_t (&bits)[kPerLane], int slot, unsigned char* planes,
+                                                   float* factors, float* constants, float* sums, int lane) {
     const bool is_half = params.query.dtype == Dtype::fp16;
-    float x[kPerLane];
+    float x[kPerLane], constant = 0.f;
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) x[k] = is_half ? half_to_float(bits[k]) : __uint_as_float(bits[k] << 16);
+    if (!is_identity(params.key_transform)) {
+      constant =
+          transform_query(params.key_transform, params.key_side.head_dim, segment.h, lane * kPerLane, lane, lane, x);
+      for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+        constant += __shfl_xor_sync(kAllLanes, constant, distance);
+      }
+    }
+    if (lane == 0) constants[slot] = constant * params.softmax_scale * kLog2E;
     uint32_t magnitude = 0;
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
-      x[k] = is_half ? half_to_float(bits[k]) : __uint_as_float(bits[k] << 16);
       magnitude = max(magnitude, __float_as_uint(x[k]) & 0x7fffffffu);
     }
     // As integers, magnitudes of numbers are below infinity, and that is below NaN.

@@ -31,10 +31,11 @@ struct Shape {
   static constexpr int kColumns = kColumnsPerTile * kColumnTiles;  // query rows of a lane
 
   // Shared memory: the query, small things, and the rings, whose place the outputs of the warps take in the end.
-  static constexpr int kOutputStride = kHeadDim + 4;                         // floats
-  static constexpr int kOutputBytes = kRows * kOutputStride * 4;             // of a warp
-  static constexpr int kFactorsAt = 2 * kRows * kHeadDim;                    // see Query
-  static constexpr int kSumsAt = kFactorsAt + (1 + kNumGroups) * kRows * 4;  // [warp][kRows] {maximum, sum}
+  static constexpr int kOutputStride = kHeadDim + 4;              // floats
+  static constexpr int kOutputBytes = kRows * kOutputStride * 4;  // of a warp
+  static constexpr int kFactorsAt = 2 * kRows * kHeadDim;         // see Query
+  static constexpr int kConstantsAt = kFactorsAt + (1 + kNumGroups) * kRows * 4;
+  static constexpr int kSumsAt = kConstantsAt + kRows * 4;  // [warp][kRows] {maximum, sum}
   static constexpr int kRingsAt = (kSumsAt + kMaxAttendWarps * kRows * 8 + 127) / 128 * 128;
 
   // For the host, which takes fewer stages where shared memory is short.

@@ -74,8 +74,8 @@ class Worker {
   // steps that not all rows see in whole, and for what changes scores.
   template <bool kIsMasked>
   __device__ __forceinline__ void attend(const DecodeParams& params, const Rows& rows, const Segment& segment,
-                                         const Span& span, const unsigned char* before, const unsigned char* stage,
-                                         int step) {
+                                         const Span& span, const float* constants, const unsigned char* before,
+                                         const unsigned char* stage, int step) {
     ValueMatrices values;
     load_values(before, values);
 
@@ -92,7 +92,7 @@ class Worker {
     add_values(values);
 
     bool is_visible[kTiles][2][kColumns];
-    if constexpr (kIsMasked) mask(params, rows, segment, span, step, score, is_visible);
+    if constexpr (kIsMasked) mask(params, rows, segment, span, constants, step, score, is_visible);
 
     // --- weights
     float weight[kTiles][2][kColumns];
@@ -371,7 +371,8 @@ class Worker {
 
   // Softcap and ALiBi, and -inf for what a row does not see.
   __device__ __forceinline__ void mask(const DecodeParams& params, const Rows& rows, const Segment& segment,
-                                       const Span& span, int step, float (&score)[kTiles][2][kColumns],
+                                       const Span& span, const float* constants, int step,
+                                       float (&score)[kTiles][2][kColumns],
                                        bool (&is_visible)[kTiles][2][kColumns]) const {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
@@ -392,7 +393,7 @@ class Worker {
           if (params.softcap > 0.f) {
             // cap · tanh(x / cap) = cap · (1 - 2 / (exp(2x / cap) + 1))
             const float cap = params.softcap * kLog2E;
-            const float power = exp2f((x + shift_[c]) * (2.f * kLog2E / cap));
+            const float power = exp2f((x + shift_[c] + constants[row_of(c)]) * (2.f * kLog2E / cap));
             x = cap * (1.f - 2.f / (power + 1.f)) - shift_[c];
           }
           x = fmaf(slope, static_cast<float>(token - position), x);
