@@ -7,13 +7,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from hf_kvquant import ops, reference
+from hf_kvquant import KeyTransform, ops, reference
 from hf_kvquant.formats import KVFormat, Planes
 
 HEAD_DIMS = (64, 80, 96, 128, 256, 8, 40)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_Q_PER_KV = (1, 4, 8)
 Q_LENS = (1, 2, 5, 33)
+KINDS = ("center", "smooth", "rotate", "center+smooth+rotate")  # of key transforms
 
 
 def engines() -> list[str]:
@@ -43,6 +44,14 @@ def name_of(value: object) -> str:
     if isinstance(value, KVFormat):
         return value.describe()
     return str(value).removeprefix("torch.")
+
+
+def make_transform(kind: str, head_dim: int, heads: int = 2) -> KeyTransform:
+    """A transform of one of `KINDS`, with random numbers."""
+    parts = kind.split("+")
+    center = 3 * torch.randn(heads, head_dim) if "center" in parts else None
+    smoothing = 0.25 + 2 * torch.rand(heads, head_dim) if "smooth" in parts else None
+    return KeyTransform(center, smoothing, "rotate" in parts)
 
 
 @dataclasses.dataclass(frozen=True)

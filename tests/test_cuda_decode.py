@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, clone, filled, merged, name_of, poisoned, queries, tokens
+from cases import KINDS, Case, clone, filled, make_transform, merged, name_of, poisoned, queries, tokens
 from checks import pair, run_append, run_decode, to
 from compare import assert_close, assert_same, assert_same_planes
 from tolerances import bias_bound, precision_bounds, root_mean_square, weight_rounding_bound
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_kvquant import ops, reference
+from hf_kvquant import KeyTransform, ops, reference
 from hf_kvquant.config import PRESETS
 from hf_kvquant.formats import KVFormat, Planes
 
@@ -539,12 +539,20 @@ APPENDING = [*VARIANTS, pair(KVFormat("int8", "token", symmetric=False)), pair(K
 appending = pytest.mark.parametrize("formats", APPENDING, ids=lambda formats: "+".join(map(name_of, formats)))
 
 
-def check_fused(case: Case, planes: list[Planes], new: list[Tensor], query: Tensor, **options: Any) -> list[Planes]:
+def check_fused(
+    case: Case,
+    planes: list[Planes],
+    new: list[Tensor],
+    query: Tensor,
+    key_transform: KeyTransform | None = None,
+    **options: Any,
+) -> list[Planes]:
     """One call and two give the same planes and the same output, bitwise; the planes after one call."""
     device, lengths = str(query.device), case.lengths_tensor().to(query.device)
     fused, apart = ([clone(made, device) for made in planes] for _ in range(2))
+    options["key_transform"] = transform = None if key_transform is None else key_transform.to(device)
     out, lse = attend(case, fused, query, new=(new[0], new[1]), counters=new_counters(device), **options)
-    ops.append(new[0], new[1], apart[0], apart[1], lengths, case.formats)
+    ops.append(new[0], new[1], apart[0], apart[1], lengths, case.formats, transform)
     expected, expected_lse = attend(case, apart, query, **options)
     for side in (0, 1):
         assert_same_planes(fused[side], clone(apart[side]), f"{case}, fused")
@@ -564,6 +572,30 @@ def test_appending_in_the_same_call_changes_nothing(engine: str, formats: tuple[
         planes = [filled(case, side) for side in (0, 1)]
         new = to(engine, *(tokens(case, q_len, head_dim) for _ in range(2)))
         check_fused(case, planes, new, queries(case).to(engine), num_splits=(0, 1, 3)[i % 3])
+
+
+@appending
+@pytest.mark.sanitize
+def test_new_keys_are_transformed_in_the_same_call(engine: str, formats: tuple[KVFormat, KVFormat]) -> None:
+    for i, (head_dim, kind) in enumerate(itertools.product(KERNEL_DIMS, KINDS)):
+        q_len = (1, 1, 3)[i % 3]
+        case = Case(
+            fitting(formats, head_dim),
+            head_dim,
+            (torch.bfloat16, torch.float16, torch.float32)[i // 2 % 3],
+            GROUPS[i % 7],
+            q_len,
+            (q_len, 63 + q_len, 128),
+        )
+        transform = make_transform(kind, head_dim)
+        planes, new = [filled(case, side) for side in (0, 1)], [tokens(case, q_len, head_dim) for _ in range(2)]
+        num_splits = (0, 1, 3)[i % 3]
+        fused = check_fused(case, planes, to(engine, *new), queries(case).to(engine), transform, num_splits=num_splits)
+        for side in (0, 1):
+            reference.append(
+                new[side], planes[side], case.formats[side], case.lengths_tensor(), None if side else transform
+            )
+            assert_same_planes(fused[side], planes[side], f"{case}, {kind}, side {side}")
 
 
 @appending

@@ -16,7 +16,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from cases import DTYPES, Case, clone, filled, make_formats, name_of, tokens
+from cases import DTYPES, KINDS, Case, clone, filled, make_formats, make_transform, name_of, tokens
 from checks import pair, run_append, run_decode
 from compare import assert_close, assert_same
 from models import ReferenceCache, greedy, left_padded, logits
@@ -30,15 +30,7 @@ from hf_kvquant.transforms import of_model
 from hf_kvquant.transforms.centering import bias_centers, data_centers
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-KINDS = ("center", "smooth", "rotate", "center+smooth+rotate")
 EPS = torch.finfo(torch.float32).eps
-
-
-def make_transform(kind: str, head_dim: int, heads: int = 2) -> KeyTransform:
-    parts = kind.split("+")
-    center = 3 * torch.randn(heads, head_dim) if "center" in parts else None
-    smoothing = 0.25 + 2 * torch.rand(heads, head_dim) if "smooth" in parts else None
-    return KeyTransform(center, smoothing, "rotate" in parts)
 
 
 def hadamard(head_dim: int) -> Tensor:
