@@ -156,8 +156,8 @@ __device__ void quantize_rows(const Side& side, const Lanes& lanes, const Tokens
 
 // The rows of one tile, from element `first` on.
 template <bool kIsTransformed, Dtype kDtype, int kRows>
-__device__ void load_tile(const Job& job, const Lanes& lanes, const Tokens& tokens, int64_t first, int num_rows,
-                          Values<kDtype> (&x)[kRows]) {
+__device__ void load_tile(const Job& job, const Lanes& lanes, const LaneTransform<kChunk>& inverted, int64_t first,
+                          int num_rows, Values<kDtype> (&x)[kRows]) {
   if constexpr (!kIsTransformed) {
     load_rows(job.dense, first, num_rows, x);
   } else {
@@ -167,16 +167,19 @@ __device__ void load_tile(const Job& job, const Lanes& lanes, const Tokens& toke
       if (r < num_rows) x[r] = load_widened(job.dense, first + r * job.dense.stride_t);
     }
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) x[r] = transformed(job.transform, job.side, x[r], tokens.h, lanes.chunk);
+    for (int r = 0; r < kRows; ++r) {
+      x[r] = transformed(inverted, job.transform.is_rotated, job.side.head_dim, x[r], lanes.chunk);
+    }
   }
 }
 
 // Values come, codes and scales go.
 template <bool kIsTransformed, Dtype kDtype, int kRows>
-__device__ void append_tile(const Job& job, const Lanes& lanes, const Tokens& tokens, int64_t first, int num_rows) {
+__device__ void append_tile(const Job& job, const Lanes& lanes, const LaneTransform<kChunk>& inverted,
+                            const Tokens& tokens, int64_t first, int num_rows) {
   const Side& side = job.side;
   Values<kDtype> x[kRows];
-  load_tile<kIsTransformed>(job, lanes, tokens, first, num_rows, x);
+  load_tile<kIsTransformed>(job, lanes, inverted, first, num_rows, x);
   switch (side.storage) {
     case Storage::none:
 #pragma unroll
@@ -221,11 +224,16 @@ __device__ void append_rows(const Jobs& jobs, const Job& job, unsigned block) {
   const int first_with_room = static_cast<int>(min(max(-before, int64_t{0}), int64_t{count}));
   const int end_of_room = static_cast<int>(min(max(jobs.capacity - before, int64_t{0}), int64_t{count}));
   const int64_t origin = b * dense.stride_b + h * dense.stride_h + lanes.chunk * kChunk;
+  LaneTransform<kChunk> inverted;
+  if constexpr (kIsTransformed) {
+    inverted = {job.transform, job.side.head_dim, static_cast<int>(h), lanes.chunk * kChunk};
+    inverted.invert();
+  }
 #pragma unroll 1
   for (int tile = start; tile < end; tile += tokens_per_tile) {
     const int i = tile + lanes.row * kRows;
     const Tokens tokens = {b, h, before + i, first_with_room - i, end_of_room - i};
-    append_tile<kIsTransformed, kDtype, kRows>(job, lanes, tokens, origin + i * dense.stride_t, count - i);
+    append_tile<kIsTransformed, kDtype, kRows>(job, lanes, inverted, tokens, origin + i * dense.stride_t, count - i);
   }
 }
 
@@ -261,7 +269,9 @@ struct Token {
       if (has_head) x = load_widened(dense, row + lanes.chunk * kChunk);
       if constexpr (kIsTransformed) {
         // Lanes without a head go along: a key is transformed by all of them together.
-        if (!is_identity(job.transform)) x = transformed(job.transform, job.side, x, has_head ? h : 0, lanes.chunk);
+        if (!is_identity(job.transform)) {
+          x = transformed(job.transform, job.side.head_dim, has_head ? h : 0, x, lanes.chunk);
+        }
       }
       if (has_head) use(h, x);
     }

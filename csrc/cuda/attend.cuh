@@ -49,7 +49,7 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
     if (plan.appends_pairs) {
       Values<Dtype::fp32> x = widen({pair.x, pair.y, pair.z, pair.w}, new_tokens.key.dtype);
       if (!is_identity(transform)) {
-        const Values<Dtype::fp32> key = transformed(transform, params.key_side, x, h, lane % (kLanes / 2));
+        const Values<Dtype::fp32> key = transformed(transform, params.key_side.head_dim, h, x, lane % (kLanes / 2));
         if (lane < kLanes / 2) x = key;
       }
       append_row<Shape::kKey, !Shape::kHasKeyZero>(lane < kLanes / 2 ? params.key_side : params.value_side, x, b, h, t,
@@ -64,7 +64,7 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
     return x;
   };
   Values<Dtype::fp32> key = load(new_tokens.key, params.key_side);
-  if (!is_identity(transform)) key = transformed(transform, params.key_side, key, h, lane);
+  if (!is_identity(transform)) key = transformed(transform, params.key_side.head_dim, h, key, lane);
   const Values<Dtype::fp32> value = load(new_tokens.value, params.value_side);
   append_row<Shape::kKey, !Shape::kHasKeyZero>(params.key_side, key, b, h, t, lane);
   append_row<Shape::kValue, !Shape::kHasValueZero>(params.value_side, value, b, h, t, lane);
@@ -100,6 +100,10 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   for (int i = 0; i < kRowsOfWarp; ++i) {
     Query<Shape>::load_row(params, plan, segment, i * num_warps + warp, lane, query_bits[i]);
   }
+  typename Query<Shape>::Transform transform;
+  const bool is_transformed = !is_identity(params.key_transform);
+  if (is_transformed)
+    transform = {params.key_transform, params.key_side.head_dim, segment.h, lane * Query<Shape>::kPerLane};
   uint4 pair = {0, 0, 0, 0};
   if (kHasPairs<Shape> && plan.appends_pairs) pair = load_pair(params, new_tokens, segment, lane);
   const uint32_t chunk_list = shared_address(rings + num_warps * num_stages * Ring::kStageBytes);
@@ -142,7 +146,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   for (int i = 0; i < kRowsOfWarp; ++i) {
     const int slot = i * num_warps + warp;
     if (slot < Shape::kRows) {
-      Query<Shape>::write_row(params, segment, query_bits[i], slot, planes, factors, constants, query_sums, lane);
+      Query<Shape>::write_row(params, is_transformed, transform, query_bits[i], slot, planes, factors, constants,
+                              query_sums, lane);
     }
   }
 

@@ -134,16 +134,24 @@ __device__ inline Values<Dtype::fp32> load_widened(const Dense& dense, int64_t f
 
 // A lane's eight channels of a new key after its transform, `position` being the lane's place in the row. All lanes of
 // the warp ask together.
-__device__ inline Values<Dtype::fp32> transformed(const KeyTransform& transform, const Side& side,
-                                                  const Values<Dtype::fp32>& key, int h, int position) {
+__device__ inline Values<Dtype::fp32> transformed(const LaneTransform<kChunk>& inverted, bool is_rotated, int head_dim,
+                                                  const Values<Dtype::fp32>& key, int position) {
   float x[kChunk];
 #pragma unroll
   for (int k = 0; k < kChunk; ++k) x[k] = key[k];
-  transform_key(transform, side.head_dim, h, position * kChunk, threadIdx.x % kLanes, position, x);
+  transform_key(inverted, is_rotated, head_dim, threadIdx.x % kLanes, position, x);
   Values<Dtype::fp32> result;
 #pragma unroll
   for (int k = 0; k < kChunk; ++k) result.words[k] = __float_as_uint(x[k]);
   return result;
+}
+
+// The same, where it is done once.
+__device__ inline Values<Dtype::fp32> transformed(const KeyTransform& transform, int head_dim, int h,
+                                                  const Values<Dtype::fp32>& key, int position) {
+  LaneTransform<kChunk> inverted(transform, head_dim, h, position * kChunk);
+  inverted.invert();
+  return transformed(inverted, transform.is_rotated, head_dim, key, position);
 }
 
 // --- ranges and scales

@@ -21,6 +21,7 @@ struct Query {
   }
 
   static constexpr int kPerLane = kHeadDim / kLanes;  // 2, 4 or 8 channels
+  using Transform = LaneTransform<kPerLane>;
 
   // A lane's channels of one row, as the bits of 16-bit numbers; rows and channels beyond the last are zeros.
   static __device__ __forceinline__ void load_row(const DecodeParams& params, const DecodePlan& plan,
@@ -40,16 +41,16 @@ struct Query {
 
   // One warp writes one row. `sums` are factor · Σ query, group by group, `constants` what keys that are stored without
   // their center lack in every logit, in log2 units.
-  static __device__ __forceinline__ void write_row(const DecodeParams& params, const Segment& segment,
-                                                   const uint32_t (&bits)[kPerLane], int slot, unsigned char* planes,
-                                                   float* factors, float* constants, float* sums, int lane) {
+  static __device__ __forceinline__ void write_row(const DecodeParams& params, bool is_transformed,
+                                                   const Transform& transform, const uint32_t (&bits)[kPerLane],
+                                                   int slot, unsigned char* planes, float* factors, float* constants,
+                                                   float* sums, int lane) {
     const bool is_half = params.query.dtype == Dtype::fp16;
     float x[kPerLane], constant = 0.f;
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) x[k] = is_half ? half_to_float(bits[k]) : __uint_as_float(bits[k] << 16);
-    if (!is_identity(params.key_transform)) {
-      constant =
-          transform_query(params.key_transform, params.key_side.head_dim, segment.h, lane * kPerLane, lane, lane, x);
+    if (is_transformed) {
+      constant = transform_query(transform, params.key_transform.is_rotated, params.key_side.head_dim, lane, lane, x);
       for (int distance = kLanes / 2; distance > 0; distance /= 2) {
         constant += __shfl_xor_sync(kAllLanes, constant, distance);
       }

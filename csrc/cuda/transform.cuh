@@ -42,37 +42,51 @@ __device__ inline void rotate(float (&x)[kChannels], int head_dim, int lane, int
   for (int k = 0; k < kChannels; ++k) x[k] = __fmul_rn(x[k], factor);
 }
 
-// A lane's channels, from `c` on, of a new key of head `h`.
+// A transform as it concerns the channels of one lane. Where a part is absent, its numbers change nothing, not even a
+// sign of zero. To be read long before it is used: a step finds none of it in any cache.
 template <int kChannels>
-__device__ inline void transform_key(const KeyTransform& transform, int head_dim, int h, int c, int lane, int position,
-                                     float (&x)[kChannels]) {
-  const int64_t first = int64_t{h} * head_dim + c;
-  if (transform.center != nullptr && c < head_dim) {
+struct LaneTransform {
+  float center[kChannels], smoothing[kChannels];
+
+  LaneTransform() = default;
+
+  // Of the channels from `c` on of key-value head `h`; rows may end before.
+  __device__ __forceinline__ LaneTransform(const KeyTransform& transform, int head_dim, int h, int c) {
+    const int first = h * head_dim + c;
 #pragma unroll
-    for (int k = 0; k < kChannels; ++k) x[k] = __fsub_rn(x[k], transform.center[first + k]);
+    for (int k = 0; k < kChannels; ++k) {
+      center[k] = transform.center != nullptr && c < head_dim ? transform.center[first + k] : 0.f;
+      smoothing[k] = transform.smoothing != nullptr && c < head_dim ? transform.smoothing[first + k] : 1.f;
+    }
   }
-  if (transform.smoothing != nullptr && c < head_dim) {
+
+  // What keys are multiplied by takes the place of the factors.
+  __device__ __forceinline__ void invert() {
 #pragma unroll
-    for (int k = 0; k < kChannels; ++k) x[k] = __fmul_rn(x[k], __fdiv_rn(1.f, transform.smoothing[first + k]));
+    for (int k = 0; k < kChannels; ++k) smoothing[k] = __fdiv_rn(1.f, smoothing[k]);
   }
-  if (transform.is_rotated) rotate(x, head_dim, lane, position);
+};
+
+// A lane's channels of a new key, `inverted` being the transform for keys. All lanes of the warp together.
+template <int kChannels>
+__device__ __forceinline__ void transform_key(const LaneTransform<kChannels>& inverted, bool is_rotated, int head_dim,
+                                              int lane, int position, float (&x)[kChannels]) {
+#pragma unroll
+  for (int k = 0; k < kChannels; ++k) x[k] = __fmul_rn(__fsub_rn(x[k], inverted.center[k]), inverted.smoothing[k]);
+  if (is_rotated) rotate(x, head_dim, lane, position);
 }
 
-// A lane's channels, from `c` on, of a query for key-value head `h`. Returns the lane's share of query · center.
+// A lane's channels of a query. Returns the lane's share of query · center. All lanes of the warp together.
 template <int kChannels>
-__device__ inline float transform_query(const KeyTransform& transform, int head_dim, int h, int c, int lane,
-                                        int position, float (&x)[kChannels]) {
-  const int64_t first = int64_t{h} * head_dim + c;
+__device__ __forceinline__ float transform_query(const LaneTransform<kChannels>& transform, bool is_rotated,
+                                                 int head_dim, int lane, int position, float (&x)[kChannels]) {
   float constant = 0.f;
-  if (transform.center != nullptr && c < head_dim) {
 #pragma unroll
-    for (int k = 0; k < kChannels; ++k) constant = fmaf(x[k], transform.center[first + k], constant);
+  for (int k = 0; k < kChannels; ++k) {
+    constant = fmaf(x[k], transform.center[k], constant);
+    x[k] = __fmul_rn(x[k], transform.smoothing[k]);
   }
-  if (transform.smoothing != nullptr && c < head_dim) {
-#pragma unroll
-    for (int k = 0; k < kChannels; ++k) x[k] = __fmul_rn(x[k], transform.smoothing[first + k]);
-  }
-  if (transform.is_rotated) rotate(x, head_dim, lane, position);
+  if (is_rotated) rotate(x, head_dim, lane, position);
   return constant;
 }
 
