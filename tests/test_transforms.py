@@ -342,6 +342,15 @@ def test_a_norm_behind_a_biased_projection_leaves_no_centre() -> None:
     assert bias_centers(model) == {}
 
 
+def test_centres_found_in_inference_mode_are_plain_tensors() -> None:
+    model = copy.deepcopy(models.family("qwen2"))
+    with torch.inference_mode():
+        found = [*key_transforms(model, "int4").values()]
+    for transform in found:
+        assert transform.center is not None
+        assert not transform.center.is_inference() and not transform.center.requires_grad
+
+
 def test_a_model_in_training_stays_in_training() -> None:
     model = models.build("qwen2").train()
     model.model.layers[0].eval()

@@ -40,6 +40,8 @@ def has_biases(model: nn.Module) -> bool:
     return any(name.endswith("bias") and (tensor.is_meta or bool(tensor.any())) for name, tensor in tensors)
 
 
+# Centres outlive whatever they were first wanted for, and tensors of inference mode could be used in it only.
+@torch.inference_mode(False)
 @torch.no_grad()
 def bias_centers(model: PreTrainedModel, num_positions: int | None = None) -> dict[int, Tensor]:
     """Centres from the weights alone.
@@ -71,6 +73,7 @@ def bias_centers(model: PreTrainedModel, num_positions: int | None = None) -> di
     return {index: center for index, center in centers.items() if bool(center.any())}
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def data_centers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> dict[int, Tensor]:
     """Centres from text: the mean key over its tokens.
