@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decode_cases import random_transform
 from provenance import card
 from rich.console import Console
 from rich.table import Table
@@ -127,7 +128,7 @@ def our_contender(shape: Shape, preset: str, dtype: torch.dtype) -> tuple[Conten
     """
     formats = PRESETS[preset]
     kv_heads, head_dim, length = shape.num_kv_heads, shape.head_dim, shape.length
-    transform = all_of(KVQuantConfig.from_preset(preset).transforms, kv_heads, head_dim)
+    transform = random_transform(KVQuantConfig.from_preset(preset).transforms, kv_heads, head_dim)
     capacity = math.ceil(length / TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT
     lengths = torch.tensor([length], dtype=torch.int32)
     first = [
@@ -149,13 +150,6 @@ def our_contender(shape: Shape, preset: str, dtype: torch.dtype) -> tuple[Conten
 
     error = check(run(0), query, first, formats, lengths, transform, f"{shape.describe()}, {preset}, {dtype}")
     return Contender(preset, run, num_sets, num_bytes), error
-
-
-def all_of(transforms: tuple[str, ...], num_kv_heads: int, head_dim: int) -> KeyTransform:
-    """A key transform with random numbers wherever the names ask for some."""
-    center = torch.randn(num_kv_heads, head_dim) if "center" in transforms else None
-    smoothing = 2.0 ** torch.randint(-2, 3, (num_kv_heads, head_dim)) if "smooth" in transforms else None
-    return KeyTransform(center, smoothing, "rotate" in transforms)
 
 
 def check(

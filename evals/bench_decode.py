@@ -9,7 +9,9 @@ bytes as the case reads, since small buffers read slower than large ones.
 The method: one new token per sequence. A CUDA graph holds calls on rotating buffer sets, at least four and together
 four times the L2 cache, so a call finds none of its keys and values there; a time is the median over replays of the
 graph, divided by its calls. The GPU rests before each: reading alone takes an H200 to its power limit. Ours is the
-whole op, append of the new token and combine of splits included; it rewrites the newest slot in each call. Peers do
+whole op, append of the new token and combine of splits included; it rewrites the newest slot in each call. Keys and
+queries are transformed as the preset says, with centres and smoothing factors, and the same without stands beside it:
+goals for the kernel are for plain keys, what transforms may take is a goal of its own. Peers do
 attention alone. Each peer gets the best of its forms (layout, tensor cores or not, number of splits), and planning is
 left out of its time. Codes are random bytes under scales that give values of order one; the result is checked against
 `reference.py` on the first and the last sequence, and a wrong one ends the run. What other packages offer is imported,
@@ -40,6 +42,7 @@ from decode_cases import (
     bytes_held,
     check_goals,
     fits,
+    random_transform,
     thousands,
 )
 from decode_peers import measure_peers, peer_versions
@@ -50,7 +53,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_kvquant import PRESETS, ops, reference
+from hf_kvquant import PRESETS, KeyTransform, KVQuantConfig, ops, reference
 from hf_kvquant.formats import KVFormat, Planes
 
 REPLAYS = 40
@@ -89,7 +92,12 @@ def random_planes(shape: Shape, kv_format: KVFormat) -> Planes:
 
 
 def check(
-    out: Tensor, query: Tensor, sides: tuple[Planes, Planes], formats: tuple[KVFormat, KVFormat], lengths: list[int]
+    out: Tensor,
+    query: Tensor,
+    sides: tuple[Planes, Planes],
+    formats: tuple[KVFormat, KVFormat],
+    lengths: list[int],
+    transform: KeyTransform,
 ) -> tuple[float, float]:
     """The error of one sequence relative to its largest value, and its bound: twice PyTorch's own, plus a rounding.
 
@@ -99,6 +107,7 @@ def check(
         sides: Planes of keys and of values.
         formats: Theirs.
         lengths: Tokens held by each sequence. The first and the last sequence are looked at.
+        transform: Of keys. PyTorch gets keys and queries after it, as codes have them.
     """
     found: list[tuple[float, float]] = []
     softmax_scale = query.shape[-1] ** -0.5
@@ -119,8 +128,13 @@ def check(
         )
         row, own = query[i : i + 1], out[i : i + 1].float()
         held = torch.tensor([length], dtype=torch.int32, device=query.device)
-        expected, _ = reference.decode_attention(row.float(), key, value, held, softmax_scale=softmax_scale)
-        plain = scaled_dot_product_attention(row, key.to(row.dtype), value.to(row.dtype), enable_gqa=True)
+        expected, _ = reference.decode_attention(
+            row.float(), key, value, held, softmax_scale=softmax_scale, key_transform=transform
+        )
+        transformed, _ = reference.transform_query(row, transform)
+        plain = scaled_dot_product_attention(
+            transformed.to(row.dtype), key.to(row.dtype), value.to(row.dtype), enable_gqa=True
+        )
         largest = float(expected.abs().max())
         error = float((own - expected).abs().max()) / largest
         bound = 2 * float((plain.transpose(1, 2).float() - expected).abs().max()) / largest
@@ -130,8 +144,12 @@ def check(
     return max(found, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
 
 
-def time_preset(shape: Shape, preset: str, replays: int) -> tuple[Timing, float]:
-    """Time of the whole op, and its largest error relative to the largest value of the output.
+def time_preset(shape: Shape, preset: str, replays: int) -> tuple[Timing, Timing | None, float]:
+    """Times of the whole op, and its largest error relative to the largest value of the output.
+
+    Returns:
+        As the preset means it, with every transform that it allows; without transforms, `None` where it means none;
+        and the error.
 
     Raises:
         SystemExit: The result is not that of the reference.
@@ -143,8 +161,11 @@ def time_preset(shape: Shape, preset: str, replays: int) -> tuple[Timing, float]
     counters = torch.zeros(num_sets, ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
     query = torch.randn(shape.batch, shape.num_q_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
     key, value = torch.randn(2, shape.batch, shape.num_kv_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
+    # Each set has its own, as layers have: a step finds neither keys nor transforms in the cache.
+    names = KVQuantConfig.from_preset(preset).transforms
+    transforms = [random_transform(names, shape.num_kv_heads, shape.head_dim, DEVICE) for _ in range(num_sets)]
 
-    def run(i: int) -> Tensor:
+    def run(i: int, is_transformed: bool = True) -> Tensor:
         out, _ = ops.decode(
             query,
             (key, value),
@@ -153,26 +174,31 @@ def time_preset(shape: Shape, preset: str, replays: int) -> tuple[Timing, float]
             formats,
             softmax_scale=shape.head_dim**-0.5,
             counters=counters[i],
+            key_transform=transforms[i] if is_transformed else None,
         )
         return out
 
-    error, bound = check(run(0), query, sets[0], formats, shape.lengths())
+    error, bound = check(run(0), query, sets[0], formats, shape.lengths(), transforms[0])
     if not error <= bound:
         raise SystemExit(
             f"bench_decode: {shape.describe()}, {preset}: relative error {error:.2e} exceeds its bound {bound:.2e}."
         )
-    return time_calls(run, num_sets, replays), error
+    plain = time_calls(lambda i: run(i, is_transformed=False), num_sets, replays) if names else None
+    return time_calls(run, num_sets, replays), plain, error
 
 
 def measure_preset(shape: Shape, preset: str, bandwidth: ReadBandwidth, replays: int) -> dict[str, Any]:
     """One preset at one shape, beside the read bandwidth for as many bytes."""
-    timing, error = time_preset(shape, preset, replays)
+    timing, plain, error = time_preset(shape, preset, replays)
     num_bytes = bytes_held(shape, PRESETS[preset])
-    return {"preset": preset, **figures(timing, num_bytes, bandwidth), "relative_error": error}
+    row = {"preset": preset, **figures(timing, num_bytes, bandwidth), "relative_error": error}
+    if plain is not None:
+        row["plain"] = figures(plain, num_bytes, bandwidth)
+    return row
 
 
-def time_prompt(shape: Shape, preset: str, num_sets: int, replays: int) -> Timing:
-    """Time of quantising whole sequences.
+def time_prompt(shape: Shape, preset: str, names: tuple[str, ...], num_sets: int, replays: int) -> Timing:
+    """Time of quantising whole sequences, keys after the transforms that are named.
 
     Raises:
         SystemExit: The codes are not those of the reference.
@@ -183,12 +209,15 @@ def time_prompt(shape: Shape, preset: str, num_sets: int, replays: int) -> Timin
     sources = torch.randn(num_sets, 2, *rows, dtype=DTYPE, device=DEVICE)
     targets = [(random_planes(shape, formats[0]), random_planes(shape, formats[1])) for _ in range(num_sets)]
 
+    transform = random_transform(names, shape.num_kv_heads, shape.head_dim, DEVICE)
+
     def run(i: int) -> None:
-        ops.append(sources[i, 0], sources[i, 1], *targets[i], lengths, formats)
+        ops.append(sources[i, 0], sources[i, 1], *targets[i], lengths, formats, transform)
 
     timing = time_calls(run, num_sets, replays)
-    for source, planes, kv_format in zip(sources[0], targets[0], formats, strict=True):
-        expected = reference.quantize(source[:1], kv_format)
+    expected_sides = reference.transform_key(sources[0, 0, :1], transform), sources[0, 1, :1]
+    for source, planes, kv_format in zip(expected_sides, targets[0], formats, strict=True):
+        expected = reference.quantize(source, kv_format)
         if not torch.equal(planes.codes[:1, :, : shape.context], expected.codes):
             raise SystemExit(f"bench_decode: prompt, {preset}: the codes are not those of the reference.")
     return timing
@@ -200,19 +229,31 @@ def measure_prompt(preset: str, replays: int) -> dict[str, Any]:
     shape = Shape(batch, num_kv_heads, num_kv_heads, head_dim, tokens)
     num_bytes = bytes_held(shape, PRESETS[preset]) + bytes_held(shape, PRESETS["none"])
     num_sets = sets_needed(num_bytes)
-    timing = time_prompt(shape, preset, num_sets, replays)
+    names = KVQuantConfig.from_preset(preset).transforms
+    timing = time_prompt(shape, preset, names, num_sets, replays)
+    plain = time_prompt(shape, preset, (), num_sets, replays) if names else None
     copied = torch.empty(num_sets, 2, num_bytes // 2 // 16 * 16, dtype=torch.uint8, device=DEVICE)
     copied.view(torch.int32).random_(-(2**31), 2**31)
     copy = time_calls(lambda i: copied[i, 0].copy_(copied[i, 1]), num_sets, replays)
-    gbps, copy_gbps = num_bytes / timing.median_us / 1e3, copied[0].nbytes / copy.median_us / 1e3
-    return {
-        "preset": preset,
-        **dataclasses.asdict(timing),
-        "bytes": num_bytes,
-        "gbps": gbps,
-        "copy_gbps": copy_gbps,
-        "share": gbps / copy_gbps,
-    }
+    copy_gbps = copied[0].nbytes / copy.median_us / 1e3
+
+    def described(timing: Timing) -> dict[str, Any]:
+        gbps = num_bytes / timing.median_us / 1e3
+        return {
+            **dataclasses.asdict(timing),
+            "bytes": num_bytes,
+            "gbps": gbps,
+            "copy_gbps": copy_gbps,
+            "share": gbps / copy_gbps,
+        }
+
+    return {"preset": preset, **described(timing), **({} if plain is None else {"plain": described(plain)})}
+
+
+def with_plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, and behind them those that have been measured without transforms, too."""
+    plain = [{**row, **row["plain"], "preset": f"{row['preset']}, plain keys"} for row in rows if "plain" in row]
+    return [*rows, *plain]
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
@@ -223,7 +264,8 @@ def add_speedups(case: dict[str, Any]) -> None:
     best = min((row for row in case["peers"] if row["peer"].startswith("bf16")), default=None, key=_median)
     case["best_bf16"] = None if best is None else {key: best[key] for key in ("peer", "form", "median_us", "bytes")}
     for row in [*case["rows"], *case["peers"]]:
-        row["speedup"] = None if best is None else best["median_us"] / row["median_us"]
+        for timed in (row, row.get("plain", row)):
+            timed["speedup"] = None if best is None else best["median_us"] / timed["median_us"]
 
 
 def _median(row: dict[str, Any]) -> float:
@@ -238,7 +280,7 @@ def case_table(case: dict[str, Any]) -> Table:
     columns = ("", "us", "10 %", "90 %", "MB", "GB/s", "of read", "times bf16", "error", "form")
     for column in columns:
         table.add_column(column, justify="left" if column in ("", "form") else "right")
-    for row in [*case["rows"], *case["peers"]]:
+    for row in [*with_plain(case["rows"]), *case["peers"]]:
         error = row.get("relative_error")
         form = row.get("form", "") + ("" if row["is_captured"] else " (not captured: back to back)")
         table.add_row(
@@ -262,7 +304,7 @@ def prompt_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title=f"prompt: {batch} x {thousands(tokens)}, {num_kv_heads} heads of {head_dim}")
     for column in ("", "us", "MB", "GB/s", "copy GB/s", "of copy"):
         table.add_column(column, justify="left" if column == "" else "right")
-    for row in rows:
+    for row in with_plain(rows):
         table.add_row(
             row["preset"],
             f"{row['median_us']:.1f}",
@@ -285,7 +327,12 @@ def checks_table(checks: list[dict[str, Any]]) -> Table:
         if measured is None:
             table.add_row(goal.describe(), "", "not measured")
             continue
-        text = {"share": f"{measured:.1%}", "us": f"{measured:.2f} us", "times": f"{measured:.2f} times"}[goal.unit]
+        text = {
+            "share": f"{measured:.1%}",
+            "us": f"{measured:.2f} us",
+            "times": f"{measured:.2f} times",
+            "points": f"{measured:.1f} points",
+        }[goal.unit]
         table.add_row(goal.describe(), text, "reached" if check_row["reached"] else "[bold]missed[/bold]")
     return table
 
