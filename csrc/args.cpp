@@ -107,6 +107,53 @@ void check_scale_plane(const char* where, const std::string& name, const Tensor&
             "and token has scales of its own, got ", shape_of(plane), kFromThisPackage);
 }
 
+// Planes of granularity channel; see Side::tail.
+void check_block_plane(const char* where, const std::string& name, const Tensor& plane, const Tensor& codes,
+                       int head_dim) {
+  check_device(where, name, plane, codes);
+  KVQ_CHECK(plane.scalar_type() == ScalarType::Half, where, ": `", name, "` must be float16, got ",
+            torch::headeronly::toString(plane.scalar_type()), kFromThisPackage);
+  const int64_t blocks = codes.size(2) / kBlockSize;
+  const bool fits = plane.dim() == 4 && plane.size(0) == codes.size(0) && plane.size(1) == codes.size(1) &&
+                    plane.size(2) == blocks && plane.size(3) == head_dim;
+  KVQ_CHECK(fits, where, ": `", name, "` must be [", codes.size(0), ", ", codes.size(1), ", ", blocks, ", ", head_dim,
+            "] where every channel has a scale, got ", shape_of(plane), kFromThisPackage);
+  KVQ_CHECK(plane.stride(3) == 1, where, ": `", name, "` must have contiguous channels, got stride ", plane.stride(3),
+            kFromThisPackage);
+}
+
+void add_blocks(const char* where, const std::string& name, const PlaneArgs& planes, Side& side) {
+  const Tensor &codes = planes.codes, &tail = *planes.tail;
+  KVQ_CHECK(side.storage == Storage::int4 && planes.scale.has_value() && planes.zero.has_value(), where, ": `", name,
+            "_tail` must be None unless codes are int4 with scale and zero, got a tensor", kFromThisPackage);
+  check_device(where, name + "_tail", tail, codes);
+  side.tail_dtype = dense_dtype(where, name + "_tail", tail);
+  const bool fits = tail.dim() == 4 && tail.size(0) == codes.size(0) && tail.size(1) == codes.size(1) &&
+                    tail.size(2) == kBlockSize && tail.size(3) == side.head_dim;
+  KVQ_CHECK(fits, where, ": `", name, "_tail` must be [", codes.size(0), ", ", codes.size(1), ", ", kBlockSize, ", ",
+            side.head_dim, "] like the codes, got ", shape_of(tail), kFromThisPackage);
+  KVQ_CHECK(tail.stride(3) == 1, where, ": `", name, "_tail` must have contiguous rows, got stride ", tail.stride(3),
+            kFromThisPackage);
+  KVQ_CHECK(codes.size(2) % kBlockSize == 0, where, ": `", name, "_codes` must have a capacity that is a multiple of ",
+            kBlockSize, " where every channel has a scale, got ", codes.size(2), kFromThisPackage);
+  const Tensor &scale = *planes.scale, &zero = *planes.zero;
+  check_block_plane(where, name + "_scale", scale, codes, side.head_dim);
+  check_block_plane(where, name + "_zero", zero, codes, side.head_dim);
+  side.num_groups = 1;
+  side.scale = static_cast<half_bits*>(scale.data_ptr());
+  side.scale_stride_b = scale.stride(0);
+  side.scale_stride_h = scale.stride(1);
+  side.scale_stride_g = scale.stride(2);
+  side.zero = static_cast<half_bits*>(zero.data_ptr());
+  side.zero_stride_b = zero.stride(0);
+  side.zero_stride_h = zero.stride(1);
+  side.zero_stride_g = zero.stride(2);
+  side.tail = tail.data_ptr();
+  side.tail_stride_b = tail.stride(0);
+  side.tail_stride_h = tail.stride(1);
+  side.tail_stride_t = tail.stride(2);
+}
+
 // `name` is "key" or "value": arguments are called key_codes, key_scale and so on.
 Side side(const char* where, const std::string& name, const PlaneArgs& planes, const Tensor& like) {
   const Tensor& codes = planes.codes;
@@ -149,6 +196,10 @@ Side side(const char* where, const std::string& name, const PlaneArgs& planes, c
   KVQ_CHECK(side.is_symmetric || side.storage == Storage::int8 || side.storage == Storage::int4, where, ": `", name,
             "_zero` must be None for storage '", name_of(side.storage), "', got a tensor", kFromThisPackage);
   side.num_groups = 1;
+  if (planes.tail.has_value()) {
+    add_blocks(where, name, planes, side);
+    return side;
+  }
   if (is_quantized) {
     const Tensor& scale = *planes.scale;
     check_scale_plane(where, name + "_scale", scale, codes, side.head_dim);
@@ -232,9 +283,14 @@ const float* per_channel(const char* where, const char* name, const std::optiona
   return static_cast<const float*>(tensor->const_data_ptr());
 }
 
-KeyTransform key_transform(const char* where, const TransformArgs& transform, const Tensor& codes, int head_dim) {
-  return {per_channel(where, "key_center", transform.center, codes, head_dim),
-          per_channel(where, "key_smoothing", transform.smoothing, codes, head_dim), transform.is_rotated};
+KeyTransform key_transform(const char* where, const TransformArgs& transform, const Tensor& codes, const Side& side) {
+  const KeyTransform result = {per_channel(where, "key_center", transform.center, codes, side.head_dim),
+                               per_channel(where, "key_smoothing", transform.smoothing, codes, side.head_dim),
+                               transform.is_rotated};
+  KVQ_CHECK(side.tail == nullptr || is_identity(result), where, ": `key_center`, `key_smoothing` and `rotates_key` ",
+            "must be left out where every channel of the keys has a scale, got a transform. Outlier channels do no ",
+            "harm there.");
+  return result;
 }
 
 const float* per_head(const char* name, const std::optional<Tensor>& tensor, const Tensor& query) {
@@ -257,7 +313,8 @@ Tensor with_contiguous_channels(const Tensor& x) {
 }
 
 AppendParams append_params(const char* where, const Tensor& key, const Tensor& value, const PlaneArgs& key_planes,
-                           const PlaneArgs& value_planes, const Tensor& lengths, const TransformArgs& transform) {
+                           const PlaneArgs& value_planes, const Tensor& lengths, const std::optional<Tensor>& starts,
+                           const TransformArgs& transform) {
   AppendParams params{};
   params.key_side = side(where, "key", key_planes, key_planes.codes);
   params.value_side = side(where, "value", value_planes, key_planes.codes);
@@ -272,7 +329,10 @@ AppendParams append_params(const char* where, const Tensor& key, const Tensor& v
   params.capacity = to_int(where, "capacity", codes.size(2));
   params.q_len = to_int(where, "q_len", key.size(2));
   params.lengths = per_sequence(where, "lengths", lengths, codes);
-  params.key_transform = key_transform(where, transform, codes, params.key_side.head_dim);
+  params.starts = starts.has_value() ? per_sequence(where, "starts", *starts, codes) : nullptr;
+  KVQ_CHECK(params.key_side.tail == nullptr || params.key.dtype == params.key_side.tail_dtype, where, ": `key` must ",
+            "have the dtype of `key_tail`, got another one. Start a new cache after casting the model.");
+  params.key_transform = key_transform(where, transform, codes, params.key_side);
   return params;
 }
 
@@ -312,7 +372,7 @@ DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, con
   // A window of the whole capacity hides nothing, and positions minus a larger one might not fit an int.
   params.sliding_window = std::min(to_int("decode", "sliding_window", sliding_window), params.capacity);
   params.num_splits = to_int("decode", "num_splits", num_splits);
-  params.key_transform = key_transform("decode", transform, codes, params.key_side.head_dim);
+  params.key_transform = key_transform("decode", transform, codes, params.key_side);
   return params;
 }
 

@@ -19,6 +19,7 @@ struct PlaneArgs {
   const Tensor& codes;
   const std::optional<Tensor>& scale;
   const std::optional<Tensor>& zero;
+  const std::optional<Tensor>& tail;  // keys only
   int64_t storage;
 };
 
@@ -34,7 +35,8 @@ Tensor with_contiguous_channels(const Tensor& x);
 
 // All of these throw std::invalid_argument (ValueError in Python) naming the argument. `where` is the op's name.
 AppendParams append_params(const char* where, const Tensor& key, const Tensor& value, const PlaneArgs& key_planes,
-                           const PlaneArgs& value_planes, const Tensor& lengths, const TransformArgs& transform);
+                           const PlaneArgs& value_planes, const Tensor& lengths, const std::optional<Tensor>& starts,
+                           const TransformArgs& transform);
 
 // Leaves `out` and `lse` for the caller to allocate.
 DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, const PlaneArgs& value_planes,

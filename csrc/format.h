@@ -10,9 +10,10 @@
 namespace hf_kvquant {
 
 // Raised together with OPS_VERSION in ops.py whenever a schema or the meaning of an argument changes.
-constexpr int kOpsVersion = 3;
+constexpr int kOpsVersion = 4;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
+constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::tail
 constexpr int kMaxCudaHeadDim = 256;  // beyond it ops.py asks the reference
 
 enum class Storage : int { none = 0, int8 = 1, int4 = 2, fp8 = 3 };
@@ -42,7 +43,21 @@ struct Side {
   half_bits* zero;              // like scale; nullptr when symmetric
   int64_t scale_stride_b, scale_stride_h, scale_stride_g, scale_stride_t;
   int64_t zero_stride_b, zero_stride_h, zero_stride_g, zero_stride_t;
+
+  // Granularity channel (keys, asymmetric int4): a channel has one scale and zero for each block of kBlockSize tokens,
+  // counted from position 0. Full blocks have codes; the tokens of the unfinished one are dense, in the tail.
+  //   scale, zero  [batch, num_kv_heads, capacity / kBlockSize, head_dim], channels contiguous; *_stride_g goes from
+  //                block to block, num_groups is 1 and *_stride_t unused
+  void* tail;                   // [batch, num_kv_heads, kBlockSize, head_dim], rows contiguous; token t in row
+  Dtype tail_dtype;             // t % kBlockSize; nullptr for every other granularity
+  int64_t tail_stride_b, tail_stride_h, tail_stride_t;
 };
+
+// The first token of a sequence that has no codes.
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+inline int tail_begin(int length) { return length / kBlockSize * kBlockSize; }
 
 inline int bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
 
@@ -89,6 +104,7 @@ struct AppendParams {
   Side key_side, value_side;
   KeyTransform key_transform;
   const int32_t* lengths;  // [batch]; count the new tokens already
+  const int32_t* starts;   // [batch], first position that is not padding; nullptr: 0. For key_side.tail only
 };
 
 // One forward of one layer over everything stored. The result is defined by reference.decode_attention.

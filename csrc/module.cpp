@@ -69,14 +69,15 @@ struct CudaDevice {
 
 template <class Device>
 void append(const Tensor& key, const Tensor& value, const Tensor& key_codes, const std::optional<Tensor>& key_scale,
-            const std::optional<Tensor>& key_zero, const Tensor& value_codes, const std::optional<Tensor>& value_scale,
-            const std::optional<Tensor>& value_zero, const Tensor& lengths, const std::optional<Tensor>& key_center,
+            const std::optional<Tensor>& key_zero, const std::optional<Tensor>& key_tail, const Tensor& value_codes,
+            const std::optional<Tensor>& value_scale, const std::optional<Tensor>& value_zero, const Tensor& lengths,
+            const std::optional<Tensor>& starts, const std::optional<Tensor>& key_center,
             const std::optional<Tensor>& key_smoothing, bool rotates_key, int64_t key_storage, int64_t value_storage) {
-  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_storage};
-  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_storage};
+  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage};
+  const PlaneArgs value_planes{value_codes, value_scale, value_zero, std::nullopt, value_storage};
   const Tensor key_rows = with_contiguous_channels(key), value_rows = with_contiguous_channels(value);
   const AppendParams params = append_params("append", key_rows, value_rows, key_planes, value_planes, lengths,
-                                            {key_center, key_smoothing, rotates_key});
+                                            starts, {key_center, key_smoothing, rotates_key});
   const Device device(key_codes);
   device.check("append", params);
   if (params.batch > 0 && params.q_len > 0) device.append(params);
@@ -85,14 +86,14 @@ void append(const Tensor& key, const Tensor& value, const Tensor& key_codes, con
 template <class Device>
 std::tuple<Tensor, Tensor> decode(
     const Tensor& query, const std::optional<Tensor>& key, const std::optional<Tensor>& value, const Tensor& key_codes,
-    const std::optional<Tensor>& key_scale, const std::optional<Tensor>& key_zero, const Tensor& value_codes,
-    const std::optional<Tensor>& value_scale, const std::optional<Tensor>& value_zero, const Tensor& lengths,
-    const std::optional<Tensor>& counters, const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
+    const std::optional<Tensor>& key_scale, const std::optional<Tensor>& key_zero,
+    const std::optional<Tensor>& key_tail, const Tensor& value_codes, const std::optional<Tensor>& value_scale,
+    const std::optional<Tensor>& value_zero, const Tensor& lengths, const std::optional<Tensor>& counters, const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
     const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap, int64_t sliding_window,
     int64_t num_splits, const std::optional<Tensor>& key_center, const std::optional<Tensor>& key_smoothing,
     bool rotates_key, int64_t key_storage, int64_t value_storage) {
-  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_storage};
-  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_storage};
+  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage};
+  const PlaneArgs value_planes{value_codes, value_scale, value_zero, std::nullopt, value_storage};
   const TransformArgs transform{key_center, key_smoothing, rotates_key};
   const Tensor query_rows = with_contiguous_channels(query);
   DecodeParams params = decode_params(query_rows, key_planes, value_planes, lengths, counters, starts, sinks,
@@ -106,7 +107,8 @@ std::tuple<Tensor, Tensor> decode(
   if (key.has_value()) {
     key_rows = with_contiguous_channels(*key);
     value_rows = with_contiguous_channels(*value);
-    new_tokens = append_params("decode", *key_rows, *value_rows, key_planes, value_planes, lengths, transform);
+    new_tokens =
+        append_params("decode", *key_rows, *value_rows, key_planes, value_planes, lengths, starts, transform);
     device.check("decode", new_tokens);
   }
 
@@ -174,6 +176,7 @@ PyMODINIT_FUNC PyInit__C() {
       PyModule_AddIntConstant(module, "OPS_VERSION", hf_kvquant::kOpsVersion) == 0 &&
       PyModule_AddIntConstant(module, "TOKEN_ALIGNMENT", hf_kvquant::kTokenAlignment) == 0 &&
       PyModule_AddIntConstant(module, "NUM_COUNTERS", hf_kvquant::kNumCounters) == 0 &&
+      PyModule_AddIntConstant(module, "BLOCK_SIZE", hf_kvquant::kBlockSize) == 0 &&
       PyModule_AddIntConstant(module, "MAX_CUDA_HEAD_DIM", hf_kvquant::kMaxCudaHeadDim) == 0 &&
       PyModule_AddIntConstant(module, "STORAGE_NONE", static_cast<int>(hf_kvquant::Storage::none)) == 0 &&
       PyModule_AddIntConstant(module, "STORAGE_INT8", static_cast<int>(hf_kvquant::Storage::int8)) == 0 &&

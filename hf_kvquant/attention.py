@@ -98,16 +98,19 @@ def attention_mask(
         if attention_mask is not None and not _is_tracing(attention_mask):
             if attention_mask.device.type == "cpu" or not is_decode_step:
                 notes.has_holes = notes.has_holes or _has_holes(attention_mask)
+        starts = None if attention_mask is None else _num_pads(attention_mask)
+        if not torch.compiler.is_compiling():
+            notes.starts = starts
         is_plain = mask_function is causal_mask_function and not kwargs.get("use_vmap", False)
         if is_plain and not kv_length.is_first_chunk and not notes.has_holes:
-            return _bounds(attention_mask, **kwargs)
+            return _bounds(starts, **kwargs)
     return _mask_of(prev)(
         kv_length=int(kv_length), mask_function=mask_function, attention_mask=attention_mask, **kwargs
     )
 
 
 def _bounds(
-    mask: Tensor | None, *, batch_size: int, q_length: int, q_offset: int | Tensor, device: torch.device, **_: Any
+    starts: Tensor | None, *, batch_size: int, q_length: int, q_offset: int | Tensor, device: torch.device, **_: Any
 ) -> Tensor | None:
     """What attention over handles has to know, from the arguments of a mask function. See `attention_mask`.
 
@@ -115,13 +118,18 @@ def _bounds(
     several queries, or with the unused capacity of a static cache, attention could not tell what a query may see.
     """
     is_growing = isinstance(q_offset, int)
-    if mask is None and q_length == 1 and is_growing:
+    if starts is None and q_length == 1 and is_growing:
         return None
     bounds = torch.zeros((2, batch_size, 1, 1), dtype=torch.int32, device=device)
-    if mask is not None:
-        bounds[0] = (mask.cumsum(-1) == 0).sum(-1, dtype=torch.int32).view(-1, 1, 1)
+    if starts is not None:
+        bounds[0] = starts.view(-1, 1, 1)
     bounds[1] = q_offset
     return bounds
+
+
+def _num_pads(mask: Tensor) -> Tensor:
+    """Left-padding tokens of each sequence (`[batch]` int32) in a `[batch, tokens]` bool mask."""
+    return (mask.cumsum(-1) == 0).sum(-1, dtype=torch.int32)
 
 
 def _has_holes(mask: Tensor) -> bool:

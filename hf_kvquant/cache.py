@@ -114,6 +114,8 @@ class KVQuantLayer(CacheLayerMixin):
         """
         is_first_chunk = self.storage.is_empty
         self.storage.extend(key_states, value_states)
+        if not torch.compiler.is_compiling():
+            self.storage.starts = self.notes.starts
         if is_first_chunk:
             self.storage.flush()
             if not self.storage.is_quantized:
@@ -263,6 +265,7 @@ class KVQuantCache(QuantizedCache):
         """Forget all tokens."""
         super().reset()  # type: ignore[no-untyped-call]
         self.notes.has_holes = False
+        self.notes.starts = None
 
     def adopt(self, key_transforms: Mapping[int, KeyTransform]) -> None:
         """Take the transforms of a model, unless the cache was given its own or holds tokens."""
@@ -285,11 +288,7 @@ class KVQuantCache(QuantizedCache):
     @property
     def num_bytes_held(self) -> int:
         """Bytes of the tokens held, without unused capacity, in the layers of this package."""
-        return sum(
-            storage.bytes_per_token * storage.batch * storage.length
-            for storage in self.storages
-            if storage.is_allocated
-        )
+        return sum(storage.num_bytes_held for storage in self.storages if storage.is_allocated)
 
     @property
     def bytes_per_token(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from ._errors import did_you_mean
-from .formats import KVFormat
+from .formats import BLOCK_SIZE, KVFormat
 
 BACKEND = "hf_kvquant"
 
@@ -21,6 +21,7 @@ _NONE = KVFormat("none")
 _INT8 = KVFormat("int8")
 _INT4 = KVFormat("int4", symmetric=False)
 _INT4_G32 = KVFormat("int4", "group", 32, symmetric=False)
+_INT4_CHANNEL = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE)
 _FP8 = KVFormat("fp8")
 
 # Names for pairs of (keys, values). Keys need more bits than values: hence `k8v4`.
@@ -30,6 +31,7 @@ PRESETS: dict[str, tuple[KVFormat, KVFormat]] = {
     "k8v4": (_INT8, _INT4),
     "int4": (_INT4, _INT4),
     "int4-g32": (_INT4_G32, _INT4_G32),
+    "int4-channel": (_INT4_CHANNEL, _INT4),
     "fp8": (_FP8, _FP8),
 }
 DEFAULT_PRESET = "int8"
@@ -60,10 +62,11 @@ class LayerFormats:
         key: Of keys.
         value: Of values.
         transforms: Names out of `TRANSFORMS`, in its order. Left out, they follow from the storage type of keys: all of
-            them for int8 and int4, none for fp8.
+            them for int8 and int4, none for fp8 and where every channel has a scale of its own.
 
     Raises:
-        TypeError, ValueError: `transforms` has no meaning, or keys that are not quantised are to be transformed.
+        TypeError, ValueError: `transforms` has no meaning, keys are to be transformed that are not quantised or have
+            a scale for every channel, or values have one.
     """
 
     key: KVFormat
@@ -72,6 +75,7 @@ class LayerFormats:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transforms", _canonical_transforms("LayerFormats", self.transforms, self.key))
+        _check_value("LayerFormats", self.value)
 
     def describe(self) -> str:
         """A short name for reports: one description when both sides are alike, else both."""
@@ -111,6 +115,7 @@ class KVQuantConfig:
                     "KVQuantConfig.resolve accepts names and dictionaries."
                 )
         object.__setattr__(self, "transforms", _canonical_transforms("KVQuantConfig", self.transforms, self.key))
+        _check_value("KVQuantConfig", self.value)
         if not isinstance(self.static, bool):
             raise TypeError(f"KVQuantConfig: `static` must be True or False, got {self.static!r}.")
         if self.max_cache_len is not None:
@@ -280,8 +285,9 @@ def _with_transforms(where: str, formats: LayerFormats, data: Mapping[str, Any])
 
 def _canonical_transforms(where: str, spelled: Iterable[str] | None, key: KVFormat) -> tuple[str, ...]:
     """Names of transforms in the order of `TRANSFORMS`, each once; those of the key format where nothing is given."""
+    has_scaled_channels = isinstance(key, KVFormat) and key.granularity == "channel"
     if spelled is None:
-        return _DEFAULT_TRANSFORMS[key.storage] if isinstance(key, KVFormat) else ()
+        return _DEFAULT_TRANSFORMS[key.storage] if isinstance(key, KVFormat) and not has_scaled_channels else ()
     if isinstance(spelled, str) or not isinstance(spelled, Iterable):
         raise TypeError(
             f"{where}: `transforms` must be a list of names out of {list(TRANSFORMS)}, got {spelled!r}. "
@@ -299,7 +305,22 @@ def _canonical_transforms(where: str, spelled: Iterable[str] | None, key: KVForm
             f"{where}: `transforms` must be empty where keys are not quantised, got {names}. "
             "Transforms only make codes closer: leave them out."
         )
+    if names and has_scaled_channels:
+        # The zero of a channel is its centre and the scale its factor already; rotation would spread outliers again.
+        raise ValueError(
+            f"{where}: `transforms` must be empty where every channel of the keys has a scale of its own, got {names}. "
+            "Outlier channels do no harm there: leave them out."
+        )
     return tuple(name for name in TRANSFORMS if name in names)
+
+
+def _check_value(where: str, value: KVFormat) -> None:
+    """Values get their scales a token at a time: their sums need no other, and a window of dense ones would grow."""
+    if isinstance(value, KVFormat) and value.granularity == "channel":
+        raise ValueError(
+            f"{where}: `value` must have another granularity than 'channel', got {value.describe()}. "
+            "Blocks of tokens are for keys, whose outliers are channels; use granularity 'head' or 'group'."
+        )
 
 
 def _layer_index(spelled: object) -> int:
@@ -335,6 +356,11 @@ def _apply_aliases(formats: LayerFormats, data: Mapping[str, Any]) -> LayerForma
             raise ValueError(
                 "KVQuantConfig: `q_group_size` must be left out where keys or values are not quantised, "
                 f"got {group_size}."
+            )
+        if formats.key.block_size is not None:
+            raise ValueError(
+                "KVQuantConfig: `q_group_size` must be left out where keys have a scale for every channel, "
+                f"got {group_size}. Use preset 'int4-g32' for groups of channels."
             )
         formats = LayerFormats(
             key=dataclasses.replace(formats.key, granularity="group", group_size=group_size),

@@ -7,13 +7,21 @@ C++ mirror is `csrc/format.h`, compared with this file when the extension loads.
 
 A side is three planes: `codes` (uint8; the model's dtype for storage type `none`), `scale` and `zero` (float16, or
 `None`). Scale planes have shape `[batch, heads, groups, tokens]`, in which an axis that shares one scale has size 1.
-Kernels read a size of 1 as a stride of 0, so the shape of the plane *is* the granularity. Which values the codes take
-is decided in `reference.py`; who allocates the planes, in `storage.py`.
+Kernels read a size of 1 as a stride of 0, so the shape of the plane *is* the granularity.
+
+Granularity `channel` is the one whose groups run along tokens: a channel of a head shares a scale with itself over a
+block of tokens, counted from position 0. Its scale planes are `[batch, heads, blocks, head_dim]`, so that a kernel
+reads what a block needs in one piece, and a block has codes once it is full. The tokens of the unfinished one, the last
+`length mod block_size`, are in a fourth plane, the `tail`, as they came; token t of the sequence in row
+`t mod block_size`. A tail is what such planes are recognised by.
+
+Which values the codes take is decided in `reference.py`; who allocates the planes, in `storage.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,7 +30,7 @@ from torch import Tensor
 from ._errors import did_you_mean
 
 StorageType = Literal["none", "int8", "int4", "fp8"]
-Granularity = Literal["tensor", "token", "head", "group"]
+Granularity = Literal["tensor", "token", "head", "group", "channel"]
 
 # The numbers that ops and csrc/format.h use for a storage type.
 STORAGE_IDS: dict[str, int] = {"none": 0, "int8": 1, "int4": 2, "fp8": 3}
@@ -30,6 +38,8 @@ _BITS: dict[str, int] = {"none": 16, "int8": 8, "int4": 4, "fp8": 8}
 SCALE_DTYPE = torch.float16
 # Capacities are multiples of this, so that a kernel may read whole tiles of tokens.
 TOKEN_ALIGNMENT = 64
+# Tokens that share the scale of a channel. Capacities are then multiples of it, so that every block is whole.
+BLOCK_SIZE = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +49,38 @@ class Planes:
     Attributes:
         codes: `[batch, num_kv_heads, capacity, row_bytes]` uint8, natural channel order, or
             `[batch, num_kv_heads, capacity, head_dim]` in the model's dtype for storage type `none`.
-        scale: `[batch, num_kv_heads | 1, num_groups, capacity | 1]` float16.
+        scale: `[batch, num_kv_heads | 1, num_groups, capacity | 1]` float16; for granularity `channel`
+            `[batch, num_kv_heads, capacity / block_size, head_dim]`.
         zero: Like `scale`; `None` when symmetric.
+        tail: `[batch, num_kv_heads, block_size, head_dim]` in the model's dtype: the tokens of the unfinished block.
+            `None` but for granularity `channel`.
     """
 
     codes: Tensor
     scale: Tensor | None
     zero: Tensor | None
+    tail: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """The planes that exist, in a fixed order."""
-        return [plane for plane in (self.codes, self.scale, self.zero) if plane is not None]
+        return [plane for plane in (self.codes, self.scale, self.zero, self.tail) if plane is not None]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Planes:
+        """`function` of every plane that exists."""
+        scale, zero, tail = (None if plane is None else function(plane) for plane in (self.scale, self.zero, self.tail))
+        return Planes(function(self.codes), scale, zero, tail)
+
+    def narrow(self, tokens: int) -> Planes:
+        """What belongs to the first `tokens` tokens, as views. A frozen scale and a tail belong to all of them."""
+
+        def cut(plane: Tensor | None) -> Tensor | None:
+            if plane is None:
+                return None
+            if self.tail is not None:
+                return plane[:, :, : -(-tokens // self.tail.shape[2])]
+            return plane if plane.shape[-1] == 1 else plane[..., :tokens]
+
+        return Planes(self.codes[:, :, :tokens], cut(self.scale), cut(self.zero), self.tail)
 
     @property
     def num_bytes(self) -> int:
@@ -64,10 +95,13 @@ class KVFormat:
     Attributes:
         storage: What one code is: `"int8"`, `"int4"`, `"fp8"`, or `"none"` for values as they come.
         granularity: What shares one scale: `"tensor"` (a sequence's keys of the layer, frozen at the first append),
-            `"token"` (all heads of a token), `"head"` (the channels of one token and head) or `"group"`
-            (`group_size` consecutive channels of one token and head).
+            `"token"` (all heads of a token), `"head"` (the channels of one token and head), `"group"`
+            (`group_size` consecutive channels of one token and head) or `"channel"` (one channel of a head over
+            `block_size` consecutive tokens; for keys).
         group_size: Channels per scale; given exactly when `granularity` is `"group"`. Must divide head_dim.
         symmetric: Whether there is no zero. fp8 and `none` are always symmetric.
+        block_size: Tokens per scale; given exactly when `granularity` is `"channel"`, which comes with int4 codes, a
+            zero, and blocks of 128.
 
     Raises:
         ValueError: Naming the argument, when the combination has no meaning.
@@ -77,6 +111,7 @@ class KVFormat:
     granularity: Granularity = "head"
     group_size: int | None = None
     symmetric: bool = True
+    block_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_choice("storage", self.storage, get_args(StorageType))
@@ -107,6 +142,20 @@ class KVFormat:
                     "KVFormat: `group_size` must be a positive multiple of 8, "
                     f"got {self.group_size}. Common sizes are 32 and 64."
                 )
+        if (self.granularity == "channel") != (self.block_size is not None):
+            raise ValueError(
+                "KVFormat: `block_size` must be given exactly when `granularity` is 'channel', "
+                f"got {self.block_size!r} with '{self.granularity}'. "
+                f"Use granularity='channel', block_size={BLOCK_SIZE}."
+            )
+        if self.block_size is not None:
+            if isinstance(self.block_size, bool) or self.block_size != BLOCK_SIZE:
+                raise ValueError(f"KVFormat: `block_size` must be {BLOCK_SIZE}, got {self.block_size!r}.")
+            if self.storage != "int4" or self.symmetric:
+                raise ValueError(
+                    "KVFormat: `granularity` must be another than 'channel' unless storage is 'int4' and symmetric is "
+                    f"False, got storage '{self.storage}' and symmetric {self.symmetric}. Other codes gain nothing."
+                )
 
     @property
     def is_quantized(self) -> bool:
@@ -118,8 +167,13 @@ class KVFormat:
         """The number of the storage type in op arguments."""
         return STORAGE_IDS[self.storage]
 
+    @property
+    def token_alignment(self) -> int:
+        """What a capacity is a multiple of."""
+        return TOKEN_ALIGNMENT if self.block_size is None else self.block_size
+
     def num_groups(self, head_dim: int) -> int:
-        """Scales per token and head.
+        """Scales per token and head. Those of granularity `channel` are shared with other tokens; see `scale_shape`.
 
         Raises:
             ValueError: `head_dim` is not a multiple of 8, or the group size does not divide it.
@@ -128,6 +182,8 @@ class KVFormat:
             raise ValueError(
                 f"KVFormat: `head_dim` must be a positive multiple of 8, got {head_dim}. Leave the model unpatched."
             )
+        if self.granularity == "channel":
+            return head_dim
         if self.group_size is None:
             return 1
         if head_dim % self.group_size != 0:
@@ -143,7 +199,12 @@ class KVFormat:
         return head_dim * _BITS[self.storage] // 8
 
     def scale_shape(self, batch: int, num_kv_heads: int, head_dim: int, capacity: int) -> tuple[int, int, int, int]:
-        """Shape of the scale plane (and of the zero plane): `[batch, heads, groups, tokens]`, shared axes of size 1."""
+        """Shape of the scale plane (and of the zero plane): `[batch, heads, groups, tokens]`, shared axes of size 1.
+
+        For granularity `channel` it is `[batch, heads, blocks, head_dim]`; `capacity` is rounded up to whole blocks.
+        """
+        if self.block_size is not None:
+            return (batch, num_kv_heads, -(-capacity // self.block_size), self.num_groups(head_dim))
         if self.granularity == "tensor":
             return (batch, 1, 1, 1)
         if self.granularity == "token":
@@ -178,10 +239,17 @@ class KVFormat:
         make_codes = torch.zeros if self.storage == "fp8" else torch.empty
         codes = make_codes((*rows, self.row_bytes(head_dim)), dtype=torch.uint8, device=device)
         scale = torch.zeros(shape, dtype=SCALE_DTYPE, device=device)
-        return Planes(codes, scale, None if self.symmetric else torch.zeros_like(scale))
+        tail = None
+        if self.block_size is not None:
+            assert capacity % self.block_size == 0
+            tail = torch.zeros((batch, num_kv_heads, self.block_size, head_dim), dtype=dtype, device=device)
+        return Planes(codes, scale, None if self.symmetric else torch.zeros_like(scale), tail)
 
     def bytes_per_token(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        """Bytes of one token in all heads of one layer: codes, scales and zeros (a frozen scale counts as none).
+        """Bytes of one token in all heads of one layer: codes, scales and zeros.
+
+        A frozen scale counts as none, the scales of a block are divided among its tokens (rounded up to whole bytes),
+        and a tail is not counted, since it does not grow: see `tail_bytes`.
 
         Args:
             num_kv_heads: Key-value heads.
@@ -190,10 +258,17 @@ class KVFormat:
         """
         if not self.is_quantized:
             return num_kv_heads * head_dim * dtype.itemsize
+        if self.block_size is not None:
+            scales = num_kv_heads * self.num_groups(head_dim) * 2 * SCALE_DTYPE.itemsize
+            return num_kv_heads * self.row_bytes(head_dim) + -(-scales // self.block_size)
         _, heads, groups, tokens = self.scale_shape(1, num_kv_heads, head_dim, capacity=2)
         planes = 1 if self.symmetric else 2
         scales = heads * groups * planes * SCALE_DTYPE.itemsize if tokens == 2 else 0
         return num_kv_heads * self.row_bytes(head_dim) + scales
+
+    def tail_bytes(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Bytes of one sequence's tail in one layer, which are there however long the sequence is. See `Planes`."""
+        return 0 if self.block_size is None else num_kv_heads * self.block_size * head_dim * dtype.itemsize
 
     def bits_per_value(self, head_dim: int, num_kv_heads: int = 1, dtype: torch.dtype = torch.bfloat16) -> float:
         """Bits of one value, scales and zeros included."""
@@ -224,8 +299,8 @@ class KVFormat:
         """A short name for reports and test ids, such as `int4-group32-asymmetric`."""
         if not self.is_quantized:
             return "none"
-        granularity = f"group{self.group_size}" if self.granularity == "group" else self.granularity
-        return f"{self.storage}-{granularity}-{'symmetric' if self.symmetric else 'asymmetric'}"
+        size = self.group_size or self.block_size or ""
+        return f"{self.storage}-{self.granularity}{size}-{'symmetric' if self.symmetric else 'asymmetric'}"
 
 
 def format_of(planes: Planes, storage_id: int, head_dim: int) -> KVFormat:
@@ -242,6 +317,8 @@ def format_of(planes: Planes, storage_id: int, head_dim: int) -> KVFormat:
     if planes.scale is None:
         return KVFormat(storage)
     symmetric = planes.zero is None
+    if planes.tail is not None:
+        return KVFormat(storage, "channel", symmetric=symmetric, block_size=planes.tail.shape[2])
     _, heads, groups, tokens = planes.scale.shape
     if tokens == 1:
         return KVFormat(storage, "tensor", symmetric=symmetric)

@@ -24,12 +24,15 @@ class MaskNotes:
     """What one cache's 2-D attention masks have shown so far. Shared by all marked lengths of a cache.
 
     Attributes:
+        starts: `[batch]` int32: left-padding tokens in the newest mask that was not traced; `None` where there was no
+            mask. Masks that come while a graph is traced show nothing new: they go to attention and nowhere else.
         has_holes: Whether a mask hid tokens other than a sequence's first ones. Kernels know left padding as a number
             of tokens only, so from then on masks are dense and attention falls back.
     """
 
     def __init__(self) -> None:
         self.has_holes = False
+        self.starts: Tensor | None = None
 
 
 class KVLength(int):

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .formats import STORAGE_IDS, TOKEN_ALIGNMENT, KVFormat, Planes, format_of
+from .formats import BLOCK_SIZE, STORAGE_IDS, TOKEN_ALIGNMENT, KVFormat, Planes, format_of
 from .transforms import KeyTransform
 
 logger = logging.getLogger(__name__)
 
 # Raised whenever a schema below or the meaning of an argument changes, here and in csrc/format.h: a stale build is then
 # refused at load instead of reading its arguments in the wrong order.
-OPS_VERSION = 3
+OPS_VERSION = 4
 
 # Thread blocks of a CUDA decode that share a sequence find out by an atomic counter which of them is the last; that one
 # combines their parts. Mirrored in csrc/format.h.
@@ -37,14 +37,14 @@ NUM_COUNTERS = 4096
 MAX_CUDA_HEAD_DIM = 256
 
 _PLANES = (
-    "Tensor(a!) key_codes, Tensor(b!)? key_scale, Tensor(c!)? key_zero, "
-    "Tensor(d!) value_codes, Tensor(e!)? value_scale, Tensor(f!)? value_zero"
+    "Tensor(a!) key_codes, Tensor(b!)? key_scale, Tensor(c!)? key_zero, Tensor(d!)? key_tail, "
+    "Tensor(e!) value_codes, Tensor(f!)? value_scale, Tensor(g!)? value_zero"
 )
 # A `KeyTransform` and the storage types of both sides.
 _KINDS = "Tensor? key_center, Tensor? key_smoothing, bool rotates_key, int key_storage, int value_storage"
-APPEND_SCHEMA = f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, {_KINDS}) -> ()"
+APPEND_SCHEMA = f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, Tensor? starts, {_KINDS}) -> ()"
 DECODE_SCHEMA = (
-    f"decode(Tensor query, Tensor? key, Tensor? value, {_PLANES}, Tensor lengths, Tensor(g!)? counters, "
+    f"decode(Tensor query, Tensor? key, Tensor? value, {_PLANES}, Tensor lengths, Tensor(h!)? counters, "
     "Tensor? starts, Tensor? sinks, Tensor? alibi_slopes, float softmax_scale, float softcap, int sliding_window, "
     f"int num_splits, {_KINDS}) -> (Tensor out, Tensor lse)"
 )
@@ -66,23 +66,25 @@ def _append_reference(
     key_codes: Tensor,
     key_scale: Tensor | None,
     key_zero: Tensor | None,
+    key_tail: Tensor | None,
     value_codes: Tensor,
     value_scale: Tensor | None,
     value_zero: Tensor | None,
     lengths: Tensor,
+    starts: Tensor | None,
     key_center: Tensor | None,
     key_smoothing: Tensor | None,
     rotates_key: bool,
     key_storage: int,
     value_storage: int,
 ) -> None:
-    _warn_reference(key.device, key.shape[-1], value.shape[-1])
+    _warn_reference(key.device, key.shape[-1], value.shape[-1], has_tail=key_tail is not None)
     transform = _transform_of(key_center, key_smoothing, rotates_key)
     for x, planes, storage_id, key_transform in (
-        (key, Planes(key_codes, key_scale, key_zero), key_storage, transform),
+        (key, Planes(key_codes, key_scale, key_zero, key_tail), key_storage, transform),
         (value, Planes(value_codes, value_scale, value_zero), value_storage, None),
     ):
-        reference.append(x, planes, format_of(planes, storage_id, x.shape[-1]), lengths, key_transform)
+        reference.append(x, planes, format_of(planes, storage_id, x.shape[-1]), lengths, key_transform, starts)
 
 
 def _decode_reference(
@@ -92,6 +94,7 @@ def _decode_reference(
     key_codes: Tensor,
     key_scale: Tensor | None,
     key_zero: Tensor | None,
+    key_tail: Tensor | None,
     value_codes: Tensor,
     value_scale: Tensor | None,
     value_zero: Tensor | None,
@@ -110,10 +113,10 @@ def _decode_reference(
     key_storage: int,
     value_storage: int,
 ) -> tuple[Tensor, Tensor]:
-    key_planes = Planes(key_codes, key_scale, key_zero)
+    key_planes = Planes(key_codes, key_scale, key_zero, key_tail)
     value_planes = Planes(value_codes, value_scale, value_zero)
     value_dim = head_dim_of(value_codes, value_storage)
-    _warn_reference(query.device, query.shape[-1], value_dim)
+    _warn_reference(query.device, query.shape[-1], value_dim, has_tail=key_tail is not None)
     if key is not None and value is not None:
         _append_reference(
             key,
@@ -121,10 +124,12 @@ def _decode_reference(
             key_codes,
             key_scale,
             key_zero,
+            key_tail,
             value_codes,
             value_scale,
             value_zero,
             lengths,
+            starts,
             key_center,
             key_smoothing,
             rotates_key,
@@ -133,7 +138,7 @@ def _decode_reference(
         )
     return reference.decode_attention(
         query,
-        reference.dequantize(key_planes, format_of(key_planes, key_storage, query.shape[-1])),
+        reference.dequantize(key_planes, format_of(key_planes, key_storage, query.shape[-1]), lengths=lengths),
         reference.dequantize(value_planes, format_of(value_planes, value_storage, value_dim)),
         lengths,
         softmax_scale=softmax_scale,
@@ -168,7 +173,7 @@ def _append_fake(*args: object) -> None:
 @torch.library.register_fake("hf_kvquant::decode_reference", lib=_library)
 def _decode_fake(query: Tensor, key: Tensor | None, value: Tensor | None, *args: object) -> tuple[Tensor, Tensor]:
     batch, num_q_heads, q_len, _ = query.shape
-    value_codes, value_storage = args[3], args[-1]
+    value_codes, value_storage = args[4], args[-1]
     assert isinstance(value_codes, Tensor) and isinstance(value_storage, int)
     out = query.new_empty(batch, q_len, num_q_heads, head_dim_of(value_codes, value_storage))
     return out, query.new_empty((batch, num_q_heads, q_len), dtype=torch.float32)
@@ -194,6 +199,7 @@ def extension() -> ModuleType | ImportError:
         "TOKEN_ALIGNMENT": TOKEN_ALIGNMENT,
         "NUM_COUNTERS": NUM_COUNTERS,
         "MAX_CUDA_HEAD_DIM": MAX_CUDA_HEAD_DIM,
+        "BLOCK_SIZE": BLOCK_SIZE,
     }
     expected |= {f"STORAGE_{name.upper()}": number for name, number in STORAGE_IDS.items()}
     for name, number in expected.items():
@@ -246,14 +252,18 @@ def _serves_gpu(index: int) -> bool:
     return serves_gpu(index)
 
 
-def _has_kernel(device: torch.device, *head_dims: int) -> bool:
+def _has_kernel(device: torch.device, *head_dims: int, has_tail: bool = False) -> bool:
     """Whether a call is for the op; else it is for the reference, named after it. Always the op on other devices."""
     if device.type != "cuda":
         return True
-    return max(head_dims) <= MAX_CUDA_HEAD_DIM and _serves_gpu(0 if device.index is None else device.index)
+    return (
+        not has_tail
+        and max(head_dims) <= MAX_CUDA_HEAD_DIM
+        and _serves_gpu(0 if device.index is None else device.index)
+    )
 
 
-def _warn_reference(device: torch.device, *head_dims: int) -> None:
+def _warn_reference(device: torch.device, *head_dims: int, has_tail: bool = False) -> None:
     """Say why the reference serves, once for every reason."""
     module = extension()
     if isinstance(module, ImportError) or not has_kernels(device.type):
@@ -272,6 +282,12 @@ def _warn_reference(device: torch.device, *head_dims: int) -> None:
             f"head_dim {max(head_dims)} on {device.type}",
             f"they end at {MAX_CUDA_HEAD_DIM}",
             "Leave this model unpatched where speed matters more than memory.",
+        )
+    elif device.type == "cuda" and has_tail:
+        _log_reference(
+            f"keys with a scale for every channel on {device.type}",
+            "they know scales of tokens only",
+            "Use preset 'int4' where speed matters more.",
         )
 
 
@@ -293,6 +309,7 @@ def append(
     lengths: Tensor,
     formats: tuple[KVFormat, KVFormat],
     key_transform: KeyTransform | None = None,
+    starts: Tensor | None = None,
 ) -> None:
     """Quantise new tokens into the planes, as `reference.append` defines it.
 
@@ -303,16 +320,21 @@ def append(
         value_planes: The same for values.
         lengths: `[batch]` int32 on the same device: tokens held, the new ones included.
         formats: Of keys and of values.
-        key_transform: What keys go through before they are quantised; on the same device.
+        key_transform: What keys go through before they are quantised; on the same device. `None` for granularity
+            `channel`.
+        starts: `[batch]` int32 on the same device: first position that is not padding. Matters to granularity
+            `channel` only, whose scales padding must not widen.
     """
-    has_kernel = _has_kernel(key.device, key.shape[-1], value.shape[-1])
+    has_kernel = _has_kernel(key.device, key.shape[-1], value.shape[-1], has_tail=key_planes.tail is not None)
     op = torch.ops.hf_kvquant.append if has_kernel else torch.ops.hf_kvquant.append_reference
     op(
         key,
         value,
         *_spell(key_planes),
+        key_planes.tail,
         *_spell(value_planes),
         lengths,
+        starts,
         *_spell_transform(key_transform),
         formats[0].storage_id,
         formats[1].storage_id,
@@ -352,7 +374,7 @@ def decode(
         counters: `[NUM_COUNTERS]` int32 on the same device, all zero: scratch of the CUDA kernel, which leaves it
             zero again. Calls that may run at the same time, on two streams, must not share it. `None` makes the CUDA
             kernel clear some of its own, one launch more; other devices need none.
-        starts: `[batch]` int32: first position that is not padding.
+        starts: `[batch]` int32: first position that is not padding; for new tokens too, as in `append`.
         sinks: `[num_q_heads]`: logits without values in the softmax.
         alibi_slopes: `[num_q_heads]`.
         softcap: 0 for none.
@@ -372,13 +394,15 @@ def decode(
     """
     _check_query(query, key_planes)
     key, value = (None, None) if new is None else new
-    has_kernel = _has_kernel(query.device, query.shape[-1], head_dim_of(value_planes.codes, formats[1].storage_id))
+    value_dim = head_dim_of(value_planes.codes, formats[1].storage_id)
+    has_kernel = _has_kernel(query.device, query.shape[-1], value_dim, has_tail=key_planes.tail is not None)
     op = torch.ops.hf_kvquant.decode if has_kernel else torch.ops.hf_kvquant.decode_reference
     result: tuple[Tensor, Tensor] = op(
         query,
         key,
         value,
         *_spell(key_planes),
+        key_planes.tail,
         *_spell(value_planes),
         lengths,
         counters,

@@ -13,6 +13,10 @@ with L = 127 or 7 (symmetric), 255 or 15 (asymmetric). Codes are computed from t
 infinity, or a scale or zero beyond float16 is never turned into a finite code: scale and zero become NaN and the codes
 0: whoever attends to the token sees NaN, and nobody else. Layouts are `formats.py`'s, allocation `storage.py`'s.
 
+Granularity `channel`: the values of a channel in a block of tokens share scale and zero, those of padding left out
+(their codes are 0; a block of nothing else has scale 2^-24 and zero 0). A block is quantised when its last token comes,
+from the values as they came; until then its tokens stay dense, in the tail. A NaN spoils its channel for the block.
+
 Keys may be transformed before, each step rounded to float32 (center c and smoothing factors λ of a key-value head):
 
     key      x = (key - c) · (1 / λ), then rotated        query    λ · query, rotated; logits get query · c added
@@ -120,24 +124,22 @@ def _per_query_head(plane: Tensor, query: Tensor) -> Tensor:
     return plane.repeat_interleave(query.shape[1] // plane.shape[0], 0).unsqueeze(1)
 
 
-def compute_scale(x: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None]:
+def compute_scale(x: Tensor, kv_format: KVFormat, is_padding: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Scale and zero of `x`.
 
     Args:
-        x: `[batch, num_kv_heads, tokens, head_dim]`, any floating dtype.
+        x: `[batch, num_kv_heads, tokens, head_dim]`, any floating dtype; whole blocks for granularity `channel`.
         kv_format: A quantised format.
+        is_padding: `[batch, tokens]` bool: tokens that do not count, for granularity `channel`.
 
     Returns:
         scale: `kv_format.scale_shape(...)` with capacity `tokens`, float16; NaN where it cannot be represented.
         zero: Like `scale`, or `None` when symmetric.
     """
-    batch, num_kv_heads, tokens, head_dim = x.shape
-    groups = kv_format.num_groups(head_dim)
-    x = x.float().reshape(batch, num_kv_heads, tokens, groups, head_dim // groups)
-    shared = {"tensor": (1, 2, 3, 4), "token": (1, 3, 4), "head": (3, 4), "group": (4,)}[kv_format.granularity]
-    # [batch, heads, tokens, groups] -> [batch, heads, groups, tokens], shared axes of size 1
-    high = x.amax(shared, keepdim=True).squeeze(-1).mT
-    low = x.amin(shared, keepdim=True).squeeze(-1).mT
+    if kv_format.block_size is None:
+        high, low = _range(x.float(), kv_format)
+    else:
+        high, low = _block_range(x.float(), kv_format.block_size, is_padding)
     span = torch.maximum(high.abs(), low.abs()) if kv_format.symmetric else high - low
     # Divided by a tensor: on a GPU, PyTorch divides by a Python number through its reciprocal, which rounds otherwise.
     scale = (span / torch.full_like(span, max_code(kv_format))).to(torch.float16)
@@ -147,40 +149,75 @@ def compute_scale(x: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor | None
     return scale, None if zero is None else torch.where(finite, zero, torch.nan)
 
 
-def _per_channel(plane: Tensor, like: Tensor) -> Tensor:
-    """A scale plane `[batch, heads, groups, tokens]` spread over `like` (`[..., tokens, head_dim]`), float32."""
+def _range(x: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor]:
+    """Maximum and minimum over what shares a scale, shaped like scale planes."""
+    batch, num_kv_heads, tokens, head_dim = x.shape
+    groups = kv_format.num_groups(head_dim)
+    x = x.reshape(batch, num_kv_heads, tokens, groups, head_dim // groups)
+    shared = {"tensor": (1, 2, 3, 4), "token": (1, 3, 4), "head": (3, 4), "group": (4,)}[kv_format.granularity]
+    # [batch, heads, tokens, groups] -> [batch, heads, groups, tokens], shared axes of size 1
+    return x.amax(shared, keepdim=True).squeeze(-1).mT, x.amin(shared, keepdim=True).squeeze(-1).mT
+
+
+def _block_range(x: Tensor, block_size: int, is_padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same for granularity `channel`: `[batch, heads, blocks, head_dim]`; 0 where there is nothing but padding."""
+    highs = lows = x
+    if is_padding is not None:
+        hidden = is_padding[:, None, :, None]
+        highs, lows = x.masked_fill(hidden, -torch.inf), x.masked_fill(hidden, torch.inf)
+    high = highs.unflatten(2, (-1, block_size)).amax(3)
+    low = lows.unflatten(2, (-1, block_size)).amin(3)
+    if is_padding is None:
+        return high, low
+    is_empty = is_padding.unflatten(1, (-1, block_size)).all(2)[:, None, :, None]
+    return high.masked_fill(is_empty, 0.0), low.masked_fill(is_empty, 0.0)
+
+
+def _per_channel(plane: Tensor, like: Tensor, block_size: int | None) -> Tensor:
+    """A scale plane spread over `like` (`[batch, heads, tokens, head_dim]`), float32."""
     batch, num_kv_heads, tokens, head_dim = like.shape
+    if block_size is not None:
+        return plane.float().repeat_interleave(block_size, 2)[:, :, :tokens]
     groups = plane.shape[2]
     plane = plane.float().mT.unsqueeze(-1)  # [batch, heads, tokens, groups, 1]
     spread = plane.expand(batch, num_kv_heads, tokens, groups, head_dim // groups)
     return spread.reshape(batch, num_kv_heads, tokens, head_dim)
 
 
-def quantize(x: Tensor, kv_format: KVFormat, scale: Tensor | None = None, zero: Tensor | None = None) -> Planes:
+def quantize(
+    x: Tensor,
+    kv_format: KVFormat,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    is_padding: Tensor | None = None,
+) -> Planes:
     """Codes, scale and zero of `x`.
 
     Args:
-        x: `[batch, num_kv_heads, tokens, head_dim]`, any floating dtype.
+        x: `[batch, num_kv_heads, tokens, head_dim]`, any floating dtype; whole blocks for granularity `channel`.
         kv_format: A quantised format.
         scale: A frozen scale (granularity `tensor`); `None` computes it from `x`. A NaN or infinity in `x` makes the
             returned scale of that sequence NaN: one scale serves all its tokens, so none of them may stay finite.
         zero: The frozen zero that belongs to `scale`.
+        is_padding: `[batch, tokens]` bool: tokens that do not count, for granularity `channel`.
 
     Returns:
         New planes for exactly these tokens: codes `[batch, num_kv_heads, tokens, row_bytes]`, scale and zero as
-        `compute_scale` returns them.
+        `compute_scale` returns them, no tail.
     """
     if scale is None:
-        scale, zero = compute_scale(x, kv_format)
+        scale, zero = compute_scale(x, kv_format, is_padding)
     else:
         is_bad = ~x.isfinite().flatten(1).all(1).view(-1, 1, 1, 1)
         scale = scale.masked_fill(is_bad, torch.nan)
         zero = None if zero is None else zero.masked_fill(is_bad, torch.nan)
     x = x.float()
-    divisor = _per_channel(scale, x)
+    divisor = _per_channel(scale, x, kv_format.block_size)
     is_bad = divisor.isnan()
+    if is_padding is not None:
+        is_bad = is_bad | is_padding[:, None, :, None]
     if zero is not None:
-        x = x - _per_channel(zero, x)
+        x = x - _per_channel(zero, x, kv_format.block_size)
     codes = x / divisor
     limit = max_code(kv_format)
     if kv_format.storage == "fp8":
@@ -193,13 +230,17 @@ def quantize(x: Tensor, kv_format: KVFormat, scale: Tensor | None = None, zero: 
     return Planes(codes, scale, zero)
 
 
-def dequantize(planes: Planes, kv_format: KVFormat, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(
+    planes: Planes, kv_format: KVFormat, dtype: torch.dtype = torch.float32, lengths: Tensor | None = None
+) -> Tensor:
     """The values that codes stand for: `code · scale + zero` in float32, rounded to `dtype`.
 
     Args:
         planes: Of any number of tokens.
         kv_format: The format they are in.
         dtype: Of the result.
+        lengths: `[batch]` int32: tokens held per sequence, which say where the tail begins (granularity `channel`).
+            `None` where all tokens have codes.
 
     Returns:
         `[batch, num_kv_heads, tokens, head_dim]`, new memory (the codes themselves for storage type `none`).
@@ -214,14 +255,24 @@ def dequantize(planes: Planes, kv_format: KVFormat, dtype: torch.dtype = torch.f
         x = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).float() - code_offset(kv_format)
     else:
         x = codes.float() - code_offset(kv_format)
-    x = x * _per_channel(scale, x)
+    x = x * _per_channel(scale, x, kv_format.block_size)
     if zero is not None:
-        x = x + _per_channel(zero, x)
-    return x.to(dtype)
+        x = x + _per_channel(zero, x, kv_format.block_size)
+    if kv_format.block_size is None or planes.tail is None or lengths is None:
+        return x.to(dtype)
+    column = torch.arange(x.shape[2], device=x.device)
+    has_codes = column < (lengths // kv_format.block_size * kv_format.block_size).unsqueeze(1)  # [batch, tokens]
+    tail = planes.tail.index_select(2, column % kv_format.block_size)
+    return torch.where(has_codes[:, None, :, None], x.to(dtype), tail.to(dtype))
 
 
 def append(
-    x: Tensor, planes: Planes, kv_format: KVFormat, lengths: Tensor, key_transform: KeyTransform | None = None
+    x: Tensor,
+    planes: Planes,
+    kv_format: KVFormat,
+    lengths: Tensor,
+    key_transform: KeyTransform | None = None,
+    starts: Tensor | None = None,
 ) -> None:
     """Quantise `x` and write it behind the tokens that are stored already.
 
@@ -231,8 +282,12 @@ def append(
             read, and overwritten only by NaN.
         kv_format: Their format.
         lengths: `[batch]` int32: tokens held per sequence, the new ones included.
-        key_transform: What keys go through before.
+        key_transform: What keys go through before; `None` for granularity `channel`.
+        starts: `[batch]` int32: first position that is not padding; matters to granularity `channel` only.
     """
+    if kv_format.granularity == "channel":
+        assert key_transform is None
+        return _append_in_blocks(x, planes, kv_format, lengths, starts)
     if key_transform is not None:
         x = transform_key(x, key_transform)
     q_len = x.shape[2]
@@ -250,6 +305,48 @@ def append(
         for plane, written in ((planes.scale, new.scale), (planes.zero, new.zero)):
             if plane is not None and written is not None:
                 plane.scatter_(3, position[:, None, None, :].expand_as(written), written)
+
+
+def _append_in_blocks(x: Tensor, planes: Planes, kv_format: KVFormat, lengths: Tensor, starts: Tensor | None) -> None:
+    """`append` for granularity `channel`, one sequence at a time."""
+    size, tail, scale, zero = kv_format.block_size, planes.tail, planes.scale, planes.zero
+    assert size is not None and tail is not None and scale is not None and zero is not None
+    for b, length in enumerate(lengths.tolist()):
+        first = length - x.shape[2]
+        begin, end = first // size * size, length // size * size  # of the blocks that are full now and were not before
+        dense = torch.cat((tail[b, :, : first - begin], x[b].to(tail.dtype)), dim=1)  # tokens begin … length - 1
+        if end > begin:
+            is_padding = None
+            if starts is not None:
+                is_padding = (torch.arange(begin, end, device=x.device) < starts[b])[None]
+            new = quantize(dense[None, :, : end - begin], kv_format, is_padding=is_padding)
+            assert new.scale is not None and new.zero is not None
+            planes.codes[b, :, begin:end] = new.codes[0]
+            scale[b, :, begin // size : end // size] = new.scale[0]
+            zero[b, :, begin // size : end // size] = new.zero[0]
+            dense = dense[:, end - begin :]
+        tail[b, :, : dense.shape[1]] = dense
+
+
+def reopen(planes: Planes, kv_format: KVFormat, length: int) -> None:
+    """Put what is left of a block that is cropped into back in the tail, dequantised: what it was before is gone.
+
+    Args:
+        planes: Their tail is written in place; codes of tokens below `length` are not, and no longer count.
+        kv_format: Of granularity `channel`.
+        length: Tokens left in every sequence; the block that the next one belongs to had codes.
+    """
+    size, tail = kv_format.block_size, planes.tail
+    assert size is not None and tail is not None
+    begin = length // size * size
+    some = Planes(
+        planes.codes[:, :, begin:length],
+        *(
+            None if plane is None else plane[:, :, begin // size : begin // size + 1]
+            for plane in (planes.scale, planes.zero)
+        ),
+    )
+    tail[:, :, : length - begin] = dequantize(some, kv_format, tail.dtype)
 
 
 def decode_attention(

@@ -13,7 +13,6 @@ import copy
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from . import ops, reference
 from .config import LayerFormats
-from .formats import TOKEN_ALIGNMENT, KVFormat, Planes
+from .formats import KVFormat, Planes
 from .transforms import KeyTransform
 
 logger = logging.getLogger(__name__)
@@ -42,6 +41,7 @@ class LayerStorage:
 
     Raises:
         TypeError: `key_transform` is something else.
+        ValueError: `key_transform` is for keys that have a scale for every channel.
     """
 
     def __init__(
@@ -59,6 +59,9 @@ class LayerStorage:
         self.key_planes: Planes | None = None
         self.value_planes: Planes | None = None
         self.lengths: Tensor | None = None  # [batch] int32, on the device of the planes, pending tokens included
+        # [batch] int32: first position that is not padding; `None` for 0. Set by whoever knows, before tokens are
+        # written; padding must not widen the scales of channels. Attention is told again, with every call.
+        self.starts: Tensor | None = None
         # Scratch of the CUDA kernel, zero between calls. Ours and nobody else's: two streams that must not write the
         # same planes at the same time must not share it either.
         self.counters: Tensor | None = None
@@ -77,7 +80,14 @@ class LayerStorage:
                 "hf_kvquant.key_transforms makes those of a model."
             )
         # The identity is kept as nothing, which ops serve without a look at the keys.
-        return None if key_transform is None or key_transform.is_identity else key_transform
+        if key_transform is None or key_transform.is_identity:
+            return None
+        if self.formats.key.granularity == "channel":
+            raise ValueError(
+                f"{self.name}: `key_transform` must be None where every channel of the keys has a scale of its own, "
+                f"got {key_transform.describe()}. Outlier channels do no harm there: leave it out."
+            )
+        return key_transform
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
@@ -132,6 +142,13 @@ class LayerStorage:
             )
         )
 
+    @property
+    def num_bytes_held(self) -> int:
+        """Bytes of the tokens held, without unused capacity; the tail, which serves any token, is all of it there."""
+        assert self.dtype is not None
+        tail_bytes = self.formats.key.tail_bytes(self.num_kv_heads, self.key_head_dim, self.dtype)
+        return self.batch * (self.bytes_per_token * self.length + tail_bytes)
+
     # --- new tokens ---------------------------------------------------------------------------------------------------
 
     def allocate(self, key: Tensor, value: Tensor) -> None:
@@ -151,7 +168,7 @@ class LayerStorage:
         self.batch, self.num_kv_heads, tokens, self.key_head_dim = key.shape
         self.value_head_dim = value.shape[-1]
         self.dtype = key.dtype
-        capacity = _aligned(self.max_cache_len if self.max_cache_len is not None else tokens)
+        capacity = self._aligned(self.max_cache_len if self.max_cache_len is not None else tokens)
         self.key_planes = self._new_planes(self.formats.key, self.key_head_dim, capacity, key.device)
         self.value_planes = self._new_planes(self.formats.value, self.value_head_dim, capacity, key.device)
         self.lengths = torch.zeros(self.batch, dtype=torch.int32, device=key.device)
@@ -277,7 +294,7 @@ class LayerStorage:
         if self.is_static or self.length + q_len <= self.capacity:
             return
         needed = self.length + q_len
-        capacity = _aligned(needed if self.is_empty else max(needed, int(self.capacity * GROWTH)))
+        capacity = self._aligned(needed if self.is_empty else max(needed, int(self.capacity * GROWTH)))
         # Assigned together, so that memory which runs out in between leaves both sides as they were.
         self.key_planes, self.value_planes = (
             self._grown(self.key_planes, self.formats.key, self.key_head_dim, capacity),
@@ -287,12 +304,15 @@ class LayerStorage:
     def _grown(self, planes: Planes | None, kv_format: KVFormat, head_dim: int, capacity: int) -> Planes:
         assert planes is not None
         grown = self._new_planes(kv_format, head_dim, capacity, planes.codes.device)
-        grown.codes[:, :, : self.length] = planes.codes[:, :, : self.length]
-        for new, old in ((grown.scale, planes.scale), (grown.zero, planes.zero)):
-            if new is not None and old is not None:
-                kept = min(self.length, old.shape[-1])  # a frozen scale is a single column
-                new[..., :kept] = old[..., :kept]
+        held = zip(grown.narrow(self.length).tensors(), planes.narrow(self.length).tensors(), strict=True)
+        for new, old in held:
+            new.copy_(old)
         return grown
+
+    def _aligned(self, tokens: int) -> int:
+        """The capacity for so many tokens: whole tiles, and whole blocks, of both sides."""
+        alignment = max(self.formats.key.token_alignment, self.formats.value.token_alignment)
+        return max(1, -(-tokens // alignment)) * alignment
 
     def _freeze_scales(self, key: Tensor, value: Tensor) -> None:
         """Granularity `tensor`: the first tokens of a sequence decide its scale for good."""
@@ -315,7 +335,7 @@ class LayerStorage:
         if self.pending is None:
             return
         key, value = self.pending
-        ops.append(key, value, *self._planes(), self._lengths(), self._formats(), self.key_transform)
+        ops.append(key, value, *self._planes(), self._lengths(), self._formats(), self.key_transform, self.starts)
         self.pending = None
 
     def attend(self, query: Tensor, *, softmax_scale: float, **options: Any) -> tuple[Tensor, Tensor]:
@@ -351,9 +371,9 @@ class LayerStorage:
         self.flush()
         tokens = self.max_cache_len if self.max_cache_len is not None else self.length
         assert self.dtype is not None
-        key_planes, value_planes = (_narrow(planes, tokens) for planes in self._planes())
+        key_planes, value_planes = (planes.narrow(tokens) for planes in self._planes())
         if self.key_transform is None:
-            key = reference.dequantize(key_planes, self.formats.key, self.dtype)
+            key = reference.dequantize(key_planes, self.formats.key, self.dtype, self._lengths())
         else:
             # Rounded to the model's dtype at the end only: what is added back may be far larger than what is stored.
             key = reference.dequantize(key_planes, self.formats.key)
@@ -391,11 +411,17 @@ class LayerStorage:
     # --- what transformers does to caches -----------------------------------------------------------------------------
 
     def crop(self, num_tokens: int) -> None:
-        """Forget the newest `num_tokens` tokens of every sequence, at most all of them."""
+        """Forget the newest `num_tokens` tokens of every sequence, at most all of them.
+
+        Where channels have scales, what is left of a block that is cropped into goes on as dense tokens, dequantised.
+        """
         if num_tokens == 0 or not self.is_allocated:
             return
         self.flush()
         length = max(0, self.length - num_tokens)
+        block_size = self.formats.key.block_size
+        if block_size is not None and length // block_size < self.length // block_size:
+            reference.reopen(self._planes()[0], self.formats.key, length)
         self._length = length
         self._lengths().fill_(length)
         self.is_empty = length == 0
@@ -405,6 +431,7 @@ class LayerStorage:
         self.pending = None
         self.is_empty = True
         self._length = 0
+        self.starts = None
         if self.lengths is not None:
             self.lengths.zero_()
 
@@ -427,6 +454,7 @@ class LayerStorage:
         if self.is_static and index.numel() == self.batch:
             for tensor in self._tensors():
                 tensor.copy_(tensor.index_select(0, index))
+            self.starts = None if self.starts is None else self.starts.index_select(0, index)
             return
 
         def selected(tensor: Tensor) -> Tensor:
@@ -434,12 +462,13 @@ class LayerStorage:
 
         def selected_planes(planes: Planes) -> Planes:
             # Only what is held is worth moving: a growing buffer is cut to its length and grows again when needed.
-            tokens = planes.codes.shape[2] if self.is_static else min(_aligned(self.length), self.capacity)
-            return _map(_narrow(planes, tokens), selected)
+            tokens = planes.codes.shape[2] if self.is_static else min(self._aligned(self.length), self.capacity)
+            return planes.narrow(tokens).map(selected)
 
         key_planes, value_planes = self._planes()
         self.key_planes, self.value_planes = selected_planes(key_planes), selected_planes(value_planes)
         self.lengths = selected(self._lengths())
+        self.starts = None if self.starts is None else selected(self.starts)
         self.batch = index.numel()
         self._pin_addresses()
 
@@ -459,8 +488,9 @@ class LayerStorage:
             # Towards a GPU the copy is ordered with the kernels that read it; nothing orders the CPU's own reads.
             return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
 
-        self.key_planes, self.value_planes = _map(key_planes, moved), _map(value_planes, moved)
+        self.key_planes, self.value_planes = key_planes.map(moved), value_planes.map(moved)
         self.lengths = moved(self._lengths())
+        self.starts = None if self.starts is None else moved(self.starts)
         self.counters = _new_counters(self.lengths.device)
         if self.key_transform is not None:
             self.key_transform = self.key_transform.to(device)
@@ -483,32 +513,6 @@ def _log_fallback(reason: str) -> None:
     logger.warning("attention runs on dequantised tensors: %s. Correct, slower.", reason)
 
 
-def _aligned(tokens: int) -> int:
-    return max(1, -(-tokens // TOKEN_ALIGNMENT)) * TOKEN_ALIGNMENT
-
-
 def _new_counters(device: torch.device) -> Tensor | None:
     """See `ops.decode`; only the CUDA kernel wants them."""
     return torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=device) if device.type == "cuda" else None
-
-
-def _narrow(planes: Planes, tokens: int) -> Planes:
-    """The first `tokens` tokens, as views. A frozen scale belongs to all of them."""
-
-    def cut(plane: Tensor) -> Tensor:
-        return plane if plane.shape[-1] == 1 else plane[..., :tokens]
-
-    return Planes(
-        planes.codes[:, :, :tokens],
-        None if planes.scale is None else cut(planes.scale),
-        None if planes.zero is None else cut(planes.zero),
-    )
-
-
-def _map(planes: Planes, function: Callable[[Tensor], Tensor]) -> Planes:
-    """`function` of every plane that exists."""
-    return Planes(
-        function(planes.codes),
-        None if planes.scale is None else function(planes.scale),
-        None if planes.zero is None else function(planes.zero),
-    )

@@ -163,8 +163,7 @@ def merged(case: Case, inside: Planes, outside: Planes) -> Planes:
 
 def clone(planes: Planes, device: str = "cpu") -> Planes:
     """A copy with the same strides, on a device."""
-    scale, zero = (None if plane is None else plane.clone().to(device) for plane in (planes.scale, planes.zero))
-    return Planes(planes.codes.clone().to(device), scale, zero)
+    return planes.map(lambda plane: plane.clone().to(device))
 
 
 def row_of(planes: Planes, b: int) -> Planes:

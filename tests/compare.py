@@ -27,8 +27,8 @@ def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def assert_same_planes(actual: Planes, expected: Planes, what: str) -> None:
-    """Equal codes, scales and zeros, plane by plane."""
-    for name in ("codes", "scale", "zero"):
+    """Equal codes, scales, zeros and tails, plane by plane."""
+    for name in ("codes", "scale", "zero", "tail"):
         a, e = getattr(actual, name), getattr(expected, name)
         assert (a is None) == (e is None), f"{what}: {name} is {'missing' if a is None else 'unexpected'}"
         if e is not None:

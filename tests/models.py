@@ -319,13 +319,17 @@ class ReferenceLayer(DynamicLayer):
                 bound = tolerances.projection_bound(own, other.dtype)
                 compare.assert_close(other, own.float().cpu(), bound, f"{name} that go into the cache")
             key_states, value_states = key.to(key_states.dtype), value.to(value_states.dtype)
-        is_first_chunk = self.get_seq_length() == 0
+        length = self.get_seq_length()
+        is_first_chunk = length == 0
         dense = super().update(self._through_codes(0, key_states), self._through_codes(1, value_states))
+        block_size = self.formats[0].block_size
+        if block_size is not None:
+            self._close_blocks(length // block_size * block_size, self.get_seq_length() // block_size * block_size)
         return (key_states, value_states) if is_first_chunk else dense
 
     def _through_codes(self, side: int, x: Tensor) -> Tensor:
         kv_format = self.formats[side]
-        if not kv_format.is_quantized:
+        if not kv_format.is_quantized or kv_format.block_size is not None:
             return x
         dtype, transform = x.dtype, None if side else self.transform
         if transform is not None:
@@ -336,6 +340,16 @@ class ReferenceLayer(DynamicLayer):
             self.frozen[side] = planes
         x = reference.dequantize(planes, kv_format)
         return (x if transform is None else reference.undo_key_transform(x, transform)).to(dtype)
+
+    def _close_blocks(self, begin: int, end: int) -> None:
+        """Keys with a scale for every channel: dense until a block is full."""
+        if end > begin:
+            is_padding = None
+            if self.mask is not None:
+                is_padding = (self.mask.cumsum(1) == 0).to(self.keys.device)
+                is_padding = torch.nn.functional.pad(is_padding, (0, max(0, end - is_padding.shape[1])))[:, begin:end]
+            planes = reference.quantize(self.keys[:, :, begin:end], self.formats[0], is_padding=is_padding)
+            self.keys[:, :, begin:end] = reference.dequantize(planes, self.formats[0])
 
 
 class ReferenceCache(DynamicCache):

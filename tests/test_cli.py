@@ -94,7 +94,10 @@ def test_sampling_is_seeded(folder: str, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--preset", "int9"], "`--preset` must be one of none, int8, k8v4, int4, int4-g32, fp8, got 'int9'. Did you "),
+        (
+            ["--preset", "int9"],
+            "`--preset` must be one of none, int8, k8v4, int4, int4-g32, int4-channel, fp8, got 'int9'. Did you ",
+        ),
         (["--max-new-tokens", "0"], "`--max-new-tokens` must be at least 1, got 0."),
         (["--prompt", " \n"], "`--prompt` must hold text, got nothing but white space. Write a prompt into it."),
         (["--prompt-file", "EMPTY"], "`--prompt-file` EMPTY must hold text, got nothing but white space."),

@@ -15,6 +15,7 @@ from hf_kvquant.config import DEFAULT_PRESET, TRANSFORMS
 INT8 = KVFormat("int8")
 INT4 = KVFormat("int4", symmetric=False)
 INT4_G32 = KVFormat("int4", "group", 32, symmetric=False)
+INT4_CHANNEL = KVFormat("int4", "channel", symmetric=False, block_size=128)
 FP8 = KVFormat("fp8")
 NONE = KVFormat("none")
 
@@ -41,6 +42,7 @@ EXAMPLES = {
         ("k8v4", INT8, INT4),
         ("int4", INT4, INT4),
         ("int4-g32", INT4_G32, INT4_G32),
+        ("int4-channel", INT4_CHANNEL, INT4),
         ("fp8", FP8, FP8),
     ],
 )
@@ -52,7 +54,7 @@ def test_presets(preset: str, key: KVFormat, value: KVFormat) -> None:
 
 
 def test_presets_are_all_tested() -> None:
-    assert list(PRESETS) == ["none", "int8", "k8v4", "int4", "int4-g32", "fp8"]
+    assert list(PRESETS) == ["none", "int8", "k8v4", "int4", "int4-g32", "int4-channel", "fp8"]
 
 
 def test_the_default_is_the_default_preset() -> None:
@@ -104,6 +106,8 @@ def test_layers_may_be_layer_formats() -> None:
         ("k8v4", TRANSFORMS),
         ("int4", TRANSFORMS),
         ("int4-g32", TRANSFORMS),
+        ("int4-channel", ()),
+        ({"preset": "int4-channel", "key": "int4"}, TRANSFORMS),
         ("fp8", ()),
         ({}, TRANSFORMS),
         ({"nbits": 4}, TRANSFORMS),
@@ -180,13 +184,25 @@ def test_generation_config_round_trip(name: str, tmp_path: pathlib.Path) -> None
 def test_dictionary_of_a_config() -> None:
     assert KVQuantConfig.from_preset("int8", layers={2: "fp8"}, max_cache_len=64).to_dict() == {
         "backend": "hf_kvquant",
-        "key": {"storage": "int8", "granularity": "head", "group_size": None, "symmetric": True},
-        "value": {"storage": "int8", "granularity": "head", "group_size": None, "symmetric": True},
+        "key": {"storage": "int8", "granularity": "head", "group_size": None, "symmetric": True, "block_size": None},
+        "value": {"storage": "int8", "granularity": "head", "group_size": None, "symmetric": True, "block_size": None},
         "transforms": ["center", "smooth", "rotate"],
         "layers": {
             "2": {
-                "key": {"storage": "fp8", "granularity": "head", "group_size": None, "symmetric": True},
-                "value": {"storage": "fp8", "granularity": "head", "group_size": None, "symmetric": True},
+                "key": {
+                    "storage": "fp8",
+                    "granularity": "head",
+                    "group_size": None,
+                    "symmetric": True,
+                    "block_size": None,
+                },
+                "value": {
+                    "storage": "fp8",
+                    "granularity": "head",
+                    "group_size": None,
+                    "symmetric": True,
+                    "block_size": None,
+                },
                 "transforms": [],
             }
         },
@@ -201,7 +217,7 @@ KNOWN = (
     "['backend', 'preset', 'key', 'value', 'transforms', 'layers', 'static', 'max_cache_len', 'nbits', "
     "'q_group_size', 'residual_length']"
 )
-PRESET_NAMES = "['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'fp8']"
+PRESET_NAMES = "['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'int4-channel', 'fp8']"
 STORAGES = "['none', 'int8', 'int4', 'fp8']"
 
 

@@ -27,6 +27,7 @@ SIZES = {
     "k8v4": ((130, 68), (6.375, 6.1875, 6.09375)),
     "int4": ((68, 68), (4.5, 4.25, 4.125)),
     "int4-g32": ((80, 80), (5.0, 5.0, 5.0)),
+    "int4-channel": ((68, 68), (4.375, 4.25, 4.1875)),
     "fp8": ((130, 130), (8.25, 8.125, 8.0625)),
 }
 
@@ -163,7 +164,7 @@ def test_dictionary_round_trip(kv_format: KVFormat) -> None:
 
 
 def test_dictionary_of_a_format() -> None:
-    data = {"storage": "int4", "granularity": "group", "group_size": 64, "symmetric": False}
+    data = {"storage": "int4", "granularity": "group", "group_size": 64, "symmetric": False, "block_size": None}
     assert INT4_G64.to_dict() == data
     assert KVFormat.from_dict({"storage": "int8"}) == KVFormat("int8", "head", None, True)
 
@@ -198,7 +199,7 @@ STORAGES = "['none', 'int8', 'int4', 'fp8']"
         (
             {"storage": "int8", "granularity": "heads"},
             ValueError,
-            "KVFormat: `granularity` must be one of ['tensor', 'token', 'head', 'group'], got 'heads'. "
+            "KVFormat: `granularity` must be one of ['tensor', 'token', 'head', 'group', 'channel'], got 'heads'. "
             "Did you mean 'head'?",
         ),
         (
@@ -262,7 +263,7 @@ STORAGES = "['none', 'int8', 'int4', 'fp8']"
             {"storage": "int8", "groupsize": 32},
             ValueError,
             "KVFormat: unknown key 'groupsize'. Did you mean 'group_size'? "
-            "Known keys: ['storage', 'granularity', 'group_size', 'symmetric'].",
+            "Known keys: ['storage', 'granularity', 'group_size', 'symmetric', 'block_size'].",
         ),
         (
             {"granularity": "head"},

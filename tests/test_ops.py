@@ -426,7 +426,8 @@ def op_arguments(engine: str, kv_format: KVFormat) -> tuple[tuple[Any, ...], tup
     """Arguments of `append` and of `decode`, spelled out as the ops take them."""
     case = Case(pair(kv_format), 64, torch.float32, 2, 2, (2, 30))
     planes = [clone(filled(case, side), engine) for side in (0, 1)]
-    spelled = [plane for made in planes for plane in (made.codes, made.scale, made.zero)]
+    key_planes, value_planes = ((made.codes, made.scale, made.zero) for made in planes)
+    spelled = [*key_planes, planes[0].tail, *value_planes]
     key, value, query, lengths = to(
         engine, tokens(case, 2, 64), tokens(case, 2, 64), queries(case), case.lengths_tensor()
     )
@@ -436,7 +437,7 @@ def op_arguments(engine: str, kv_format: KVFormat) -> tuple[tuple[Any, ...], tup
     extras = (counters, starts, None, slopes, 0.125, 0.0, 16, 0)
     center, smoothing = to(engine, torch.randn(2, 64), 0.5 + torch.rand(2, 64))
     kinds = (center, smoothing, True, *storage)
-    return (key, value, *spelled, lengths, *kinds), (query, key, value, *spelled, lengths, *extras, *kinds)
+    return (key, value, *spelled, lengths, starts, *kinds), (query, key, value, *spelled, lengths, *extras, *kinds)
 
 
 @pytest.mark.parametrize("kv_format", make_formats(), ids=name_of)
@@ -595,7 +596,7 @@ def test_the_compiler_takes_the_choice_for_a_constant() -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_call_without_a_kernel_goes_to_the_reference(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: append, a fused step and one without new tokens, of a head_dim beyond the kernels'."""
-    monkeypatch.setattr(ops, "_has_kernel", lambda device, *head_dims: max(head_dims) <= 64)
+    monkeypatch.setattr(ops, "_has_kernel", lambda device, *head_dims, has_tail: max(head_dims) <= 64)
     served: list[int] = []
     decode_attention = reference.decode_attention
 

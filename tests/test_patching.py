@@ -336,7 +336,8 @@ REFUSALS: dict[str, tuple[Any, Any, type[Exception], str]] = {
         models.llama,
         "k8v8",
         ValueError,
-        "KVQuantConfig: `preset` must be one of ['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'fp8'], got 'k8v8'. "
+        "KVQuantConfig: `preset` must be one of ['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'int4-channel', "
+        "'fp8'], got 'k8v8'. "
         "Did you mean 'k8v4'?",
     ),
     "key": (

@@ -79,7 +79,7 @@ class DenseModel:
         if key.shape[2] == 0:
             self.sides = self.sides or [key.cpu().float(), value.cpu().float()]
             return
-        new = []
+        new, old_length = [], self.length
         for side, (x, kv_format) in enumerate(zip((key, value), (self.formats.key, self.formats.value), strict=True)):
             x = x.cpu()
             if side == 0 and self.transform is not None:
@@ -89,10 +89,19 @@ class DenseModel:
                 is_frozen = kv_format.granularity == "tensor"
                 self.frozen[side:] = [reference.compute_scale(x, kv_format) if is_frozen else (None, None)]
             planes = Planes(x, None, None)
+            if kv_format.block_size is not None:
+                new.append(x.float())  # until its block is full
+                continue
             if kv_format.is_quantized:
                 planes = reference.quantize(x, kv_format, *self.frozen[side])
             new.append(reference.dequantize(planes, kv_format))
         self.sides = [torch.cat(pair, dim=2) for pair in zip(self.sides, new, strict=True)] if self.sides else new
+        self.dtype = key.dtype
+        if self.formats.key.block_size is not None:
+            begin, end = (length // 128 * 128 for length in (old_length, self.length))
+            if end > begin:
+                planes = reference.quantize(self.sides[0][:, :, begin:end], self.formats.key)
+                self.sides[0][:, :, begin:end] = reference.dequantize(planes, self.formats.key)
 
     @property
     def dense(self) -> list[Tensor]:
@@ -101,6 +110,10 @@ class DenseModel:
         return [key if self.transform is None else reference.undo_key_transform(key, self.transform), value]
 
     def crop(self, count: int) -> None:
+        length = max(0, self.length - count)
+        if self.formats.key.block_size is not None and length // 128 < self.length // 128:
+            begin = length // 128 * 128  # what is left of the block goes on as it was dequantised
+            self.sides[0][:, :, begin:length] = self.sides[0][:, :, begin:length].to(self.dtype).float()
         self.sides = [x[:, :, : max(0, x.shape[2] - count)] for x in self.sides]
 
     def select(self, index: Tensor) -> None:
@@ -249,6 +262,8 @@ class StorageMachine(RuleBasedStateMachine):
     def attend(self, q_len: int, padding: int, sliding_window: int) -> None:
         if self.storage.pending is not None:
             q_len = self.storage.pending[0].shape[2]
+            if self.storage.formats.key.block_size is not None:
+                padding = 0  # it would enter the scales, which the model knows nothing of; see test_blocks.py
         starts = torch.arange(self.batch, dtype=torch.int32) * padding if padding else None
         assert_attends(self.storage, self.model, q_len, starts=starts, sliding_window=sliding_window)
         assert self.storage.pending is None
@@ -343,7 +358,22 @@ class StorageMachine(RuleBasedStateMachine):
             assert addresses(storage) == self.pinned
 
 
+class BlockMachine(StorageMachine):
+    """The same where every channel of the keys has a scale."""
+
+    @initialize(
+        max_cache_len=st.sampled_from([None, MAX_CACHE_LEN]),
+        batch=st.integers(1, 2),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        device=st.sampled_from(DEVICES),
+    )
+    def build(self, max_cache_len: int | None, batch: int, dtype: torch.dtype, device: str) -> None:
+        key_format = KVFormat("int4", "channel", symmetric=False, block_size=128)
+        super().build(key_format, FORMATS[0], max_cache_len, batch, dtype, device, "")
+
+
 TestHistories = StorageMachine.TestCase
+TestBlockHistories = BlockMachine.TestCase
 # Shrunk examples are the same on every machine, and no file remembers them.
 TestHistories.settings = settings(
     derandomize=True,
@@ -353,6 +383,7 @@ TestHistories.settings = settings(
     stateful_step_count=30,
     suppress_health_check=list(HealthCheck),
 )
+TestBlockHistories.settings = settings(TestHistories.settings, max_examples=60)
 
 
 # --- fixed histories --------------------------------------------------------------------------------------------------

@@ -223,10 +223,11 @@ def test_ops_refuse(device: str, change: Callable[[dict[str, Tensor]], None], me
     change(parts)
     spelled = [x for side in (0, 1) for made in [clone(filled(case, side), device)] for x in
                (made.codes, made.scale, made.zero)]  # fmt: skip
+    spelled.insert(3, None)  # no tail
     x, lengths = tokens(case, 1, 64).to(device), case.lengths_tensor().to(device)
     kinds = (parts["center"], parts["smoothing"], True, 1, 1)
     with pytest.raises(ValueError, match=re.escape(f"append: {message}")):
-        torch.ops.hf_kvquant.append(x, x, *spelled, lengths, *kinds)
+        torch.ops.hf_kvquant.append(x, x, *spelled, lengths, None, *kinds)
     extras = (None, None, None, None, 1.0, 0.0, 0, 0)
     with pytest.raises(ValueError, match=re.escape(f"decode: {message}")):
         torch.ops.hf_kvquant.decode(x, None, None, *spelled, lengths, *extras, *kinds)

@@ -35,6 +35,10 @@ struct Workspace {
   float *key_scale, *key_zero, *value_scale, *value_zero, *query_sums, *query_constants;
   // Four rows: scores before scales or p · scale, [4, kTile]; p · value of one tile, [4, value_stride].
   float *raw_scores, *tile_out;
+  // Where every channel of the keys has a scale: query · scale of the current block and head, [kMaxRows, key_stride],
+  // and query · zero with what centred codes lack, [kMaxRows].
+  // And scores of tokens of another block than that of the first token of the tile, [kMaxRows, kTile].
+  float *scaled_query, *scaled_constants, *block_scores;
 #if KVQ_USE_AVX512
   bool has_integer_keys, has_integer_values;
   QuerySet* query_sets;  // [kMaxRows / 4]
@@ -81,6 +85,9 @@ struct Workspace {
     key = take(static_cast<int64_t>(kTile) * key_stride);
     value = take(static_cast<int64_t>(kTile) * value_stride);
     scores = take(kMaxRows * kTile);
+    scaled_query = take(key_side.tail == nullptr ? 0 : static_cast<int64_t>(kMaxRows) * key_stride);
+    scaled_constants = take(kMaxRows);
+    block_scores = take(key_side.tail == nullptr ? 0 : kMaxRows * kTile);
     out = take(static_cast<int64_t>(kMaxRows) * value_stride);
     scale_row = take(key_stride + value_stride);
     zero_row = take(key_stride + value_stride);
@@ -277,27 +284,101 @@ void load_query(const DecodeParams& params, const AttendTask& task, const Row& r
 // head_dim 128) instead of all 64. Many rows would load and store their sums too often for that.
 inline int tokens_at_once(const AttendTask& task) { return task.num_rows <= 8 ? 16 : kTile; }
 
-// Scores of all rows and a tile of tokens, before softmax_scale, straight from the codes of few rows or by
-// dequantising.
-void score_tile(const DecodeParams& params, const AttendTask& task, int begin, int count, const Workspace& work) {
-  const Side& side = params.key_side;
+// Scores of all rows and some tokens of a side that has scales of tokens, or none, before softmax_scale: straight from
+// the codes of few rows or by dequantising. Written from `scores` on, rows kTile apart, up to the end of the tile.
+void score_tokens(const Side& side, const AttendTask& task, int begin, int count, const Workspace& work,
+                  float* scores) {
   if (is_direct(side, task.num_rows)) {
     load_direct_scales(side, task.b, task.kv_head, begin, count, work.key_scale, work.key_zero);
     for_row_blocks(task.num_rows, [&](auto size, int r) {
       score_directly<size>(side, codes_of(side, task.b, task.kv_head, begin), count, work.query + r * work.key_stride,
                            work.key_stride, work.query_sums + r, work.key_scale, work.key_zero,
-                           work.scores + r * kTile);
+                           scores + r * kTile);
     });
     return;
   }
   for (int t = 0; t < count; t += tokens_at_once(task)) {
     const int tokens = min_of(tokens_at_once(task), count - t);
-    dequantize_tile<false>(params.key_side, task.b, task.kv_head, begin + t, tokens, work.key, work.key_stride,
+    dequantize_tile<false>(side, task.b, task.kv_head, begin + t, tokens, work.key, work.key_stride,
                            work.scale_row, work.zero_row);
     for_row_blocks(task.num_rows, [&](auto size, int r) {
       score_rows<size>(work.query + r * work.key_stride, work.key, work.key_stride, round_up(tokens, 16),
-                       work.scores + r * kTile + t);
+                       scores + r * kTile + t);
     });
+  }
+}
+
+// The tail as a side that is stored as it comes, token 0 being the first of the unfinished block.
+inline Side tail_of(const Side& side) {
+  const int size = bytes_of(side.tail_dtype);
+  Side tail{};
+  tail.storage = Storage::none;
+  tail.dense_dtype = side.tail_dtype;
+  tail.head_dim = side.head_dim;
+  tail.num_groups = 1;
+  tail.is_symmetric = true;
+  tail.codes = static_cast<uint8_t*>(side.tail);
+  tail.codes_stride_b = side.tail_stride_b * size;
+  tail.codes_stride_h = side.tail_stride_h * size;
+  tail.codes_stride_t = side.tail_stride_t * size;
+  return tail;
+}
+
+// The rows of a task for the codes of one block: query · (scale · code + zero) = (query · scale) · code + query · zero,
+// codes being centred as in attend_direct.h.
+void scale_queries(const Side& side, const AttendTask& task, int64_t block, const Workspace& work) {
+  const half_bits* scale = side.scale + task.b * side.scale_stride_b + task.kv_head * side.scale_stride_h +
+                           block * side.scale_stride_g;
+  const half_bits* zero =
+      side.zero + task.b * side.zero_stride_b + task.kv_head * side.zero_stride_h + block * side.zero_stride_g;
+  const Float center = broadcast(center_of(side));
+  for (int r = 0; r < task.num_rows; ++r) {
+    Float sums = zeros();
+    for (int c = 0; c < side.head_dim; c += kWidth) {
+      const Float query = load(work.query + r * work.key_stride + c), scales = load_half(scale + c);
+      store(work.scaled_query + r * work.key_stride + c, mul(query, scales));
+      sums = fma(query, fma(center, scales, load_half(zero + c)), sums);
+    }
+    work.scaled_constants[r] = sum_of(sums);
+  }
+}
+
+// score_tokens for codes of one block where every channel has a scale.
+void score_block(const Side& side, const AttendTask& task, int begin, int count, const Workspace& work,
+                 float* scores) {
+  if (!is_direct(side, task.num_rows)) return score_tokens(side, task, begin, count, work, scores);
+  scale_queries(side, task, begin / kBlockSize, work);
+  for (int t = 0; t < kTile; t += kWidth) {  // x · 1 + 1 · constant
+    store(work.key_scale + t, broadcast(1.0f));
+    store(work.key_zero + t, broadcast(1.0f));
+  }
+  for_row_blocks(task.num_rows, [&](auto size, int r) {
+    score_directly<size>(side, codes_of(side, task.b, task.kv_head, begin), count,
+                         work.scaled_query + r * work.key_stride, work.key_stride, work.scaled_constants + r,
+                         work.key_scale, work.key_zero, scores + r * kTile);
+  });
+}
+
+// Scores of all rows and a tile of tokens. Where every channel has a scale, a tile is taken block by block: it begins
+// anywhere, and may cross into another block or into the tail.
+void score_tile(const DecodeParams& params, const AttendTask& task, int begin, int count, const Workspace& work) {
+  const Side& side = params.key_side;
+  if (side.tail == nullptr) return score_tokens(side, task, begin, count, work, work.scores);
+  const int first_of_tail = tail_begin(params.lengths[task.b]);
+  for (int token = begin, end; token < begin + count; token = end) {
+    const int first_of_block = tail_begin(token);
+    end = min_of(first_of_block + kBlockSize, begin + count);
+    // Scores are written up to the end of a tile, so what does not begin one goes by another.
+    float* scores = token == begin ? work.scores : work.block_scores;
+    if (token >= first_of_tail) {
+      score_tokens(tail_of(side), task, token - first_of_block, end - token, work, scores);
+    } else {
+      score_block(side, task, token, end - token, work, scores);
+    }
+    if (token == begin) continue;
+    for (int r = 0; r < task.num_rows; ++r) {
+      std::memcpy(work.scores + r * kTile + (token - begin), scores + r * kTile, sizeof(float) * (end - token));
+    }
   }
 }
 

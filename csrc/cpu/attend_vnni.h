@@ -51,6 +51,7 @@ struct QuerySet {
 
 inline bool serves_keys(const Side& side) {
   if (side.storage != Storage::int8 && side.storage != Storage::int4) return false;
+  if (side.tail != nullptr) return false;
   if (side.head_dim > 256) return false;  // sums of 16-bit queries and 8-bit codes fill 31 bits at 256 channels
   const int group_bytes = side.head_dim / side.num_groups / (side.storage == Storage::int4 ? 2 : 1);
   return side.num_groups == 1 || group_bytes % 16 == 0;

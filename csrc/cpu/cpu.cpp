@@ -135,6 +135,19 @@ void check_frozen(const Kernels& kernels, const QuantizeTask& task, int batch, b
   }
 }
 
+// Where every channel has a scale: the blocks of a head in order, since a new one takes the place of the last in the
+// tail. `params.key_transform` is the identity.
+void append_blocks(const Kernels& kernels, const AppendParams& params) {
+  const Side& side = params.key_side;
+  const QuantizeTask task = {&params.key, &side, nullptr, params.lengths, params.num_kv_heads, params.q_len};
+  const int64_t scratch_size = kernels.quantize_scratch(task);
+  const int64_t numbers = static_cast<int64_t>(params.batch) * params.num_kv_heads * params.q_len * side.head_dim;
+  run_tasks(static_cast<int64_t>(params.batch) * params.num_kv_heads, numbers <= kSmallAppend, [&](int64_t i) {
+    const int head = static_cast<int>(i % params.num_kv_heads), b = static_cast<int>(i / params.num_kv_heads);
+    kernels.quantize_blocks(task, params.starts, b, head, append_scratch(scratch_size));
+  });
+}
+
 // `transform` is that of keys, nullptr for values.
 void append_side(const Kernels& kernels, const AppendParams& params, const Dense& source, const Side& side,
                  const KeyTransform* transform) {
@@ -216,7 +229,11 @@ Partial partial_at(float* memory, int num_rows, int value_dim) {
 void append(const AppendParams& params) {
   if (params.batch == 0 || params.q_len == 0) return;
   const Kernels& kernels = *current_kernels().load();
-  append_side(kernels, params, params.key, params.key_side, &params.key_transform);
+  if (params.key_side.tail != nullptr) {
+    append_blocks(kernels, params);
+  } else {
+    append_side(kernels, params, params.key, params.key_side, &params.key_transform);
+  }
   append_side(kernels, params, params.value, params.value_side, nullptr);
 }
 

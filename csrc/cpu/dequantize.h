@@ -152,6 +152,28 @@ bool dequantize_rows(const Side& side, int b, int head, int begin, int count, fl
   return flaw == 0.0f && sum_of(flaws) == 0.0f;
 }
 
+// Where every channel has a scale: tokens of one block. Scales that are not finite need no check: keys are not added up.
+inline void dequantize_block(const Side& side, int b, int head, int begin, int count, float* tile, int stride,
+                             float* scale_row, float* zero_row) {
+  const int64_t block = begin / kBlockSize;
+  const int size = side.head_dim;
+  convert_dense(side.scale, Dtype::fp16, b * side.scale_stride_b + head * side.scale_stride_h +
+                                             block * side.scale_stride_g, size, scale_row);
+  convert_dense(side.zero, Dtype::fp16, b * side.zero_stride_b + head * side.zero_stride_h +
+                                            block * side.zero_stride_g, size, zero_row);
+  for (int t = 0; t < count; ++t) {
+    const uint8_t* row = codes_of(side, b, head, begin + t);
+    expand_row(
+        size, stride, tile + t * stride, [row](int c) { return load_u4(row + c / 2); },
+        [row](int c, int remaining) {
+          uint8_t bytes[kWidth] = {};
+          std::memcpy(bytes, row + c / 2, remaining / 2);
+          return load_u4(bytes);
+        },
+        [&](Float code, int c) { return fma(code, load(scale_row + c), load(zero_row + c)); });
+  }
+}
+
 template <Dtype kDtype, bool kIsChecked>
 bool widen_rows(const Side& side, int b, int head, int begin, int count, float* tile, int stride) {
   const uint8_t* codes = side.codes + b * side.codes_stride_b + head * side.codes_stride_h;
@@ -183,6 +205,10 @@ bool dequantize_tile(const Side& side, int b, int head, int begin, int count, fl
   const auto quantized = [&](auto kernel) {
     return kernel(side, b, head, begin, count, tile, stride, scale_row, zero_row);
   };
+  if (side.tail != nullptr) {
+    dequantize_block(side, b, head, begin, count, tile, stride, scale_row, zero_row);
+    return true;
+  }
   const bool is_symmetric = side.is_symmetric;
   switch (side.storage) {
     case Storage::int8:

@@ -48,6 +48,8 @@ struct Kernels {
   int64_t (*quantize_scratch)(const QuantizeTask& task);
   // Quantises tokens first ... last - 1 of `q_len` in one head, or in all heads where they share a scale.
   void (*quantize)(const QuantizeTask& task, int b, int head, int first, int last, float* scratch);
+  // Appends all new tokens of one head where every channel has a scale: to the tail, and from there to codes.
+  void (*quantize_blocks)(const QuantizeTask& task, const int32_t* starts, int b, int head, float* scratch);
   // Whether tokens first ... last - 1 of a head are finite. A frozen scale needs to know before any code is written.
   bool (*is_finite)(const QuantizeTask& task, int b, int head, int first, int last, float* scratch);
 };

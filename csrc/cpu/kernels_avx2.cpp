@@ -11,8 +11,10 @@
 
 namespace hf_kvquant::cpu {
 
-const Kernels kAvx2Kernels = {"avx2",       avx2::kMaxRows,         avx2::Workspace::size, avx2::attend,
-                              avx2::finish, avx2::quantize_scratch, avx2::quantize,        avx2::is_finite};
+const Kernels kAvx2Kernels = {
+    "avx2",       avx2::kMaxRows, avx2::Workspace::size,  avx2::attend,
+    avx2::finish, avx2::quantize_scratch, avx2::quantize, avx2::quantize_blocks,
+    avx2::is_finite};
 
 }  // namespace hf_kvquant::cpu
 

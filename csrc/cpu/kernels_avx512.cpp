@@ -18,8 +18,10 @@
 
 namespace hf_kvquant::cpu {
 
-const Kernels kAvx512Kernels = {"avx512",       avx512::kMaxRows,         avx512::Workspace::size, avx512::attend,
-                                avx512::finish, avx512::quantize_scratch, avx512::quantize,        avx512::is_finite};
+const Kernels kAvx512Kernels = {
+    "avx512",       avx512::kMaxRows, avx512::Workspace::size,  avx512::attend,
+    avx512::finish, avx512::quantize_scratch, avx512::quantize, avx512::quantize_blocks,
+    avx512::is_finite};
 
 }  // namespace hf_kvquant::cpu
 

@@ -10,7 +10,8 @@
 namespace hf_kvquant::cpu {
 
 const Kernels kPortableKernels = {
-    "portable",       portable::kMaxRows,         portable::Workspace::size, portable::attend,
-    portable::finish, portable::quantize_scratch, portable::quantize,        portable::is_finite};
+    "portable",       portable::kMaxRows, portable::Workspace::size,  portable::attend,
+    portable::finish, portable::quantize_scratch, portable::quantize, portable::quantize_blocks,
+    portable::is_finite};
 
 }  // namespace hf_kvquant::cpu

@@ -224,8 +224,98 @@ void quantize_storage(const QuantizeTask& task, int b, int head, int first, int 
   }
 }
 
-// One token, transformed, of all heads that share a scale.
+// --- a scale for every channel ----------------------------------------------------------------------------------------
+
+// kWidth channels of a block of tokens: their scales and zeros, and then their codes. `rows` are float32, `stride`
+// numbers apart; tokens below `first` are padding, which gets codes of 0.
+void quantize_channels(const float* rows, int stride, int first, int channels, half_bits* scale, half_bits* zero,
+                       uint8_t* codes, int64_t codes_stride) {
+  Float high = broadcast(-kInfinity), low = broadcast(kInfinity), flaws = zeros();
+  for (int t = first; t < kBlockSize; ++t) {
+    const Float x = load(rows + t * stride);
+    high = max_of(high, x);
+    low = min_of(low, x);
+    flaws = or_bits(flaws, sub(x, x));
+  }
+  if (first == kBlockSize) high = low = zeros();
+  float spans[kWidth], lows[kWidth], is_flawed[kWidth], divisors[kWidth], offsets[kWidth];
+  store(spans, div(sub(high, low), broadcast(15.0f)));
+  store(lows, low);
+  store(is_flawed, flaws);
+  for (int c = 0; c < channels; ++c) {
+    half_bits s = float_to_half(spans[c]), z = float_to_half(lows[c]);
+    if (is_flawed[c] != 0.0f || !is_finite_half(s) || !is_finite_half(z)) {
+      s = z = kHalfNan;
+    } else if (s == 0) {
+      s = kMinScale;
+    }
+    scale[c] = s;
+    zero[c] = z;
+    // Codes are 0 where there is no scale: 0 / infinity is.
+    divisors[c] = s == kHalfNan ? kInfinity : half_to_float(s);
+    offsets[c] = s == kHalfNan ? 0.0f : half_to_float(z);
+    is_flawed[c] = s == kHalfNan ? 0.0f : 1.0f;
+  }
+  for (int c = channels; c < kWidth; ++c) divisors[c] = 1.0f, offsets[c] = is_flawed[c] = 0.0f;
+  const Float divisor = load(divisors), offset = load(offsets), upper = broadcast(15.0f);
+  const Float has_scale = load(is_flawed);
+  for (int t = 0; t < kBlockSize; ++t) {
+    uint8_t* row = codes + t * codes_stride;
+    Float code = zeros();
+    if (t >= first) {
+      code = div(sub(load(rows + t * stride), offset), divisor);
+      // What has no scale may be NaN here, which the comparisons of max_of drop in favour of 0.
+      code = mul(round_even(min_of(max_of(code, zeros()), upper)), has_scale);
+    }
+    uint8_t bytes[kWidth];
+    store_u4(channels == kWidth ? row : bytes, code);
+    if (channels < kWidth) std::memcpy(row, bytes, channels / 2);
+  }
+}
+
+// New tokens of one head where every channel has a scale. A block that they fill is quantised from the tail and from
+// them; what is left over becomes the tail.
+void quantize_blocks(const QuantizeTask& task, const int32_t* starts, int b, int head, float* scratch) {
+  const Side& side = *task.side;
+  const Dense& source = *task.source;
+  const int length = task.lengths[b], stride = padded_row(side.head_dim), size = bytes_of(side.tail_dtype);
+  uint8_t* tail = static_cast<uint8_t*>(side.tail) + (b * side.tail_stride_b + head * side.tail_stride_h) * size;
+  for (int token = length - task.q_len; token < length;) {
+    const int begin = tail_begin(token), end = begin + kBlockSize < length ? begin + kBlockSize : length;
+    if (end == begin + kBlockSize) {
+      for (int t = 0; t < kBlockSize; ++t) {
+        float* row = scratch + t * stride;
+        if (begin + t < token) {
+          convert_dense(tail, side.tail_dtype, t * side.tail_stride_t, side.head_dim, row);
+        } else {
+          const int i = begin + t - (length - task.q_len);
+          convert_dense(source.data, source.dtype, source_offset(source, b, head, i), side.head_dim, row);
+        }
+        for (int c = side.head_dim; c < stride; ++c) row[c] = 0.0f;
+      }
+      const int block = begin / kBlockSize;
+      const int first = starts == nullptr ? 0 : min_of(max_of(starts[b] - begin, 0), kBlockSize);
+      half_bits* scale = side.scale + b * side.scale_stride_b + head * side.scale_stride_h + block * side.scale_stride_g;
+      half_bits* zero = side.zero + b * side.zero_stride_b + head * side.zero_stride_h + block * side.zero_stride_g;
+      uint8_t* codes = side.codes + b * side.codes_stride_b + head * side.codes_stride_h + begin * side.codes_stride_t;
+      for (int c = 0; c < side.head_dim; c += kWidth) {
+        quantize_channels(scratch + c, stride, first, min_of(kWidth, side.head_dim - c), scale + c, zero + c,
+                          codes + c / 2, side.codes_stride_t);
+      }
+    } else {
+      for (int t = token; t < end; ++t) {
+        const int64_t offset = source_offset(source, b, head, t - (length - task.q_len));
+        std::memcpy(tail + (t - begin) * side.tail_stride_t * size,
+                    static_cast<const uint8_t*>(source.data) + offset * size, static_cast<size_t>(side.head_dim) * size);
+      }
+    }
+    token = end;
+  }
+}
+
+// One token, transformed, of all heads that share a scale; or a block of tokens.
 int64_t quantize_scratch(const QuantizeTask& task) {
+  if (task.side->tail != nullptr) return static_cast<int64_t>(kBlockSize) * padded_row(task.side->head_dim);
   return task.transform == nullptr ? 0 : static_cast<int64_t>(end_of_heads(task, 0)) * padded_row(task.side->head_dim);
 }
 

@@ -353,6 +353,11 @@ void check_support(const char* where, const Side& side) {
             << ". Leave this model unpatched, or run it on the CPU.";
     throw std::invalid_argument(message.str());
   }
+  if (side.tail != nullptr) {
+    message << "`key_tail` must be None for the CUDA kernels, which know scales of tokens only, got a tensor. Call "
+            << "append_reference or decode_reference.";
+    throw std::invalid_argument(message.str());
+  }
   // Kernels load eight channels at a time, 16 bytes at most.
   const int bytes = side.storage == Storage::int4 ? 4 : side.storage == Storage::none ? 16 : 8;
   const int64_t address = reinterpret_cast<int64_t>(side.codes);
