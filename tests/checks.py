@@ -123,7 +123,10 @@ def run_decode(
         key_transform=None if key_transform is None else key_transform.to(engine),
         **on_device,
     )
-    key, value = (reference.dequantize(made, kv_format) for made, kv_format in zip(planes, case.formats, strict=True))
+    key, value = (
+        reference.dequantize(made, kv_format, lengths=case.lengths_tensor())
+        for made, kv_format in zip(planes, case.formats, strict=True)
+    )
     expected_out, expected_lse = reference.decode_attention(
         query.float(),
         key,

@@ -348,6 +348,7 @@ class ReferenceLayer(DynamicLayer):
             if self.mask is not None:
                 is_padding = (self.mask.cumsum(1) == 0).to(self.keys.device)
                 is_padding = torch.nn.functional.pad(is_padding, (0, max(0, end - is_padding.shape[1])))[:, begin:end]
+                is_padding = is_padding.repeat_interleave(self.keys.shape[0] // is_padding.shape[0], 0)  # beams
             planes = reference.quantize(self.keys[:, :, begin:end], self.formats[0], is_padding=is_padding)
             self.keys[:, :, begin:end] = reference.dequantize(planes, self.formats[0])
 
