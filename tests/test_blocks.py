@@ -434,13 +434,13 @@ def test_a_fallback_attends_to_the_same_keys() -> None:
         ),
         (
             lambda: KVFormat("int8", "channel", block_size=128),
-            "KVFormat: `granularity` must be another than 'channel' unless storage is 'int4' and symmetric is False, got "
-            "storage 'int8' and symmetric True. Other codes gain nothing.",
+            "KVFormat: `granularity` must be another than 'channel' unless storage is 'int4' and symmetric is False, "
+            "got storage 'int8' and symmetric True. Other codes gain nothing.",
         ),
         (
             lambda: LayerFormats(VALUE, KEY),
-            "LayerFormats: `value` must have another granularity than 'channel', got int4-channel128-asymmetric. Blocks "
-            "of tokens are for keys, whose outliers are channels; use granularity 'head' or 'group'.",
+            "LayerFormats: `value` must have another granularity than 'channel', got int4-channel128-asymmetric. "
+            "Blocks of tokens are for keys, whose outliers are channels; use granularity 'head' or 'group'.",
         ),
         (
             lambda: KVQuantConfig(value=KEY),
@@ -529,5 +529,5 @@ def test_bad_planes_are_named(change: Any, message: str) -> None:
 def test_the_ops_refuse_transforms() -> None:
     case = Case(FORMATS, 64, torch.float32, 2, 1, (130, 30), capacity=256)
     new, planes = (tokens(case, 1, 64), tokens(case, 1, 64)), held(case)
-    with pytest.raises(ValueError, match="^append: `key_center`, `key_smoothing` and `rotates_key` must be left out"):
+    with pytest.raises(ValueError, match=r"^append: `key_center`, `key_smoothing` and `rotates_key` must be left out"):
         ops.append(*new, *planes, case.lengths_tensor(), FORMATS, KeyTransform(is_rotated=True))
