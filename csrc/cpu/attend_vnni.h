@@ -51,7 +51,6 @@ struct QuerySet {
 
 inline bool serves_keys(const Side& side) {
   if (side.storage != Storage::int8 && side.storage != Storage::int4) return false;
-  if (side.tail != nullptr) return false;
   if (side.head_dim > 256) return false;  // sums of 16-bit queries and 8-bit codes fill 31 bits at 256 channels
   const int group_bytes = side.head_dim / side.num_groups / (side.storage == Storage::int4 ? 2 : 1);
   return side.num_groups == 1 || group_bytes % 16 == 0;
@@ -61,10 +60,11 @@ inline int64_t query_set_bytes(const Side& side) {
   return kMaxLimbs * (static_cast<int64_t>(round_up(side.head_dim, 128)) * 4 + side.num_groups * 64) + 64;
 }
 
-// One row in fixed point: limbs[nibble][limb] receives row_bytes bytes, sums[group][limb] the sums over each group.
-// Returns what a unit is worth; NaN for a query that is not finite, so that all of its scores are.
-inline float fix_row(const Side& side, const float* row, int num_limbs, int8_t* const (&limbs)[2][kMaxLimbs],
-                     int32_t* sums) {
+// One row in fixed point: place(nibble, limb, byte) receives byte `byte` of a row of codes' counterpart and those behind
+// it, 8 or 16 at a time; sums[group][limb] the sums over each group. Returns what a unit is worth; NaN for a query that
+// is not finite, so that all of its scores are.
+template <class Place>
+inline float fix_row(const Side& side, const float* row, int num_limbs, Place place, int32_t* sums) {
   const bool is_int4 = side.storage == Storage::int4;
   const int group_size = side.head_dim / side.num_groups;
   __m512 sizes = zeros(), flaws = zeros();
@@ -95,11 +95,11 @@ inline float fix_row(const Side& side, const float* row, int num_limbs, int8_t* 
         totals[limb] = _mm512_add_epi32(totals[limb], low);
         const __m128i bytes = _mm512_cvtepi32_epi8(low);
         if (is_int4) {  // even channels meet low nibbles, odd ones high nibbles
-          _mm_storel_epi64(reinterpret_cast<__m128i*>(limbs[0][limb] + c / 2), _mm_cvtepi16_epi8(bytes));
-          _mm_storel_epi64(reinterpret_cast<__m128i*>(limbs[1][limb] + c / 2),
+          _mm_storel_epi64(reinterpret_cast<__m128i*>(place(0, limb, c / 2)), _mm_cvtepi16_epi8(bytes));
+          _mm_storel_epi64(reinterpret_cast<__m128i*>(place(1, limb, c / 2)),
                            _mm_cvtepi16_epi8(_mm_srli_epi16(bytes, 8)));
         } else {
-          _mm_storeu_si128(reinterpret_cast<__m128i*>(limbs[0][limb] + c), bytes);
+          _mm_storeu_si128(reinterpret_cast<__m128i*>(place(0, limb, c)), bytes);
         }
       }
     }
@@ -125,25 +125,18 @@ inline QuerySet make_query_set(const Side& side, const float* rows, int stride, 
   float* steps = reinterpret_cast<float*>(memory + limb_bytes + bias_bytes);
   std::memset(memory, 0, limb_bytes + bias_bytes + 64);
   const int lanes = 16 / set.num_rows;
+  const int chunk_shift = set.num_rows == 4 ? 4 : set.num_rows == 2 ? 5 : 6;
   for (int r = 0; r < count; ++r) {
-    int8_t parts[2][kMaxLimbs][256 + 64];
     int32_t sums[256 / 16 * kMaxLimbs];
-    for (int i = 0; i < num_nibbles * set.num_limbs; ++i) {  // the rest of the last chunk
-      std::memset(parts[i / set.num_limbs][i % set.num_limbs] + row_bytes, 0, 64);
-    }
-    int8_t* const targets[2][kMaxLimbs] = {{parts[0][0], parts[0][1], parts[0][2], parts[0][3]},
-                                           {parts[1][0], parts[1][1], parts[1][2], parts[1][3]}};
-    const float step = fix_row(side, rows + r * stride, set.num_limbs, targets, sums);
+    const auto place = [&](int nibble, int limb, int byte) {
+      const int chunk = byte >> chunk_shift;
+      return limbs + ((chunk * num_nibbles + nibble) * set.num_limbs + limb) * 64 + r * set.chunk_bytes +
+             (byte & (set.chunk_bytes - 1));
+    };
+    const float step = fix_row(side, rows + r * stride, set.num_limbs, place, sums);
     for (int i = 0; i < lanes; ++i) steps[r * lanes + i] = step;
     for (int i = 0; i < side.num_groups * set.num_limbs; ++i)
       bias[i * 16 + r * lanes] = -static_cast<int>(center_of(side)) * sums[i];
-    for (int chunk = 0; chunk < set.num_chunks; ++chunk) {
-      for (int i = 0; i < num_nibbles * set.num_limbs; ++i) {
-        int8_t* target = limbs + (chunk * num_nibbles * set.num_limbs + i) * 64 + r * set.chunk_bytes;
-        const int8_t* part = parts[i / set.num_limbs][i % set.num_limbs] + chunk * set.chunk_bytes;
-        for (int byte = 0; byte < set.chunk_bytes; byte += 16) std::memcpy(target + byte, part + byte, 16);
-      }
-    }
   }
   set.limbs = limbs;
   set.bias = bias;
