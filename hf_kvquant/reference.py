@@ -15,7 +15,8 @@ infinity, or a scale or zero beyond float16 is never turned into a finite code: 
 
 Granularity `channel`: the values of a channel in a block of tokens share scale and zero, those of padding left out
 (their codes are 0; a block of nothing else has scale 2^-24 and zero 0). A block is quantised when its last token comes,
-from the values as they came; until then its tokens stay dense, in the tail. A NaN spoils its channel for the block.
+from the values as they came, and the queries of that very chunk see it as codes; until then its tokens stay dense, in
+the tail. A NaN spoils its channel for the block.
 
 Keys may be transformed before, each step rounded to float32 (center c and smoothing factors λ of a key-value head):
 
