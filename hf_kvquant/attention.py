@@ -209,6 +209,8 @@ def attention(
             sliding_window=kwargs.get("sliding_window") or 0,
         )
         return out, None
+    if _is_bounds(attention_mask) and not torch.compiler.is_compiling():
+        step.storage.starts = attention_mask[0].view(-1)  # padding may be longer than the first chunk was
     dense_key, dense_value = step.dense(reason)
     mask = attention_mask
     if mask is None or _is_bounds(mask):

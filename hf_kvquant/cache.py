@@ -114,8 +114,8 @@ class KVQuantLayer(CacheLayerMixin):
         """
         is_first_chunk = self.storage.is_empty
         self.storage.extend(key_states, value_states)
-        if not torch.compiler.is_compiling():
-            self.storage.starts = self.notes.starts
+        if is_first_chunk and not torch.compiler.is_compiling():
+            self.storage.starts = self.notes.starts  # later chunks come with a call that says it
         if is_first_chunk:
             self.storage.flush()
             if not self.storage.is_quantized:

@@ -24,8 +24,9 @@ class MaskNotes:
     """What one cache's 2-D attention masks have shown so far. Shared by all marked lengths of a cache.
 
     Attributes:
-        starts: `[batch]` int32: left-padding tokens in the newest mask that was not traced; `None` where there was no
-            mask. Masks that come while a graph is traced show nothing new: they go to attention and nowhere else.
+        starts: `[batch]` int32: left-padding tokens in the newest mask, `None` where there was none. For the first
+            chunk, which is written before attention could say it. Masks that are traced leave it alone: a first chunk
+            that is compiled counts its padding as tokens, which only makes its scales wider (granularity `channel`).
         has_holes: Whether a mask hid tokens other than a sequence's first ones. Kernels know left padding as a number
             of tokens only, so from then on masks are dense and attention falls back.
     """
