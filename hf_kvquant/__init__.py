@@ -12,6 +12,8 @@ from .cache import KVQuantCache
 from .config import PRESETS, KVQuantConfig, LayerFormats
 from .formats import KVFormat
 from .patching import disable, enable, patch, patched, unpatch
+from .transforms.smoothing import load_smoothing, smooth_attention, unsmooth
+from .transforms.smoothing_file import SmoothingResult
 
 __version__ = "0.1.0"
 
@@ -21,10 +23,14 @@ __all__ = [
     "KVQuantCache",
     "KVQuantConfig",
     "LayerFormats",
+    "SmoothingResult",
     "__version__",
     "disable",
     "enable",
+    "load_smoothing",
     "patch",
     "patched",
+    "smooth_attention",
     "unpatch",
+    "unsmooth",
 ]
