@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
 from collections import defaultdict
@@ -241,10 +240,8 @@ def _run(model: PreTrainedModel, observer: Callable[[Observation], Any], *, batc
     last = min(getattr(_text_config(model), "max_position_embeddings", None) or 4096, 4096) - 1
     positions = [*POSITIONS, *range(last - extra_tokens, last + 1)]
     input_ids = torch.arange(5, 5 + len(positions)) % _text_config(model).vocab_size
-    kwargs = {}
     # Far positions turn slow pairs far enough to be seen; models that take none count from 0.
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        kwargs["position_ids"] = torch.tensor(positions).expand(batch, -1)
+    position_ids = torch.tensor(positions).expand(batch, -1)
 
     def observe(observation: Observation) -> Tensor:
         observer(observation)
@@ -252,7 +249,7 @@ def _run(model: PreTrainedModel, observer: Callable[[Observation], Any], *, batc
         return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
 
     with observed(model, observe):
-        forward(model, input_ids.expand(batch, -1), **kwargs)
+        forward(model, input_ids.expand(batch, -1), position_ids=position_ids)
 
 
 @dataclasses.dataclass

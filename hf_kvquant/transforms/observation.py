@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,8 +84,23 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
         del ALL_ATTENTION_FUNCTIONS[NAME], ALL_MASK_ATTENTION_FUNCTIONS[NAME]
 
 
-def forward(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:
-    """Logits `[batch, tokens, vocab_size]` of a forward without a cache; the inputs go to the model's device."""
+def forward(model: PreTrainedModel, input_ids: Tensor, **kwargs: Tensor) -> Tensor:
+    """Logits of a forward without a cache.
+
+    Args:
+        model: As it is.
+        input_ids: `[batch, tokens]` int64, on any device.
+        **kwargs: `attention_mask` or `position_ids`, shaped like `input_ids`. Positions follow the mask, as they do in
+            `generate`; models that take no positions get none.
+
+    Returns:
+        `[batch, tokens, vocab_size]`, dtype of the model.
+    """
+    mask = kwargs.get("attention_mask")
+    if mask is not None:
+        kwargs.setdefault("position_ids", (mask.cumsum(1) - 1).clamp(min=0))
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        kwargs.pop("position_ids", None)
     placed = {name: value.to(model.device) for name, value in kwargs.items()}
     logits: Tensor = model(input_ids=input_ids.to(model.device), use_cache=False, **placed).logits
     return logits

@@ -41,7 +41,7 @@ _STATE = "_hf_kvquant_smoothing"
 # Factors beyond 2^±8 have no use: keys whose channels differ more than that would not survive bfloat16 either.
 MAX_EXPONENT = 8
 # A layer is smoothed only where its error falls by this share: less is noise of the calibration text.
-MIN_GAIN = 0.02
+MIN_GAIN = 0.05
 # The automatic check runs the model on this much of the calibration text.
 CHECK_WINDOWS, CHECK_TOKENS = 4, 64
 
@@ -158,7 +158,7 @@ def smooth_attention(
     if model.dtype == torch.float16 and not any(map(Tensor.any, settled.values())) and any(picked.values()):
         raise NotImplementedError(
             f"{where}: `model` must have room for other factors in its dtype, got float16, in which every factor worth "
-            "folding would round some key or query. Load it in bfloat16 or float32."
+            "folding would round some weight, key or query. Load it in float32."
         )
     result = SmoothingResult(
         layers=tuple(
@@ -251,9 +251,7 @@ def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> Smoo
                 f"{list(layout.key.index.shape)}{remedy}"
             )
         if not bool((layer.factor.flatten() == layer.factor.flatten()[layout.ties.flatten()]).all()):
-            raise ValueError(
-                f"{foreign}layer {layer.layer_idx} has unequal factors on channels that RoPE mixes{remedy}"
-            )
+            raise ValueError(f"{foreign}layer {layer.layer_idx} has unequal factors on channels that mix{remedy}")
     if tuple(parameters_of(layouts.values(), model)) != result.parameters:
         raise ValueError(f"{foreign}factors are for other weights{remedy}")
     found = hash_of(model, result.parameters)
