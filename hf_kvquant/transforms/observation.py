@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -67,7 +67,8 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     in_training = [module for module in model.modules() if module.training]
     prev = "sdpa" if model._supports_sdpa else "eager"
     ALL_ATTENTION_FUNCTIONS[NAME] = functools.partial(_attention, prev=prev, observer=observer)
-    ALL_MASK_ATTENTION_FUNCTIONS[NAME] = ALL_MASK_ATTENTION_FUNCTIONS[prev]
+    # Masks are made only for implementations that all of transformers knows, not for those of one registry object.
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[prev])
     model.eval()
     try:
         with torch.no_grad(), contextlib.ExitStack() as stack:
@@ -81,7 +82,7 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
             _set_attention(model, before)
         for module in in_training:
             module.training = True
-        del ALL_ATTENTION_FUNCTIONS[NAME], ALL_MASK_ATTENTION_FUNCTIONS[NAME]
+        del ALL_ATTENTION_FUNCTIONS[NAME], AttentionMaskInterface._global_mapping[NAME]
 
 
 def forward(model: PreTrainedModel, input_ids: Tensor, **kwargs: Tensor) -> Tensor:
