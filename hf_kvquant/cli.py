@@ -112,8 +112,8 @@ def parser() -> argparse.ArgumentParser:
     calibrate.add_argument(
         "--preset", default="int4", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default: int4)"
     )
-    calibrate.add_argument("--tokens", type=int, default=8192, metavar="N", help="of the text, at most (default: 8192)")
-    calibrate.add_argument("--window", type=int, default=512, metavar="N", help="tokens of a forward (default: 512)")
+    calibrate.add_argument("--tokens", type=int, default=16384, metavar="N", help="at most (default: 16384)")
+    calibrate.add_argument("--window", type=int, default=2048, metavar="N", help="tokens of a forward (default: 2048)")
     calibrate.add_argument("--batch-size", type=int, default=1, metavar="N", help="windows of a forward (default: 1)")
     calibrate.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
     calibrate.add_argument(

@@ -61,8 +61,8 @@ def smooth_attention(
     preset_or_config: str | KVQuantConfig | Mapping[str, Any] = "int4",
     *,
     candidates: Sequence[Candidate] = CANDIDATES,
-    num_tokens: int = 8192,
-    window: int = 512,
+    num_tokens: int = 16384,
+    window: int = 2048,
     batch_size: int = 1,
     transform: TransformFactory | None = None,
     center: Callable[[KeyStatistics], Tensor | None] | None = None,
@@ -74,11 +74,12 @@ def smooth_attention(
         model: A decoder-only model with plain weights in memory. Written in place; marked as smoothed, in its config
             too, so that `save_pretrained` writes a plain checkpoint that is not smoothed twice.
         tokenizer: The model's.
-        texts: Text like that which the model will read; 8,000 tokens are plenty.
+        texts: Text like that which the model will read; 16,000 tokens are plenty.
         preset_or_config: How the cache will be kept: a preset's name, a dictionary or a `KVQuantConfig`.
         candidates: What to try in each layer: exponents alpha of `max|key|^alpha`, and `"energy"`. 0 is always tried.
         num_tokens: Tokens of the texts to use at most, spread over all of them.
-        window: Tokens of a forward.
+        window: Tokens of a forward, fewer where the model's context is shorter. Not less than what the model will read,
+            if that is known: keys of slow RoPE pairs drift with the position, so short windows make them look constant.
         batch_size: Windows of a forward.
         transform: Makes the transform that keys will go through behind the smoothing, from a layer's statistics and a
             factor that they are divided by; `None` for nothing. The search then sees keys as they will be stored.
