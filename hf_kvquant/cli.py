@@ -373,6 +373,12 @@ def show_smoothing(console: Console, result: SmoothingResult, *, title: str) -> 
         table.add_row(str(index), "-", "-", "-", "-", style="dim")
         console.print(f"layer {index} is left out: {reason}", style="dim")
     console.print(table)
+    limited = [str(layer.layer_idx) for layer in result.layers if layer.is_limited]
+    if limited:
+        console.print(
+            f"The dtype had no room for all factors in layers {', '.join(limited)}: --dtype float32 has more.",
+            style="dim",
+        )
     console.print(
         "Error: of the layer's attention output with its keys quantised, relative, over "
         f"{result.num_tokens:,} tokens. Alpha 0.0 leaves a layer as it is; 'energy' balances keys and queries.",

@@ -28,7 +28,7 @@ import hf_kvquant
 from hf_kvquant import KVQuantConfig, SmoothingResult, load_smoothing, smooth_attention, unsmooth
 from hf_kvquant.fidelity import compare
 from hf_kvquant.formats import KVFormat
-from hf_kvquant.transforms import calibration, layout, smoothing
+from hf_kvquant.transforms import calibration, layout, search, smoothing
 from hf_kvquant.transforms.calibration import KeyStatistics, collect, read_windows
 from hf_kvquant.transforms.folding import exact_exponents, scale_keys
 from hf_kvquant.transforms.injection import inject_key_bias, inject_key_outliers
@@ -222,7 +222,7 @@ def test_logits_stay_the_same_to_the_bit(name: str, dtype: torch.dtype) -> None:
     except NotImplementedError as error:
         # The injection leaves queries of this family so small that float16 may have no room to shrink others.
         assert (name, dtype) == ("gpt_oss", torch.float16)
-        assert "got float16, in which every factor worth folding would round some weight, key or query" in str(error)
+        assert "got float16, in which every factor worth folding would round some key or query" in str(error)
         assert_untouched(model, weights)
         return
     assert result.num_smoothed > 0
@@ -258,6 +258,21 @@ def test_keys_are_divided_and_queries_multiplied(name: str) -> None:
         assert torch.equal(smooth_key, key / factor)
         repeats = query.shape[1] // key.shape[1]
         assert torch.equal(smooth_query, query * factor.repeat_interleave(repeats, 0))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "gpt_neox"])
+def test_every_device_is_served(name: str, device: str) -> None:
+    model = with_outliers(name, torch.bfloat16).to(device)
+    ids = torch.arange(3, 60, device=device)[None]
+    weights = snapshot(model)
+    with torch.no_grad():
+        before = model(ids).logits
+        result = smooth(model)
+        assert torch.equal(model(ids).logits, before)
+    assert result.num_smoothed > 0
+    assert all(layer.factor.device.type == "cpu" for layer in result.layers)
+    unsmooth(model)
+    assert_untouched(model, weights)
 
 
 def test_the_outliers_of_keys_are_found_and_taken_out() -> None:
@@ -339,10 +354,10 @@ def test_energy_balances_keys_and_queries() -> None:
     energy = ones.clone()
     energy[0, [3, 3 + D // 2]] = 256.0
     seen = KeyStatistics(0, -ones, ones, 0 * ones, energy, ones, 1)
-    exponents = smoothing._exponents(seen, found, "energy", None)
+    exponents = search.exponents_of(seen, found, "energy", None)
     assert exponents[0, 3] == exponents[0, 3 + D // 2] == 2
     assert exponents.count_nonzero() == 2
-    assert not smoothing._exponents(seen, found, 1.0, None).any()
+    assert not search.exponents_of(seen, found, 1.0, None).any()
 
 
 def test_a_channel_that_is_never_used_keeps_its_size() -> None:
@@ -351,9 +366,9 @@ def test_a_channel_that_is_never_used_keeps_its_size() -> None:
     largest[1, [5, 5 + D // 2]] = 0.0
     largest[1, [6, 6 + D // 2]] = 1e30
     seen = KeyStatistics(0, -largest, largest, 0 * largest, largest.square(), largest, 1)
-    exponents = smoothing._exponents(seen, found, 1.0, None)
+    exponents = search.exponents_of(seen, found, 1.0, None)
     assert exponents[1, 5] == 0
-    assert exponents[1, 6] == smoothing.MAX_EXPONENT
+    assert exponents[1, 6] == search.MAX_EXPONENT
     assert not exponents[0].any()
 
 
@@ -471,7 +486,7 @@ def test_a_wrong_pairing_is_caught(dtype: torch.dtype, monkeypatch: pytest.Monke
 def test_a_change_of_the_logits_rolls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_outliers("gemma3_text")
     before = snapshot(model)
-    monkeypatch.setattr(smoothing, "_settle", lambda model, layouts, exponents, *args: exponents)
+    monkeypatch.setattr(smoothing, "_settle", lambda model, layouts, chosen, *args: chosen)
     monkeypatch.setattr(smoothing, "exact_exponents", lambda model, found, exponents: exponents)
 
     def rounded(*args: Any, **kwargs: Any) -> None:
@@ -514,6 +529,46 @@ def test_gains_of_one_plus_weight_are_scaled_only_where_that_is_exact() -> None:
     assert exact.sum() == 4
 
 
+def test_a_lack_of_room_is_reported() -> None:
+    result = smooth(build("gemma3_text", torch.bfloat16))
+    assert [layer.is_limited for layer in result.layers] == [True]
+    assert "The dtype had no room for all factors in layers 1. Loaded in float32 it has more." in result.report()
+    result = smooth(with_outliers("gemma3_text", torch.float32))
+    assert [layer.is_limited for layer in result.layers] == [False]
+    assert "no room" not in result.report()
+
+
+def test_a_choice_that_is_cut_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = snapshot(with_outliers())
+
+    def cut(model: Any, layouts: Any, exponents: dict[int, Tensor], *args: Any) -> dict[int, Tensor]:
+        return {0: exponents[0].clamp(-1, 1), 1: 0 * exponents[1]}
+
+    monkeypatch.setattr(smoothing, "_settled_exponents", cut)
+    model = with_outliers()
+    result = smooth(model)
+    first, second = result.layers
+    assert first.is_limited and second.is_limited
+    assert first.factor.max() == 2 and second.factor.max() == 1 and second.choice == "0.0"
+    assert min(first.errors.values()) < first.error_after < first.error_before
+    assert second.error_after == second.error_before
+    again = smooth(model_without_mark(model), candidates=(0.0,))
+    assert again.layers[0].error_before == pytest.approx(first.error_after, rel=1e-3)
+
+    monkeypatch.setattr(smoothing, "_settled_exponents", lambda *args: {index: 0 * x for index, x in args[2].items()})
+    model = with_outliers()
+    with pytest.raises(NotImplementedError, match=r"got float16, in which every .* Load it in float32\."):
+        smooth(model)
+    assert_untouched(model, weights)
+
+
+def model_without_mark(model: Any) -> Any:
+    """A model whose weights stay smoothed, and which no longer knows."""
+    delattr(model, smoothing._STATE)
+    delattr(model.config, smoothing.CONFIG_KEY)
+    return model
+
+
 def test_exponents_shrink_until_attention_stays_the_same_in_float16() -> None:
     model = build("llama", torch.float16)
     with torch.no_grad():
@@ -527,14 +582,14 @@ def test_exponents_shrink_until_attention_stays_the_same_in_float16() -> None:
     assert torch.equal(exact_exponents(model, layouts[0], exponents[0]), exponents[0])
     before = snapshot(model)
     ids = torch.arange(3, 40)[None]
-    settled = smoothing._settle(model, layouts, exponents, ids, "test")
+    settled = smoothing._settled_exponents(model, layouts, exponents, ids, "test")
     assert_weights(model, before)
     assert 0 < settled[0].max() < 12
     assert not settled[1].any()
     # float32 has room, so a change there is an error: here, of half a pair.
     exponents[0][0, 1] = 0
     with pytest.raises(RuntimeError, match="factors must leave attention as it is, got another output in layer 0"):
-        smoothing._settle(build("llama"), layouts, exponents, ids, "test")
+        smoothing._settled_exponents(build("llama"), layouts, exponents, ids, "test")
 
 
 # --- files, marks and undoing -----------------------------------------------------------------------------------------

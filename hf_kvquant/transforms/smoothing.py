@@ -5,7 +5,7 @@ while keys become easier to quantise. Factors are `max|key|^alpha` over calibrat
 energies of keys and queries; alpha is searched per layer on the error of the attention output under the real storage
 format, 0 (leave the layer alone) included. They are rounded to powers of two, which leaves every bit of the logits as
 it was; a forward before and after proves it, or everything is rolled back. Where factors go is found in `layout.py`,
-how they are folded is `folding.py`'s, what they cost is measured in `calibration.py`, kept in `smoothing_file.py`.
+how they are folded is `folding.py`'s, which there are is `search.py`'s; results are kept in `smoothing_file.py`.
 
 Source: SmoothAttention, QServe (arXiv 2405.04532), section 4.2.
 """
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,25 +26,32 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config import KVQuantConfig
-from ..formats import KVFormat
-from . import KeyTransform
-from .calibration import KeyStatistics, TransformFactory, Windows, collect, output_errors, read_windows
+from .calibration import KeyStatistics, TransformFactory, Windows, collect, read_windows
 from .folding import exact_exponents, gains_plus_one, hash_of, parameters_of, scale_keys
 from .layout import LayerLayout, find_layouts
 from .observation import Observation, forward, observed
+from .search import CANDIDATES, Candidate, checked_candidates, errors_of, exponents_of, pick
 from .smoothing_file import LayerSmoothing, SmoothingResult
 
-Candidate = float | Literal["energy"]
-CANDIDATES: tuple[Candidate, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, "energy")
 CONFIG_KEY = "hf_kvquant_smoothing"  # in the model's config, so that a saved checkpoint says that it is smoothed
 
 _STATE = "_hf_kvquant_smoothing"
-# Factors beyond 2^±8 have no use: keys whose channels differ more than that would not survive bfloat16 either.
-MAX_EXPONENT = 8
-# A layer is smoothed only where its error falls by this share: less is noise of the calibration text.
-MIN_GAIN = 0.05
-# The automatic check runs the model on this much of the calibration text.
-CHECK_WINDOWS, CHECK_TOKENS = 4, 64
+# The automatic check runs the model on the ends of so many windows. In float16 a rounding shows only now and then.
+CHECK_WINDOWS, CHECK_TOKENS, CHECK_TOKENS_FLOAT16 = 4, 64, 1024
+
+
+Measure = Callable[..., dict[int, list[float]]]  # `errors_of`, but for `exponents` and `advance`
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """What is chosen for a layer."""
+
+    number: int  # of the candidate
+    exponents: Tensor  # [num_kv_heads, head_dim] int64
+    errors: Sequence[float]  # of all candidates
+    error: float  # of these exponents
+    is_limited: bool  # whether exponents were cut for lack of room
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +111,7 @@ def smooth_attention(
     """
     where = "smooth_attention"
     config = KVQuantConfig.resolve(preset_or_config)
-    choices = _checked_candidates(candidates)
+    choices = checked_candidates(candidates)
     if isinstance(model, PreTrainedModel):
         _refuse_smoothed(model, where)
     layouts, left_out = find_layouts(model, where=where)
@@ -130,49 +138,32 @@ def smooth_attention(
                 f"{where}: `model` must have finite keys on the texts, got infinities or NaN in layer {bad[0]}. "
                 "Check the checkpoint, or load it in bfloat16 or float32."
             )
-        exponents: dict[int, list[Tensor]] = {}
-        for index, layout in layouts.items():
-            middle = None if center is None else center(statistics[index])
-            exponents[index] = [
-                exact_exponents(model, layout, _exponents(statistics[index], layout, choice, middle))
+        wanted = {
+            index: [
+                exponents_of(seen, layouts[index], choice, None if center is None else center(seen))
                 for choice in choices
             ]
-        errors = _errors(model, windows, formats, exponents, statistics, transform, advance)
-    picked = {index: _pick(errors[index]) for index in layouts}
-    folded = {index: exponents[index][number] for index, number in picked.items()}
-    settled = _settle(model, layouts, folded, _check_ids(windows), where)
-    after = {index: errors[index][number] for index, number in picked.items()}
-    changed = [index for index in layouts if not torch.equal(settled[index], folded[index])]
-    if changed:
-        again = _errors(
-            model,
-            windows,
-            {index: formats[index] for index in changed},
-            {index: [torch.zeros_like(settled[index]), settled[index]] for index in changed},
-            statistics,
-            transform,
+            for index, seen in statistics.items()
+        }
+        measure = functools.partial(
+            errors_of, model, windows, formats=formats, statistics=statistics, transform=transform
         )
-        for index in changed:
-            if _pick(again[index]) == 0:
-                settled[index] = torch.zeros_like(settled[index])
-            after[index] = again[index][_pick(again[index])]
-    if model.dtype == torch.float16 and not any(map(Tensor.any, settled.values())) and any(picked.values()):
-        raise NotImplementedError(
-            f"{where}: `model` must have room for other factors in its dtype, got float16, in which every factor worth "
-            "folding would round some weight, key or query. Load it in float32."
-        )
+        chosen = _choose(model, layouts, wanted, measure, advance)
+    check_ids = _check_ids(windows, model.dtype)
+    chosen = _settle(model, layouts, chosen, measure, check_ids, where)
     result = SmoothingResult(
         layers=tuple(
             LayerSmoothing(
                 layer_idx=index,
-                name=layout.name,
-                choice=str(choices[picked[index]]) if settled[index].any() else "0.0",
-                factor=torch.exp2(settled[index].float()),
-                errors={str(choice): error for choice, error in zip(choices, errors[index], strict=True)},
-                error_before=errors[index][0],
-                error_after=after[index],
+                name=layouts[index].name,
+                choice=str(choices[choice.number]) if choice.exponents.any() else "0.0",
+                factor=torch.exp2(choice.exponents.float()),
+                errors={str(name): error for name, error in zip(choices, choice.errors, strict=True)},
+                error_before=choice.errors[0],
+                error_after=choice.error,
+                is_limited=choice.is_limited,
             )
-            for index, layout in layouts.items()
+            for index, choice in chosen.items()
         ),
         left_out=left_out,
         key_formats={index: formats[index].describe() for index in layouts},
@@ -182,7 +173,7 @@ def smooth_attention(
         folded_hash="",
         originals=gains_plus_one(model, layouts.values()),
     )
-    return _fold(model, layouts, result, _check_ids(windows), where)
+    return _fold(model, layouts, result, check_ids, where)
 
 
 def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
@@ -280,91 +271,73 @@ def state_of(model: PreTrainedModel) -> _State | None:
     return state
 
 
-# --- choosing factors -------------------------------------------------------------------------------------------------
-
-
-def _checked_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    for choice in candidates:
-        is_alpha = isinstance(choice, int | float) and not isinstance(choice, bool) and 0 <= choice <= 2
-        if choice != "energy" and not is_alpha:
-            raise ValueError(
-                f"smooth_attention: `candidates` must be exponents from 0 to 2 or 'energy', got {choice!r}. "
-                f"Common ones are {list(CANDIDATES)}."
-            )
-    return list(dict.fromkeys([0.0, *(choice if choice == "energy" else float(choice) for choice in candidates)]))
-
-
-def _exponents(statistics: KeyStatistics, layout: LayerLayout, choice: Candidate, center: Tensor | None) -> Tensor:
-    """Logarithms to base 2 of one choice's factors: `[num_kv_heads, head_dim]` int64, equal where channels are tied."""
-    ties = layout.ties.flatten()
-
-    def over_ties(values: Tensor, how: Literal["amax", "sum"]) -> Tensor:
-        start = torch.zeros(ties.numel(), dtype=torch.float64)
-        return start.scatter_reduce(0, ties, values.flatten().double(), how)[ties].view_as(values)
-
-    if choice == "energy":
-        # The factor that makes key and query equally strong minimises the product of the two.
-        ratio = over_ties(statistics.energy(center), "sum") / over_ties(statistics.query_mean_square, "sum")
-        logs = ratio.log2() / 4
-    else:
-        logs = float(choice) * over_ties(statistics.largest(center), "amax").log2()
-    # A channel that is never used, in keys or queries, keeps its size.
-    is_dead = ~logs.isfinite()
-    logs = logs.masked_fill(is_dead, 0.0)
-    # A factor common to a head changes nothing. Heads that share channels with others share it with them.
-    cluster = (layout.ties // layout.ties.shape[1]).amin(1)
-    for number in cluster.unique():
-        inside = (cluster == number)[:, None] & ~is_dead
-        logs[inside] -= logs[inside].mean()
-    return logs.masked_fill(is_dead, 0.0).round().clamp(-MAX_EXPONENT, MAX_EXPONENT).long()
-
-
-def _errors(
-    model: PreTrainedModel,
-    windows: Windows,
-    formats: Mapping[int, KVFormat],
-    exponents: Mapping[int, Sequence[Tensor]],
-    statistics: Mapping[int, KeyStatistics],
-    transform: TransformFactory | None,
-    advance: Callable[[int], Any] = lambda tokens: None,
-) -> dict[int, list[float]]:
-    """The error of each layer under each choice of exponents; equal choices are measured once."""
-    factors: dict[int, list[Tensor]] = {}
-    numbers: dict[int, list[int]] = {}
-    for index, choices in exponents.items():
-        distinct: list[Tensor] = []
-        numbers[index] = []
-        for choice in choices:
-            same = [number for number, other in enumerate(distinct) if torch.equal(choice, other)]
-            numbers[index].append(same[0] if same else len(distinct))
-            if not same:
-                distinct.append(choice)
-        factors[index] = [torch.exp2(choice.float()) for choice in distinct]
-    transforms: dict[int, list[KeyTransform | None]] = {
-        index: [None if transform is None else transform(statistics[index], factor) for factor in choices]
-        for index, choices in factors.items()
-    }
-    measured = output_errors(model, windows, formats, factors, transforms, advance)
-    return {index: [measured[index][number] for number in order] for index, order in numbers.items()}
-
-
-def _pick(errors: Sequence[float]) -> int:
-    """The number of the choice with the smallest error; the first one, which changes nothing, unless it pays."""
-    best = min(range(len(errors)), key=errors.__getitem__)
-    return best if errors[best] <= (1 - MIN_GAIN) * errors[0] else 0
-
-
 # --- folding, and the proof -------------------------------------------------------------------------------------------
 
 
-def _check_ids(windows: Windows) -> Tensor:
-    """Text for the check: the ends of a few windows, `[windows, tokens]` int64."""
-    rows = [(ids[row], mask[row]) for ids, mask in windows for row in range(len(ids))][:CHECK_WINDOWS]
-    tokens = min(CHECK_TOKENS, *(int(mask.sum()) for _, mask in rows))
-    return torch.stack([ids[-tokens:] for ids, _ in rows])
+def _choose(
+    model: PreTrainedModel,
+    layouts: Mapping[int, LayerLayout],
+    wanted: Mapping[int, Sequence[Tensor]],
+    measure: Measure,
+    advance: Callable[[int], Any],
+) -> dict[int, _Choice]:
+    """The best of the exponents that are wanted, as far as weights can be scaled by them exactly."""
+    possible = {
+        index: [exact_exponents(model, layouts[index], exponents) for exponents in choices]
+        for index, choices in wanted.items()
+    }
+    errors = measure(exponents=possible, advance=advance)
+    chosen = {}
+    for index, choices in possible.items():
+        number = pick(errors[index])
+        is_limited = not all(map(torch.equal, choices, wanted[index]))
+        chosen[index] = _Choice(number, choices[number], errors[index], errors[index][number], is_limited)
+    return chosen
 
 
 def _settle(
+    model: PreTrainedModel,
+    layouts: Mapping[int, LayerLayout],
+    chosen: Mapping[int, _Choice],
+    measure: Measure,
+    input_ids: Tensor,
+    where: str,
+) -> dict[int, _Choice]:
+    """Choices under which no layer's attention changes a bit. See `_settled_exponents`.
+
+    Raises:
+        NotImplementedError: In float16, if nothing is left of any choice.
+        RuntimeError: A layer's attention changes.
+    """
+    before = {index: choice.exponents for index, choice in chosen.items()}
+    after = _settled_exponents(model, layouts, before, input_ids, where)
+    changed = [index for index in chosen if not torch.equal(after[index], before[index])]
+    cut = {index: [torch.zeros_like(after[index]), after[index]] for index in changed}
+    errors = measure(exponents=cut) if cut else {}
+    settled = dict(chosen)
+    for index, exponents in cut.items():
+        number = pick(errors[index])
+        settled[index] = dataclasses.replace(
+            chosen[index], exponents=exponents[number], error=errors[index][number], is_limited=True
+        )
+    if cut and not any(choice.exponents.any() for choice in settled.values()):
+        raise NotImplementedError(
+            f"{where}: `model` must have room for other factors in its dtype, got float16, in which every factor worth "
+            "folding would round some key or query. Load it in float32."
+        )
+    return settled
+
+
+def _check_ids(windows: Windows, dtype: torch.dtype) -> Tensor:
+    """Text for the check: the ends of a few windows, `[windows, tokens]` int64."""
+    rows = [(ids[row], mask[row]) for ids, mask in windows for row in range(len(ids))]
+    longest = sorted(rows, key=lambda row: -int(row[1].sum()))[:CHECK_WINDOWS]
+    limit = CHECK_TOKENS_FLOAT16 if dtype == torch.float16 else CHECK_TOKENS
+    tokens = min(limit, *(int(mask.sum()) for _, mask in longest))
+    return torch.stack([ids[-tokens:] for ids, _ in longest])
+
+
+def _settled_exponents(
     model: PreTrainedModel,
     layouts: Mapping[int, LayerLayout],
     exponents: Mapping[int, Tensor],
@@ -465,11 +438,12 @@ def _fold(
 
 
 def _logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """Logits of the last tokens of each row, as the model computes them itself; row by row, for they are large."""
     in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
-            return forward(model, input_ids)
+            return torch.cat([forward(model, row[None])[:, -CHECK_TOKENS:] for row in input_ids])
     finally:
         for module in in_training:
             module.training = True

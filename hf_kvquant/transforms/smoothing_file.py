@@ -35,6 +35,7 @@ class LayerSmoothing:
         errors: Relative error of the layer's attention output under each candidate, keys alone quantised.
         error_before: Of these, that of the layer as it was.
         error_after: Of the layer as it is.
+        is_limited: Whether the dtype of the weights had no room for some factors, so that smaller ones were tried.
     """
 
     layer_idx: int
@@ -44,6 +45,7 @@ class LayerSmoothing:
     errors: Mapping[str, float]
     error_before: float
     error_after: float
+    is_limited: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +91,11 @@ class SmoothingResult:
                 f"{layer.error_after:>7.3%}"
             )
         lines += [f"{index:>5}  left out: {reason}" for index, reason in self.left_out.items()]
+        limited = [str(layer.layer_idx) for layer in self.layers if layer.is_limited]
+        if limited:
+            lines.append(
+                f"The dtype had no room for all factors in layers {', '.join(limited)}. Loaded in float32 it has more."
+            )
         formats = ", ".join(sorted(set(self.key_formats.values())))
         lines.append(
             f"{self.num_smoothed} of {len(self.layers)} layers smoothed; errors of attention outputs with keys as "
