@@ -94,10 +94,9 @@ class _Candidate:
     token_axis: int
 
     def output(self, features: Tensor) -> Tensor:
-        """An output of this module, `[batch, *shape]`, with these features (`[batch, features]`) in every token."""
+        """An output of this module, `[batch, *shape]`, with the same features (`[batch, features]`) in every token."""
         rest = [size for axis, size in enumerate(self.shape) if axis != self.token_axis]
-        tokens = self.shape[self.token_axis]
-        return features.view(-1, *rest).unsqueeze(1 + self.token_axis).repeat_interleave(tokens, 1 + self.token_axis)
+        return features.view(-1, *rest).unsqueeze(1 + self.token_axis).expand(-1, *self.shape)
 
     @property
     def num_features(self) -> int:
@@ -304,7 +303,7 @@ def _replaced(outputs: Mapping[nn.Module, Tensor]) -> Iterator[None]:
     """Modules return these tensors (in the dtype and on the device of what they would have returned)."""
     with contextlib.ExitStack() as stack:
         for module, output in outputs.items():
-            _hook(stack, module, lambda module, args, old, output=output: output.to(old))
+            _hook(stack, module, lambda module, args, old, output=output: torch.empty_like(old).copy_(output))
         yield
 
 
