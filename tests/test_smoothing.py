@@ -170,7 +170,7 @@ def test_layers_without_rope_are_free_while_others_are_tied() -> None:
 
 
 def test_slow_pairs_are_found_in_float16() -> None:
-    model = build("llama", torch.float16, rope_parameters={"rope_type": "default", "rope_theta": 1e7})
+    model = build("llama", torch.float16, rope_parameters={"rope_type": "default", "rope_theta": 1e9})
     layouts, _ = find_layouts(model, where="test")
     assert len(layouts[0].ties.unique()) == D
 
@@ -512,6 +512,11 @@ def test_weights_without_room_are_scaled_by_less() -> None:
     assert exact[0, [0, D // 2]].tolist() == [0, 0]
     assert exact[0, [5, 5 + D // 2]].tolist() == [0, 0]
     assert exact[0, [7, 7 + D // 2]].tolist() == [3, 3]
+
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight[7, 0] = 2.0**-125 * (1 + 2.0**-23)
+    assert exact_exponents(model, found, exponents)[0, [0, 7]].tolist() == [3, 1]
 
 
 def test_gains_of_one_plus_weight_are_scaled_only_where_that_is_exact() -> None:
