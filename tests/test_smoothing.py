@@ -170,7 +170,8 @@ def test_layers_without_rope_are_free_while_others_are_tied() -> None:
 
 
 def test_slow_pairs_are_found_in_float16() -> None:
-    model = build("llama", torch.float16, rope_parameters={"rope_type": "default", "rope_theta": 1e9})
+    rope = {"rope_type": "default", "rope_theta": 1e9}
+    model = build("llama", torch.float16, rope_parameters=rope, max_position_embeddings=4096)
     layouts, _ = find_layouts(model, where="test")
     assert len(layouts[0].ties.unique()) == D
 
