@@ -342,6 +342,18 @@ def test_generation_is_the_same_patched_or_not() -> None:
     assert torch.equal(models.logits(models.greedy(model, inputs)), models.logits(before))
 
 
+def test_a_compiled_model_is_watched_too() -> None:
+    model = with_outliers()
+    weights = snapshot(model)
+    plain = smooth(copy.deepcopy(model))
+    model.forward = torch.compile(model.forward, backend="eager")
+    result = smooth(model)
+    for one, other in zip(plain.layers, result.layers, strict=True):
+        assert torch.equal(one.factor, other.factor)
+    unsmooth(model)
+    assert_weights(model, weights)
+
+
 def test_training_mode_and_gradients_survive() -> None:
     model = with_outliers(attention_dropout=0.5)
     model.train()
@@ -376,16 +388,13 @@ def test_a_channel_that_is_never_used_keeps_its_size() -> None:
 
 
 class Centered:
-    """A key transform that subtracts a constant, and remembers what it is asked to do."""
+    """Keys stored less a constant."""
 
     def __init__(self, center: Tensor) -> None:
         self.center = center[:, None]
 
     def transform_key(self, key: Tensor) -> Tensor:
         return key - self.center
-
-    def transform_query(self, query: Tensor) -> Tensor:
-        return query
 
     def undo(self, key: Tensor) -> Tensor:
         return key + self.center

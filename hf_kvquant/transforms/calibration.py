@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import reference
 from ..formats import KVFormat
-from . import KeyTransform
 from .observation import Observation, forward, observed
 
 MIN_TOKENS = 512  # of calibration text: fewer say little about the largest key of a channel
@@ -60,9 +59,19 @@ class KeyStatistics:
         return (self.mean_square - 2 * c * self.mean + c.square()).clamp(min=0)
 
 
-# Makes the transform that keys will go through behind the smoothing, from the layer's statistics and the factor (
-# `[num_kv_heads, head_dim]`) that they are divided by.
-TransformFactory = Callable[[KeyStatistics, Tensor], KeyTransform]
+class StoredBasis(Protocol):
+    """What keys go through behind the smoothing. Tensors are `[batch, num_kv_heads, tokens, head_dim]` float32."""
+
+    def transform_key(self, key: Tensor) -> Tensor:
+        """Keys as they are stored."""
+
+    def undo(self, key: Tensor) -> Tensor:
+        """Stored keys as they were before."""
+
+
+# Makes what keys will go through behind the smoothing, from the layer's statistics and the factor
+# (`[num_kv_heads, head_dim]` float32) that they are divided by. Statistics are those of keys before that division.
+TransformFactory = Callable[[KeyStatistics, Tensor], StoredBasis]
 Windows = Sequence[tuple[Tensor, Tensor]]
 
 
@@ -213,7 +222,7 @@ def output_errors(
     windows: Windows,
     formats: Mapping[int, KVFormat],
     factors: Mapping[int, Sequence[Tensor]],
-    transforms: Mapping[int, Sequence[KeyTransform | None]],
+    transforms: Mapping[int, Sequence[StoredBasis | None]],
     advance: Callable[[int], Any] = lambda tokens: None,
 ) -> dict[int, list[float]]:
     """The relative error of each layer's attention output under each choice of factors, keys alone quantised.
@@ -252,7 +261,7 @@ def output_errors(
     }
 
 
-def through_format(key: Tensor, kv_format: KVFormat, factor: Tensor, transform: KeyTransform | None) -> Tensor:
+def through_format(key: Tensor, kv_format: KVFormat, factor: Tensor, transform: StoredBasis | None) -> Tensor:
     """Keys as attention would see them: smoothed, transformed, quantised, and all of it backwards.
 
     Args:

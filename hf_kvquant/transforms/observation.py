@@ -103,7 +103,9 @@ def forward(model: PreTrainedModel, input_ids: Tensor, **kwargs: Tensor) -> Tens
     if "position_ids" not in inspect.signature(model.forward).parameters:
         kwargs.pop("position_ids", None)
     placed = {name: value.to(model.device) for name, value in kwargs.items()}
-    logits: Tensor = model(input_ids=input_ids.to(model.device), use_cache=False, **placed).logits
+    # Compiled code would not see hooks, and it is for other shapes.
+    with torch.compiler.set_stance("force_eager"):
+        logits: Tensor = model(input_ids=input_ids.to(model.device), use_cache=False, **placed).logits
     return logits
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..formats import KVFormat
-from . import KeyTransform
-from .calibration import KeyStatistics, TransformFactory, Windows, output_errors
+from .calibration import KeyStatistics, StoredBasis, TransformFactory, Windows, output_errors
 from .layout import LayerLayout
 
 Candidate = float | Literal["energy"]
@@ -86,7 +85,7 @@ def errors_of(
             if not same:
                 distinct.append(choice)
         factors[index] = [torch.exp2(choice.float()) for choice in distinct]
-    transforms: dict[int, list[KeyTransform | None]] = {
+    transforms: dict[int, list[StoredBasis | None]] = {
         index: [None if transform is None else transform(statistics[index], factor) for factor in choices]
         for index, choices in factors.items()
     }
