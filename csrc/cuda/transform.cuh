@@ -63,9 +63,17 @@ struct LaneTransform {
   // What keys are multiplied by takes the place of the factors.
   __device__ __forceinline__ void invert() {
 #pragma unroll
-    for (int k = 0; k < kChannels; ++k) smoothing[k] = __fdiv_rn(1.f, smoothing[k]);
+    for (int k = 0; k < kChannels; ++k) smoothing[k] = __frcp_rn(smoothing[k]);
   }
 };
+
+// Asks for the transform of a head, whose numbers no cache holds: a line by each of the first threads of a block. Asking
+// reads nothing, so it may come before what was launched before is done.
+__device__ __forceinline__ void prefetch_transform(const KeyTransform& transform, int head_dim, int h) {
+  const int channel = threadIdx.x % kLanes * 32;  // of lines of 128 bytes
+  const float* part = threadIdx.x < kLanes ? transform.center : transform.smoothing;
+  if (threadIdx.x < 2 * kLanes && part != nullptr && channel < head_dim) prefetch(part + h * head_dim + channel);
+}
 
 // A lane's channels of a new key, `inverted` being the transform for keys. All lanes of the warp together.
 template <int kChannels>
