@@ -93,8 +93,6 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
 
   // --- ask for the length and the query. Meanwhile find the place that most sequences start at: those without padding.
   Segment segment = segment_of_block(plan);
-  const bool is_transformed = !is_identity(params.key_transform);
-  if (is_transformed) prefetch_transform(params.key_transform, params.key_side.head_dim, segment.h);
   wait_for_launch_before();
   const Bounds bounds(params, segment.b);
   uint32_t query_bits[kRowsOfWarp][Query<Shape>::kPerLane];
@@ -103,6 +101,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     Query<Shape>::load_row(params, plan, segment, i * num_warps + warp, lane, query_bits[i]);
   }
   typename Query<Shape>::Transform transform;
+  const bool is_transformed = !is_identity(params.key_transform);
   if (is_transformed)
     transform = {params.key_transform, params.key_side.head_dim, segment.h, lane * Query<Shape>::kPerLane};
   uint4 pair = {0, 0, 0, 0};

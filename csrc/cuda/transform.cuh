@@ -67,14 +67,6 @@ struct LaneTransform {
   }
 };
 
-// Asks for the transform of a head, whose numbers no cache holds: a line by each of the first threads of a block. Asking
-// reads nothing, so it may come before what was launched before is done.
-__device__ __forceinline__ void prefetch_transform(const KeyTransform& transform, int head_dim, int h) {
-  const int channel = threadIdx.x % kLanes * 32;  // of lines of 128 bytes
-  const float* part = threadIdx.x < kLanes ? transform.center : transform.smoothing;
-  if (threadIdx.x < 2 * kLanes && part != nullptr && channel < head_dim) prefetch(part + h * head_dim + channel);
-}
-
 // A lane's channels of a new key, `inverted` being the transform for keys. All lanes of the warp together.
 template <int kChannels>
 __device__ __forceinline__ void transform_key(const LaneTransform<kChannels>& inverted, bool is_rotated, int head_dim,
