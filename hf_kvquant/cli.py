@@ -1,9 +1,9 @@
 """The command `hf-kvquant`: what a user may type, how results are shown, and which mistakes get which line.
 
 `generate` continues prompts under one or more presets and ends with a table; the work is done in `generation.py`.
-`calibrate` folds smoothing factors into a model and saves it (`transforms/smoothing.py`). `env` says what is installed,
-what is missing and how to get it. A mistake in the arguments ends with one line on stderr and exit code 2, a bug with a
-traceback.
+`calibrate` finds centres and smoothing factors of keys and saves the model with them (`transforms/smoothing.py`). `env`
+says what is installed, what is missing and how to get it. A mistake in the arguments ends with one line on stderr and
+exit code 2, a bug with a traceback.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -29,7 +29,7 @@ from ._errors import did_you_mean
 from .config import PRESETS
 from .generation import UNQUANTIZED, Summary, run_presets
 from .patching import patched
-from .transforms.smoothing import smooth_attention
+from .transforms.smoothing import Mode, load_smoothing, smooth_attention
 from .transforms.smoothing_file import FILE_NAME, SmoothingResult
 
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
@@ -100,9 +100,11 @@ def parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=run_generate)
     calibrate = commands.add_parser(
         "calibrate",
-        help="fold smoothing factors into a model and save it",
-        description="Make outlier channels of a model's keys smaller and the queries that meet them larger, as much as "
-        "pays for the preset on the given text, and save the model. Its logits stay the same to the bit.",
+        help="find centres and smoothing factors of keys, and save the model with them",
+        description="Find, on the given text, what the transforms of a preset need: the centre of each layer's keys, "
+        "and factors that make outlier channels of keys smaller and the queries that meet them larger, as much as "
+        "pays. Factors are folded into the weights, with logits that stay the same to the bit, and the model is saved; "
+        f"{FILE_NAME} beside it holds the rest.",
     )
     calibrate.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     calibrate.add_argument(
@@ -112,6 +114,15 @@ def parser() -> argparse.ArgumentParser:
     calibrate.add_argument(
         "--preset", default="int4", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default: int4)"
     )
+    calibrate.add_argument(
+        "--mode",
+        choices=get_args(Mode),
+        default="fold",
+        help="fold: factors go into the weights; online: caches apply them; auto: into the weights where possible "
+        "(default: fold)",
+    )
+    calibrate.add_argument("--no-centers", action="store_true", help="leave centres as they are")
+    calibrate.add_argument("--no-factors", action="store_true", help="find centres only")
     calibrate.add_argument("--tokens", type=int, default=16384, metavar="N", help="at most (default: 16384)")
     calibrate.add_argument("--window", type=int, default=2048, metavar="N", help="tokens of a forward (default: 2048)")
     calibrate.add_argument("--batch-size", type=int, default=1, metavar="N", help="windows of a forward (default: 1)")
@@ -141,6 +152,7 @@ def run_generate(args: argparse.Namespace) -> None:
         raise UsageError(f"generate: `--max-new-tokens` must be at least 1, got {args.max_new_tokens}.")
     device = checked_device(args.device)
     model, tokenizer = load(args.model, args.dtype, device)
+    load_calibration(model, args.model)
     prompts = tokenize(model, tokenizer, texts, args.max_new_tokens)
     for preset in presets:
         try:
@@ -303,6 +315,18 @@ def load(
     return model.to(device).eval(), tokenizer
 
 
+def load_calibration(model: PreTrainedModel, name: str) -> None:
+    """Give a model the centres and factors that `calibrate` left in its folder, if there are any."""
+    path = Path(name).expanduser() / FILE_NAME
+    if not path.is_file():
+        return
+    try:
+        load_smoothing(model, path)
+    except (NotImplementedError, ValueError) as error:
+        # Results are right without; but it is said, for they are less close.
+        print(f"hf-kvquant: warning: {path} is left out. {error}", file=sys.stderr)
+
+
 def tokenize(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_new_tokens: int
 ) -> list[Tensor]:
@@ -342,12 +366,15 @@ def run_calibrate(args: argparse.Namespace) -> None:
             tokenizer,
             texts,
             preset,
+            mode=args.mode,
+            centers=not args.no_centers,
+            factors=not args.no_factors,
             num_tokens=args.tokens,
             window=args.window,
             batch_size=args.batch_size,
         )
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(f"calibrate: {args.model} cannot be smoothed. {error}") from error
+        raise UsageError(f"calibrate: {args.model} cannot be calibrated. {error}") from error
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     result.save(output / FILE_NAME)
@@ -359,18 +386,19 @@ def run_calibrate(args: argparse.Namespace) -> None:
 def show_smoothing(console: Console, result: SmoothingResult, *, title: str) -> None:
     """Print the table of layers, and below it what its columns mean."""
     table = Table(title=title, title_justify="left", title_style="bold")
-    for heading in ("layer", "alpha", "factors", "error before", "after"):
+    for heading in ("layer", "factors in", "alpha", "factors", "center", "error before", "after"):
         table.add_column(heading, justify="right")
     for layer in result.layers:
         table.add_row(
             str(layer.layer_idx),
+            layer.placement,
             layer.choice,
             f"{layer.factor.min():g} to {layer.factor.max():g}",
+            "-" if layer.center is None else f"{layer.center.norm(dim=1).max():.3g}",
             f"{layer.error_before:.2%}",
             f"{layer.error_after:.2%}",
         )
     for index, reason in result.left_out.items():
-        table.add_row(str(index), "-", "-", "-", "-", style="dim")
         console.print(f"layer {index} is left out: {reason}", style="dim")
     console.print(table)
     limited = [str(layer.layer_idx) for layer in result.layers if layer.is_limited]
@@ -379,8 +407,10 @@ def show_smoothing(console: Console, result: SmoothingResult, *, title: str) -> 
             f"The dtype had no room for all factors in layers {', '.join(limited)}: --dtype float32 has more.",
             style="dim",
         )
+    console.print(result.describe_placement())
     console.print(
-        "Error: of the layer's attention output with its keys quantised, relative, over "
+        "Center: the largest norm over heads of what is subtracted from keys. Error: of the layer's attention output "
+        "with its keys quantised, relative, over "
         f"{result.num_tokens:,} tokens. Alpha 0.0 leaves a layer as it is; 'energy' balances keys and queries.",
         style="dim",
     )

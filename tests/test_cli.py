@@ -186,8 +186,10 @@ def test_calibrate_saves_a_model_and_its_factors(
     assert code == 0 and error == ""
     table = rows(output)
     assert list(table) == ["0", "1"]
-    for _, _, before, after in table.values():
-        assert float(after.rstrip("%")) < 0.6 * float(before.rstrip("%"))
+    for placement, _, _, center, before, after in table.values():
+        assert placement == "weights" and float(center) > 0
+        assert float(after.rstrip("%")) < 0.8 * float(before.rstrip("%"))
+    assert "Factors are folded into the weights in layers 0, 1." in output
     assert f"Saved the model and kvquant_smoothing.safetensors to {output_folder}." in output
 
     smoothed, _ = cli.load(str(output_folder), "auto", torch.device("cpu"))
@@ -203,7 +205,7 @@ def test_calibrate_saves_a_model_and_its_factors(
         capsys, "calibrate", str(output_folder), "--text-file", text_file, "--output", str(tmp_path / "again")
     )
     assert code == 2 and error.count("\n") == 1
-    assert f"calibrate: {output_folder} cannot be smoothed. smooth_attention: `model` must not be smoothed" in error
+    assert f"calibrate: {output_folder} cannot be calibrated. smooth_attention: `model` must not be smoothed" in error
     assert not (tmp_path / "again").exists()
 
 
@@ -216,8 +218,14 @@ def test_calibrate_saves_a_model_and_its_factors(
         (["--device", "abacus"], "`--device` must be a torch device such as cpu or cuda:0, got 'abacus'."),
         (["--output", "EMPTY"], "`--output` must be a new or an empty folder, got EMPTY: a file. Name another."),
         (["--output", "FULL"], "`--output` must be a new or an empty folder, got FULL: a folder that holds something."),
-        (["--tokens", "9"], "FOLDER cannot be smoothed. smooth_attention: `num_tokens` must be an int of at least 512"),
-        (["--preset", "none"], "FOLDER cannot be smoothed. smooth_attention: `model` must have a layer whose keys can"),
+        (
+            ["--tokens", "9"],
+            "FOLDER cannot be calibrated. smooth_attention: `num_tokens` must be an int of at least 512",
+        ),
+        (
+            ["--preset", "none"],
+            "FOLDER cannot be calibrated. smooth_attention: `model` must have a layer whose keys can",
+        ),
     ],
 )
 def test_calibrate_mistakes(
@@ -238,6 +246,44 @@ def test_calibrate_mistakes(
     assert error.startswith(f"hf-kvquant: error: calibrate: {message.replace('FOLDER', folder)}")
     assert error.count("\n") == 1
     assert not Path("new").exists()
+
+
+def test_calibrate_leaves_the_weights_alone_where_asked(
+    folder: str, text_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["calibrate", folder, "--text-file", text_file]
+    code, output, error = run(capsys, *arguments, "--output", str(tmp_path / "online"), "--mode", "online")
+    assert code == 0 and error == ""
+    assert "Factors are applied online, by caches in layers 0, 1." in output
+    code, output, error = run(capsys, *arguments, "--output", str(tmp_path / "centers"), "--no-factors")
+    assert code == 0 and error == ""
+    assert "No factors were calibrated." in output
+    weights = cli.load(folder, "auto", torch.device("cpu"))[0].state_dict()
+    for name in ("online", "centers"):
+        model, _ = cli.load(str(tmp_path / name), "auto", torch.device("cpu"))
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, weights[key])
+    arguments += ["--no-factors", "--no-centers", "--output", str(tmp_path / "neither")]
+    code, _, error = run(capsys, *arguments)
+    assert code == 2 and "`centers` or `factors` must be True, got neither" in error
+
+
+def test_generate_takes_what_calibrate_left(
+    folder: str, text_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    calibrated = str(tmp_path / "calibrated")
+    run(capsys, "calibrate", folder, "--text-file", text_file, "--output", calibrated, "--mode", "online")
+    given = cli.load(calibrated, "auto", torch.device("cpu"))[0]
+    assert {x.describe() for x in hf_kvquant.key_transforms(given, "int4").values()} == {"rotate"}
+    cli.load_calibration(given, calibrated)
+    assert any(x.center is not None for x in hf_kvquant.key_transforms(given, "int4").values())
+    arguments = ["generate", calibrated, "--prompt", "Once", "--preset", "int4", "--max-new-tokens", "2"]
+    code, _, error = run(capsys, *arguments)
+    assert code == 0 and error == ""
+    (tmp_path / "calibrated" / "kvquant_smoothing.safetensors").write_bytes(b"nothing")
+    code, _, error = run(capsys, *arguments)
+    assert code == 0
+    assert error.startswith("hf-kvquant: warning: ") and "safetensors is left out. load_smoothing: `path` must" in error
 
 
 def test_calibrate_needs_text(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

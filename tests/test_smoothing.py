@@ -27,8 +27,7 @@ from transformers.models.llama import modeling_llama
 import hf_kvquant
 from hf_kvquant import KVQuantConfig, SmoothingResult, load_smoothing, smooth_attention, unsmooth
 from hf_kvquant.fidelity import compare
-from hf_kvquant.formats import KVFormat
-from hf_kvquant.transforms import calibration, layout, search, smoothing
+from hf_kvquant.transforms import proof, search, smoothing, smoothing_file
 from hf_kvquant.transforms.calibration import KeyStatistics, collect, read_windows
 from hf_kvquant.transforms.folding import exact_exponents, scale_keys
 from hf_kvquant.transforms.injection import inject_key_bias, inject_key_outliers
@@ -233,7 +232,7 @@ def test_logits_stay_the_same_to_the_bit(name: str, dtype: torch.dtype) -> None:
     for layer in result.layers:
         assert torch.equal(torch.frexp(layer.factor)[0], torch.full_like(layer.factor, 0.5))
         assert layer.error_after <= layer.error_before
-    assert sum(layer.error_after for layer in result.layers) < 0.7 * sum(layer.error_before for layer in result.layers)
+    assert sum(layer.error_after for layer in result.layers) < 0.8 * sum(layer.error_before for layer in result.layers)
     unsmooth(model)
     assert_untouched(model, weights)
 
@@ -295,13 +294,13 @@ def test_a_quantised_cache_is_nearer_to_the_exact_one() -> None:
     smooth(model, "int4")
     after = compare(model, ids, {"int4": "int4"}, chunk_size=8)["int4"]
     assert torch.equal(after.reference_nll, before.reference_nll)
-    assert after.kld.mean() < 0.4 * before.kld.mean()
+    assert after.kld.mean() < 0.6 * before.kld.mean()
 
 
 def test_a_layer_is_left_alone_where_nothing_is_gained() -> None:
     model = build("llama")
     weights = snapshot(model)
-    result = smooth(model, candidates=(0.0,))
+    result = smooth(model, candidates=(0.0,), centers=False)
     assert result.num_smoothed == 0
     assert [layer.choice for layer in result.layers] == ["0.0", "0.0"]
     assert all(layer.error_before == layer.error_after > 0 for layer in result.layers)
@@ -369,10 +368,10 @@ def test_energy_balances_keys_and_queries() -> None:
     energy = ones.clone()
     energy[0, [3, 3 + D // 2]] = 256.0
     seen = KeyStatistics(0, -ones, ones, 0 * ones, energy, ones, 1)
-    exponents = search.exponents_of(seen, found, "energy", None)
+    exponents = search.exponents_of(seen, found.ties, "energy", None)
     assert exponents[0, 3] == exponents[0, 3 + D // 2] == 2
     assert exponents.count_nonzero() == 2
-    assert not search.exponents_of(seen, found, 1.0, None).any()
+    assert not search.exponents_of(seen, found.ties, 1.0, None).any()
 
 
 def test_a_channel_that_is_never_used_keeps_its_size() -> None:
@@ -381,42 +380,27 @@ def test_a_channel_that_is_never_used_keeps_its_size() -> None:
     largest[1, [5, 5 + D // 2]] = 0.0
     largest[1, [6, 6 + D // 2]] = 1e30
     seen = KeyStatistics(0, -largest, largest, 0 * largest, largest.square(), largest, 1)
-    exponents = search.exponents_of(seen, found, 1.0, None)
+    exponents = search.exponents_of(seen, found.ties, 1.0, None)
     assert exponents[1, 5] == 0
     assert exponents[1, 6] == search.MAX_EXPONENT
     assert not exponents[0].any()
 
 
-class Centered:
-    """Keys stored less a constant."""
-
-    def __init__(self, center: Tensor) -> None:
-        self.center = center[:, None]
-
-    def transform_key(self, key: Tensor) -> Tensor:
-        return key - self.center
-
-    def undo(self, key: Tensor) -> Tensor:
-        return key + self.center
-
-
 def test_the_search_sees_keys_as_they_will_be_stored() -> None:
-    model = build("llama", attention_bias=True)
+    """Centred, smoothed and rotated, as the config says, and measured as a cache of the model then measures."""
+    model = build("qwen2")
     inject_key_bias(model, 100.0)
-    plain = smooth(copy.deepcopy(model), candidates=(0.0, 1.0))
-    asked: list[tuple[int, Tensor]] = []
-
-    def transform(statistics: KeyStatistics, factor: Tensor) -> Centered:
-        asked.append((statistics.layer_idx, factor))
-        return Centered(statistics.mean / factor)
-
-    centered = smooth(model, candidates=(0.0, 1.0), transform=transform, center=lambda statistics: statistics.mean)
-    assert {index for index, _ in asked} == {0, 1}
-    assert all(factor.shape == (2, D) for _, factor in asked)
-    for before, after in zip(plain.layers, centered.layers, strict=True):
-        assert after.error_before < 0.3 * before.error_before
+    inject_key_outliers(model, 2, FACTOR)
+    rotated = smooth(copy.deepcopy(model), {"preset": "int4", "transforms": ["smooth", "rotate"]}, candidates=(1.0,))
+    bias = smooth(copy.deepcopy(model), "int4", candidates=(1.0,), centers=False)
+    found = smooth(copy.deepcopy(model), "int4", candidates=(1.0,))
+    for without, of_bias, of_data in zip(rotated.layers, bias.layers, found.layers, strict=True):
+        assert without.center is None and of_bias.center is None and of_data.center is not None
         # Without the centre the biased pair looks like an outlier.
-        assert after.factor.max() < before.factor.max()
+        assert without.factor.max() > of_bias.factor.max()
+        assert of_bias.error_before < 0.5 * without.error_before
+        assert of_data.error_before == of_bias.error_before
+        assert of_data.errors["0.0"] < of_data.error_before
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
@@ -506,7 +490,7 @@ def test_a_change_of_the_logits_rolls_back(monkeypatch: pytest.MonkeyPatch) -> N
         with torch.no_grad():
             model.model.layers[1].self_attn.q_norm.weight.mul_(1.001)
 
-    monkeypatch.setattr(smoothing, "scale_keys", rounded)
+    monkeypatch.setattr(proof, "scale_keys", rounded)
     with pytest.raises(RuntimeError, match="factors must leave the logits as they are, got a difference of"):
         smooth(model)
     assert_untouched(model, before)
@@ -561,20 +545,21 @@ def test_a_choice_that_is_cut_is_measured_again(monkeypatch: pytest.MonkeyPatch)
     def cut(model: Any, layouts: Any, exponents: dict[int, Tensor], *args: Any) -> dict[int, Tensor]:
         return {0: exponents[0].clamp(-1, 1), 1: 0 * exponents[1]}
 
-    monkeypatch.setattr(smoothing, "_settled_exponents", cut)
+    monkeypatch.setattr(smoothing, "settled_exponents", cut)
     model = with_outliers()
     result = smooth(model)
     first, second = result.layers
     assert first.is_limited and second.is_limited
     assert first.factor.max() == 2 and second.factor.max() == 1 and second.choice == "0.0"
     assert min(first.errors.values()) < first.error_after < first.error_before
-    assert second.error_after == second.error_before
+    assert second.error_after == second.errors["0.0"] < second.error_before
     again = smooth(model_without_mark(model), candidates=(0.0,))
     assert again.layers[0].error_before == pytest.approx(first.error_after, rel=1e-3)
+    assert again.layers[0].error_after == again.layers[0].error_before, "its centres are those of the same text"
 
-    monkeypatch.setattr(smoothing, "_settled_exponents", lambda *args: {index: 0 * x for index, x in args[2].items()})
+    monkeypatch.setattr(smoothing, "settled_exponents", lambda *args: {index: 0 * x for index, x in args[2].items()})
     model = with_outliers()
-    with pytest.raises(NotImplementedError, match=r"got float16, in which every .* Load it in float32\."):
+    with pytest.raises(NotImplementedError, match=r"got float16, in which every .* Load it in float32, or use"):
         smooth(model)
     assert_untouched(model, weights)
 
@@ -599,14 +584,14 @@ def test_exponents_shrink_until_attention_stays_the_same_in_float16() -> None:
     assert torch.equal(exact_exponents(model, layouts[0], exponents[0]), exponents[0])
     before = snapshot(model)
     ids = torch.arange(3, 40)[None]
-    settled = smoothing._settled_exponents(model, layouts, exponents, ids, "test")
+    settled = proof.settled_exponents(model, layouts, exponents, ids, "test")
     assert_weights(model, before)
     assert 0 < settled[0].max() < 12
     assert not settled[1].any()
     # float32 has room, so a change there is an error: here, of half a pair.
     exponents[0][0, 1] = 0
     with pytest.raises(RuntimeError, match="factors must leave attention as it is, got another output in layer 0"):
-        smoothing._settled_exponents(build("llama"), layouts, exponents, ids, "test")
+        proof.settled_exponents(build("llama"), layouts, exponents, ids, "test")
 
 
 # --- files, marks and undoing -----------------------------------------------------------------------------------------
@@ -631,7 +616,8 @@ def test_a_smoothed_checkpoint_is_plain_and_can_be_undone(name: str, tmp_path: P
     assert torch.equal(logits(loaded), before)
     for saved, read in zip(result.layers, noted.layers, strict=True):
         assert torch.equal(saved.factor, read.factor)
-        assert dataclasses.replace(saved, factor=read.factor) == read
+        assert saved.center is not None and read.center is not None and torch.equal(saved.center, read.center)
+        assert dataclasses.replace(saved, factor=read.factor, center=read.center) == read
     assert noted.report() == result.report()
     unsmooth(loaded)
     assert_untouched(loaded, weights)
@@ -691,12 +677,27 @@ def rewritten(path: Path, target: Path, change: Callable[[dict[str, Tensor], dic
     facts["metadata"] = metadata
     change(tensors, facts)
     metadata = facts.pop("metadata")
-    save_file(tensors, target, metadata={**metadata, "facts": json.dumps(facts)})
+    text = json.dumps(facts)
+    metadata = {**metadata, "facts": text, "sha256": smoothing_file._hash(text, tensors)}
+    save_file(tensors, target, metadata=metadata)
     return target
 
 
 def _narrow(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    tensors["layers.0.factor"] = tensors["layers.0.factor"][:, : D // 2].contiguous()
+    for name in ("factor", "center"):
+        tensors[f"layers.0.{name}"] = tensors[f"layers.0.{name}"][:, : D // 2].contiguous()
+
+
+def _wide_center(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    tensors["layers.0.center"] = torch.zeros(2, 2 * D)
+
+
+def _nan_center(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    tensors["layers.1.center"][0, 0] = torch.nan
+
+
+def _elsewhere(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    facts["layers"][0]["placement"] = "attic"
 
 
 def _untie(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -704,7 +705,8 @@ def _untie(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
 
 
 def _another_layer(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    tensors["layers.7.factor"] = tensors.pop("layers.0.factor")
+    for name in ("factor", "center"):
+        tensors[f"layers.7.{name}"] = tensors.pop(f"layers.0.{name}")
     facts["layers"][0]["layer_idx"] = 7
 
 
@@ -743,6 +745,9 @@ def _unknown(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
+        (_wide_center, r"which is damaged \(the centre of layer 0 has no meaning\)"),
+        (_nan_center, r"which is damaged \(the centre of layer 1 has no meaning\)"),
+        (_elsewhere, r"which is damaged \(factors of layer 0 are in 'attic'\)"),
         (_narrow, r"whose layer 0 has \[2, 32\] factors instead of \[2, 64\]\. Use the file that"),
         (_untie, "whose layer 0 has unequal factors on channels that mix"),
         (_another_layer, r"whose layer 7 \(model.layers.0.self_attn\) the model does not have"),
@@ -801,9 +806,10 @@ def test_a_checkpoint_is_known_again_in_a_wider_dtype(tmp_path: Path) -> None:
 def test_the_report_has_a_line_for_each_layer() -> None:
     result = smooth(with_outliers("gemma3_text"))
     lines = result.report().splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert lines[2].endswith("left out: its cache (sliding_attention) is not quantised")
-    assert lines[3] == (
+    assert lines[3] == "Factors are folded into the weights in layers 1."
+    assert lines[4] == (
         "1 of 1 layers smoothed; errors of attention outputs with keys as int4-head-asymmetric, over 600 tokens."
     )
     assert list(result.factors()) == [1]
@@ -1042,10 +1048,3 @@ def test_the_layout_is_of_the_layer_that_it_names() -> None:
         assert found.key.name == f"{found.name}.k_proj" and found.query.name == f"{found.name}.q_proj"
         assert torch.equal(found.key.index, torch.arange(2 * D).view(2, D))
         assert torch.equal(found.query.index, torch.arange(4 * D).view(4, D))
-
-
-def test_an_unquantised_format_costs_nothing() -> None:
-    key = torch.randn(1, 2, 5, D)
-    through = calibration.through_format(key, KVFormat("none"), torch.full((2, 1, D), 2.0), None)
-    assert torch.equal(through, key)
-    assert layout.NUM_LOUD <= layout.NUM_SAMPLES

@@ -1,16 +1,16 @@
 """Statistics of a model's keys and queries on calibration text, and what each choice of factors would cost.
 
 Both come from running the model over windows of text, one forward at a time, and nothing of a forward is kept. The cost
-of a choice is the error of the layer's attention output when keys go through the real storage format
-(`reference.quantize`), relative to the output over unquantised keys; reconstruction errors of keys would mislead, since
-queries weigh channels. Padding enters neither. Which choices there are is decided in `smoothing.py`.
+of a choice is the error of the layer's attention output when keys go through the whole transform of a cache and the
+real storage format (`reference.py`), relative to the output over unquantised keys; reconstruction errors of keys would
+mislead, since queries weigh channels. Padding enters neither. Which choices there are is decided in `search.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import reference
 from ..formats import KVFormat
+from .key_transform import KeyTransform
 from .observation import Observation, forward, observed
 
 MIN_TOKENS = 512  # of calibration text: fewer say little about the largest key of a channel
@@ -59,19 +60,6 @@ class KeyStatistics:
         return (self.mean_square - 2 * c * self.mean + c.square()).clamp(min=0)
 
 
-class StoredBasis(Protocol):
-    """What keys go through behind the smoothing. Tensors are `[batch, num_kv_heads, tokens, head_dim]` float32."""
-
-    def transform_key(self, key: Tensor) -> Tensor:
-        """Keys as they are stored."""
-
-    def undo(self, key: Tensor) -> Tensor:
-        """Stored keys as they were before."""
-
-
-# Makes what keys will go through behind the smoothing, from the layer's statistics and the factor
-# (`[num_kv_heads, head_dim]` float32) that they are divided by. Statistics are those of keys before that division.
-TransformFactory = Callable[[KeyStatistics, Tensor], StoredBasis]
 Windows = Sequence[tuple[Tensor, Tensor]]
 
 
@@ -172,7 +160,8 @@ def run_windows(
 
         with observed(model, observe):
             # A mask that hides nothing is left out: attention is faster without.
-            forward(model, ids, **({} if mask.all() else {"attention_mask": mask}))
+            kwargs: dict[str, Any] = {} if mask.all() else {"attention_mask": mask}
+            forward(model, ids, **kwargs)
         advance(int(mask.sum()))
 
 
@@ -221,38 +210,35 @@ def output_errors(
     model: PreTrainedModel,
     windows: Windows,
     formats: Mapping[int, KVFormat],
-    factors: Mapping[int, Sequence[Tensor]],
-    transforms: Mapping[int, Sequence[StoredBasis | None]],
+    transforms: Mapping[int, Sequence[KeyTransform]],
     advance: Callable[[int], Any] = lambda tokens: None,
 ) -> dict[int, list[float]]:
-    """The relative error of each layer's attention output under each choice of factors, keys alone quantised.
+    """The relative error of each layer's attention output under each choice of transform, keys alone quantised.
 
     Args:
-        model: Not smoothed.
+        model: Without factors in its weights.
         windows: As `read_windows` returns them.
         formats: Of each layer's keys.
-        factors: Per layer, choices of `[num_kv_heads, head_dim]` that keys would be divided by.
-        transforms: Per layer and choice, what keys would go through then; `None` for nothing.
+        transforms: Per layer, choices of what a cache would do to keys before it quantises them.
         advance: As for `run_windows`.
 
     Returns:
         Per layer and choice: the root of the squared error over the squared output, both summed over all tokens.
     """
-    errors = {index: [0.0] * len(choices) for index, choices in factors.items()}
-    sizes = dict.fromkeys(factors, 0.0)
+    errors = {index: [0.0] * len(choices) for index, choices in transforms.items()}
+    sizes = dict.fromkeys(transforms, 0.0)
 
     def look(observation: Observation, is_real: Tensor) -> None:
         index = observation.layer_idx
-        if index not in factors:
+        if index not in transforms:
             return
         query, key, value = (x.float() for x in (observation.query, observation.key, observation.value))
         exact = observation.attend(query, key, value)[is_real]
         sizes[index] += float(exact.double().square().sum())
         key = key * is_real[:, None, :, None]  # padding must not widen a scale that several tokens share
-        for number, (factor, transform) in enumerate(zip(factors[index], transforms[index], strict=True)):
-            stored = through_format(key, formats[index], factor.to(key)[:, None], transform)
-            out = observation.attend(query, stored, value)[is_real]
-            errors[index][number] += float((out - exact).double().square().sum())
+        for number, transform in enumerate(transforms[index]):
+            out = observation.attend(query, through_cache(key, formats[index], transform.to(key.device)), value)
+            errors[index][number] += float((out[is_real] - exact).double().square().sum())
 
     run_windows(model, windows, look, advance)
     return {
@@ -261,20 +247,13 @@ def output_errors(
     }
 
 
-def through_format(key: Tensor, kv_format: KVFormat, factor: Tensor, transform: StoredBasis | None) -> Tensor:
-    """Keys as attention would see them: smoothed, transformed, quantised, and all of it backwards.
+def through_cache(key: Tensor, kv_format: KVFormat, transform: KeyTransform) -> Tensor:
+    """Keys as attention over a cache sees them: transformed, quantised, and both of it backwards.
 
     Args:
         key: `[batch, num_kv_heads, tokens, head_dim]` float32.
-        kv_format: In which they are stored.
-        factor: `[num_kv_heads, 1, head_dim]`.
-        transform: Behind the smoothing; `None` for nothing.
+        kv_format: In which they are stored; a quantised one.
+        transform: Before that.
     """
-    stored = key / factor
-    if transform is not None:
-        stored = transform.transform_key(stored)
-    if kv_format.is_quantized:
-        stored = reference.dequantize(reference.quantize(stored, kv_format), kv_format, stored.dtype)
-    if transform is not None:
-        stored = transform.undo(stored)
-    return stored * factor
+    stored = reference.quantize(reference.transform_key(key, transform), kv_format)
+    return reference.undo_key_transform(reference.dequantize(stored, kv_format), transform)

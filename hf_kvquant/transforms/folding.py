@@ -80,16 +80,21 @@ def parameters_of(layouts: Iterable[LayerLayout], model: PreTrainedModel) -> lis
 
 
 def hash_of(model: PreTrainedModel, names: Iterable[str]) -> str:
-    """SHA-256 of parameters as float32 numbers, so that a checkpoint has one hash in whatever wider dtype it is loaded.
+    """SHA-256 of parameters and buffers, floating ones as float32 numbers.
+
+    So a checkpoint has one hash in whatever wider dtype it is loaded. Of what is offloaded, name and shape count alone.
 
     Raises:
         AttributeError: A name is not one of the model's.
     """
     digest = hashlib.sha256()
     for name in names:
-        parameter = model.get_parameter(name).detach()
-        digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
-        digest.update(parameter.float().cpu().contiguous().view(torch.uint8).numpy().data)
+        owner, _, last = name.rpartition(".")
+        tensor = getattr(model.get_submodule(owner), last).detach()
+        digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
+        if not tensor.is_meta:
+            numbers = tensor.float() if tensor.is_floating_point() else tensor
+            digest.update(numbers.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -132,7 +132,8 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
         TypeError: `model` is no model of transformers.
         NotImplementedError: It keeps no keys, its attention cannot be seen, or its weights cannot be edited in place.
     """
-    _check_model(model, where)
+    check_decoder(model, where)
+    _check_own_keys(model, where)
     names = {module: name for name, module in model.named_modules()}
     modules = _attention_modules(model, where)
     layer_types, _ = layers_of(_text_config(model))
@@ -166,7 +167,13 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
     return layouts, dict(sorted(left_out.items()))
 
 
-def _check_model(model: PreTrainedModel, where: str) -> None:
+def check_decoder(model: PreTrainedModel, where: str) -> None:
+    """Refuse what keeps no keys that could be quantised.
+
+    Raises:
+        TypeError: `model` is no model of transformers.
+        NotImplementedError: It is no decoder, or keeps something else.
+    """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"{where}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
@@ -179,15 +186,20 @@ def _check_model(model: PreTrainedModel, where: str) -> None:
         )
     text_config = _text_config(model)
     check_model(text_config, layers_of(text_config)[0], KVQuantConfig.from_preset("none"))
+
+
+def _check_own_keys(model: PreTrainedModel, where: str) -> None:
+    """Refuse weights that are not here, and layers without keys of their own."""
     offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if offloaded:
         raise NotImplementedError(
             f"{where}: `model` must be in memory, got {len(offloaded)} offloaded weights, such as {offloaded[0]}. "
             "Load it without a device_map that offloads, for example on the CPU."
         )
-    if getattr(text_config, "num_kv_shared_layers", 0):
+    num_shared = getattr(_text_config(model), "num_kv_shared_layers", 0)
+    if num_shared:
         raise NotImplementedError(
-            f"{where}: `model` must have keys of its own in every layer, got {text_config.num_kv_shared_layers} layers "
+            f"{where}: `model` must have keys of its own in every layer, got {num_shared} layers "
             f"of {type(model).__name__} that attend to those of others. Leave it as it is."
         )
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -85,12 +85,13 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
         del ALL_ATTENTION_FUNCTIONS[NAME], AttentionMaskInterface._global_mapping[NAME]
 
 
-def forward(model: PreTrainedModel, input_ids: Tensor, **kwargs: Tensor) -> Tensor:
-    """Logits of a forward without a cache.
+def forward(model: PreTrainedModel, input_ids: Tensor, *, cache: Cache | None = None, **kwargs: Tensor) -> Tensor:
+    """Logits of a forward.
 
     Args:
         model: As it is.
         input_ids: `[batch, tokens]` int64, on any device.
+        cache: That is filled; `None` for a forward without one.
         **kwargs: `attention_mask` or `position_ids`, shaped like `input_ids`. Positions follow the mask, as they do in
             `generate`; models that take no positions get none.
 
@@ -102,10 +103,14 @@ def forward(model: PreTrainedModel, input_ids: Tensor, **kwargs: Tensor) -> Tens
         kwargs.setdefault("position_ids", (mask.cumsum(1) - 1).clamp(min=0))
     if "position_ids" not in inspect.signature(model.forward).parameters:
         kwargs.pop("position_ids", None)
-    placed = {name: value.to(model.device) for name, value in kwargs.items()}
+    # Offloaded weights are on no device; the hooks that fetch them move inputs along.
+    device = torch.device("cpu") if model.device.type == "meta" else model.device
+    placed = {name: value.to(device) for name, value in kwargs.items()}
     # Compiled code would not see hooks, and it is for other shapes.
     with torch.compiler.set_stance("force_eager"):
-        logits: Tensor = model(input_ids=input_ids.to(model.device), use_cache=False, **placed).logits
+        logits: Tensor = model(
+            input_ids=input_ids.to(device), past_key_values=cache, use_cache=cache is not None, **placed
+        ).logits
     return logits
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..formats import KVFormat
-from .calibration import KeyStatistics, StoredBasis, TransformFactory, Windows, output_errors
-from .layout import LayerLayout
+from .calibration import KeyStatistics, Windows, output_errors
+from .key_transform import KeyTransform
 
 Candidate = float | Literal["energy"]
 CANDIDATES: tuple[Candidate, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, "energy")
@@ -38,9 +38,21 @@ def checked_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(dict.fromkeys([0.0, *(choice if choice == "energy" else float(choice) for choice in candidates)]))
 
 
-def exponents_of(statistics: KeyStatistics, layout: LayerLayout, choice: Candidate, center: Tensor | None) -> Tensor:
-    """Logarithms to base 2 of one choice's factors: `[num_kv_heads, head_dim]` int64, equal where channels are tied."""
-    ties = layout.ties.flatten()
+def exponents_of(statistics: KeyStatistics, ties: Tensor, choice: Candidate, center: Tensor | None) -> Tensor:
+    """Logarithms to base 2 of one choice's factors.
+
+    Args:
+        statistics: Of the layer.
+        ties: `[num_kv_heads, head_dim]` int64: channels with the same number get the same factor.
+        choice: An alpha, or `"energy"`.
+        center: What is subtracted from keys before they are divided; `None` for nothing.
+
+    Returns:
+        `[num_kv_heads, head_dim]` int64.
+    """
+    head_dim = ties.shape[1]
+    cluster = (ties // head_dim).amin(1)
+    ties = ties.flatten()
 
     def over_ties(values: Tensor, how: Literal["amax", "sum"]) -> Tensor:
         start = torch.zeros(ties.numel(), dtype=torch.float64)
@@ -56,7 +68,6 @@ def exponents_of(statistics: KeyStatistics, layout: LayerLayout, choice: Candida
     is_dead = ~logs.isfinite()
     logs = logs.masked_fill(is_dead, 0.0)
     # A factor common to a head changes nothing. Heads that share channels with others share it with them.
-    cluster = (layout.ties // layout.ties.shape[1]).amin(1)
     for number in cluster.unique():
         inside = (cluster == number)[:, None] & ~is_dead
         logs[inside] -= logs[inside].mean()
@@ -68,28 +79,20 @@ def errors_of(
     windows: Windows,
     *,
     formats: Mapping[int, KVFormat],
-    exponents: Mapping[int, Sequence[Tensor]],
-    statistics: Mapping[int, KeyStatistics],
-    transform: TransformFactory | None,
+    transforms: Mapping[int, Sequence[KeyTransform]],
     advance: Callable[[int], Any] = lambda tokens: None,
 ) -> dict[int, list[float]]:
-    """The error of each layer under each choice of exponents; equal choices are measured once."""
-    factors: dict[int, list[Tensor]] = {}
+    """The error of each layer under each choice of transform; equal choices are measured once."""
+    distinct: dict[int, list[KeyTransform]] = {}
     numbers: dict[int, list[int]] = {}
-    for index, choices in exponents.items():
-        distinct: list[Tensor] = []
-        numbers[index] = []
+    for index, choices in transforms.items():
+        distinct[index], numbers[index] = [], []
         for choice in choices:
-            same = [number for number, other in enumerate(distinct) if torch.equal(choice, other)]
-            numbers[index].append(same[0] if same else len(distinct))
+            same = [number for number, other in enumerate(distinct[index]) if choice.equals(other)]
+            numbers[index].append(same[0] if same else len(distinct[index]))
             if not same:
-                distinct.append(choice)
-        factors[index] = [torch.exp2(choice.float()) for choice in distinct]
-    transforms: dict[int, list[StoredBasis | None]] = {
-        index: [None if transform is None else transform(statistics[index], factor) for factor in choices]
-        for index, choices in factors.items()
-    }
-    measured = output_errors(model, windows, formats, factors, transforms, advance)
+                distinct[index].append(choice)
+    measured = output_errors(model, windows, formats, distinct, advance)
     return {index: [measured[index][number] for number in order] for index, order in numbers.items()}
 
 

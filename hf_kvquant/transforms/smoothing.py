@@ -1,11 +1,14 @@
-"""SmoothAttention: outlier channels of keys made small, and the queries that meet them larger, in the model's weights.
+"""Calibration: centres and smoothing factors of keys from text, put where they act, and taken away again.
 
 Keys are divided and queries multiplied by a factor per key-value head and channel, so that attention stays what it was
-while keys become easier to quantise. Factors are `max|key|^alpha` over calibration text, or those that balance the
-energies of keys and queries; alpha is searched per layer on the error of the attention output under the real storage
-format, 0 (leave the layer alone) included. They are rounded to powers of two, which leaves every bit of the logits as
-it was; a forward before and after proves it, or everything is rolled back. Where factors go is found in `layout.py`,
-how they are folded is `folding.py`'s, which there are is `search.py`'s; results are kept in `smoothing_file.py`.
+while keys become easier to quantise; before that a centre is subtracted, which attention adds back. Centres are mean
+keys over calibration text. Factors are `max|key|^alpha`, or those that balance the energies of keys and queries; alpha
+is searched per layer on the error of the attention output behind everything that a cache will do to keys, 0 (leave the
+layer alone) included. They are rounded to powers of two, which leaves every bit of the logits as it was when they are
+folded into the weights; `proof.py` makes sure, or everything is rolled back. Where weights cannot be edited, caches
+apply them (`of_model.py`), as they do centres in any case. Which layers there are is found in `layout.py` and
+`online.py`, how weights are scaled is `folding.py`'s, which factors there are is `search.py`'s; results are kept in
+`smoothing_file.py`.
 
 Source: SmoothAttention, QServe (arXiv 2405.04532), section 4.2.
 """
@@ -15,9 +18,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from rich.console import Console
@@ -25,22 +29,50 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .._errors import did_you_mean
 from ..config import KVQuantConfig
-from .calibration import KeyStatistics, TransformFactory, Windows, collect, read_windows
+from ..formats import KVFormat
+from .calibration import Windows, collect, read_windows
 from .folding import exact_exponents, gains_plus_one, hash_of, parameters_of, scale_keys
+from .key_transform import KeyTransform
 from .layout import LayerLayout, find_layouts
-from .observation import Observation, forward, observed
+from .of_model import ModelTransforms, key_transforms, set_centers, set_smoothing, transforms_of
+from .online import find_keys, tensors_of
+from .proof import check_ids, fold, scale_back, settled_exponents
 from .search import CANDIDATES, Candidate, checked_candidates, errors_of, exponents_of, pick
-from .smoothing_file import LayerSmoothing, SmoothingResult
+from .smoothing_file import LayerSmoothing, Placement, SmoothingResult
+
+logger = logging.getLogger(__name__)
 
 CONFIG_KEY = "hf_kvquant_smoothing"  # in the model's config, so that a saved checkpoint says that it is smoothed
 
 _STATE = "_hf_kvquant_smoothing"
-# The automatic check runs the model on the ends of so many windows. In float16 a rounding shows only now and then.
-CHECK_WINDOWS, CHECK_TOKENS, CHECK_TOKENS_FLOAT16 = 4, 64, 1024
+
+Mode = Literal["fold", "online", "auto"]
+Measure = Callable[..., dict[int, list[float]]]  # `errors_of`, but for `transforms` and `advance`
 
 
-Measure = Callable[..., dict[int, list[float]]]  # `errors_of`, but for `exponents` and `advance`
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """A layer to calibrate.
+
+    Attributes:
+        name: Of its attention module.
+        ties: `[num_kv_heads, head_dim]` int64: channels with the same number have to share a factor.
+        key_format: Of its keys.
+        before: What caches do to its keys as the model is.
+        placement: Where its factors are to be.
+        has_center: Whether its centre is to be calibrated.
+        layout: Where its keys come from, if factors are to be folded.
+    """
+
+    name: str
+    ties: Tensor
+    key_format: KVFormat
+    before: KeyTransform
+    placement: Placement
+    has_center: bool
+    layout: LayerLayout | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,17 +81,26 @@ class _Choice:
 
     number: int  # of the candidate
     exponents: Tensor  # [num_kv_heads, head_dim] int64
+    transform: KeyTransform  # what its keys will go through, but for factors
     errors: Sequence[float]  # of all candidates
+    error_before: float  # of the layer as it was
     error: float  # of these exponents
     is_limited: bool  # whether exponents were cut for lack of room
 
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """What smoothing left on a model."""
+    """What calibration left on a model.
+
+    Attributes:
+        result: What was found.
+        layouts: Of the layers whose weights are scaled.
+        before: What was given to the model before, in units of keys without factors.
+    """
 
     result: SmoothingResult
     layouts: Mapping[int, LayerLayout]
+    before: ModelTransforms
 
 
 def smooth_attention(
@@ -68,39 +109,45 @@ def smooth_attention(
     texts: Iterable[str],
     preset_or_config: str | KVQuantConfig | Mapping[str, Any] = "int4",
     *,
+    mode: Mode = "fold",
+    centers: bool = True,
+    factors: bool = True,
     candidates: Sequence[Candidate] = CANDIDATES,
     num_tokens: int = 16384,
     window: int = 2048,
     batch_size: int = 1,
-    transform: TransformFactory | None = None,
-    center: Callable[[KeyStatistics], Tensor | None] | None = None,
     progress: bool = True,
 ) -> SmoothingResult:
-    """Fold smoothing factors into a model's weights. Its logits stay the same to the bit.
+    """Calibrate what a config's transforms ask for: the centres of keys, and smoothing factors.
+
+    Factors are folded into the weights, after which logits are the same to the bit. Centres are kept on the model, for
+    the caches that it makes from now on, and in the result.
 
     Args:
-        model: A decoder-only model with plain weights in memory. Written in place; marked as smoothed, in its config
-            too, so that `save_pretrained` writes a plain checkpoint that is not smoothed twice.
+        model: A decoder-only model. Its weights are written in place where factors are folded, and its config marked,
+            so that `save_pretrained` writes a plain checkpoint that is not smoothed twice.
         tokenizer: The model's.
         texts: Text like that which the model will read; 16,000 tokens are plenty.
-        preset_or_config: How the cache will be kept: a preset's name, a dictionary or a `KVQuantConfig`.
+        preset_or_config: How the cache will be kept: a preset's name, a dictionary or a `KVQuantConfig`. Layers whose
+            transforms name no `"center"` or no `"smooth"` get none.
+        mode: Where factors go. `"fold"`: into the weights, which have to be plain numbers in memory. `"online"`: to the
+            caches, which divide keys and multiply queries as they come; no weight changes, and RoPE ties no channels.
+            `"auto"`: into the weights where that is possible, else to the caches, with a warning in the log.
+        centers: Whether to calibrate centres; without, those that the model has serve (of its biases, or given).
+        factors: Whether to calibrate factors.
         candidates: What to try in each layer: exponents alpha of `max|key|^alpha`, and `"energy"`. 0 is always tried.
         num_tokens: Tokens of the texts to use at most, spread over all of them.
         window: Tokens of a forward, fewer where the model's context is shorter. Not less than what the model will read,
             if that is known: keys of slow RoPE pairs drift with the position, so short windows make them look constant.
         batch_size: Windows of a forward.
-        transform: Makes the transform that keys will go through behind the smoothing, from a layer's statistics and a
-            factor that they are divided by; `None` for nothing. The search then sees keys as they will be stored.
-        center: The constant (`[num_kv_heads, head_dim]`) that this transform will subtract, before smoothing, from a
-            layer's statistics; factors follow what is left of keys.
         progress: Whether to show a progress bar on stderr, where that is a terminal.
 
     Returns:
-        Factors, choices and errors of every layer. `unsmooth(model)` undoes all of it.
+        Centres, factors, choices and errors of every layer. `unsmooth(model)` undoes all of it.
 
     Raises:
         TypeError, ValueError: An argument has no meaning, the model is smoothed already, or the texts do not suffice.
-        NotImplementedError: The model's keys cannot be scaled through its weights; the message says why.
+        NotImplementedError: The model's keys cannot be calibrated, or not through its weights; the message says why.
         RuntimeError: The logits would change. In every case the model is as it was.
 
     Example:
@@ -112,78 +159,38 @@ def smooth_attention(
     where = "smooth_attention"
     config = KVQuantConfig.resolve(preset_or_config)
     choices = checked_candidates(candidates)
+    if mode not in get_args(Mode):
+        raise ValueError(
+            f"{where}: `mode` must be one of {list(get_args(Mode))}, got {mode!r}.{did_you_mean(mode, get_args(Mode))}"
+        )
+    if not centers and not factors:
+        raise ValueError(f"{where}: `centers` or `factors` must be True, got neither. There is nothing else to find.")
     if isinstance(model, PreTrainedModel):
         _refuse_smoothed(model, where)
-    layouts, left_out = find_layouts(model, where=where)
-    for index in list(layouts):
-        if not config.formats(index).key.is_quantized:
-            del layouts[index]
-            left_out[index] = "its keys are not quantised"
-    if not layouts:
-        reasons = "; ".join(f"layer {index}: {reason}" for index, reason in list(left_out.items())[:3])
-        raise NotImplementedError(
-            f"{where}: `model` must have a layer whose keys can be scaled, got {type(model).__name__} with none "
-            f"({reasons}). Leave it as it is."
-        )
+    targets, left_out = _targets(model, config, mode, has_centers=centers, has_factors=factors, where=where)
     windows = read_windows(
         model, tokenizer, texts, num_tokens=num_tokens, window=window, batch_size=batch_size, where=where
     )
-    formats = {index: config.formats(index).key for index in layouts}
-    num_tokens_used = sum(int(mask.sum()) for _, mask in windows)
-    with _progress(progress, 2 * num_tokens_used) as advance:
-        statistics = collect(model, windows, layouts, advance)
-        bad = [index for index, seen in statistics.items() if not seen.mean_square.isfinite().all()]
-        if bad:
-            raise ValueError(
-                f"{where}: `model` must have finite keys on the texts, got infinities or NaN in layer {bad[0]}. "
-                "Check the checkpoint, or load it in bfloat16 or float32."
-            )
-        wanted = {
-            index: [
-                exponents_of(seen, layouts[index], choice, None if center is None else center(seen))
-                for choice in choices
-            ]
-            for index, seen in statistics.items()
-        }
-        measure = functools.partial(
-            errors_of, model, windows, formats=formats, statistics=statistics, transform=transform
-        )
-        chosen = _choose(model, layouts, wanted, measure, advance)
-    check_ids = _check_ids(windows, model.dtype)
-    chosen = _settle(model, layouts, chosen, measure, check_ids, where)
-    result = SmoothingResult(
-        layers=tuple(
-            LayerSmoothing(
-                layer_idx=index,
-                name=layouts[index].name,
-                choice=str(choices[choice.number]) if choice.exponents.any() else "0.0",
-                factor=torch.exp2(choice.exponents.float()),
-                errors={str(name): error for name, error in zip(choices, choice.errors, strict=True)},
-                error_before=choice.errors[0],
-                error_after=choice.error,
-                is_limited=choice.is_limited,
-            )
-            for index, choice in chosen.items()
-        ),
-        left_out=left_out,
-        key_formats={index: formats[index].describe() for index in layouts},
-        num_tokens=num_tokens_used,
-        parameters=tuple(parameters_of(layouts.values(), model)),
-        original_hash="",
-        folded_hash="",
-        originals=gains_plus_one(model, layouts.values()),
+    calibrate = functools.partial(
+        _calibrate, model, windows, choices=choices, left_out=left_out, progress=progress, where=where
     )
-    return _fold(model, layouts, result, check_ids, where)
+    try:
+        return calibrate(targets)
+    except (NotImplementedError, RuntimeError) as error:
+        if mode != "auto" or not any(target.layout for target in targets.values()):
+            raise
+        logger.warning("%s Factors are applied by caches instead.", error)
+    return calibrate({index: _as_online(target) for index, target in targets.items()})
 
 
 def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `smooth_attention`, bit for bit.
+    """Undo `smooth_attention`: the weights bit for bit, factors that caches apply, and centres.
 
     Args:
         model: Smoothed in this process, or loaded from a smoothed checkpoint and given to `load_smoothing`.
 
     Returns:
-        The same model.
+        The same model. Centres that it was given by hand stay: divided with the keys then, they are multiplied now.
 
     Raises:
         ValueError: The model is not smoothed, its factors are not known, or its weights have changed since.
@@ -199,20 +206,26 @@ def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
             f"unsmooth: `model` must be smoothed, got a {type(model).__name__} that is not. Call smooth_attention "
             "first."
         )
-    if hash_of(model, state.result.parameters) != state.result.folded_hash:
-        raise ValueError(
-            "unsmooth: `model` must have the weights that smoothing left, got others: they were trained, cast or "
-            "replaced since. Load the original checkpoint again."
-        )
-    _scale_back(model, state.layouts, state.result)
-    assert hash_of(model, state.result.parameters) == state.result.original_hash
+    folded = state.result.factors_in("weights")
+    if folded:
+        if hash_of(model, state.result.parameters) != state.result.folded_hash:
+            raise ValueError(
+                "unsmooth: `model` must have the weights that smoothing left, got others: they were trained, cast or "
+                "replaced since. Load the original checkpoint again."
+            )
+        scale_back(model, state.layouts, folded, state.result.originals)
+        assert hash_of(model, state.result.parameters) == state.result.original_hash
+        delattr(model.config, CONFIG_KEY)
+    # Centres that took the place of calibrated ones are gone with them.
+    given = state.before.centers if state.result.centers() else _times(transforms_of(model).centers, folded)
+    set_centers(model, given)
+    set_smoothing(model, state.before.smoothing)
     delattr(model, _STATE)
-    delattr(model.config, CONFIG_KEY)
     return model
 
 
 def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> SmoothingResult:
-    """Give a model factors that were saved: fold them, or, where the checkpoint is folded already, note them.
+    """Give a model what was saved: fold factors, or, where the checkpoint is folded already, note them; and centres.
 
     Args:
         model: The checkpoint that was smoothed, before or after.
@@ -227,71 +240,259 @@ def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> Smoo
     """
     where = "load_smoothing"
     result = SmoothingResult.load(path)
-    if isinstance(model, PreTrainedModel) and state_of(model) is not None:
+    if isinstance(model, PreTrainedModel) and (state_of(model) is not None or transforms_of(model).smoothing):
         raise ValueError(f"{where}: `model` must not have factors yet, got one that has. Call unsmooth first.")
-    layouts, _ = find_layouts(model, where=where)
-    layouts = {layer.layer_idx: layouts[layer.layer_idx] for layer in result.layers if layer.layer_idx in layouts}
+    folded = result.factors_in("weights")
+    all_layouts = find_layouts(model, where=where)[0] if folded else {}
+    layouts = {index: all_layouts[index] for index in folded if index in all_layouts}
+    keys = find_keys(model, where=where)[0] if len(folded) < len(result.layers) or result.centers() else {}
+    shapes = {index: (layout.name, *layout.ties.shape) for index, layout in layouts.items()}
+    for layer_keys in keys.values():
+        if layer_keys.layer_idx not in folded:
+            shapes[layer_keys.layer_idx] = (layer_keys.name, layer_keys.num_kv_heads, layer_keys.head_dim)
     foreign = f"{where}: `path` must hold factors of this model, got {os.fspath(path)}, whose "
     remedy = ". Use the file that was written with this checkpoint."
     for layer in result.layers:
-        layout = layouts.get(layer.layer_idx)
-        if layout is None or layout.name != layer.name:
-            raise ValueError(f"{foreign}layer {layer.layer_idx} ({layer.name}) the model does not have{remedy}")
-        if layout.key.index.shape != layer.factor.shape:
+        index = layer.layer_idx
+        name, *shape = shapes.get(index, ("", 0, 0))
+        if name != layer.name:
+            raise ValueError(f"{foreign}layer {index} ({layer.name}) the model does not have{remedy}")
+        if shape != list(layer.factor.shape):
             raise ValueError(
-                f"{foreign}layer {layer.layer_idx} has {list(layer.factor.shape)} factors instead of "
-                f"{list(layout.key.index.shape)}{remedy}"
+                f"{foreign}layer {index} has {list(layer.factor.shape)} factors instead of {shape}{remedy}"
             )
-        if not bool((layer.factor.flatten() == layer.factor.flatten()[layout.ties.flatten()]).all()):
-            raise ValueError(f"{foreign}layer {layer.layer_idx} has unequal factors on channels that mix{remedy}")
-    if tuple(parameters_of(layouts.values(), model)) != result.parameters:
+        ties = layouts[index].ties.flatten() if index in layouts else torch.arange(layer.factor.numel())
+        if not bool((layer.factor.flatten() == layer.factor.flatten()[ties]).all()):
+            raise ValueError(f"{foreign}layer {index} has unequal factors on channels that mix{remedy}")
+    names = _known_by(model, layouts, [layer.name for layer in result.layers if layer.layer_idx not in folded])
+    if names != result.parameters:
         raise ValueError(f"{foreign}factors are for other weights{remedy}")
-    found = hash_of(model, result.parameters)
-    if found == result.original_hash:
+    found = hash_of(model, names)
+    is_folded = found == result.folded_hash
+    if not is_folded:
+        if found != result.original_hash:
+            raise ValueError(f"{foreign}hashes, before and after folding, are not that of the model's weights{remedy}")
         _refuse_smoothed(model, where)
-        for layer in result.layers:
-            scale_keys(model, layouts[layer.layer_idx], layer.factor)
-        if hash_of(model, result.parameters) != result.folded_hash:
-            _scale_back(model, layouts, result)
+        for index, factor in folded.items():
+            scale_keys(model, layouts[index], factor)
+        if hash_of(model, names) != result.folded_hash:
+            scale_back(model, layouts, folded, result.originals)
             raise ValueError(f"{foreign}factors give other weights than they did when they were saved{remedy}")
-    elif found != result.folded_hash:
-        raise ValueError(f"{foreign}hashes, before and after folding, are not that of the model's weights{remedy}")
-    _mark(model, layouts, result)
+    _install(model, layouts, result, is_known=is_folded)
     return result
 
 
 def is_smoothed(model: PreTrainedModel) -> bool:
-    """Whether the weights have factors folded in, as far as the model or its config knows."""
+    """Whether a calibration acts on the model, or its weights have factors folded in, as far as its config knows."""
     return state_of(model) is not None or getattr(model.config, CONFIG_KEY, None) is not None
 
 
 def state_of(model: PreTrainedModel) -> _State | None:
-    """What smoothing left on a model: the result and the layouts. `None` where it is not smoothed, or not known how."""
+    """What calibration left on a model. `None` where there was none, or its result is not known."""
     state: _State | None = model.__dict__.get(_STATE)
     return state
 
 
-# --- folding, and the proof -------------------------------------------------------------------------------------------
+# --- what to calibrate ------------------------------------------------------------------------------------------------
+
+
+def _targets(
+    model: PreTrainedModel, config: KVQuantConfig, mode: Mode, *, has_centers: bool, has_factors: bool, where: str
+) -> tuple[dict[int, _Target], dict[int, str]]:
+    """The layers to calibrate, and the others with the reason.
+
+    Raises:
+        TypeError, NotImplementedError: There are none, or none that factors could be folded into.
+    """
+    layouts: dict[int, LayerLayout] = {}
+    unscalable: dict[int, str] = {}
+    is_smoothing = has_factors and any(
+        "smooth" in transforms
+        for transforms in (config.transforms, *(formats.transforms for formats in config.layers.values()))
+    )
+    if is_smoothing and mode != "online":
+        try:
+            layouts, unscalable = find_layouts(model, where=where)
+        except NotImplementedError as error:
+            if mode != "auto":
+                raise NotImplementedError(f"{error} Or use mode='online', where caches apply the factors.") from error
+            logger.warning("%s Factors are applied by caches instead.", error)
+    keys, left_out = find_keys(model, where=where)
+    left_out |= {index: reason for index, reason in unscalable.items() if index in left_out}
+    transforms = key_transforms(model, config)
+    targets: dict[int, _Target] = {}
+    has_refused = False
+    for index, found in keys.items():
+        formats = config.formats(index)
+        if not formats.key.is_quantized:
+            left_out[index] = "its keys are not quantised"
+            continue
+        has_center = has_centers and "center" in formats.transforms
+        placement: Placement = "none"
+        if has_factors and "smooth" in formats.transforms:
+            if index in layouts:
+                placement = "weights"
+            elif mode == "fold":
+                left_out[index] = unscalable[index]
+                has_refused = True
+            else:
+                placement = "caches"
+        if placement == "none" and not has_center:
+            left_out.setdefault(index, f"its transforms are {list(formats.transforms)}, which need nothing of this")
+            continue
+        targets[index] = _Target(
+            name=found.name,
+            ties=layouts[index].ties if placement == "weights" else _no_ties(found.num_kv_heads, found.head_dim),
+            key_format=formats.key,
+            before=transforms.get(index, KeyTransform()).to("cpu"),
+            placement=placement,
+            has_center=has_center,
+            layout=layouts[index] if placement == "weights" else None,
+        )
+    left_out = dict(sorted(left_out.items()))
+    # Whoever wants factors in the weights, and gets none at all, is not served by centres alone.
+    has_refused = has_refused and not any(target.layout for target in targets.values())
+    if not targets or has_refused:
+        reasons = "; ".join(f"layer {index}: {reason}" for index, reason in list(left_out.items())[:3])
+        raise NotImplementedError(
+            f"{where}: `model` must have a layer whose keys can be calibrated, got {type(model).__name__} with none "
+            f"({reasons}). Leave it as it is" + (", or use mode='online'." if has_refused else ".")
+        )
+    online = [index for index, target in targets.items() if target.placement == "caches"]
+    if mode == "auto" and online and layouts:
+        logger.warning(
+            "%s: factors cannot be folded in layers %s (%s). They are applied by caches instead.",
+            where,
+            ", ".join(map(str, online)),
+            unscalable[online[0]],
+        )
+    return targets, left_out
+
+
+def _no_ties(num_kv_heads: int, head_dim: int) -> Tensor:
+    """Ties of channels that are all free."""
+    return torch.arange(num_kv_heads * head_dim).view(num_kv_heads, head_dim)
+
+
+def _as_online(target: _Target) -> _Target:
+    """The target with its factors, if there are to be any, in caches."""
+    if target.placement != "weights":
+        return target
+    return dataclasses.replace(target, placement="caches", layout=None, ties=_no_ties(*target.ties.shape))
+
+
+# --- calibrating ------------------------------------------------------------------------------------------------------
+
+
+def _calibrate(
+    model: PreTrainedModel,
+    windows: Windows,
+    targets: Mapping[int, _Target],
+    *,
+    choices: Sequence[Candidate],
+    left_out: Mapping[int, str],
+    progress: bool,
+    where: str,
+) -> SmoothingResult:
+    """Find centres and factors of some layers, and put them where they act."""
+    formats = {index: target.key_format for index, target in targets.items()}
+    layouts = {index: target.layout for index, target in targets.items() if target.layout is not None}
+    measure = functools.partial(errors_of, model, windows, formats=formats)
+    num_tokens = sum(int(mask.sum()) for _, mask in windows)
+    with _progress(progress, 2 * num_tokens) as advance:
+        statistics = collect(model, windows, targets, advance)
+        bad = [index for index, seen in statistics.items() if not seen.mean_square.isfinite().all()]
+        if bad:
+            raise ValueError(
+                f"{where}: `model` must have finite keys on the texts, got infinities or NaN in layer {bad[0]}. "
+                "Check the checkpoint, or load it in bfloat16 or float32."
+            )
+        transforms: dict[int, KeyTransform] = {}
+        wanted: dict[int, list[Tensor]] = {}
+        for index, target in targets.items():
+            seen, transform = statistics[index], target.before
+            if target.has_center:
+                transform = dataclasses.replace(transform, center=seen.mean)
+            transforms[index] = transform
+            wanted[index] = [
+                exponents_of(seen, target.ties, choice, transform.center)
+                if target.placement != "none"
+                else torch.zeros_like(target.ties)
+                for choice in choices
+            ]
+        chosen = _choose(model, targets, transforms, wanted, measure, advance)
+    input_ids = check_ids(windows, model.dtype)
+    chosen = _settle(model, layouts, chosen, measure, input_ids, where)
+    result = SmoothingResult(
+        layers=tuple(
+            LayerSmoothing(
+                layer_idx=index,
+                name=targets[index].name,
+                placement=targets[index].placement,
+                choice=str(choices[choice.number]) if choice.exponents.any() else "0.0",
+                factor=torch.exp2(choice.exponents.float()),
+                center=choice.transform.center if targets[index].has_center else None,
+                errors={str(name): error for name, error in zip(choices, choice.errors, strict=True)},
+                error_before=choice.error_before,
+                error_after=choice.error,
+                is_limited=choice.is_limited,
+            )
+            for index, choice in chosen.items()
+        ),
+        left_out=left_out,
+        key_formats={index: key_format.describe() for index, key_format in formats.items()},
+        num_tokens=num_tokens,
+        parameters=_known_by(model, layouts, [target.name for target in targets.values() if target.layout is None]),
+        original_hash="",
+        folded_hash="",
+        originals=gains_plus_one(model, layouts.values()),
+    )
+    original_hash = hash_of(model, result.parameters)
+    if layouts:
+        fold(model, layouts, result.factors_in("weights"), result.originals, input_ids, where)
+    folded_hash = hash_of(model, result.parameters) if layouts else original_hash
+    result = dataclasses.replace(result, original_hash=original_hash, folded_hash=folded_hash)
+    _install(model, layouts, result)
+    return result
+
+
+def _with_factors(transform: KeyTransform, exponents: Tensor) -> KeyTransform:
+    """A transform with factors of these exponents."""
+    return dataclasses.replace(transform, smoothing=torch.exp2(exponents.float())) if exponents.any() else transform
 
 
 def _choose(
     model: PreTrainedModel,
-    layouts: Mapping[int, LayerLayout],
+    targets: Mapping[int, _Target],
+    transforms: Mapping[int, KeyTransform],
     wanted: Mapping[int, Sequence[Tensor]],
     measure: Measure,
     advance: Callable[[int], Any],
 ) -> dict[int, _Choice]:
-    """The best of the exponents that are wanted, as far as weights can be scaled by them exactly."""
+    """The best of the exponents that are wanted, as far as weights can be scaled by them exactly.
+
+    Nothing is chosen for a layer that would be worse off than it was.
+    """
     possible = {
-        index: [exact_exponents(model, layouts[index], exponents) for exponents in choices]
+        index: choices
+        if (layout := targets[index].layout) is None
+        else [exact_exponents(model, layout, exponents) for exponents in choices]
         for index, choices in wanted.items()
     }
-    errors = measure(exponents=possible, advance=advance)
+    tried = {
+        index: [targets[index].before, *(_with_factors(transforms[index], exponents) for exponents in choices)]
+        for index, choices in possible.items()
+    }
+    measured = measure(transforms=tried, advance=advance)
     chosen = {}
     for index, choices in possible.items():
-        number = pick(errors[index])
+        error_before, *errors = measured[index]
+        number, transform = pick(errors), transforms[index]
+        error = errors[number]
+        if error > error_before:
+            number, transform, error = 0, targets[index].before, error_before
         is_limited = not all(map(torch.equal, choices, wanted[index]))
-        chosen[index] = _Choice(number, choices[number], errors[index], errors[index][number], is_limited)
+        chosen[index] = _Choice(number, choices[number], transform, errors, error_before, error, is_limited)
     return chosen
 
 
@@ -303,174 +504,91 @@ def _settle(
     input_ids: Tensor,
     where: str,
 ) -> dict[int, _Choice]:
-    """Choices under which no layer's attention changes a bit. See `_settled_exponents`.
+    """Choices under which no layer's attention changes a bit. See `proof.settled_exponents`.
 
     Raises:
         NotImplementedError: In float16, if nothing is left of any choice.
         RuntimeError: A layer's attention changes.
     """
-    before = {index: choice.exponents for index, choice in chosen.items()}
-    after = _settled_exponents(model, layouts, before, input_ids, where)
-    changed = [index for index in chosen if not torch.equal(after[index], before[index])]
+    if not layouts:
+        return dict(chosen)
+    before = {index: chosen[index].exponents for index in layouts}
+    after = settled_exponents(model, layouts, before, input_ids, where)
+    changed = [index for index in layouts if not torch.equal(after[index], before[index])]
     cut = {index: [torch.zeros_like(after[index]), after[index]] for index in changed}
-    errors = measure(exponents=cut) if cut else {}
+    tried = {
+        index: [_with_factors(chosen[index].transform, exponents) for exponents in choices]
+        for index, choices in cut.items()
+    }
+    errors = measure(transforms=tried) if cut else {}
     settled = dict(chosen)
-    for index, exponents in cut.items():
+    for index, choices in cut.items():
         number = pick(errors[index])
         settled[index] = dataclasses.replace(
-            chosen[index], exponents=exponents[number], error=errors[index][number], is_limited=True
+            chosen[index], exponents=choices[number], error=errors[index][number], is_limited=True
         )
-    if cut and not any(choice.exponents.any() for choice in settled.values()):
+    if cut and not any(settled[index].exponents.any() for index in layouts):
         raise NotImplementedError(
             f"{where}: `model` must have room for other factors in its dtype, got float16, in which every factor worth "
-            "folding would round some key or query. Load it in float32."
+            "folding would round some key or query. Load it in float32, or use mode='online'."
         )
     return settled
 
 
-def _check_ids(windows: Windows, dtype: torch.dtype) -> Tensor:
-    """Text for the check: the ends of a few windows, `[windows, tokens]` int64."""
-    rows = [(ids[row], mask[row]) for ids, mask in windows for row in range(len(ids))]
-    longest = sorted(rows, key=lambda row: -int(row[1].sum()))[:CHECK_WINDOWS]
-    limit = CHECK_TOKENS_FLOAT16 if dtype == torch.float16 else CHECK_TOKENS
-    tokens = min(limit, *(int(mask.sum()) for _, mask in longest))
-    return torch.stack([ids[-tokens:] for ids, _ in longest])
+# --- what is left on a model ------------------------------------------------------------------------------------------
 
 
-def _settled_exponents(
-    model: PreTrainedModel,
-    layouts: Mapping[int, LayerLayout],
-    exponents: Mapping[int, Tensor],
-    input_ids: Tensor,
-    where: str,
-) -> dict[int, Tensor]:
-    """Exponents under which no layer's attention changes a bit. The model is scaled meanwhile, and scaled back.
+def _known_by(model: PreTrainedModel, layouts: Mapping[int, LayerLayout], names: Iterable[str]) -> tuple[str, ...]:
+    """The weights by which a model is known: those that are scaled, and those of other attention modules."""
+    return (*parameters_of(layouts.values(), model), *tensors_of(names, model))
 
-    float16 has few exponents: a key or query that becomes subnormal loses bits, on the way through RoPE even more. So
-    there, exponents of a layer that changes are cut until it does not. In other dtypes a change is an error.
 
-    Raises:
-        RuntimeError: A layer's attention changes.
+def _install(
+    model: PreTrainedModel, layouts: Mapping[int, LayerLayout], result: SmoothingResult, *, is_known: bool = False
+) -> None:
+    """Put on a model what its caches need, beside weights that are folded.
+
+    Args:
+        model: Its weights are folded.
+        layouts: Of the layers that are.
+        result: What was calibrated.
+        is_known: Whether the weights were folded before, so that centres it was given are divided already.
     """
-    settled = dict(exponents)
-    outputs: dict[int, Tensor] = {}
-
-    def record(observation: Observation) -> Tensor:
-        out = observation.attend(observation.query, observation.key, observation.value)
-        outputs[observation.layer_idx] = out
-        return out
-
-    with observed(model, record):
-        forward(model, input_ids)
-    changed: set[int] = set()
-
-    def compare(observation: Observation) -> Tensor:
-        before = outputs[observation.layer_idx]
-        out = observation.attend(observation.query, observation.key, observation.value)
-        if not torch.equal(out, before):
-            changed.add(observation.layer_idx)
-        return before  # so that later layers are judged by themselves
-
-    originals = gains_plus_one(model, layouts.values())
-    while True:
-        changed.clear()
-        with _scaled(model, layouts, settled, originals), observed(model, compare):
-            forward(model, input_ids)
-        if not changed:
-            return settled
-        if model.dtype != torch.float16 or not changed <= {index for index, x in settled.items() if x.any()}:
-            raise RuntimeError(
-                f"{where}: factors must leave attention as it is, got another output in layer {min(changed)} "
-                f"({layouts[min(changed)].name if min(changed) in layouts else 'not scaled'}). The weights are as they "
-                "were. This model makes keys in a way that is not understood: leave it as it is."
-            )
-        for index in changed:
-            limit = int(settled[index].abs().max()) - 1
-            settled[index] = settled[index].clamp(-limit, limit)
+    folded, centers = result.factors_in("weights"), result.centers()
+    before = transforms_of(model)
+    if is_known:
+        before = dataclasses.replace(before, centers=_times(before.centers, folded))
+    setattr(model, _STATE, _State(result, layouts, before))
+    if folded:
+        setattr(model.config, CONFIG_KEY, {"folded_hash": result.folded_hash})
+    inverse = {index: 1 / factor for index, factor in folded.items()}
+    # Without any centres, those of the biases are looked for anew, as the biases are divided too.
+    set_centers(model, _times({**(before.centers or {}), **centers} if centers else before.centers, inverse))
+    online = {index: factor for index, factor in result.factors_in("caches").items() if (factor != 1).any()}
+    if online:
+        set_smoothing(model, online)
 
 
-@contextlib.contextmanager
-def _scaled(
-    model: PreTrainedModel,
-    layouts: Mapping[int, LayerLayout],
-    exponents: Mapping[int, Tensor],
-    originals: Mapping[str, Tensor],
-) -> Iterator[None]:
-    """The model with factors folded in, for the length of a block."""
-    factors = {index: torch.exp2(exponents[index].float()) for index in layouts}
-    try:
-        for index, layout in layouts.items():
-            scale_keys(model, layout, factors[index])
-        yield
-    finally:
-        for index, layout in layouts.items():
-            scale_keys(model, layout, 1 / factors[index])
-        _put_back(model, originals)
-
-
-def _fold(
-    model: PreTrainedModel,
-    layouts: Mapping[int, LayerLayout],
-    result: SmoothingResult,
-    input_ids: Tensor,
-    where: str,
-) -> SmoothingResult:
-    """Fold a result's factors, and roll back unless all logits stay the same to the bit.
-
-    Raises:
-        RuntimeError: They do not.
-    """
-    original_hash = hash_of(model, result.parameters)
-    before = _logits(model, input_ids)
-    for layer in result.layers:
-        scale_keys(model, layouts[layer.layer_idx], layer.factor)
-    after = _logits(model, input_ids)
-    if not torch.equal(before, after):
-        _scale_back(model, layouts, result)
-        difference = float((after.float() - before.float()).abs().max())
-        raise RuntimeError(
-            f"{where}: factors must leave the logits as they are, got a difference of {difference:.1e}. The weights "
-            "are as they were. This model makes keys in a way that is not understood: leave it as it is."
-        )
-    result = dataclasses.replace(result, original_hash=original_hash, folded_hash=hash_of(model, result.parameters))
-    _mark(model, layouts, result)
-    return result
-
-
-def _logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """Logits of the last tokens of each row, as the model computes them itself; row by row, for they are large."""
-    in_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            return torch.cat([forward(model, row[None])[:, -CHECK_TOKENS:] for row in input_ids])
-    finally:
-        for module in in_training:
-            module.training = True
-
-
-def _scale_back(model: PreTrainedModel, layouts: Mapping[int, LayerLayout], result: SmoothingResult) -> None:
-    for layer in result.layers:
-        scale_keys(model, layouts[layer.layer_idx], 1 / layer.factor)
-    _put_back(model, result.originals)
-
-
-def _put_back(model: PreTrainedModel, originals: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, original in originals.items():
-            model.get_parameter(name).copy_(original)
-
-
-def _mark(model: PreTrainedModel, layouts: Mapping[int, LayerLayout], result: SmoothingResult) -> None:
-    setattr(model, _STATE, _State(result, layouts))
-    setattr(model.config, CONFIG_KEY, {"folded_hash": result.folded_hash})
+def _times(centers: Mapping[int, Tensor] | None, factors: Mapping[int, Tensor]) -> dict[int, Tensor] | None:
+    """Centres multiplied by a layer's factors, where it has some."""
+    if centers is None:
+        return None
+    return {
+        index: center * factors[index].to(center.device) if index in factors else center
+        for index, center in centers.items()
+    }
 
 
 def _refuse_smoothed(model: PreTrainedModel, where: str) -> None:
     if is_smoothed(model):
         raise ValueError(
-            f"{where}: `model` must not be smoothed already, got one that is (its config has `{CONFIG_KEY}`). Call "
+            f"{where}: `model` must not be smoothed already, got one that is. Call "
             "unsmooth first, or load the original checkpoint; hf_kvquant.load_smoothing reads factors that were saved."
+        )
+    if transforms_of(model).smoothing:
+        raise ValueError(
+            f"{where}: `model` must not be smoothed already, got one with factors that its caches apply. Take them "
+            "away with hf_kvquant.transforms.of_model.set_smoothing(model, {}) first."
         )
 
 

@@ -1,17 +1,19 @@
-"""What smoothing found out about a model, as an object, as a table, and as a file.
+"""What calibration found out about a model, as an object, as a table, and as a file.
 
-The file is safetensors: the factors of each layer, the few weights that cannot be restored by division, and everything
-else as JSON in the metadata, with SHA-256 hashes of the weights before and after folding. Reading checks that the file
-is whole and that its parts fit each other; whether it fits a model is checked where there is one, in `smoothing.py`.
+The file is safetensors: the factors and the centre of each layer, the few weights that cannot be restored by division,
+and everything else as JSON in the metadata, with SHA-256 hashes of the weights before and after folding and of what the
+file itself holds. Reading checks that the file is whole and that its parts fit each other; whether it fits a model is
+checked where there is one, in `smoothing.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +24,9 @@ FILE_NAME = "kvquant_smoothing.safetensors"  # as `hf-kvquant calibrate` calls i
 _FORMAT = "hf_kvquant-smoothing"
 _VERSION = 1
 
+# Who applies a layer's factors: its weights, its caches, or nobody.
+Placement = Literal["weights", "caches", "none"]
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerSmoothing:
@@ -30,18 +35,24 @@ class LayerSmoothing:
     Attributes:
         layer_idx: The layer.
         name: Of its attention module.
-        choice: The candidate that was folded: an alpha, `"energy"`, or `"0.0"` where the layer is as it was.
+        placement: Where its factors are: folded into the weights (`"weights"`), applied by its caches (`"caches"`), or
+            `"none"` where there are none to be.
+        choice: The candidate that was taken: an alpha, `"energy"`, or `"0.0"` for no factors.
         factor: `[num_kv_heads, head_dim]` float32, powers of two: what keys are divided by and queries multiplied.
+        center: `[num_kv_heads, head_dim]` float32, what is subtracted from keys before, in their units without factors;
+            `None` where centres were not calibrated, or none is better.
         errors: Relative error of the layer's attention output under each candidate, keys alone quantised.
-        error_before: Of these, that of the layer as it was.
+        error_before: Of the layer as it was, before calibration.
         error_after: Of the layer as it is.
         is_limited: Whether the dtype of the weights had no room for some factors, so that smaller ones were tried.
     """
 
     layer_idx: int
     name: str
+    placement: Placement
     choice: str
     factor: Tensor
+    center: Tensor | None
     errors: Mapping[str, float]
     error_before: float
     error_after: float
@@ -53,11 +64,12 @@ class SmoothingResult:
     """What `smooth_attention` did.
 
     Attributes:
-        layers: Those whose keys are quantised and could be scaled, in order.
-        left_out: The others, with the reason.
+        layers: Those that were calibrated, in order.
+        left_out: Those without factors or without anything, with the reason.
         key_formats: Per layer, the key format for which factors were chosen.
         num_tokens: Calibration tokens.
-        parameters: Names of the weights that were scaled.
+        parameters: Names of the weights by which the model is known again: those that were scaled, and all of the
+            attention of layers whose caches do the work.
         original_hash: SHA-256 of these weights before.
         folded_hash: SHA-256 of these weights after.
         originals: Those of them that division would round, by name.
@@ -79,16 +91,28 @@ class SmoothingResult:
 
     def factors(self) -> dict[int, Tensor]:
         """The factors by layer, `[num_kv_heads, head_dim]` float32 each, those of 1 included."""
-        return {layer.layer_idx: layer.factor for layer in self.layers}
+        return {layer.layer_idx: layer.factor for layer in self.layers if layer.placement != "none"}
+
+    def factors_in(self, placement: Placement) -> dict[int, Tensor]:
+        """Of these, those that are folded into the weights, or those that caches apply."""
+        return {layer.layer_idx: layer.factor for layer in self.layers if layer.placement == placement}
+
+    def centers(self) -> dict[int, Tensor]:
+        """The calibrated centres by layer, `[num_kv_heads, head_dim]` float32 each, of keys without factors."""
+        return {layer.layer_idx: layer.center for layer in self.layers if layer.center is not None}
 
     def report(self) -> str:
         """A table for people: per layer the choice, the range of its factors, and the error before and after."""
-        lines = [f"{'layer':>5}  {'choice':>6}  {'factors':>13}  {'error before':>12}  {'after':>7}"]
+        lines = [
+            f"{'layer':>5}  {'factors in':>10}  {'choice':>6}  {'factors':>13}  {'center':>7}  {'error before':>12}  "
+            f"{'after':>7}"
+        ]
         for layer in self.layers:
             factors = f"{layer.factor.min():g} to {layer.factor.max():g}"
+            center = "-" if layer.center is None else f"{layer.center.norm(dim=1).max():.3g}"
             lines.append(
-                f"{layer.layer_idx:>5}  {layer.choice:>6}  {factors:>13}  {layer.error_before:>12.3%}  "
-                f"{layer.error_after:>7.3%}"
+                f"{layer.layer_idx:>5}  {layer.placement:>10}  {layer.choice:>6}  {factors:>13}  {center:>7}  "
+                f"{layer.error_before:>12.3%}  {layer.error_after:>7.3%}"
             )
         lines += [f"{index:>5}  left out: {reason}" for index, reason in self.left_out.items()]
         limited = [str(layer.layer_idx) for layer in self.layers if layer.is_limited]
@@ -97,11 +121,21 @@ class SmoothingResult:
                 f"The dtype had no room for all factors in layers {', '.join(limited)}. Loaded in float32 it has more."
             )
         formats = ", ".join(sorted(set(self.key_formats.values())))
+        lines.append(self.describe_placement())
         lines.append(
             f"{self.num_smoothed} of {len(self.layers)} layers smoothed; errors of attention outputs with keys as "
             f"{formats}, over {self.num_tokens:,} tokens."
         )
         return "\n".join(lines)
+
+    def describe_placement(self) -> str:
+        """A sentence for people: which layers' factors are folded, and which are applied by caches."""
+        parts = []
+        for placement, where in (("weights", "folded into the weights"), ("caches", "applied online, by caches")):
+            indices = [str(layer.layer_idx) for layer in self.layers if layer.placement == placement]
+            if indices:
+                parts.append(f"{where} in layers {', '.join(indices)}")
+        return f"Factors are {'; '.join(parts)}." if parts else "No factors were calibrated."
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that `load` reads.
@@ -110,13 +144,14 @@ class SmoothingResult:
             path: Of the file; its folder must exist. Replaced where it exists.
         """
         tensors = {f"layers.{layer.layer_idx}.factor": layer.factor.contiguous() for layer in self.layers}
+        tensors |= {f"layers.{index}.center": center.contiguous() for index, center in self.centers().items()}
         tensors |= {f"originals.{name}": original.contiguous() for name, original in self.originals.items()}
         facts = {
             "layers": [
                 {
                     field.name: getattr(layer, field.name)
                     for field in dataclasses.fields(LayerSmoothing)
-                    if field.name != "factor"
+                    if field.name not in ("factor", "center")
                 }
                 for layer in self.layers
             ],
@@ -127,7 +162,8 @@ class SmoothingResult:
             "original_hash": self.original_hash,
             "folded_hash": self.folded_hash,
         }
-        metadata = {"format": _FORMAT, "version": str(_VERSION), "facts": json.dumps(facts)}
+        text = json.dumps(facts)
+        metadata = {"format": _FORMAT, "version": str(_VERSION), "facts": text, "sha256": _hash(text, tensors)}
         save_file(tensors, os.fspath(path), metadata=metadata)
 
     @classmethod
@@ -155,8 +191,10 @@ class SmoothingResult:
                 f"{expected} of version {metadata.get('version')}, this is version {_VERSION}. Calibrate again."
             )
         try:
+            if metadata["sha256"] != _hash(metadata["facts"], tensors):
+                raise ValueError("its hash is not that of what it holds")
             return cls._from(json.loads(metadata["facts"]), tensors)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{expected}, which is damaged ({error}). Calibrate again.") from error
 
     @classmethod
@@ -167,7 +205,14 @@ class SmoothingResult:
             is_matrix = factor.dtype == torch.float32 and factor.ndim == 2
             if not is_matrix or bool((torch.frexp(factor)[0] != 0.5).any()):
                 raise ValueError(f"factors of layer {layer['layer_idx']} are no powers of two")
-            layers.append(LayerSmoothing(factor=factor, **layer))
+            center = tensors.pop(f"layers.{layer['layer_idx']}.center", None)
+            if center is not None and not (
+                center.dtype == torch.float32 and center.shape == factor.shape and bool(center.isfinite().all())
+            ):
+                raise ValueError(f"the centre of layer {layer['layer_idx']} has no meaning")
+            if layer["placement"] not in get_args(Placement):
+                raise ValueError(f"factors of layer {layer['layer_idx']} are in {layer['placement']!r}")
+            layers.append(LayerSmoothing(factor=factor, center=center, **layer))
         originals = {name.removeprefix("originals."): tensor for name, tensor in tensors.items()}
         if any(name not in facts["parameters"] for name in originals):
             raise ValueError(f"unknown tensors {sorted(originals)}")
@@ -181,3 +226,12 @@ class SmoothingResult:
             folded_hash=facts["folded_hash"],
             originals=originals,
         )
+
+
+def _hash(facts: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of what a file holds."""
+    digest = hashlib.sha256(facts.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
