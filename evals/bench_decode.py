@@ -10,8 +10,9 @@ The method: one new token per sequence. A CUDA graph holds calls on rotating buf
 four times the L2 cache, so a call finds none of its keys and values there; a time is the median over replays of the
 graph, divided by its calls. The GPU rests before each: reading alone takes an H200 to its power limit. Ours is the
 whole op, append of the new token and combine of splits included; it rewrites the newest slot in each call. Keys and
-queries are transformed as the preset says, with centres and smoothing factors, and the same without stands beside it:
-goals for the kernel are for plain keys, what transforms may take is a goal of its own. Peers do
+queries are transformed as the preset says, with centres; smoothing factors are in the weights of a model. The same
+without stands beside it, and in some cases every transform alone, factors in the cache included: goals for the kernel
+are for plain keys, what a transform may take is a goal of its own. Peers do
 attention alone. Each peer gets the best of its forms (layout, tensor cores or not, number of splits), and planning is
 left out of its time. Codes are random bytes under scales that give values of order one; the result is checked against
 `reference.py` on the first and the last sequence, and a wrong one ends the run. What other packages offer is imported,
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -37,6 +39,7 @@ from decode_cases import (
     DTYPE,
     PROMPT,
     QUICK_CASES,
+    SINGLE_CASES,
     Goal,
     Shape,
     bytes_held,
@@ -144,12 +147,14 @@ def check(
     return max(found, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
 
 
-def time_preset(shape: Shape, preset: str, replays: int) -> tuple[Timing, Timing | None, float]:
+def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replays: int) -> tuple[list[Timing], float]:
     """Times of the whole op, and its largest error relative to the largest value of the output.
 
-    Returns:
-        As the preset means it, with every transform that it allows; without transforms, `None` where it means none;
-        and the error.
+    Args:
+        shape: Of the step.
+        preset: A name of `PRESETS`.
+        wanted: Names of transforms, a time for each tuple of them.
+        replays: Of a graph.
 
     Raises:
         SystemExit: The result is not that of the reference.
@@ -162,10 +167,12 @@ def time_preset(shape: Shape, preset: str, replays: int) -> tuple[Timing, Timing
     query = torch.randn(shape.batch, shape.num_q_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
     key, value = torch.randn(2, shape.batch, shape.num_kv_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
     # Each set has its own, as layers have: a step finds neither keys nor transforms in the cache.
-    names = KVQuantConfig.from_preset(preset).transforms
-    transforms = [random_transform(names, shape.num_kv_heads, shape.head_dim, DEVICE) for _ in range(num_sets)]
+    transforms = {
+        names: [random_transform(names, shape.num_kv_heads, shape.head_dim, DEVICE) for _ in range(num_sets)]
+        for names in wanted
+    }
 
-    def run(i: int, is_transformed: bool = True) -> Tensor:
+    def run(i: int, names: tuple[str, ...]) -> Tensor:
         out, _ = ops.decode(
             query,
             (key, value),
@@ -174,27 +181,38 @@ def time_preset(shape: Shape, preset: str, replays: int) -> tuple[Timing, Timing
             formats,
             softmax_scale=shape.head_dim**-0.5,
             counters=counters[i],
-            key_transform=transforms[i] if is_transformed else None,
+            key_transform=transforms[names][i],
         )
         return out
 
-    error, bound = check(run(0), query, sets[0], formats, shape.lengths(), transforms[0])
-    if not error <= bound:
-        raise SystemExit(
-            f"bench_decode: {shape.describe()}, {preset}: relative error {error:.2e} exceeds its bound {bound:.2e}."
-        )
-    plain = time_calls(lambda i: run(i, is_transformed=False), num_sets, replays) if names else None
-    return time_calls(run, num_sets, replays), plain, error
+    timings, errors = [], []
+    for names in wanted:
+        error, bound = check(run(0, names), query, sets[0], formats, shape.lengths(), transforms[names][0])
+        if not error <= bound:
+            raise SystemExit(
+                f"bench_decode: {shape.describe()}, {preset}: relative error {error:.2e} exceeds its bound {bound:.2e}."
+            )
+        errors.append(error)
+        timings.append(time_calls(functools.partial(run, names=names), num_sets, replays))
+    return timings, max(errors)
 
 
 def measure_preset(shape: Shape, preset: str, bandwidth: ReadBandwidth, replays: int) -> dict[str, Any]:
     """One preset at one shape, beside the read bandwidth for as many bytes."""
-    timing, plain, error = time_preset(shape, preset, replays)
-    num_bytes = bytes_held(shape, PRESETS[preset])
-    row = {"preset": preset, **figures(timing, num_bytes, bandwidth), "relative_error": error}
-    if plain is not None:
-        row["plain"] = figures(plain, num_bytes, bandwidth)
+    meant = KVQuantConfig.from_preset(preset).transforms
+    singles: list[tuple[str, ...]] = [(name,) for name in meant] if shape in map(CASES.get, SINGLE_CASES) else []
+    timings, error = time_preset(shape, preset, [without_factors(meant), *([()] if meant else []), *singles], replays)
+    row, *others = (figures(timing, bytes_held(shape, PRESETS[preset]), bandwidth) for timing in timings)
+    row = {"preset": preset, **row, "relative_error": error}
+    if others:
+        row["plain"] = others[0]
+        row["single"] = {names[0]: single for names, single in zip(singles, others[1:], strict=True)}
     return row
+
+
+def without_factors(transforms: tuple[str, ...]) -> tuple[str, ...]:
+    """What is left for the cache where smoothing factors are folded into the weights."""
+    return tuple(name for name in transforms if name != "smooth")
 
 
 def time_prompt(shape: Shape, preset: str, names: tuple[str, ...], num_sets: int, replays: int) -> Timing:
@@ -229,7 +247,7 @@ def measure_prompt(preset: str, replays: int) -> dict[str, Any]:
     shape = Shape(batch, num_kv_heads, num_kv_heads, head_dim, tokens)
     num_bytes = bytes_held(shape, PRESETS[preset]) + bytes_held(shape, PRESETS["none"])
     num_sets = sets_needed(num_bytes)
-    names = KVQuantConfig.from_preset(preset).transforms
+    names = without_factors(KVQuantConfig.from_preset(preset).transforms)
     timing = time_prompt(shape, preset, names, num_sets, replays)
     plain = time_prompt(shape, preset, (), num_sets, replays) if names else None
     copied = torch.empty(num_sets, 2, num_bytes // 2 // 16 * 16, dtype=torch.uint8, device=DEVICE)

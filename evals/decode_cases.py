@@ -76,6 +76,7 @@ CASES: dict[str, Shape] = {
     "64x16k-ragged": Shape(64, 32, 8, 128, 16384, is_ragged=True),
 }
 QUICK_CASES = ["64x8k", "1x8k", "1x1k"]
+SINGLE_CASES = ["64x8k", "16x8k", "1x8k"]  # where each transform is timed alone, too
 # A prompt to be quantised: batch, key-value heads, head_dim, tokens.
 PROMPT = (8, 8, 128, 8192)
 
@@ -110,7 +111,7 @@ class Goal:
 
     Attributes:
         unit: `"share"` of the read bandwidth, `"us"`, or `"times"` as fast as the best of `peers`, for plain keys all
-            three; or `"points"`, what transforms take of the share.
+            three; or `"points"`, the most that one transform takes of the share.
         case: A name of `CASES`, or `"prompt"`, where `"share"` is of the copy bandwidth.
         preset: A name of `PRESETS`.
         value: The threshold.
@@ -129,7 +130,7 @@ class Goal:
             "share": f"at least {self.value:.0%} of {'copy' if self.case == 'prompt' else 'read'} bandwidth",
             "us": f"at most {self.value:g} us",
             "times": f"at least {self.value:g} times {self.peers}",
-            "points": f"transforms take at most {self.value:g} points of read bandwidth",
+            "points": f"a transform takes at most {self.value:g} points of read bandwidth",
         }
         return f"{self.preset} at {self.case}: {what[self.unit]}"
 
@@ -155,7 +156,7 @@ def _goals() -> Iterable[Goal]:
     yield Goal("times", "512x8k-1head", "int4", 3.6, "int4 FBGEMM")
     yield Goal("times", "64x8k", "fp8", 1.45, "fp8 FlashInfer wrapper")
     yield from (Goal("share", "prompt", preset, 0.70) for preset in main)
-    yield from (Goal("points", case, preset, 3) for case in ("64x8k", "16x8k", "1x8k") for preset in main)
+    yield from (Goal("points", case, preset, 3) for case in SINGLE_CASES for preset in main)
 
 
 GOALS: list[Goal] = list(_goals())
@@ -184,7 +185,8 @@ def _measured(results: dict[str, Any], goal: Goal) -> float | None:
         return None
     plain: dict[str, float] = row.get("plain", row)
     if goal.unit == "points":
-        return 100 * (plain["share"] - row["share"])
+        singles = row.get("single", {}).values()
+        return max((100 * (plain["share"] - single["share"]) for single in singles), default=None)
     if goal.unit != "times":
         return plain["median_us" if goal.unit == "us" else "share"]
     times = [peer["median_us"] for peer in peers if peer["peer"].startswith(goal.peers)]

@@ -6,8 +6,10 @@ The text is cut as papers do it (rows joined by two newlines, whole windows, eac
 through the real cache of a patched model: a first chunk of one token, so that everything from the second token on reads
 codes. The unquantised cache gets the same chunks in the same run. Two things abort the run: a count of (query, token)
 pairs read from codes that differs from its closed form, and, before anything is measured, a preset whose divergence
-depends on the size of the chunks. `none` is a row as well: it is the noise floor. How one text is compared is in
-`hf_kvquant/fidelity.py`; what becomes of the results file, in `render_readme.py`.
+depends on the size of the chunks. `none` is a row as well: it is the noise floor. The model can be made harder before
+(`--inject-outliers`, `--inject-bias`: key channels ten times as large, a constant in all keys) and calibrated on a text
+that is not the one measured (`--calibrate`). How one text is compared is in `hf_kvquant/fidelity.py`; what becomes of
+the results file, in `render_readme.py`.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+import hf_kvquant
 from hf_kvquant import PRESETS, KVQuantConfig
 from hf_kvquant.fidelity import Fidelity, compare
+from hf_kvquant.transforms.injection import inject_key_bias, inject_key_outliers
 
 GATE_TOKENS = 256
 GATE_CHUNKS = (1, 32, 128)
@@ -42,6 +46,16 @@ GATE_SHARE = 0.10
 GATE_ERRORS = 2.0
 # What is not quantised may differ from the unquantised cache by the order of sums alone, in float32.
 GATE_NONE = 1e-6
+OUTLIER_FACTOR = 10.0  # of the channels that `--inject-outliers` makes larger: about what large models have
+# Formats that show what the transforms of a preset are worth, beside the presets.
+UNTRANSFORMED = "-untransformed"
+
+
+def config_of(name: str) -> KVQuantConfig:
+    """The config of a preset, or of its formats without any transform."""
+    if name.endswith(UNTRANSFORMED):
+        return KVQuantConfig.from_preset(name.removesuffix(UNTRANSFORMED), transforms=[])
+    return KVQuantConfig.from_preset(name)
 
 
 def read_windows(tokenizer: Any, path: Path, window: int) -> Tensor:
@@ -57,7 +71,7 @@ def read_windows(tokenizer: Any, path: Path, window: int) -> Tensor:
 
 def gate_chunks(preset: str) -> list[int]:
     """The sizes of chunks between which a preset's result must not differ."""
-    block_size = KVQuantConfig.from_preset(preset).key.block_size
+    block_size = config_of(preset).key.block_size
     return [chunk for chunk in GATE_CHUNKS if block_size is None or chunk <= GATE_BLOCK_SHARE * block_size]
 
 
@@ -67,7 +81,7 @@ def check_chunk_sizes(model: PreTrainedModel, text: Tensor, presets: list[str], 
     Raises:
         SystemExit: A preset's result depends on the size of the chunks, or `none` is not the unquantised cache.
     """
-    configs = {name: name for name in presets}
+    configs = {name: config_of(name) for name in presets}
     runs = {chunk: compare(model, text, configs, first_chunk=n0, chunk_size=chunk) for chunk in GATE_CHUNKS}
     chunks = {preset: gate_chunks(preset) for preset in presets}
     means = {
@@ -91,6 +105,42 @@ def check_chunk_sizes(model: PreTrainedModel, text: Tensor, presets: list[str], 
     return means
 
 
+def prepare(model: PreTrainedModel, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Make a model harder and calibrate it, as far as the arguments ask for that.
+
+    Returns:
+        What the results file says of it.
+    """
+    told: dict[str, Any] = {"injected_outliers": None, "injected_bias": None, "calibration": None}
+    if args.inject_outliers:
+        inject_key_outliers(model, args.inject_outliers, OUTLIER_FACTOR)
+        told["injected_outliers"] = {"pairs_per_head": args.inject_outliers, "factor": OUTLIER_FACTOR}
+    if args.inject_bias:
+        inject_key_bias(model, args.inject_bias)
+        told["injected_bias"] = {"norm": args.inject_bias}
+    if args.calibrate:
+        text = args.calibrate.read_text(encoding="utf-8")
+        result = hf_kvquant.smooth_attention(model, tokenizer, [text], args.calibrate_for)
+        print(result.report(), flush=True)
+        told["calibration"] = {
+            "data": args.calibrate.name,
+            "data_sha256": sha256(args.calibrate),
+            "preset": args.calibrate_for,
+            "tokens": result.num_tokens,
+            "layers": {
+                str(layer.layer_idx): {
+                    "choice": layer.choice,
+                    "placement": layer.placement,
+                    "has_center": layer.center is not None,
+                    "error_before": layer.error_before,
+                    "error_after": layer.error_after,
+                }
+                for layer in result.layers
+            },
+        }
+    return told
+
+
 def check_counter(preset: str, result: Fidelity) -> None:
     """Abort where a number would not be one of the quantised cache."""
     if result.pairs_read != result.pairs_expected:
@@ -109,7 +159,7 @@ def summarize(preset: str, results: list[Fidelity], model: PreTrainedModel, dtyp
         model: For the shape of its cache.
         dtype: In which an unquantised cache would keep its values.
     """
-    config = KVQuantConfig.from_preset(preset)
+    config = config_of(preset)
     text_config = model.config.get_text_config(decoder=True)
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     num_kv_heads = text_config.num_key_value_heads
@@ -159,6 +209,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     model = model.to(args.device).eval()
+    told = prepare(model, tokenizer, args)
     all_windows = read_windows(tokenizer, args.data, args.window)
     wanted = -(-args.tokens // (args.window - 1 - args.n0))
     if wanted > len(all_windows):
@@ -174,7 +225,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for number, ids in enumerate(windows):
         print(f"window {number + 1} of {wanted}, {time.monotonic() - started:.0f} s", flush=True)
         compared = compare(
-            model, ids[None], {name: name for name in args.preset}, first_chunk=args.n0, chunk_size=args.chunk
+            model,
+            ids[None],
+            {name: config_of(name) for name in args.preset},
+            first_chunk=args.n0,
+            chunk_size=args.chunk,
         )
         for preset, result in compared.items():
             check_counter(preset, result)
@@ -186,6 +241,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "model": place(args.model),
         "weights_sha256": {path.name: sha256(path) for path in sorted(args.model.glob("*.safetensors"))},
         "tokenizer_sha256": sha256(args.model / "tokenizer.json"),
+        **told,
         "dtype": args.dtype,
         "device": args.device,
         "data": args.data.name,
@@ -244,7 +300,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare presets with the unquantised cache on a text file.")
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="raw text, such as WikiText-2's test")
     parser.add_argument("--model", type=Path, default=ROOT / "evals/reference_model", metavar="FOLDER")
-    parser.add_argument("--preset", action="append", choices=list(PRESETS), help="repeatable (default: all)")
+    names = [*PRESETS, *(name + UNTRANSFORMED for name in PRESETS if KVQuantConfig.from_preset(name).transforms)]
+    parser.add_argument("--preset", action="append", choices=names, help="repeatable (default: all presets)")
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="calibrate on this text, with defaults")
+    parser.add_argument("--calibrate-for", choices=list(PRESETS), default="int4", help="a preset (default: int4)")
+    parser.add_argument(
+        "--inject-outliers",
+        type=int,
+        nargs="?",
+        const=3,
+        default=0,
+        metavar="N",
+        help=f"make so many RoPE pairs per head of keys {OUTLIER_FACTOR:g} times as large (default: 3)",
+    )
+    parser.add_argument(
+        "--inject-bias",
+        type=float,
+        nargs="?",
+        const=100.0,
+        default=0.0,
+        metavar="X",
+        help="add a bias of this norm to every head of keys (default: 100)",
+    )
     parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="at least so many are scored")
     parser.add_argument("--window", type=int, default=2048, metavar="N", help="tokens of a window")
     parser.add_argument("--n0", type=int, default=1, metavar="N", help="tokens of the first chunk, which is exact")

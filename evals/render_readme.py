@@ -153,7 +153,8 @@ def gpu_caption(gpu: dict[str, Any]) -> str:
     versions = [f"{name.removesuffix('-python')} {number}" for name, number in gpu["peer_versions"].items() if number]
     return (
         f"One decode step of one layer, head_dim 128, {gpu['query_dtype']} queries; ours with the append of the new "
-        f"token, the others without. Medians of {gpu['replays']} replays of a CUDA graph, after a short rest; its "
+        "token and with keys rotated and centred where the preset says so, the others without. Medians of "
+        f"{gpu['replays']} replays of a CUDA graph, after a short rest; its "
         "calls rotate over buffers four times the L2 cache. Best bf16 is the fastest of PyTorch's and FlashInfer's "
         "bf16 kernels, each at its best setting; read bandwidth is that of a plain read kernel over as many bytes, in "
         "the same run. Other "

@@ -14,6 +14,8 @@ from .formats import KVFormat
 from .patching import disable, enable, patch, patched, unpatch
 from .transforms import KeyTransform
 from .transforms.of_model import key_transforms
+from .transforms.smoothing import load_smoothing, smooth_attention, unsmooth
+from .transforms.smoothing_file import SmoothingResult
 
 __version__ = "0.1.0"
 
@@ -24,11 +26,15 @@ __all__ = [
     "KVQuantConfig",
     "KeyTransform",
     "LayerFormats",
+    "SmoothingResult",
     "__version__",
     "disable",
     "enable",
     "key_transforms",
+    "load_smoothing",
     "patch",
     "patched",
+    "smooth_attention",
     "unpatch",
+    "unsmooth",
 ]

@@ -1,8 +1,9 @@
 """The command `hf-kvquant`: what a user may type, how results are shown, and which mistakes get which line.
 
 `generate` continues prompts under one or more presets and ends with a table; the work is done in `generation.py`.
-`env` says what is installed, what is missing and how to get it. A mistake in the arguments ends with one line on stderr
-and exit code 2, a bug with a traceback.
+`calibrate` finds centres and smoothing factors of keys and saves the model with them (`transforms/smoothing.py`). `env`
+says what is installed, what is missing and how to get it. A mistake in the arguments ends with one line on stderr and
+exit code 2, a bug with a traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -28,6 +29,8 @@ from ._errors import did_you_mean
 from .config import PRESETS
 from .generation import UNQUANTIZED, Summary, run_presets
 from .patching import patched
+from .transforms.smoothing import Mode, load_smoothing, smooth_attention
+from .transforms.smoothing_file import FILE_NAME, SmoothingResult
 
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -95,6 +98,39 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="with --sample, for every text (default: 0)")
     generate.add_argument("--no-stream", action="store_true", help="show the table only, not the text")
     generate.set_defaults(run=run_generate)
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="find centres and smoothing factors of keys, and save the model with them",
+        description="Find, on the given text, what the transforms of a preset need: the centre of each layer's keys, "
+        "and factors that make outlier channels of keys smaller and the queries that meet them larger, as much as "
+        "pays. Factors are folded into the weights, with logits that stay the same to the bit, and the model is saved; "
+        f"{FILE_NAME} beside it holds the rest.",
+    )
+    calibrate.add_argument("model", metavar="MODEL", help="a folder or a hub id")
+    calibrate.add_argument(
+        "--text-file", action="append", default=[], metavar="FILE", help="text to calibrate on; repeatable"
+    )
+    calibrate.add_argument("--output", required=True, metavar="DIR", help="a new folder for the model and the factors")
+    calibrate.add_argument(
+        "--preset", default="int4", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default: int4)"
+    )
+    calibrate.add_argument(
+        "--mode",
+        choices=get_args(Mode),
+        default="fold",
+        help="fold: factors go into the weights; online: caches apply them; auto: into the weights where possible "
+        "(default: fold)",
+    )
+    calibrate.add_argument("--no-centers", action="store_true", help="leave centres as they are")
+    calibrate.add_argument("--no-factors", action="store_true", help="find centres only")
+    calibrate.add_argument("--tokens", type=int, default=16384, metavar="N", help="at most (default: 16384)")
+    calibrate.add_argument("--window", type=int, default=2048, metavar="N", help="tokens of a forward (default: 2048)")
+    calibrate.add_argument("--batch-size", type=int, default=1, metavar="N", help="windows of a forward (default: 1)")
+    calibrate.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
+    calibrate.add_argument(
+        "--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)"
+    )
+    calibrate.set_defaults(run=run_calibrate)
     env = commands.add_parser("env", help="show versions, kernels and devices, and what is missing")
     env.set_defaults(run=run_env)
     return root
@@ -116,6 +152,7 @@ def run_generate(args: argparse.Namespace) -> None:
         raise UsageError(f"generate: `--max-new-tokens` must be at least 1, got {args.max_new_tokens}.")
     device = checked_device(args.device)
     model, tokenizer = load(args.model, args.dtype, device)
+    load_calibration(model, args.model)
     prompts = tokenize(model, tokenizer, texts, args.max_new_tokens)
     for preset in presets:
         try:
@@ -186,12 +223,12 @@ def show_summaries(console: Console, summaries: Sequence[Summary], *, title: str
         console.print(note, style="dim")
 
 
-def checked_presets(names: Sequence[str] | None) -> list[str]:
+def checked_presets(names: Sequence[str] | None, where: str = "generate") -> list[str]:
     """The presets to run, each once, in the order given."""
     for name in names or ():
         if name not in PRESETS:
             raise UsageError(
-                f"generate: `--preset` must be one of {', '.join(PRESETS)}, got '{name}'.{did_you_mean(name, PRESETS)}"
+                f"{where}: `--preset` must be one of {', '.join(PRESETS)}, got '{name}'.{did_you_mean(name, PRESETS)}"
             )
     return list(dict.fromkeys(names or COMPARED_PRESETS))
 
@@ -200,11 +237,7 @@ def checked_prompts(args: argparse.Namespace) -> list[str]:
     """The prompts of `--prompt` and `--prompt-file`, without white space at their ends."""
     prompts = [("`--prompt`", text) for text in args.prompt]
     for name in args.prompt_file:
-        try:
-            prompts.append((f"`--prompt-file` {name}", Path(name).read_text(encoding="utf-8")))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise UsageError(f"generate: `--prompt-file` must be a text file, got {name}: {reason}.") from error
+        prompts.append((f"`--prompt-file` {name}", read_text(name, "generate: `--prompt-file`")))
     if not prompts:
         raise UsageError(
             "generate: `--prompt` or `--prompt-file` must be given, got neither. Add --prompt 'Some text'."
@@ -213,6 +246,15 @@ def checked_prompts(args: argparse.Namespace) -> list[str]:
         if not text.strip():
             raise UsageError(f"generate: {where} must hold text, got nothing but white space. Write a prompt into it.")
     return [text.strip() for _, text in prompts]
+
+
+def read_text(name: str, where: str) -> str:
+    """A text file; `where` opens the message when it is none."""
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"{where} must be a text file, got {name}: {reason}.") from error
 
 
 def checked_sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -230,24 +272,26 @@ def checked_sampling(args: argparse.Namespace) -> dict[str, Any]:
     return {"do_sample": args.sample, **chosen}
 
 
-def checked_device(name: str | None) -> torch.device:
+def checked_device(name: str | None, where: str = "generate") -> torch.device:
     """The device that a user names, or the best one."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"generate: `--device` must be a torch device such as cpu or cuda:0, got '{name}'.") from error
+        raise UsageError(f"{where}: `--device` must be a torch device such as cpu or cuda:0, got '{name}'.") from error
     available = torch.cuda.device_count() if device.type == "cuda" else 1
     if (device.index or 0) >= available:
         raise UsageError(
-            f"generate: `--device` must be there, got '{name}' with {available} CUDA devices. Use --device cpu, or see "
+            f"{where}: `--device` must be there, got '{name}' with {available} CUDA devices. Use --device cpu, or see "
             "hf-kvquant env."
         )
     return device
 
 
-def load(name: str, dtype: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(
+    name: str, dtype: str, device: torch.device, where: str = "generate"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer."""
     path = Path(name).expanduser()
     # A hub id has at most one slash and no folder here that it could be meant to lie in.
@@ -255,7 +299,7 @@ def load(name: str, dtype: str, device: torch.device) -> tuple[PreTrainedModel, 
     if looks_local and not (path / "config.json").is_file():
         found = "a folder without config.json" if path.is_dir() else "no such folder"
         raise UsageError(
-            f"generate: `MODEL` must be a folder with a transformers model or a hub id, got {name}: {found}."
+            f"{where}: `MODEL` must be a folder with a transformers model or a hub id, got {name}: {found}."
         )
     transformers.utils.logging.disable_progress_bar()
     source = str(path) if path.exists() else name
@@ -265,10 +309,22 @@ def load(name: str, dtype: str, device: torch.device) -> tuple[PreTrainedModel, 
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(
-            f"generate: `MODEL` must be a folder with a causal language model and its tokenizer, or a hub id, "
+            f"{where}: `MODEL` must be a folder with a causal language model and its tokenizer, or a hub id, "
             f"got {name}: {reason}"
         ) from error
     return model.to(device).eval(), tokenizer
+
+
+def load_calibration(model: PreTrainedModel, name: str) -> None:
+    """Give a model the centres and factors that `calibrate` left in its folder, if there are any."""
+    path = Path(name).expanduser() / FILE_NAME
+    if not path.is_file():
+        return
+    try:
+        load_smoothing(model, path)
+    except (NotImplementedError, ValueError) as error:
+        # Results are right without; but it is said, for they are less close.
+        print(f"hf-kvquant: warning: {path} is left out. {error}", file=sys.stderr)
 
 
 def tokenize(
@@ -288,6 +344,98 @@ def tokenize(
             )
         prompts.append(ids.to(model.device))
     return prompts
+
+
+# --- calibrate --------------------------------------------------------------------------------------------------------
+
+
+def run_calibrate(args: argparse.Namespace) -> None:
+    """`hf-kvquant calibrate`.
+
+    Raises:
+        UsageError: An argument has no meaning, or does not fit the model.
+    """
+    preset = checked_presets([args.preset], "calibrate")[0]
+    texts = checked_texts(args.text_file)
+    output = checked_output(args.output)
+    device = checked_device(args.device, "calibrate")
+    model, tokenizer = load(args.model, args.dtype, device, "calibrate")
+    try:
+        result = smooth_attention(
+            model,
+            tokenizer,
+            texts,
+            preset,
+            mode=args.mode,
+            centers=not args.no_centers,
+            factors=not args.no_factors,
+            num_tokens=args.tokens,
+            window=args.window,
+            batch_size=args.batch_size,
+        )
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"calibrate: {args.model} cannot be calibrated. {error}") from error
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    result.save(output / FILE_NAME)
+    console = Console(highlight=False)
+    show_smoothing(console, result, title=f"{args.model}, {preset}, {model.dtype}".replace("torch.", ""))
+    console.print(f"Saved the model and {FILE_NAME} to {output}.", soft_wrap=True)
+
+
+def show_smoothing(console: Console, result: SmoothingResult, *, title: str) -> None:
+    """Print the table of layers, and below it what its columns mean."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for heading in ("layer", "factors in", "alpha", "factors", "center", "error before", "after"):
+        table.add_column(heading, justify="right")
+    for layer in result.layers:
+        table.add_row(
+            str(layer.layer_idx),
+            layer.placement,
+            layer.choice,
+            f"{layer.factor.min():g} to {layer.factor.max():g}",
+            "-" if layer.center is None else f"{layer.center.norm(dim=1).max():.3g}",
+            f"{layer.error_before:.2%}",
+            f"{layer.error_after:.2%}",
+        )
+    for index, reason in result.left_out.items():
+        console.print(f"layer {index} is left out: {reason}", style="dim")
+    console.print(table)
+    limited = [str(layer.layer_idx) for layer in result.layers if layer.is_limited]
+    if limited:
+        console.print(
+            f"The dtype had no room for all factors in layers {', '.join(limited)}: --dtype float32 has more.",
+            style="dim",
+        )
+    console.print(result.describe_placement())
+    console.print(
+        "Center: the largest norm over heads of what is subtracted from keys. Error: of the layer's attention output "
+        "with its keys quantised, relative, over "
+        f"{result.num_tokens:,} tokens. Alpha 0.0 leaves a layer as it is; 'energy' balances keys and queries.",
+        style="dim",
+    )
+
+
+def checked_texts(names: Sequence[str]) -> list[str]:
+    """The texts of `--text-file`."""
+    if not names:
+        raise UsageError("calibrate: `--text-file` must be given, got none. Name a file of a few thousand words.")
+    texts = [read_text(name, "calibrate: `--text-file`") for name in names]
+    for name, text in zip(names, texts, strict=True):
+        if not text.strip():
+            raise UsageError(
+                f"calibrate: `--text-file` {name} must hold text, got nothing but white space. Name another file."
+            )
+    return texts
+
+
+def checked_output(name: str) -> Path:
+    """The folder of `--output`, which must not hold anything yet."""
+    path = Path(name).expanduser()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        found = "a folder that holds something" if path.is_dir() else "a file"
+        raise UsageError(f"calibrate: `--output` must be a new or an empty folder, got {name}: {found}. Name another.")
+    return path
 
 
 # --- env --------------------------------------------------------------------------------------------------------------

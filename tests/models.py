@@ -17,6 +17,9 @@ from typing import Any
 import compare
 import tolerances
 import torch
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import BPE
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -25,6 +28,7 @@ from transformers import (
     BartForConditionalGeneration,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -194,6 +198,16 @@ def randomized(model: PreTrainedModel) -> PreTrainedModel:
             elif "norm" not in name and "ln" not in name:  # biases, and the sinks of gpt-oss
                 parameter.normal_(0.0, 0.5)
     return model
+
+
+def tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the printable characters of ASCII; byte-level BPE spells the space Ġ."""
+    alphabet = ["Ġ", *map(chr, range(ord("!"), ord("~") + 1)), "Ċ"]
+    assert len(alphabet) == VOCAB_SIZE
+    inner = RawTokenizer(BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **options)
 
 
 @functools.cache

@@ -8,26 +8,19 @@ from pathlib import Path
 import models
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 import hf_kvquant
 from hf_kvquant import cli, ops
+from hf_kvquant.transforms.injection import inject_key_outliers
 
 CONTEXT = 64
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model whose tokens are the printable characters of ASCII; byte-level BPE spells the space Ġ."""
+    """A tiny model and its tokenizer."""
     path = tmp_path_factory.mktemp("model")
-    alphabet = ["Ġ", *map(chr, range(ord("!"), ord("~") + 1)), "Ċ"]
-    assert len(alphabet) == models.VOCAB_SIZE
-    tokenizer = Tokenizer(BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=CONTEXT).save_pretrained(path)
+    models.tokenizer(model_max_length=CONTEXT).save_pretrained(path)
     models.build("llama", torch.bfloat16, max_position_embeddings=CONTEXT).save_pretrained(path)
     return str(path)
 
@@ -171,6 +164,135 @@ def test_a_preset_that_does_not_fit(folder: str, tmp_path: Path, capsys: pytest.
     )
     assert code == 2 and error.count("\n") == 1
     assert "`--preset int4-g32` does not fit" in error and "`group_size` must divide head_dim 40, got 32" in error
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Text of a little more than the tokens that calibration needs."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog; 0123456789. " * 10, encoding="utf-8")
+    return str(path)
+
+
+def test_calibrate_saves_a_model_and_its_factors(
+    folder: str, text_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    outliers = tmp_path / "outliers"
+    model, tokenizer = cli.load(folder, "bfloat16", torch.device("cpu"))
+    inject_key_outliers(model, 2, 8.0)
+    model.save_pretrained(outliers)
+    tokenizer.save_pretrained(outliers)
+    output_folder = tmp_path / "new" / "smoothed"
+    code, output, error = run(
+        capsys, "calibrate", str(outliers), "--text-file", text_file, "--output", str(output_folder)
+    )
+    assert code == 0 and error == ""
+    table = rows(output)
+    assert list(table) == ["0", "1"]
+    for placement, _, _, center, before, after in table.values():
+        assert placement == "weights" and float(center) > 0
+        assert float(after.rstrip("%")) < 0.8 * float(before.rstrip("%"))
+    assert "Factors are folded into the weights in layers 0, 1." in output
+    assert f"Saved the model and kvquant_smoothing.safetensors to {output_folder}." in output
+
+    smoothed, _ = cli.load(str(output_folder), "auto", torch.device("cpu"))
+    ids = tokenizer("Once upon", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, smoothed(ids).logits)
+    hf_kvquant.load_smoothing(smoothed, output_folder / "kvquant_smoothing.safetensors")
+    hf_kvquant.unsmooth(smoothed)
+    for name, value in model.state_dict().items():
+        assert torch.equal(smoothed.state_dict()[name], value)
+
+    code, _, error = run(
+        capsys, "calibrate", str(output_folder), "--text-file", text_file, "--output", str(tmp_path / "again")
+    )
+    assert code == 2 and error.count("\n") == 1
+    assert f"calibrate: {output_folder} cannot be calibrated. smooth_attention: `model` must not be smoothed" in error
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--preset", "int9"], "`--preset` must be one of none, int8, k8v4, int4, int4-g32, fp8, got 'int9'. Did you "),
+        (["--text-file", "EMPTY"], "`--text-file` EMPTY must hold text, got nothing but white space."),
+        (["--text-file", "ABSENT"], "`--text-file` must be a text file, got ABSENT: No such file or directory."),
+        (["--device", "abacus"], "`--device` must be a torch device such as cpu or cuda:0, got 'abacus'."),
+        (["--output", "EMPTY"], "`--output` must be a new or an empty folder, got EMPTY: a file. Name another."),
+        (["--output", "FULL"], "`--output` must be a new or an empty folder, got FULL: a folder that holds something."),
+        (
+            ["--tokens", "9"],
+            "FOLDER cannot be calibrated. smooth_attention: `num_tokens` must be an int of at least 512",
+        ),
+        (
+            ["--preset", "none"],
+            "FOLDER cannot be calibrated. smooth_attention: `model` must have a layer whose keys can",
+        ),
+    ],
+)
+def test_calibrate_mistakes(
+    folder: str,
+    text_file: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("EMPTY").write_text("\n\n", encoding="utf-8")
+    Path("FULL").mkdir()
+    Path("FULL/file").touch()
+    code, output, error = run(capsys, "calibrate", folder, "--text-file", text_file, "--output", "new", *arguments)
+    assert code == 2 and output == ""
+    assert error.startswith(f"hf-kvquant: error: calibrate: {message.replace('FOLDER', folder)}")
+    assert error.count("\n") == 1
+    assert not Path("new").exists()
+
+
+def test_calibrate_leaves_the_weights_alone_where_asked(
+    folder: str, text_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["calibrate", folder, "--text-file", text_file]
+    code, output, error = run(capsys, *arguments, "--output", str(tmp_path / "online"), "--mode", "online")
+    assert code == 0 and error == ""
+    assert "Factors are applied online, by caches in layers 0, 1." in output
+    code, output, error = run(capsys, *arguments, "--output", str(tmp_path / "centers"), "--no-factors")
+    assert code == 0 and error == ""
+    assert "No factors were calibrated." in output
+    weights = cli.load(folder, "auto", torch.device("cpu"))[0].state_dict()
+    for name in ("online", "centers"):
+        model, _ = cli.load(str(tmp_path / name), "auto", torch.device("cpu"))
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, weights[key])
+    arguments += ["--no-factors", "--no-centers", "--output", str(tmp_path / "neither")]
+    code, _, error = run(capsys, *arguments)
+    assert code == 2 and "`centers` or `factors` must be True, got neither" in error
+
+
+def test_generate_takes_what_calibrate_left(
+    folder: str, text_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    calibrated = str(tmp_path / "calibrated")
+    run(capsys, "calibrate", folder, "--text-file", text_file, "--output", calibrated, "--mode", "online")
+    given = cli.load(calibrated, "auto", torch.device("cpu"))[0]
+    assert {x.describe() for x in hf_kvquant.key_transforms(given, "int4").values()} == {"rotate"}
+    cli.load_calibration(given, calibrated)
+    assert any(x.center is not None for x in hf_kvquant.key_transforms(given, "int4").values())
+    arguments = ["generate", calibrated, "--prompt", "Once", "--preset", "int4", "--max-new-tokens", "2"]
+    code, _, error = run(capsys, *arguments)
+    assert code == 0 and error == ""
+    (tmp_path / "calibrated" / "kvquant_smoothing.safetensors").write_bytes(b"nothing")
+    code, _, error = run(capsys, *arguments)
+    assert code == 0
+    assert error.startswith("hf-kvquant: warning: ") and "safetensors is left out. load_smoothing: `path` must" in error
+
+
+def test_calibrate_needs_text(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, error = run(capsys, "calibrate", folder, "--output", str(tmp_path / "new"))
+    assert code == 2
+    assert "calibrate: `--text-file` must be given, got none." in error
 
 
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,12 +41,17 @@ def fidelity(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def run(
-    fidelity: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+    fidelity: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    *more: str,
 ) -> dict[str, Any]:
     """The results of a short run; the JSON line and the file hold the same."""
     (folder / "text.raw").write_text(TEXT, encoding="utf-8")
     arguments = ["--data", str(folder / "text.raw"), "--window", "36", "--tokens", "60", "--chunk", "5"]
     arguments += ["--preset", "none", "--preset", "int8", "--preset", "int4", "--output", str(folder / "out.json")]
+    arguments += more
     monkeypatch.setattr(sys, "argv", [str(ROOT / "evals" / "fidelity.py"), *arguments])
     fidelity.main()
     results: dict[str, Any] = json.loads((folder / "out.json").read_text(encoding="utf-8"))
@@ -70,6 +75,31 @@ def test_results(
         assert row["perplexity"] == pytest.approx(results["reference_perplexity"] * (1 + row["perplexity_change"]))
     assert presets["none"]["kld"] < 1e-6 < presets["int8"]["kld"] < presets["int4"]["kld"]
     assert presets["none"]["bytes_per_token"] == 7168 and presets["none"]["bits_per_value"] == 16
+
+
+def test_injection_and_calibration_are_told(
+    fidelity: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "other.txt").write_text(
+        40 * "Another text, of which there is enough to calibrate on.\n", encoding="utf-8"
+    )
+    hard = ["--inject-outliers", "2", "--inject-bias", "--preset", "int4-untransformed"]
+    plain = run(fidelity, monkeypatch, capsys, tmp_path)
+    assert plain["injected_outliers"] is plain["injected_bias"] is plain["calibration"] is None
+    injected = run(fidelity, monkeypatch, capsys, tmp_path, *hard)
+    assert injected["injected_outliers"] == {"pairs_per_head": 2, "factor": 10.0}
+    assert injected["injected_bias"] == {"norm": 100.0} and injected["calibration"] is None
+    calibrated = run(fidelity, monkeypatch, capsys, tmp_path, *hard, "--calibrate", str(tmp_path / "other.txt"))
+    told = calibrated["calibration"]
+    assert told["data"] == "other.txt" and len(told["data_sha256"]) == 64 and told["preset"] == "int4"
+    assert 512 <= told["tokens"] <= 16384 and len(told["layers"]) == 7
+    assert all(layer["has_center"] and layer["placement"] == "weights" for layer in told["layers"].values())
+    # The same function but for the bias, which softmax nearly ignores; and what calibration is for.
+    assert calibrated["reference_perplexity"] == pytest.approx(injected["reference_perplexity"], rel=1e-3)
+    rows = calibrated["presets"]
+    assert rows["int4"]["kld"] < 0.5 * injected["presets"]["int4"]["kld"]
+    assert rows["int4"]["kld"] < rows["int4-untransformed"]["kld"]
+    assert rows["int4-untransformed"]["config"]["transforms"] == []
 
 
 def test_a_wrong_count_aborts(
@@ -189,12 +219,17 @@ def test_bench_results(
     assert [row["preset"] for row in results["prompt"]] == ["int8", "int4", "int4-g32", "k8v4", "fp8"]
     # Presets that transform keys are timed without as well.
     assert rows["int8"]["plain"]["share"] == rows["int8"]["share"] and "plain" not in rows["fp8"]
+    assert list(rows["int4"]["single"]) == ["center", "smooth", "rotate"] and "single" not in rows["fp8"]
+    assert ragged["rows"][0]["single"] == {}
     assert "int8, plain keys" in printed and "fp8, plain keys" not in printed
     # A few GB/s of 100 miss a share; what was not measured is neither reached nor missed.
     checks = {(check["unit"], check["case"], check["preset"]): check for check in results["checks"]}
     assert checks["share", "64x8k", "int8"]["reached"] is False
-    assert checks["points", "64x8k", "int8"]["measured"] == 0 and checks["points", "64x8k", "int8"]["reached"] is True
-    assert "int8 at 64x8k: transforms take at most 3 points of read bandwidth" in printed
+    assert (
+        checks["points", "64x8k", "int8"]["measured"] == pytest.approx(0)
+        and checks["points", "64x8k", "int8"]["reached"] is True
+    )
+    assert "int8 at 64x8k: a transform takes at most 3 points of read bandwidth" in printed
     assert checks["us", "1x8k", "int8"]["reached"] is checks["times", "64x8k", "int8"]["reached"] is None
     assert "int8 at 64x8k: at least 96% of read bandwidth" in printed and "missed" in printed
     assert str(tmp_path) not in json.dumps(results)

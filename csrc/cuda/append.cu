@@ -168,7 +168,7 @@ __device__ void load_tile(const Job& job, const Lanes& lanes, const LaneTransfor
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      x[r] = transformed(inverted, job.transform.is_rotated, job.side.head_dim, x[r], lanes.chunk);
+      x[r] = transformed(job.transform, inverted, job.side.head_dim, x[r], lanes.chunk);
     }
   }
 }
@@ -227,7 +227,7 @@ __device__ void append_rows(const Jobs& jobs, const Job& job, unsigned block) {
   LaneTransform<kChunk> inverted;
   if constexpr (kIsTransformed) {
     inverted = {job.transform, job.side.head_dim, static_cast<int>(h), lanes.chunk * kChunk};
-    inverted.invert();
+    inverted.invert(job.transform);
   }
 #pragma unroll 1
   for (int tile = start; tile < end; tile += tokens_per_tile) {

@@ -97,11 +97,8 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
     if (!is_identity(params.key_transform)) {
       const int head_dim = params.key_side.head_dim;
       const LaneTransform<kChunk> transform(params.key_transform, head_dim, h, c);
-      constant[r] = transform_query(transform, params.key_transform.is_rotated, head_dim, threadIdx.x % kLanes,
-                                    c / kChunk, query[r]);
-      for (int distance = lanes_per_worker / 2; distance > 0; distance /= 2) {
-        constant[r] += __shfl_xor_sync(kAllLanes, constant[r], distance);
-      }
+      constant[r] = transform_query(params.key_transform, transform, head_dim, threadIdx.x % kLanes, c / kChunk,
+                                    lanes_per_worker, query[r]);
       constant[r] *= params.softmax_scale;
     }
 #pragma unroll

@@ -117,9 +117,6 @@ __device__ __forceinline__ void wait_for_launch_before() {
 #endif
 }
 
-// Asks for a line of memory, so that a later load finds it in the L2 cache.
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // Makes the compiler hold x in a register from here on, instead of computing it anew wherever it is used: a loop that
 // is bound by instructions loses more by that than a register is worth.
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }

@@ -132,14 +132,14 @@ __device__ inline Values<Dtype::fp32> load_widened(const Dense& dense, int64_t f
   return widen(narrow[0].words, dense.dtype);
 }
 
-// A lane's eight channels of a new key after its transform, `position` being the lane's place in the row. All lanes of
-// the warp ask together.
-__device__ inline Values<Dtype::fp32> transformed(const LaneTransform<kChunk>& inverted, bool is_rotated, int head_dim,
-                                                  const Values<Dtype::fp32>& key, int position) {
+// A lane's eight channels of a new key after its transform, `position` being the lane's place in the row and `inverted`
+// its numbers. All lanes of the warp ask together.
+__device__ inline Values<Dtype::fp32> transformed(const KeyTransform& transform, const LaneTransform<kChunk>& inverted,
+                                                  int head_dim, const Values<Dtype::fp32>& key, int position) {
   float x[kChunk];
 #pragma unroll
   for (int k = 0; k < kChunk; ++k) x[k] = key[k];
-  transform_key(inverted, is_rotated, head_dim, threadIdx.x % kLanes, position, x);
+  transform_key(transform, inverted, head_dim, threadIdx.x % kLanes, position, x);
   Values<Dtype::fp32> result;
 #pragma unroll
   for (int k = 0; k < kChunk; ++k) result.words[k] = __float_as_uint(x[k]);
@@ -150,8 +150,8 @@ __device__ inline Values<Dtype::fp32> transformed(const LaneTransform<kChunk>& i
 __device__ inline Values<Dtype::fp32> transformed(const KeyTransform& transform, int head_dim, int h,
                                                   const Values<Dtype::fp32>& key, int position) {
   LaneTransform<kChunk> inverted(transform, head_dim, h, position * kChunk);
-  inverted.invert();
-  return transformed(inverted, transform.is_rotated, head_dim, key, position);
+  inverted.invert(transform);
+  return transformed(transform, inverted, head_dim, key, position);
 }
 
 // --- ranges and scales

@@ -50,10 +50,7 @@ struct Query {
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) x[k] = is_half ? half_to_float(bits[k]) : __uint_as_float(bits[k] << 16);
     if (is_transformed) {
-      constant = transform_query(transform, params.key_transform.is_rotated, params.key_side.head_dim, lane, lane, x);
-      for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-        constant += __shfl_xor_sync(kAllLanes, constant, distance);
-      }
+      constant = transform_query(params.key_transform, transform, params.key_side.head_dim, lane, lane, kLanes, x);
     }
     if (lane == 0) constants[slot] = constant * params.softmax_scale * kLog2E;
     uint32_t magnitude = 0;

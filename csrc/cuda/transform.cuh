@@ -27,12 +27,10 @@ __device__ inline void rotate(float (&x)[kChannels], int head_dim, int lane, int
 #pragma unroll 1
   for (int distance = 1; distance * kChannels < block; distance *= 2) {
     const int partner = lane + ((position ^ distance) - position);
-    const bool is_upper = (position & distance) != 0;
+    // A product with 1 or -1 is exact, so this is the sum or the difference, in one instruction.
+    const float sign = (position & distance) != 0 ? -1.f : 1.f;
 #pragma unroll
-    for (int k = 0; k < kChannels; ++k) {
-      const float other = __shfl_sync(kAllLanes, x[k], partner);
-      x[k] = is_upper ? __fsub_rn(other, x[k]) : __fadd_rn(x[k], other);
-    }
+    for (int k = 0; k < kChannels; ++k) x[k] = __fmaf_rn(x[k], sign, __shfl_sync(kAllLanes, x[k], partner));
   }
   // 1 / sqrt(block), of which an odd power of two leaves 1 / sqrt(2): a factor of two more does not change how it rounds.
   const int log2_block = 31 - __clz(block);
@@ -42,8 +40,8 @@ __device__ inline void rotate(float (&x)[kChannels], int head_dim, int lane, int
   for (int k = 0; k < kChannels; ++k) x[k] = __fmul_rn(x[k], factor);
 }
 
-// A transform as it concerns the channels of one lane. Where a part is absent, its numbers change nothing, not even a
-// sign of zero. To be read long before it is used: a step finds none of it in any cache.
+// The numbers of a transform that belong to the channels of one lane. Reading them apart from using them lets a kernel
+// ask early: a step finds none of them in any cache.
 template <int kChannels>
 struct LaneTransform {
   float center[kChannels], smoothing[kChannels];
@@ -61,32 +59,48 @@ struct LaneTransform {
   }
 
   // What keys are multiplied by takes the place of the factors.
-  __device__ __forceinline__ void invert() {
+  __device__ __forceinline__ void invert(const KeyTransform& transform) {
+    if (transform.smoothing == nullptr) return;
 #pragma unroll
-    for (int k = 0; k < kChannels; ++k) smoothing[k] = __fdiv_rn(1.f, smoothing[k]);
+    for (int k = 0; k < kChannels; ++k) smoothing[k] = __frcp_rn(smoothing[k]);
   }
 };
 
-// A lane's channels of a new key, `inverted` being the transform for keys. All lanes of the warp together.
+// A lane's channels of a new key, `inverted` being their numbers for keys. All lanes of the warp together.
 template <int kChannels>
-__device__ __forceinline__ void transform_key(const LaneTransform<kChannels>& inverted, bool is_rotated, int head_dim,
-                                              int lane, int position, float (&x)[kChannels]) {
+__device__ __forceinline__ void transform_key(const KeyTransform& transform, const LaneTransform<kChannels>& inverted,
+                                              int head_dim, int lane, int position, float (&x)[kChannels]) {
+  if (transform.center != nullptr) {
 #pragma unroll
-  for (int k = 0; k < kChannels; ++k) x[k] = __fmul_rn(__fsub_rn(x[k], inverted.center[k]), inverted.smoothing[k]);
-  if (is_rotated) rotate(x, head_dim, lane, position);
+    for (int k = 0; k < kChannels; ++k) x[k] = __fsub_rn(x[k], inverted.center[k]);
+  }
+  if (transform.smoothing != nullptr) {
+#pragma unroll
+    for (int k = 0; k < kChannels; ++k) x[k] = __fmul_rn(x[k], inverted.smoothing[k]);
+  }
+  if (transform.is_rotated) rotate(x, head_dim, lane, position);
 }
 
-// A lane's channels of a query. Returns the lane's share of query · center. All lanes of the warp together.
+// A lane's channels of a query, `own` being their numbers. Returns query · center, summed over the `width` neighbouring
+// lanes of a row, a power of two. All lanes of the warp together.
 template <int kChannels>
-__device__ __forceinline__ float transform_query(const LaneTransform<kChannels>& transform, bool is_rotated,
-                                                 int head_dim, int lane, int position, float (&x)[kChannels]) {
+__device__ __forceinline__ float transform_query(const KeyTransform& transform, const LaneTransform<kChannels>& own,
+                                                 int head_dim, int lane, int position, int width,
+                                                 float (&x)[kChannels]) {
   float constant = 0.f;
+  if (transform.center != nullptr) {
 #pragma unroll
-  for (int k = 0; k < kChannels; ++k) {
-    constant = fmaf(x[k], transform.center[k], constant);
-    x[k] = __fmul_rn(x[k], transform.smoothing[k]);
+    for (int k = 0; k < kChannels; ++k) constant = fmaf(x[k], own.center[k], constant);
+#pragma unroll 1
+    for (int distance = width / 2; distance > 0; distance /= 2) {
+      constant += __shfl_xor_sync(kAllLanes, constant, distance);
+    }
   }
-  if (is_rotated) rotate(x, head_dim, lane, position);
+  if (transform.smoothing != nullptr) {
+#pragma unroll
+    for (int k = 0; k < kChannels; ++k) x[k] = __fmul_rn(x[k], own.smoothing[k]);
+  }
+  if (transform.is_rotated) rotate(x, head_dim, lane, position);
   return constant;
 }
 

@@ -91,6 +91,16 @@ class KeyTransform:
         object.__setattr__(twin, "smoothing", moved[1])
         return twin
 
+    def equals(self, other: KeyTransform) -> bool:
+        """Whether both do the same to a key. Equality of the objects is identity, as tensors have no other."""
+        if self.is_rotated != other.is_rotated:
+            return False
+        sides = ((self.center, other.center), (self.smoothing, other.smoothing))
+        return all(
+            mine is theirs or (mine is not None and theirs is not None and torch.equal(mine, theirs))
+            for mine, theirs in sides
+        )
+
     def tensors(self) -> list[Tensor]:
         """The tensors that exist."""
         return [tensor for tensor in (self.center, self.smoothing) if tensor is not None]

@@ -1,9 +1,9 @@
 """Which transform each layer's keys go through, from a model and a config: what caches of that model are built with.
 
 A config names transforms; their numbers belong to the model, so that every cache of the model gets the same ones:
-centres from its key biases, found at the first need, or centres from data; and smoothing factors that could not be
-folded into the weights. Whatever these numbers are, attention stays exact, so none of them has to be kept
-in step with the weights; they only make codes closer. How centres are found is in `centering.py`.
+centres from its key biases, found at the first need, or centres from data; and smoothing factors that are not folded
+into the weights. Whatever these numbers are, attention stays exact, so none of them has to be kept in step with the
+weights; they only make codes closer. How centres are found is in `centering.py`, or by calibration (`smoothing.py`).
 """
 
 from __future__ import annotations

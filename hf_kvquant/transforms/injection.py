@@ -1,0 +1,114 @@
+"""Made-up difficulties for quantised keys: outlier channels and large biases, put into a model that has none.
+
+Evaluations need models whose keys are as hard as those of large ones. Outliers are the inverse of smoothing: channels
+of keys are multiplied, those of queries divided, and attention stays what it was. A bias is added where RoPE turns
+slowest, if at all, so that it is nearly the same for every key and softmax nearly ignores it, as in models that learned
+such biases. Both work on whatever layers `layout.py` finds; how channels are scaled is `folding.py`'s.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .folding import scale_keys
+from .layout import LayerLayout, Scalable, find_layouts
+
+
+def inject_key_outliers(
+    model: PreTrainedModel, pairs_per_head: int = 3, factor: float = 10.0, *, seed: int = 0
+) -> dict[int, Tensor]:
+    """Make some channels of every layer's keys larger, and those of queries smaller, through the weights.
+
+    Args:
+        model: Written in place. Its logits stay the same to the bit if `factor` is a power of two, else nearly.
+        pairs_per_head: Groups of channels per key-value head: RoPE pairs, single channels where nothing is rotated.
+            Heads that share a norm get the same ones.
+        factor: By which keys grow.
+        seed: Of the choice of channels.
+
+    Returns:
+        Per layer, `[num_kv_heads, head_dim]` float32: what keys were multiplied by.
+
+    Raises:
+        TypeError, NotImplementedError: As for `smooth_attention`.
+        ValueError: `factor` is not positive, or a head has fewer groups.
+    """
+    if not factor > 0:
+        raise ValueError(
+            f"inject_key_outliers: `factor` must be positive, got {factor}. Use 10, or 8 to change no bit."
+        )
+    layouts, _ = find_layouts(model, where="inject_key_outliers")
+    generator = torch.Generator().manual_seed(seed)
+    injected = {}
+    for index, layout in layouts.items():
+        multiplier = torch.ones(layout.ties.shape)
+        for labels in layout.ties:
+            groups = labels.unique()
+            if not 0 < pairs_per_head <= len(groups):
+                raise ValueError(
+                    f"inject_key_outliers: `pairs_per_head` must be from 1 to {len(groups)}, got {pairs_per_head}."
+                )
+            if (multiplier[torch.isin(layout.ties, groups)] != 1).any():
+                continue  # an earlier head has these channels too
+            chosen = groups[torch.randperm(len(groups), generator=generator)[:pairs_per_head]]
+            multiplier[torch.isin(layout.ties, chosen)] = factor
+        scale_keys(model, layout, 1 / multiplier)
+        injected[index] = multiplier
+    return injected
+
+
+def inject_key_bias(model: PreTrainedModel, norm: float = 100.0, *, seed: int = 0) -> dict[int, Tensor]:
+    """Add a large constant to every layer's keys, in the pair of channels that RoPE turns slowest.
+
+    The model's function changes a little, since a slow pair turns too; where some channels are not rotated, one of them
+    is taken and nothing changes but rounding.
+
+    Args:
+        model: Written in place. A projection without bias gets one, for which the config of a saved checkpoint would
+            have no place.
+        norm: Of the added bias, per key-value head.
+        seed: Of its direction.
+
+    Returns:
+        Per layer, `[num_kv_heads, head_dim]` float32: what was added, before RoPE.
+
+    Raises:
+        TypeError, NotImplementedError: As for `smooth_attention`; a layer whose keys come out of a norm is refused too.
+    """
+    layouts, _ = find_layouts(model, where="inject_key_bias")
+    for layout in layouts.values():
+        if layout.key.rule not in ("rows", "columns"):
+            raise NotImplementedError(
+                f"inject_key_bias: keys must come from a projection, got the norm {layout.key.name} of "
+                f"{type(model).__name__}. Use another model."
+            )
+    generator = torch.Generator().manual_seed(seed)
+    injected = {}
+    for index, layout in layouts.items():
+        added = _slowest(layout) * torch.randn(layout.ties.shape, generator=generator)
+        added = norm * nn.functional.normalize(added, dim=1)
+        _add_bias(model.get_submodule(layout.key.name), layout.key, added)
+        injected[index] = added
+    return injected
+
+
+def _slowest(layout: LayerLayout) -> Tensor:
+    """1 for the channels of each head's slowest group of channels, 0 elsewhere: `[num_kv_heads, head_dim]`."""
+    slowest = layout.turn.argmin(1, keepdim=True)
+    return (layout.ties == layout.ties.gather(1, slowest)).float()
+
+
+def _add_bias(module: nn.Module, scalable: Scalable, added: Tensor) -> None:
+    weight, bias = module.weight, module.bias
+    assert isinstance(weight, Tensor)
+    if bias is None:
+        num_features = weight.shape[0 if scalable.rule == "rows" else 1]
+        module.bias = nn.Parameter(weight.new_zeros(num_features), requires_grad=weight.requires_grad)
+        bias = module.bias
+    assert isinstance(bias, Tensor)
+    features, where = torch.unique(scalable.index.flatten(), return_inverse=True)
+    by_feature = torch.empty(len(features)).scatter_(0, where, added.flatten())
+    with torch.no_grad():
+        bias[features.to(bias.device)] += by_feature.to(bias)

@@ -1,0 +1,518 @@
+"""Which parameters of a model make each channel of its keys and queries, found out by running the model.
+
+Names differ from family to family (`k_proj`, `qkv_proj`, `query_key_value`, `Wqkv`, `c_attn`, `k_norm`), and so do the
+layouts inside fused projections. So no name is looked up here. The output of each module inside an attention module is
+replaced by random numbers in turn; the last one whose numbers come out as keys, one for one and in proportion, is where
+a factor can be folded, and which number came out where says which row makes which channel. A projection with a norm
+behind it drops out by itself, since what the norm makes of it is not proportional. Unit vectors at the place that was
+found then show what RoPE mixes (`rope.py`). How a factor is folded into what is found here is decided in `folding.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..cache import check_model, layers_of
+from ..config import KVQuantConfig
+from ..patching import _keeps_cache, _text_config
+from .observation import Observation, forward, observed
+from .rope import POSITIONS, coupled_channels, tie, turn_per_token
+
+# How parameters scale features: the rows of a weight, its columns (GPT-2's Conv1D), the gain of a norm, or a gain that
+# is stored as its difference from 1 (Gemma).
+Rule = Literal["rows", "columns", "gain", "gain_plus_one"]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+NUM_SAMPLES = 32  # random vectors: the odds that two independent ones agree to COSINE are below 1e-15
+COSINE = 0.995  # of what went in with what came out; rounding to bfloat16 leaves 0.9999
+LOUD = 1024.0  # by which some samples are louder, to notice clipping (OLMo's clip_qkv is 8)
+NUM_LOUD = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalable:
+    """The parameters that make keys, or queries, of one layer.
+
+    Attributes:
+        name: Of the module, in the model.
+        rule: How they scale its output.
+        index: `[heads, head_dim]` int64: the row, column or gain that makes each channel.
+    """
+
+    name: str
+    rule: Rule
+    index: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerLayout:
+    """Where one layer's keys and queries come from.
+
+    Attributes:
+        layer_idx: The layer.
+        name: Of the attention module, in the model.
+        key: What makes keys.
+        query: What makes queries.
+        ties: `[num_kv_heads, head_dim]` int64: channels with the same number have to share a factor. Query heads take
+            the factors of their key-value head.
+        turn: `[num_kv_heads, head_dim]` float32: `|sin|` of the angle by which RoPE turns the channel from one token to
+            the next; 0 where it does not.
+    """
+
+    layer_idx: int
+    name: str
+    key: Scalable
+    query: Scalable
+    ties: Tensor
+    turn: Tensor
+
+    @property
+    def num_q_per_kv(self) -> int:
+        """Query heads that share a key-value head."""
+        return self.query.index.shape[0] // self.key.index.shape[0]
+
+
+@dataclasses.dataclass
+class _Candidate:
+    """A module inside an attention module that runs before attention, and the shape of its output behind the batch."""
+
+    module: nn.Module
+    name: str
+    shape: tuple[int, ...]
+    token_axis: int
+
+    def output(self, features: Tensor) -> Tensor:
+        """An output of this module, `[batch, *shape]`, with the same features (`[batch, features]`) in every token."""
+        rest = [size for axis, size in enumerate(self.shape) if axis != self.token_axis]
+        return features.view(-1, *rest).unsqueeze(1 + self.token_axis).expand(-1, *self.shape)
+
+    @property
+    def num_features(self) -> int:
+        """Numbers that the module returns for a token."""
+        return math.prod(self.shape) // self.shape[self.token_axis]
+
+
+@dataclasses.dataclass
+class _Found:
+    """Keys, or queries, that come out of a candidate one for one.
+
+    Attributes:
+        candidate: The module.
+        index: `[heads, head_dim]` int64: which of its features each channel is.
+    """
+
+    candidate: _Candidate
+    index: Tensor
+
+
+def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerLayout], dict[int, str]]:
+    """Find the parameters behind the keys of every layer whose cache would be quantised. The model is only run.
+
+    Args:
+        model: A decoder-only model.
+        where: Opens error messages.
+
+    Returns:
+        layouts: By layer.
+        left_out: By layer, why it cannot be scaled.
+
+    Raises:
+        TypeError: `model` is no model of transformers.
+        NotImplementedError: It keeps no keys, its attention cannot be seen, or its weights cannot be edited in place.
+    """
+    check_decoder(model, where)
+    _check_own_keys(model, where)
+    names = {module: name for name, module in model.named_modules()}
+    modules = _attention_modules(model, where)
+    layer_types, _ = layers_of(_text_config(model))
+    left_out = {
+        index: f"its cache ({layer_type}) is not quantised"
+        for index, layer_type in enumerate(layer_types)
+        if layer_type != "full_attention"
+    }
+    modules = {index: module for index, module in modules.items() if index not in left_out}
+    candidates = _candidates(model, modules, names)
+    keys, queries = _match(model, candidates)
+    layouts: dict[int, LayerLayout] = {}
+    chosen: dict[int, tuple[_Found, _Found]] = {}
+    for index in modules:
+        key, query = (_choose(side[index], names, modules[index], where) for side in (keys, queries))
+        reasons = [
+            f"{side} {reason}" for side, reason in (("keys", key), ("queries", query)) if isinstance(reason, str)
+        ]
+        if isinstance(key, _Found) and isinstance(query, _Found):
+            chosen[index] = key, query
+        else:
+            left_out[index] = " and ".join(reasons)
+    responses = _unit_responses(model, chosen)
+    for index, (key, query) in chosen.items():
+        layout = _layout(index, names[modules[index]], key, query, responses[index])
+        if isinstance(layout, str):
+            left_out[index] = layout
+        else:
+            layouts[index] = layout
+    _check_owners(model, layouts, where)
+    return layouts, dict(sorted(left_out.items()))
+
+
+def check_decoder(model: PreTrainedModel, where: str) -> None:
+    """Refuse what keeps no keys that could be quantised.
+
+    Raises:
+        TypeError: `model` is no model of transformers.
+        NotImplementedError: It is no decoder, or keeps something else.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"{where}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
+            "Pass the model itself, not a pipeline or a wrapper; merge adapters first (merge_and_unload)."
+        )
+    if model.config.is_encoder_decoder or not _keeps_cache(model):
+        raise NotImplementedError(
+            f"{where}: `model` must be a decoder that keeps keys and values in a cache of transformers, got "
+            f"{type(model).__name__}. Leave it as it is."
+        )
+    text_config = _text_config(model)
+    check_model(text_config, layers_of(text_config)[0], KVQuantConfig.from_preset("none"))
+
+
+def _check_own_keys(model: PreTrainedModel, where: str) -> None:
+    """Refuse weights that are not here, and layers without keys of their own."""
+    offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if offloaded:
+        raise NotImplementedError(
+            f"{where}: `model` must be in memory, got {len(offloaded)} offloaded weights, such as {offloaded[0]}. "
+            "Load it without a device_map that offloads, for example on the CPU."
+        )
+    num_shared = getattr(_text_config(model), "num_kv_shared_layers", 0)
+    if num_shared:
+        raise NotImplementedError(
+            f"{where}: `model` must have keys of its own in every layer, got {num_shared} layers "
+            f"of {type(model).__name__} that attend to those of others. Leave it as it is."
+        )
+
+
+def _check_owners(model: PreTrainedModel, layouts: Mapping[int, LayerLayout], where: str) -> None:
+    """Refuse parameters that something else uses too."""
+    owners: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners[parameter.data_ptr()].append(name)
+    for layout in layouts.values():
+        for name in {layout.key.name, layout.query.name}:
+            for parameter in model.get_submodule(name).parameters(recurse=False):
+                shared = owners[parameter.data_ptr()]
+                if len(shared) > 1:
+                    raise NotImplementedError(
+                        f"{where}: `model` must not share the weights behind keys and queries, got one tensor for "
+                        f"{' and '.join(sorted(shared))}. Give each a copy of its own first."
+                    )
+
+
+# --- the modules that could be scaled ---------------------------------------------------------------------------------
+
+
+def _attention_modules(model: PreTrainedModel, where: str) -> dict[int, nn.Module]:
+    """The attention module of each layer."""
+    seen: dict[int, list[nn.Module]] = defaultdict(list)
+
+    def note(observation: Observation) -> None:
+        seen[observation.layer_idx].append(observation.module)
+
+    _run(model, note, batch=1)
+    if not seen or -1 in seen:
+        raise NotImplementedError(
+            f"{where}: `model` must attend through transformers' registry or PyTorch's scaled_dot_product_attention, "
+            f"got {type(model).__name__}, whose attention cannot be watched. Leave it as it is."
+        )
+    again = [index for index, modules in seen.items() if len(modules) > 1]
+    modules = [modules[0] for modules in seen.values()]
+    if again or len(set(modules)) < len(modules):
+        raise NotImplementedError(
+            f"{where}: `model` must have an attention module for each layer, got {type(model).__name__}, whose layers "
+            "share one or attend more than once. Leave it as it is."
+        )
+    return {index: modules[0] for index, modules in sorted(seen.items())}
+
+
+def _run(model: PreTrainedModel, observer: Callable[[Observation], Any], *, batch: int, extra_tokens: int = 0) -> None:
+    """Run the model on arbitrary tokens; attention returns zeros, so that no made-up number runs away."""
+    last = min(getattr(_text_config(model), "max_position_embeddings", None) or 4096, 4096) - 1
+    positions = [*POSITIONS, *range(last - extra_tokens, last + 1)]
+    input_ids = torch.arange(5, 5 + len(positions)) % _text_config(model).vocab_size
+    # Far positions turn slow pairs far enough to be seen; models that take none count from 0.
+    position_ids = torch.tensor(positions).expand(batch, -1)
+
+    def observe(observation: Observation) -> Tensor:
+        observer(observation)
+        query, value = observation.query, observation.value
+        return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
+
+    with observed(model, observe):
+        forward(model, input_ids.expand(batch, -1), position_ids=position_ids)
+
+
+@dataclasses.dataclass
+class _ForwardLog:
+    """Per layer, the modules that finished before its attention, with the shapes of their outputs behind the batch."""
+
+    finished: dict[int, list[tuple[nn.Module, tuple[int, ...]]]]
+    attended: set[int]
+
+    def note(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook."""
+        if index not in self.attended and isinstance(output, Tensor) and output.ndim > 2:
+            self.finished[index].append((module, tuple(output.shape[1:])))
+
+    def end(self, observation: Observation) -> None:
+        """A layer attends."""
+        self.attended.add(observation.layer_idx)
+
+
+def _candidates(
+    model: PreTrainedModel, modules: Mapping[int, nn.Module], names: Mapping[nn.Module, str]
+) -> dict[int, list[_Candidate]]:
+    """Per layer, the modules that run before its attention, in the order in which they finish."""
+    runs = []
+    for extra_tokens in (0, 1):
+        log = _ForwardLog({index: [] for index in modules}, set())
+        with contextlib.ExitStack() as stack:
+            for index, attention in modules.items():
+                for module in attention.modules():
+                    if module is not attention:
+                        _hook(stack, module, functools.partial(log.note, index))
+            _run(model, log.end, batch=2, extra_tokens=extra_tokens)
+        finished = log.finished
+        runs.append(finished)
+    found: dict[int, list[_Candidate]] = {}
+    for index in modules:
+        found[index] = []
+        calls = [module for module, _ in runs[0][index]]
+        for (module, shape), (_, longer) in zip(runs[0][index], runs[1][index], strict=True):
+            grown = [axis for axis, (size, other) in enumerate(zip(shape, longer, strict=True)) if size != other]
+            if calls.count(module) == 1 and len(grown) == 1:
+                found[index].append(_Candidate(module, names[module], shape, grown[0]))
+    return found
+
+
+def _hook(stack: contextlib.ExitStack, module: nn.Module, hook: Callable[..., Any]) -> None:
+    stack.callback(module.register_forward_hook(hook).remove)
+
+
+@contextlib.contextmanager
+def _replaced(outputs: Mapping[nn.Module, Tensor]) -> Iterator[None]:
+    """Modules return these tensors (in the dtype and on the device of what they would have returned)."""
+    with contextlib.ExitStack() as stack:
+        for module, output in outputs.items():
+            _hook(stack, module, lambda module, args, old, output=output: torch.empty_like(old).copy_(output))
+        yield
+
+
+# --- which of them makes keys and queries -----------------------------------------------------------------------------
+
+
+def _match(
+    model: PreTrainedModel, candidates: Mapping[int, list[_Candidate]]
+) -> tuple[dict[int, list[_Found]], dict[int, list[_Found]]]:
+    """Per layer, the candidates whose output comes out as keys and as queries, the last to run first."""
+    keys: dict[int, list[_Found]] = {index: [] for index in candidates}
+    queries: dict[int, list[_Found]] = {index: [] for index in candidates}
+    generator = torch.Generator().manual_seed(0)
+    for rank in range(max((len(found) for found in candidates.values()), default=0)):
+        current = {index: found[-1 - rank] for index, found in candidates.items() if rank < len(found)}
+        sources: dict[int, Tensor] = {}
+        for index, candidate in current.items():
+            quiet = torch.randn((NUM_SAMPLES, candidate.num_features), generator=generator)
+            sources[index] = torch.cat((quiet, LOUD * quiet[:NUM_LOUD]))
+        outputs = {candidate.module: candidate.output(sources[index]) for index, candidate in current.items()}
+
+        def look(
+            observation: Observation,
+            current: dict[int, _Candidate] = current,
+            sources: dict[int, Tensor] = sources,
+        ) -> None:
+            index = observation.layer_idx
+            if index in current:
+                source = sources[index].to(observation.key)
+                for side, states in ((keys, observation.key), (queries, observation.query)):
+                    found = _one_for_one(source, states[:, :, 0])
+                    if found is not None:
+                        side[index].append(_Found(current[index], found))
+
+        with _replaced(outputs):
+            _run(model, look, batch=NUM_SAMPLES + NUM_LOUD)
+    return keys, queries
+
+
+def _one_for_one(source: Tensor, states: Tensor) -> Tensor | None:
+    """Which feature each channel of keys or queries is a multiple of.
+
+    Args:
+        source: `[samples, features]`: what went in.
+        states: `[samples, heads, head_dim]`: what came out at the first token, which RoPE leaves alone.
+
+    Returns:
+        `[heads, head_dim]` int64, on the CPU; `None` unless every channel is a multiple of a feature.
+    """
+    unit = nn.functional.normalize(source[:NUM_SAMPLES].double(), dim=0)
+    rows = []
+    for head in states.double().unbind(1):
+        cosine = nn.functional.normalize(head[:NUM_SAMPLES], dim=0).mT @ unit  # [head_dim, features]
+        best = cosine.abs().max(-1)
+        loud, quiet = head[NUM_SAMPLES:].norm(dim=0), head[:NUM_LOUD].norm(dim=0)
+        if not (bool((best.values > COSINE).all()) and torch.allclose(loud, LOUD * quiet, rtol=0.01, atol=0)):
+            return None
+        rows.append(best.indices)
+    return torch.stack(rows).cpu()
+
+
+def _choose(passed: list[_Found], names: Mapping[nn.Module, str], attention: nn.Module, where: str) -> _Found | str:
+    """The place to fold a factor, or why there is none."""
+    if not passed:
+        return "are no multiple of what any module returns"
+    for found in passed:
+        module = found.candidate.module
+        _check_editable(module, found.candidate.name, attention, names, where)
+        if isinstance(getattr(module, "weight", None), nn.Parameter):
+            if _rule(module, found.candidate) is None:
+                return f"come from {found.candidate.name} ({type(module).__name__}), whose weight has another meaning"
+            return found
+    return f"come from {passed[0].candidate.name}, which has no weights"
+
+
+def _check_editable(
+    module: nn.Module, name: str, attention: nn.Module, names: Mapping[nn.Module, str], where: str
+) -> None:
+    """Refuse weights that are not plain numbers in memory."""
+    wrappers = [
+        wrapper
+        for wrapper in attention.modules()
+        if (hasattr(wrapper, "base_layer") or hasattr(wrapper, "lora_A"))
+        and any(child is module for child in wrapper.modules())
+    ]
+    if wrappers:
+        raise NotImplementedError(
+            f"{where}: `model` must have no adapters on keys and queries, got {type(wrappers[0]).__name__} at "
+            f"{names[wrappers[0]]}. Merge them first (merge_and_unload), or smooth the base model and train anew."
+        )
+    offload = getattr(module, "_hf_hook", None)
+    if getattr(offload, "offload", False):
+        raise NotImplementedError(
+            f"{where}: `model` must be in memory, got {name}, which is offloaded. "
+            "Load it without a device_map that offloads, for example on the CPU."
+        )
+    own = [tensor for tensor in module.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor)]
+    odd = [tensor for tensor in own if tensor.dtype not in FLOATS or type(tensor) not in (nn.Parameter, Tensor)]
+    if odd:
+        raise NotImplementedError(
+            f"{where}: `model` must have plain weights in float32, bfloat16 or float16 behind keys and queries, got "
+            f"{type(module).__name__} with {str(odd[0].dtype).removeprefix('torch.')} {type(odd[0]).__name__} at "
+            f"{name}. Smooth the unquantised model, then quantise its weights."
+        )
+
+
+def _rule(module: nn.Module, candidate: _Candidate) -> Rule | None:
+    """How the weight of a module scales its output, tried out on a copy of the numbers; `None` for another way."""
+    weight: Any = module.weight
+    features = candidate.shape[-1]
+    if isinstance(module, nn.Linear):
+        return "rows" if weight.shape[0] == features else None
+    if isinstance(module, Conv1D):
+        return "columns" if weight.shape[1] == features else None
+    behind_tokens = candidate.shape[candidate.token_axis + 1 :]
+    if not 0 < weight.ndim <= len(behind_tokens) or tuple(weight.shape) != behind_tokens[-weight.ndim :]:
+        return None
+    x = torch.randn((1, *candidate.shape), generator=torch.Generator().manual_seed(0)).to(weight)
+    for rule, silent in (("gain", 0.0), ("gain_plus_one", -1.0)):
+        parameters = {name: torch.zeros_like(value) for name, value in module.named_parameters()}
+        parameters["weight"] = torch.full_like(weight, silent)
+        if not torch.func.functional_call(module, parameters, (x,)).any():
+            return rule  # type: ignore[return-value]
+    return None
+
+
+# --- how RoPE and sharing tie channels --------------------------------------------------------------------------------
+
+
+def _unit_responses(
+    model: PreTrainedModel, chosen: Mapping[int, tuple[_Found, _Found]]
+) -> dict[int, tuple[Tensor, Tensor, bool]]:
+    """Per layer, how keys and queries answer to unit vectors, and whether values answer too.
+
+    Returns:
+        key, query: `[head_dim, heads, tokens, head_dim]` float32 on the CPU, as `rope.coupled_channels` takes them.
+        is_value_touched: Whether values changed with the unit vector.
+    """
+    if not chosen:
+        return {}
+    batch = max(key.index.shape[1] for key, _ in chosen.values())
+    features: dict[nn.Module, Tensor] = {}
+    places: dict[nn.Module, _Candidate] = {}
+    for found in itertools.chain(*chosen.values()):
+        module, channels = found.candidate.module, torch.arange(found.index.shape[1])
+        places[module] = found.candidate
+        unit = features.setdefault(module, torch.zeros((batch, found.candidate.num_features)))
+        unit[channels.expand_as(found.index), found.index] = LOUD
+    outputs = {module: candidate.output(features[module]) for module, candidate in places.items()}
+    responses: dict[int, tuple[Tensor, Tensor, bool]] = {}
+
+    def look(observation: Observation) -> None:
+        if observation.layer_idx in chosen:
+            head_dim = observation.key.shape[-1]
+            value = observation.value[:head_dim].float()
+            change = (value - value[:1]).abs().amax()
+            # Equal inputs need not give equal values in every row of a batch, but nearly.
+            is_touched = bool(change > 0.05 * value[:1].abs().amax())
+            responses[observation.layer_idx] = (
+                observation.key[:head_dim].float().cpu(),
+                observation.query[:head_dim].float().cpu(),
+                is_touched,
+            )
+
+    with _replaced(outputs):
+        _run(model, look, batch=batch)
+    return responses
+
+
+def _layout(
+    layer_idx: int, name: str, key: _Found, query: _Found, responses: tuple[Tensor, Tensor, bool]
+) -> LayerLayout | str:
+    """The layout of one layer, or why it cannot be scaled."""
+    key_response, query_response, is_value_touched = responses
+    if is_value_touched:
+        return "values come from the same weights as keys"
+    sides = []
+    for found in (key, query):
+        rule = _rule(found.candidate.module, found.candidate)
+        assert rule is not None
+        # A gain spans the last axes of the output; heads before these share it.
+        weight: Any = found.candidate.module.weight
+        span = weight.numel() if rule.startswith("gain") else found.candidate.num_features
+        sides.append(Scalable(found.candidate.name, rule, found.index % span))
+    if key.candidate.module is query.candidate.module and torch.isin(sides[0].index, sides[1].index).any():
+        return "one parameter makes keys and queries"
+    num_kv_heads, head_dim = sides[0].index.shape
+    num_q_per_kv = sides[1].index.shape[0] // num_kv_heads
+    nodes = torch.arange(num_kv_heads * head_dim).view(num_kv_heads, head_dim)
+    query_nodes = nodes.repeat_interleave(num_q_per_kv, 0)
+    edges = []
+    for response, side_nodes in ((key_response, nodes), (query_response, query_nodes)):
+        head, channel, source = coupled_channels(response).nonzero(as_tuple=True)
+        edges.append(torch.stack((side_nodes[head, channel], side_nodes[head, source])))
+    shared = [
+        torch.stack((nodes.flatten(), sides[0].index.flatten())),
+        torch.stack((query_nodes.flatten(), sides[1].index.flatten())),
+    ]
+    labels = tie(nodes.numel(), torch.cat(edges, dim=1), shared)
+    return LayerLayout(layer_idx, name, sides[0], sides[1], labels.view_as(nodes), turn_per_token(key_response))

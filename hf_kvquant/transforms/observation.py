@@ -1,0 +1,191 @@
+"""Watching a model's attention: which module attends, to which queries, keys and values, and how to attend again.
+
+Everything that smoothing has to know about a model, it learns from here, by running the model and looking at what
+reaches attention after RoPE. Models whose attention goes through transformers' registry are watched there, under a name
+that exists only meanwhile; the others (Falcon) where they call PyTorch's `scaled_dot_product_attention`. What is done
+with what is seen is decided by whoever watches: `layout.py`, `calibration.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionMaskInterface, Cache, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..attention import _call
+from ..patching import _set_attention, _text_config
+
+NAME = "hf_kvquant-observed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """One layer's attention, about to be computed.
+
+    Attributes:
+        layer_idx: The layer, as caches count them.
+        module: The attention module.
+        query: `[batch, num_q_heads, tokens, head_dim]`, after RoPE.
+        key: `[batch, num_kv_heads, tokens, head_dim]`, likewise.
+        value: `[batch, num_kv_heads, tokens, value head_dim]`.
+        attend: The layer's own attention (mask, scaling, cap and sinks included) on tensors shaped like these three, in
+            any floating dtype that all of them share. Returns `[batch, tokens, num_q_heads, value head_dim]`.
+    """
+
+    layer_idx: int
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+# What watches: it may return what attention is to return, shaped as `attend` does, or `None` for the model's own.
+Observer = Callable[[Observation], Tensor | None]
+
+
+@contextlib.contextmanager
+def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
+    """Call `observer` for every attention of the text model while the block runs; nothing of it stays.
+
+    The model is in evaluation mode meanwhile, without gradients, and attends through PyTorch's
+    `scaled_dot_product_attention`, or eagerly where it does not support that.
+    """
+    text_config = _text_config(model)
+    before = text_config._attn_implementation
+    in_training = [module for module in model.modules() if module.training]
+    prev = "sdpa" if model._supports_sdpa else "eager"
+    ALL_ATTENTION_FUNCTIONS[NAME] = functools.partial(_attention, prev=prev, observer=observer)
+    # Masks are made only for implementations that all of transformers knows, not for those of one registry object.
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[prev])
+    model.eval()
+    try:
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            if model._can_set_attn_implementation():
+                _set_attention(model, NAME)
+            else:
+                stack.enter_context(_SdpaCalls(model, observer))
+            yield
+    finally:
+        if text_config._attn_implementation != before:
+            _set_attention(model, before)
+        for module in in_training:
+            module.training = True
+        del ALL_ATTENTION_FUNCTIONS[NAME], AttentionMaskInterface._global_mapping[NAME]
+
+
+def forward(model: PreTrainedModel, input_ids: Tensor, *, cache: Cache | None = None, **kwargs: Tensor) -> Tensor:
+    """Logits of a forward.
+
+    Args:
+        model: As it is.
+        input_ids: `[batch, tokens]` int64, on any device.
+        cache: That is filled; `None` for a forward without one.
+        **kwargs: `attention_mask` or `position_ids`, shaped like `input_ids`. Positions follow the mask, as they do in
+            `generate`; models that take no positions get none.
+
+    Returns:
+        `[batch, tokens, vocab_size]`, dtype of the model.
+    """
+    mask = kwargs.get("attention_mask")
+    if mask is not None:
+        kwargs.setdefault("position_ids", (mask.cumsum(1) - 1).clamp(min=0))
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        kwargs.pop("position_ids", None)
+    # Offloaded weights are on no device; the hooks that fetch them move inputs along.
+    device = torch.device("cpu") if model.device.type == "meta" else model.device
+    placed = {name: value.to(device) for name, value in kwargs.items()}
+    # Compiled code would not see hooks, and it is for other shapes.
+    with torch.compiler.set_stance("force_eager"):
+        logits: Tensor = model(
+            input_ids=input_ids.to(device), past_key_values=cache, use_cache=cache is not None, **placed
+        ).logits
+    return logits
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    prev: str,
+    observer: Observer,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as `transformers.AttentionInterface` asks for it."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = _in_dtype(attention_mask, query.dtype)
+        return _call(prev, module, query, key, value, mask, **_in_dtype_of(kwargs, query.dtype))[0]
+
+    out = observer(Observation(_layer_idx(module), module, query, key, value, attend))
+    return attend(query, key, value) if out is None else out, None
+
+
+def _in_dtype(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
+
+
+def _in_dtype_of(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of attention with the sinks of gpt-oss in the dtype of everything else."""
+    sinks = kwargs.get("s_aux")
+    return kwargs if sinks is None else {**kwargs, "s_aux": sinks.to(dtype)}
+
+
+def _layer_idx(module: nn.Module) -> int:
+    index = getattr(module, "layer_idx", None)
+    return index if isinstance(index, int) else -1
+
+
+class _SdpaCalls(TorchFunctionMode):
+    """Sees calls of `scaled_dot_product_attention`, and knows by hooks which layer's module makes them."""
+
+    def __init__(self, model: PreTrainedModel, observer: Observer) -> None:
+        super().__init__()
+        self.observer = observer
+        self.active: list[nn.Module] = []
+        self.modules = [module for module in model.modules() if _layer_idx(module) >= 0]
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> Any:
+        for module in self.modules:
+            self.hooks.append(module.register_forward_pre_hook(lambda module, args: self.active.append(module)))
+            self.hooks.append(module.register_forward_hook(lambda module, args, output: self._leave()))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *args: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+
+    def _leave(self) -> None:
+        self.active.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention or not self.active:
+            return func(*args, **kwargs)
+        named = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
+        query, key, value = (named.pop(name) for name in ("query", "key", "value"))
+        mask = named.pop("attn_mask", None)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            out: Tensor = func(query, key, value, attn_mask=_in_dtype(mask, query.dtype), **named)
+            return out.transpose(1, 2)
+
+        module = self.active[-1]
+        out = self.observer(Observation(_layer_idx(module), module, query, key, value, attend))
+        return (attend(query, key, value) if out is None else out).transpose(1, 2)

@@ -1,0 +1,173 @@
+"""The proof that factors in the weights change nothing: attention layer by layer, then the logits, to the bit.
+
+A model is run on a little text before and after. What would not stay the same is cut (float16 has few exponents), or
+undone and refused: a wrong guess about where keys come from is caught here, whatever the guess was. How weights are
+scaled is `folding.py`'s; which factors are worth it is decided in `search.py`, and when to fold in `smoothing.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .calibration import Windows
+from .folding import gains_plus_one, scale_keys
+from .layout import LayerLayout
+from .observation import Observation, forward, observed
+
+# The automatic check runs the model on the ends of so many windows. In float16 a rounding shows only now and then.
+CHECK_WINDOWS, CHECK_TOKENS, CHECK_TOKENS_FLOAT16 = 4, 64, 1024
+
+
+def check_ids(windows: Windows, dtype: torch.dtype) -> Tensor:
+    """Text for the check: the ends of a few windows, `[windows, tokens]` int64."""
+    rows = [(ids[row], mask[row]) for ids, mask in windows for row in range(len(ids))]
+    longest = sorted(rows, key=lambda row: -int(row[1].sum()))[:CHECK_WINDOWS]
+    limit = CHECK_TOKENS_FLOAT16 if dtype == torch.float16 else CHECK_TOKENS
+    tokens = min(limit, *(int(mask.sum()) for _, mask in longest))
+    return torch.stack([ids[-tokens:] for ids, _ in longest])
+
+
+def settled_exponents(
+    model: PreTrainedModel,
+    layouts: Mapping[int, LayerLayout],
+    exponents: Mapping[int, Tensor],
+    input_ids: Tensor,
+    where: str,
+) -> dict[int, Tensor]:
+    """Exponents under which no layer's attention changes a bit. The model is scaled meanwhile, and scaled back.
+
+    float16 has few exponents: a key or query that becomes subnormal loses bits, on the way through RoPE even more. So
+    there, exponents of a layer that changes are cut until it does not. In other dtypes a change is an error.
+
+    Raises:
+        RuntimeError: A layer's attention changes.
+    """
+    settled = dict(exponents)
+    outputs: dict[int, Tensor] = {}
+
+    def record(observation: Observation) -> Tensor:
+        out = observation.attend(observation.query, observation.key, observation.value)
+        outputs[observation.layer_idx] = out
+        return out
+
+    with observed(model, record):
+        forward(model, input_ids)
+    changed: set[int] = set()
+
+    def compare(observation: Observation) -> Tensor:
+        before = outputs[observation.layer_idx]
+        out = observation.attend(observation.query, observation.key, observation.value)
+        if not torch.equal(out, before):
+            changed.add(observation.layer_idx)
+        return before  # so that later layers are judged by themselves
+
+    originals = gains_plus_one(model, layouts.values())
+    while True:
+        changed.clear()
+        with _scaled(model, layouts, settled, originals), observed(model, compare):
+            forward(model, input_ids)
+        if not changed:
+            return settled
+        if model.dtype != torch.float16 or not changed <= {index for index, x in settled.items() if x.any()}:
+            raise RuntimeError(
+                f"{where}: factors must leave attention as it is, got another output in layer {min(changed)} "
+                f"({layouts[min(changed)].name if min(changed) in layouts else 'not scaled'}). The weights are as they "
+                "were. This model makes keys in a way that is not understood: leave it as it is, or use "
+                "mode='online'."
+            )
+        for index in changed:
+            limit = int(settled[index].abs().max()) - 1
+            settled[index] = settled[index].clamp(-limit, limit)
+
+
+@contextlib.contextmanager
+def _scaled(
+    model: PreTrainedModel,
+    layouts: Mapping[int, LayerLayout],
+    exponents: Mapping[int, Tensor],
+    originals: Mapping[str, Tensor],
+) -> Iterator[None]:
+    """The model with factors folded in, for the length of a block."""
+    factors = {index: torch.exp2(exponents[index].float()) for index in layouts}
+    try:
+        for index, layout in layouts.items():
+            scale_keys(model, layout, factors[index])
+        yield
+    finally:
+        for index, layout in layouts.items():
+            scale_keys(model, layout, 1 / factors[index])
+        _put_back(model, originals)
+
+
+def fold(
+    model: PreTrainedModel,
+    layouts: Mapping[int, LayerLayout],
+    factors: Mapping[int, Tensor],
+    originals: Mapping[str, Tensor],
+    input_ids: Tensor,
+    where: str,
+) -> None:
+    """Fold factors into the weights, and roll back unless all logits stay the same to the bit.
+
+    Args:
+        model: Written in place.
+        layouts: By layer.
+        factors: By layer, `[num_kv_heads, head_dim]` float32, powers of two.
+        originals: Weights that scaling back would round (`gains_plus_one`).
+        input_ids: `[rows, tokens]` int64: what the proof is on.
+        where: Opens error messages.
+
+    Raises:
+        RuntimeError: They do not.
+    """
+    before = _logits(model, input_ids)
+    for index, factor in factors.items():
+        scale_keys(model, layouts[index], factor)
+    try:
+        after = _logits(model, input_ids)
+    except BaseException:  # a lack of memory, or a user who has seen enough
+        scale_back(model, layouts, factors, originals)
+        raise
+    if not torch.equal(before, after):
+        scale_back(model, layouts, factors, originals)
+        difference = float((after.float() - before.float()).abs().max())
+        raise RuntimeError(
+            f"{where}: factors must leave the logits as they are, got a difference of {difference:.1e}. The weights "
+            "are as they were. This model makes keys in a way that is not understood: leave it as it is, or use "
+            "mode='online'."
+        )
+
+
+def scale_back(
+    model: PreTrainedModel,
+    layouts: Mapping[int, LayerLayout],
+    factors: Mapping[int, Tensor],
+    originals: Mapping[str, Tensor],
+) -> None:
+    """Undo `fold`, bit for bit."""
+    for index, factor in factors.items():
+        scale_keys(model, layouts[index], 1 / factor)
+    _put_back(model, originals)
+
+
+def _logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """Logits of the last tokens of each row, as the model computes them itself; row by row, for they are large."""
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            return torch.cat([forward(model, row[None])[:, -CHECK_TOKENS:] for row in input_ids])
+    finally:
+        for module in in_training:
+            module.training = True
+
+
+def _put_back(model: PreTrainedModel, originals: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, original in originals.items():
+            model.get_parameter(name).copy_(original)

@@ -1,0 +1,608 @@
+"""Calibration: centres and smoothing factors of keys from text, put where they act, and taken away again.
+
+Keys are divided and queries multiplied by a factor per key-value head and channel, so that attention stays what it was
+while keys become easier to quantise; before that a centre is subtracted, which attention adds back. Centres are mean
+keys over calibration text. Factors are `max|key|^alpha`, or those that balance the energies of keys and queries; alpha
+is searched per layer on the error of the attention output behind everything that a cache will do to keys, 0 (leave the
+layer alone) included. They are rounded to powers of two, which leaves every bit of the logits as it was when they are
+folded into the weights; `proof.py` makes sure, or everything is rolled back. Where weights cannot be edited, caches
+apply them (`of_model.py`), as they do centres in any case. Which layers there are is found in `layout.py` and
+`online.py`, how weights are scaled is `folding.py`'s, which factors there are is `search.py`'s; results are kept in
+`smoothing_file.py`.
+
+Source: SmoothAttention, QServe (arXiv 2405.04532), section 4.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .._errors import did_you_mean
+from ..config import KVQuantConfig
+from ..formats import KVFormat
+from .calibration import Windows, collect, read_windows
+from .folding import exact_exponents, gains_plus_one, hash_of, parameters_of, scale_keys
+from .key_transform import KeyTransform
+from .layout import LayerLayout, find_layouts
+from .of_model import ModelTransforms, key_transforms, set_centers, set_smoothing, transforms_of
+from .online import find_keys, tensors_of
+from .proof import check_ids, fold, scale_back, settled_exponents
+from .search import CANDIDATES, Candidate, checked_candidates, errors_of, exponents_of, pick
+from .smoothing_file import LayerSmoothing, Placement, SmoothingResult
+
+logger = logging.getLogger(__name__)
+
+CONFIG_KEY = "hf_kvquant_smoothing"  # in the model's config, so that a saved checkpoint says that it is smoothed
+
+_STATE = "_hf_kvquant_smoothing"
+
+Mode = Literal["fold", "online", "auto"]
+Measure = Callable[..., dict[int, list[float]]]  # `errors_of`, but for `transforms` and `advance`
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """A layer to calibrate.
+
+    Attributes:
+        name: Of its attention module.
+        ties: `[num_kv_heads, head_dim]` int64: channels with the same number have to share a factor.
+        key_format: Of its keys.
+        before: What caches do to its keys as the model is.
+        placement: Where its factors are to be.
+        has_center: Whether its centre is to be calibrated.
+        layout: Where its keys come from, if factors are to be folded.
+    """
+
+    name: str
+    ties: Tensor
+    key_format: KVFormat
+    before: KeyTransform
+    placement: Placement
+    has_center: bool
+    layout: LayerLayout | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """What is chosen for a layer."""
+
+    number: int  # of the candidate
+    exponents: Tensor  # [num_kv_heads, head_dim] int64
+    transform: KeyTransform  # what its keys will go through, but for factors
+    errors: Sequence[float]  # of all candidates
+    error_before: float  # of the layer as it was
+    error: float  # of these exponents
+    is_limited: bool  # whether exponents were cut for lack of room
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """What calibration left on a model.
+
+    Attributes:
+        result: What was found.
+        layouts: Of the layers whose weights are scaled.
+        before: What was given to the model before, in units of keys without factors.
+    """
+
+    result: SmoothingResult
+    layouts: Mapping[int, LayerLayout]
+    before: ModelTransforms
+
+
+def smooth_attention(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[str],
+    preset_or_config: str | KVQuantConfig | Mapping[str, Any] = "int4",
+    *,
+    mode: Mode = "fold",
+    centers: bool = True,
+    factors: bool = True,
+    candidates: Sequence[Candidate] = CANDIDATES,
+    num_tokens: int = 16384,
+    window: int = 2048,
+    batch_size: int = 1,
+    progress: bool = True,
+) -> SmoothingResult:
+    """Calibrate what a config's transforms ask for: the centres of keys, and smoothing factors.
+
+    Factors are folded into the weights, after which logits are the same to the bit. Centres are kept on the model, for
+    the caches that it makes from now on, and in the result.
+
+    Args:
+        model: A decoder-only model. Its weights are written in place where factors are folded, and its config marked,
+            so that `save_pretrained` writes a plain checkpoint that is not smoothed twice.
+        tokenizer: The model's.
+        texts: Text like that which the model will read; 16,000 tokens are plenty.
+        preset_or_config: How the cache will be kept: a preset's name, a dictionary or a `KVQuantConfig`. Layers whose
+            transforms name no `"center"` or no `"smooth"` get none.
+        mode: Where factors go. `"fold"`: into the weights, which have to be plain numbers in memory. `"online"`: to the
+            caches, which divide keys and multiply queries as they come; no weight changes, and RoPE ties no channels.
+            `"auto"`: into the weights where that is possible, else to the caches, with a warning in the log.
+        centers: Whether to calibrate centres; without, those that the model has serve (of its biases, or given).
+        factors: Whether to calibrate factors.
+        candidates: What to try in each layer: exponents alpha of `max|key|^alpha`, and `"energy"`. 0 is always tried.
+        num_tokens: Tokens of the texts to use at most, spread over all of them.
+        window: Tokens of a forward, fewer where the model's context is shorter. Not less than what the model will read,
+            if that is known: keys of slow RoPE pairs drift with the position, so short windows make them look constant.
+        batch_size: Windows of a forward.
+        progress: Whether to show a progress bar on stderr, where that is a terminal.
+
+    Returns:
+        Centres, factors, choices and errors of every layer. `unsmooth(model)` undoes all of it.
+
+    Raises:
+        TypeError, ValueError: An argument has no meaning, the model is smoothed already, or the texts do not suffice.
+        NotImplementedError: The model's keys cannot be calibrated, or not through its weights; the message says why.
+        RuntimeError: The logits would change. In every case the model is as it was.
+
+    Example:
+        >>> result = hf_kvquant.smooth_attention(model, tokenizer, texts)
+        >>> print(result.report())
+        >>> model.save_pretrained("smoothed")
+        >>> result.save("smoothed/kvquant_smoothing.safetensors")
+    """
+    where = "smooth_attention"
+    config = KVQuantConfig.resolve(preset_or_config)
+    choices = checked_candidates(candidates)
+    if mode not in get_args(Mode):
+        raise ValueError(
+            f"{where}: `mode` must be one of {list(get_args(Mode))}, got {mode!r}.{did_you_mean(mode, get_args(Mode))}"
+        )
+    if not centers and not factors:
+        raise ValueError(f"{where}: `centers` or `factors` must be True, got neither. There is nothing else to find.")
+    if isinstance(model, PreTrainedModel):
+        _refuse_smoothed(model, where)
+    targets, left_out = _targets(model, config, mode, has_centers=centers, has_factors=factors, where=where)
+    windows = read_windows(
+        model, tokenizer, texts, num_tokens=num_tokens, window=window, batch_size=batch_size, where=where
+    )
+    calibrate = functools.partial(
+        _calibrate, model, windows, choices=choices, left_out=left_out, progress=progress, where=where
+    )
+    try:
+        return calibrate(targets)
+    except (NotImplementedError, RuntimeError) as error:
+        if mode != "auto" or not any(target.layout for target in targets.values()):
+            raise
+        logger.warning("%s Factors are applied by caches instead.", error)
+    return calibrate({index: _as_online(target) for index, target in targets.items()})
+
+
+def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `smooth_attention`: the weights bit for bit, factors that caches apply, and centres.
+
+    Args:
+        model: Smoothed in this process, or loaded from a smoothed checkpoint and given to `load_smoothing`.
+
+    Returns:
+        The same model. Centres that it was given by hand stay: divided with the keys then, they are multiplied now.
+
+    Raises:
+        ValueError: The model is not smoothed, its factors are not known, or its weights have changed since.
+    """
+    state = state_of(model)
+    if state is None:
+        if is_smoothed(model):
+            raise ValueError(
+                "unsmooth: `model` must come with its factors, got a checkpoint that was smoothed earlier. Give their "
+                "file to hf_kvquant.load_smoothing first."
+            )
+        raise ValueError(
+            f"unsmooth: `model` must be smoothed, got a {type(model).__name__} that is not. Call smooth_attention "
+            "first."
+        )
+    folded = state.result.factors_in("weights")
+    if folded:
+        if hash_of(model, state.result.parameters) != state.result.folded_hash:
+            raise ValueError(
+                "unsmooth: `model` must have the weights that smoothing left, got others: they were trained, cast or "
+                "replaced since. Load the original checkpoint again."
+            )
+        scale_back(model, state.layouts, folded, state.result.originals)
+        assert hash_of(model, state.result.parameters) == state.result.original_hash
+        delattr(model.config, CONFIG_KEY)
+    # Centres that took the place of calibrated ones are gone with them.
+    given = state.before.centers if state.result.centers() else _times(transforms_of(model).centers, folded)
+    set_centers(model, given)
+    set_smoothing(model, state.before.smoothing)
+    delattr(model, _STATE)
+    return model
+
+
+def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> SmoothingResult:
+    """Give a model what was saved: fold factors, or, where the checkpoint is folded already, note them; and centres.
+
+    Args:
+        model: The checkpoint that was smoothed, before or after.
+        path: What `SmoothingResult.save` wrote.
+
+    Returns:
+        What the file holds.
+
+    Raises:
+        ValueError: The file is no such file, is damaged, or belongs to other weights. The model is as it was.
+        NotImplementedError: As for `smooth_attention`.
+    """
+    where = "load_smoothing"
+    result = SmoothingResult.load(path)
+    if isinstance(model, PreTrainedModel) and (state_of(model) is not None or transforms_of(model).smoothing):
+        raise ValueError(f"{where}: `model` must not have factors yet, got one that has. Call unsmooth first.")
+    folded = result.factors_in("weights")
+    all_layouts = find_layouts(model, where=where)[0] if folded else {}
+    layouts = {index: all_layouts[index] for index in folded if index in all_layouts}
+    keys = find_keys(model, where=where)[0] if len(folded) < len(result.layers) or result.centers() else {}
+    shapes = {index: (layout.name, *layout.ties.shape) for index, layout in layouts.items()}
+    for layer_keys in keys.values():
+        if layer_keys.layer_idx not in folded:
+            shapes[layer_keys.layer_idx] = (layer_keys.name, layer_keys.num_kv_heads, layer_keys.head_dim)
+    foreign = f"{where}: `path` must hold factors of this model, got {os.fspath(path)}, whose "
+    remedy = ". Use the file that was written with this checkpoint."
+    for layer in result.layers:
+        index = layer.layer_idx
+        name, *shape = shapes.get(index, ("", 0, 0))
+        if name != layer.name:
+            raise ValueError(f"{foreign}layer {index} ({layer.name}) the model does not have{remedy}")
+        if shape != list(layer.factor.shape):
+            raise ValueError(
+                f"{foreign}layer {index} has {list(layer.factor.shape)} factors instead of {shape}{remedy}"
+            )
+        ties = layouts[index].ties.flatten() if index in layouts else torch.arange(layer.factor.numel())
+        if not bool((layer.factor.flatten() == layer.factor.flatten()[ties]).all()):
+            raise ValueError(f"{foreign}layer {index} has unequal factors on channels that mix{remedy}")
+    names = _known_by(model, layouts, [layer.name for layer in result.layers if layer.layer_idx not in folded])
+    if names != result.parameters:
+        raise ValueError(f"{foreign}factors are for other weights{remedy}")
+    found = hash_of(model, names)
+    is_folded = found == result.folded_hash
+    if not is_folded:
+        if found != result.original_hash:
+            raise ValueError(f"{foreign}hashes, before and after folding, are not that of the model's weights{remedy}")
+        _refuse_smoothed(model, where)
+        for index, factor in folded.items():
+            scale_keys(model, layouts[index], factor)
+        if hash_of(model, names) != result.folded_hash:
+            scale_back(model, layouts, folded, result.originals)
+            raise ValueError(f"{foreign}factors give other weights than they did when they were saved{remedy}")
+    _install(model, layouts, result, is_known=is_folded)
+    return result
+
+
+def is_smoothed(model: PreTrainedModel) -> bool:
+    """Whether a calibration acts on the model, or its weights have factors folded in, as far as its config knows."""
+    return state_of(model) is not None or getattr(model.config, CONFIG_KEY, None) is not None
+
+
+def state_of(model: PreTrainedModel) -> _State | None:
+    """What calibration left on a model. `None` where there was none, or its result is not known."""
+    state: _State | None = model.__dict__.get(_STATE)
+    return state
+
+
+# --- what to calibrate ------------------------------------------------------------------------------------------------
+
+
+def _targets(
+    model: PreTrainedModel, config: KVQuantConfig, mode: Mode, *, has_centers: bool, has_factors: bool, where: str
+) -> tuple[dict[int, _Target], dict[int, str]]:
+    """The layers to calibrate, and the others with the reason.
+
+    Raises:
+        TypeError, NotImplementedError: There are none, or none that factors could be folded into.
+    """
+    layouts: dict[int, LayerLayout] = {}
+    unscalable: dict[int, str] = {}
+    is_smoothing = has_factors and any(
+        "smooth" in transforms
+        for transforms in (config.transforms, *(formats.transforms for formats in config.layers.values()))
+    )
+    if is_smoothing and mode != "online":
+        try:
+            layouts, unscalable = find_layouts(model, where=where)
+        except NotImplementedError as error:
+            if mode != "auto":
+                raise NotImplementedError(f"{error} Or use mode='online', where caches apply the factors.") from error
+            logger.warning("%s Factors are applied by caches instead.", error)
+    keys, left_out = find_keys(model, where=where)
+    left_out |= {index: reason for index, reason in unscalable.items() if index in left_out}
+    transforms = key_transforms(model, config)
+    targets: dict[int, _Target] = {}
+    has_refused = False
+    for index, found in keys.items():
+        formats = config.formats(index)
+        if not formats.key.is_quantized:
+            left_out[index] = "its keys are not quantised"
+            continue
+        has_center = has_centers and "center" in formats.transforms
+        placement: Placement = "none"
+        if has_factors and "smooth" in formats.transforms:
+            if index in layouts:
+                placement = "weights"
+            elif mode == "fold":
+                left_out[index] = unscalable[index]
+                has_refused = True
+            else:
+                placement = "caches"
+        if placement == "none" and not has_center:
+            left_out.setdefault(index, f"its transforms are {list(formats.transforms)}, which need nothing of this")
+            continue
+        targets[index] = _Target(
+            name=found.name,
+            ties=layouts[index].ties if placement == "weights" else _no_ties(found.num_kv_heads, found.head_dim),
+            key_format=formats.key,
+            before=transforms.get(index, KeyTransform()).to("cpu"),
+            placement=placement,
+            has_center=has_center,
+            layout=layouts[index] if placement == "weights" else None,
+        )
+    left_out = dict(sorted(left_out.items()))
+    # Whoever wants factors in the weights, and gets none at all, is not served by centres alone.
+    has_refused = has_refused and not any(target.layout for target in targets.values())
+    if not targets or has_refused:
+        reasons = "; ".join(f"layer {index}: {reason}" for index, reason in list(left_out.items())[:3])
+        raise NotImplementedError(
+            f"{where}: `model` must have a layer whose keys can be calibrated, got {type(model).__name__} with none "
+            f"({reasons}). Leave it as it is" + (", or use mode='online'." if has_refused else ".")
+        )
+    online = [index for index, target in targets.items() if target.placement == "caches"]
+    if mode == "auto" and online and layouts:
+        logger.warning(
+            "%s: factors cannot be folded in layers %s (%s). They are applied by caches instead.",
+            where,
+            ", ".join(map(str, online)),
+            unscalable[online[0]],
+        )
+    return targets, left_out
+
+
+def _no_ties(num_kv_heads: int, head_dim: int) -> Tensor:
+    """Ties of channels that are all free."""
+    return torch.arange(num_kv_heads * head_dim).view(num_kv_heads, head_dim)
+
+
+def _as_online(target: _Target) -> _Target:
+    """The target with its factors, if there are to be any, in caches."""
+    if target.placement != "weights":
+        return target
+    return dataclasses.replace(target, placement="caches", layout=None, ties=_no_ties(*target.ties.shape))
+
+
+# --- calibrating ------------------------------------------------------------------------------------------------------
+
+
+def _calibrate(
+    model: PreTrainedModel,
+    windows: Windows,
+    targets: Mapping[int, _Target],
+    *,
+    choices: Sequence[Candidate],
+    left_out: Mapping[int, str],
+    progress: bool,
+    where: str,
+) -> SmoothingResult:
+    """Find centres and factors of some layers, and put them where they act."""
+    formats = {index: target.key_format for index, target in targets.items()}
+    layouts = {index: target.layout for index, target in targets.items() if target.layout is not None}
+    measure = functools.partial(errors_of, model, windows, formats=formats)
+    num_tokens = sum(int(mask.sum()) for _, mask in windows)
+    with _progress(progress, 2 * num_tokens) as advance:
+        statistics = collect(model, windows, targets, advance)
+        bad = [index for index, seen in statistics.items() if not seen.mean_square.isfinite().all()]
+        if bad:
+            raise ValueError(
+                f"{where}: `model` must have finite keys on the texts, got infinities or NaN in layer {bad[0]}. "
+                "Check the checkpoint, or load it in bfloat16 or float32."
+            )
+        transforms: dict[int, KeyTransform] = {}
+        wanted: dict[int, list[Tensor]] = {}
+        for index, target in targets.items():
+            seen, transform = statistics[index], target.before
+            if target.has_center:
+                transform = dataclasses.replace(transform, center=seen.mean)
+            transforms[index] = transform
+            wanted[index] = [
+                exponents_of(seen, target.ties, choice, transform.center)
+                if target.placement != "none"
+                else torch.zeros_like(target.ties)
+                for choice in choices
+            ]
+        chosen = _choose(model, targets, transforms, wanted, measure, advance)
+    input_ids = check_ids(windows, model.dtype)
+    chosen = _settle(model, layouts, chosen, measure, input_ids, where)
+    result = SmoothingResult(
+        layers=tuple(
+            LayerSmoothing(
+                layer_idx=index,
+                name=targets[index].name,
+                placement=targets[index].placement,
+                choice=str(choices[choice.number]) if choice.exponents.any() else "0.0",
+                factor=torch.exp2(choice.exponents.float()),
+                center=choice.transform.center if targets[index].has_center else None,
+                errors={str(name): error for name, error in zip(choices, choice.errors, strict=True)},
+                error_before=choice.error_before,
+                error_after=choice.error,
+                is_limited=choice.is_limited,
+            )
+            for index, choice in chosen.items()
+        ),
+        left_out=left_out,
+        key_formats={index: key_format.describe() for index, key_format in formats.items()},
+        num_tokens=num_tokens,
+        parameters=_known_by(model, layouts, [target.name for target in targets.values() if target.layout is None]),
+        original_hash="",
+        folded_hash="",
+        originals=gains_plus_one(model, layouts.values()),
+    )
+    original_hash = hash_of(model, result.parameters)
+    if layouts:
+        fold(model, layouts, result.factors_in("weights"), result.originals, input_ids, where)
+    folded_hash = hash_of(model, result.parameters) if layouts else original_hash
+    result = dataclasses.replace(result, original_hash=original_hash, folded_hash=folded_hash)
+    _install(model, layouts, result)
+    return result
+
+
+def _with_factors(transform: KeyTransform, exponents: Tensor) -> KeyTransform:
+    """A transform with factors of these exponents."""
+    return dataclasses.replace(transform, smoothing=torch.exp2(exponents.float())) if exponents.any() else transform
+
+
+def _choose(
+    model: PreTrainedModel,
+    targets: Mapping[int, _Target],
+    transforms: Mapping[int, KeyTransform],
+    wanted: Mapping[int, Sequence[Tensor]],
+    measure: Measure,
+    advance: Callable[[int], Any],
+) -> dict[int, _Choice]:
+    """The best of the exponents that are wanted, as far as weights can be scaled by them exactly.
+
+    Nothing is chosen for a layer that would be worse off than it was.
+    """
+    possible = {
+        index: choices
+        if (layout := targets[index].layout) is None
+        else [exact_exponents(model, layout, exponents) for exponents in choices]
+        for index, choices in wanted.items()
+    }
+    tried = {
+        index: [targets[index].before, *(_with_factors(transforms[index], exponents) for exponents in choices)]
+        for index, choices in possible.items()
+    }
+    measured = measure(transforms=tried, advance=advance)
+    chosen = {}
+    for index, choices in possible.items():
+        error_before, *errors = measured[index]
+        number, transform = pick(errors), transforms[index]
+        error = errors[number]
+        if error > error_before:
+            number, transform, error = 0, targets[index].before, error_before
+        is_limited = not all(map(torch.equal, choices, wanted[index]))
+        chosen[index] = _Choice(number, choices[number], transform, errors, error_before, error, is_limited)
+    return chosen
+
+
+def _settle(
+    model: PreTrainedModel,
+    layouts: Mapping[int, LayerLayout],
+    chosen: Mapping[int, _Choice],
+    measure: Measure,
+    input_ids: Tensor,
+    where: str,
+) -> dict[int, _Choice]:
+    """Choices under which no layer's attention changes a bit. See `proof.settled_exponents`.
+
+    Raises:
+        NotImplementedError: In float16, if nothing is left of any choice.
+        RuntimeError: A layer's attention changes.
+    """
+    if not layouts:
+        return dict(chosen)
+    before = {index: chosen[index].exponents for index in layouts}
+    after = settled_exponents(model, layouts, before, input_ids, where)
+    changed = [index for index in layouts if not torch.equal(after[index], before[index])]
+    cut = {index: [torch.zeros_like(after[index]), after[index]] for index in changed}
+    tried = {
+        index: [_with_factors(chosen[index].transform, exponents) for exponents in choices]
+        for index, choices in cut.items()
+    }
+    errors = measure(transforms=tried) if cut else {}
+    settled = dict(chosen)
+    for index, choices in cut.items():
+        number = pick(errors[index])
+        settled[index] = dataclasses.replace(
+            chosen[index], exponents=choices[number], error=errors[index][number], is_limited=True
+        )
+    if cut and not any(settled[index].exponents.any() for index in layouts):
+        raise NotImplementedError(
+            f"{where}: `model` must have room for other factors in its dtype, got float16, in which every factor worth "
+            "folding would round some key or query. Load it in float32, or use mode='online'."
+        )
+    return settled
+
+
+# --- what is left on a model ------------------------------------------------------------------------------------------
+
+
+def _known_by(model: PreTrainedModel, layouts: Mapping[int, LayerLayout], names: Iterable[str]) -> tuple[str, ...]:
+    """The weights by which a model is known: those that are scaled, and those of other attention modules."""
+    return (*parameters_of(layouts.values(), model), *tensors_of(names, model))
+
+
+def _install(
+    model: PreTrainedModel, layouts: Mapping[int, LayerLayout], result: SmoothingResult, *, is_known: bool = False
+) -> None:
+    """Put on a model what its caches need, beside weights that are folded.
+
+    Args:
+        model: Its weights are folded.
+        layouts: Of the layers that are.
+        result: What was calibrated.
+        is_known: Whether the weights were folded before, so that centres it was given are divided already.
+    """
+    folded, centers = result.factors_in("weights"), result.centers()
+    before = transforms_of(model)
+    if is_known:
+        before = dataclasses.replace(before, centers=_times(before.centers, folded))
+    setattr(model, _STATE, _State(result, layouts, before))
+    if folded:
+        setattr(model.config, CONFIG_KEY, {"folded_hash": result.folded_hash})
+    inverse = {index: 1 / factor for index, factor in folded.items()}
+    # Without any centres, those of the biases are looked for anew, as the biases are divided too.
+    set_centers(model, _times({**(before.centers or {}), **centers} if centers else before.centers, inverse))
+    online = {index: factor for index, factor in result.factors_in("caches").items() if (factor != 1).any()}
+    if online:
+        set_smoothing(model, online)
+
+
+def _times(centers: Mapping[int, Tensor] | None, factors: Mapping[int, Tensor]) -> dict[int, Tensor] | None:
+    """Centres multiplied by a layer's factors, where it has some."""
+    if centers is None:
+        return None
+    return {
+        index: center * factors[index].to(center.device) if index in factors else center
+        for index, center in centers.items()
+    }
+
+
+def _refuse_smoothed(model: PreTrainedModel, where: str) -> None:
+    if is_smoothed(model):
+        raise ValueError(
+            f"{where}: `model` must not be smoothed already, got one that is. Call "
+            "unsmooth first, or load the original checkpoint; hf_kvquant.load_smoothing reads factors that were saved."
+        )
+    if transforms_of(model).smoothing:
+        raise ValueError(
+            f"{where}: `model` must not be smoothed already, got one with factors that its caches apply. Take them "
+            "away with hf_kvquant.transforms.of_model.set_smoothing(model, {}) first."
+        )
+
+
+@contextlib.contextmanager
+def _progress(is_shown: bool, total: int) -> Iterator[Callable[[int], Any]]:
+    """A progress bar over tokens on stderr, gone when it is done. Yields what to call with each number of tokens."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("calibrating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda tokens: bar.advance(task, tokens)

@@ -1,0 +1,237 @@
+"""What calibration found out about a model, as an object, as a table, and as a file.
+
+The file is safetensors: the factors and the centre of each layer, the few weights that cannot be restored by division,
+and everything else as JSON in the metadata, with SHA-256 hashes of the weights before and after folding and of what the
+file itself holds. Reading checks that the file is whole and that its parts fit each other; whether it fits a model is
+checked where there is one, in `smoothing.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+FILE_NAME = "kvquant_smoothing.safetensors"  # as `hf-kvquant calibrate` calls it
+_FORMAT = "hf_kvquant-smoothing"
+_VERSION = 1
+
+# Who applies a layer's factors: its weights, its caches, or nobody.
+Placement = Literal["weights", "caches", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSmoothing:
+    """One layer.
+
+    Attributes:
+        layer_idx: The layer.
+        name: Of its attention module.
+        placement: Where its factors are: folded into the weights (`"weights"`), applied by its caches (`"caches"`), or
+            `"none"` where there are none to be.
+        choice: The candidate that was taken: an alpha, `"energy"`, or `"0.0"` for no factors.
+        factor: `[num_kv_heads, head_dim]` float32, powers of two: what keys are divided by and queries multiplied.
+        center: `[num_kv_heads, head_dim]` float32, what is subtracted from keys before, in their units without factors;
+            `None` where centres were not calibrated, or none is better.
+        errors: Relative error of the layer's attention output under each candidate, keys alone quantised.
+        error_before: Of the layer as it was, before calibration.
+        error_after: Of the layer as it is.
+        is_limited: Whether the dtype of the weights had no room for some factors, so that smaller ones were tried.
+    """
+
+    layer_idx: int
+    name: str
+    placement: Placement
+    choice: str
+    factor: Tensor
+    center: Tensor | None
+    errors: Mapping[str, float]
+    error_before: float
+    error_after: float
+    is_limited: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SmoothingResult:
+    """What `smooth_attention` did.
+
+    Attributes:
+        layers: Those that were calibrated, in order.
+        left_out: Those without factors or without anything, with the reason.
+        key_formats: Per layer, the key format for which factors were chosen.
+        num_tokens: Calibration tokens.
+        parameters: Names of the weights by which the model is known again: those that were scaled, and all of the
+            attention of layers whose caches do the work.
+        original_hash: SHA-256 of these weights before.
+        folded_hash: SHA-256 of these weights after.
+        originals: Those of them that division would round, by name.
+    """
+
+    layers: tuple[LayerSmoothing, ...]
+    left_out: Mapping[int, str]
+    key_formats: Mapping[int, str]
+    num_tokens: int
+    parameters: tuple[str, ...]
+    original_hash: str
+    folded_hash: str
+    originals: Mapping[str, Tensor]
+
+    @property
+    def num_smoothed(self) -> int:
+        """Layers with a factor other than 1."""
+        return sum(bool((layer.factor != 1).any()) for layer in self.layers)
+
+    def factors(self) -> dict[int, Tensor]:
+        """The factors by layer, `[num_kv_heads, head_dim]` float32 each, those of 1 included."""
+        return {layer.layer_idx: layer.factor for layer in self.layers if layer.placement != "none"}
+
+    def factors_in(self, placement: Placement) -> dict[int, Tensor]:
+        """Of these, those that are folded into the weights, or those that caches apply."""
+        return {layer.layer_idx: layer.factor for layer in self.layers if layer.placement == placement}
+
+    def centers(self) -> dict[int, Tensor]:
+        """The calibrated centres by layer, `[num_kv_heads, head_dim]` float32 each, of keys without factors."""
+        return {layer.layer_idx: layer.center for layer in self.layers if layer.center is not None}
+
+    def report(self) -> str:
+        """A table for people: per layer the choice, the range of its factors, and the error before and after."""
+        lines = [
+            f"{'layer':>5}  {'factors in':>10}  {'choice':>6}  {'factors':>13}  {'center':>7}  {'error before':>12}  "
+            f"{'after':>7}"
+        ]
+        for layer in self.layers:
+            factors = f"{layer.factor.min():g} to {layer.factor.max():g}"
+            center = "-" if layer.center is None else f"{layer.center.norm(dim=1).max():.3g}"
+            lines.append(
+                f"{layer.layer_idx:>5}  {layer.placement:>10}  {layer.choice:>6}  {factors:>13}  {center:>7}  "
+                f"{layer.error_before:>12.3%}  {layer.error_after:>7.3%}"
+            )
+        lines += [f"{index:>5}  left out: {reason}" for index, reason in self.left_out.items()]
+        limited = [str(layer.layer_idx) for layer in self.layers if layer.is_limited]
+        if limited:
+            lines.append(
+                f"The dtype had no room for all factors in layers {', '.join(limited)}. Loaded in float32 it has more."
+            )
+        formats = ", ".join(sorted(set(self.key_formats.values())))
+        lines.append(self.describe_placement())
+        lines.append(
+            f"{self.num_smoothed} of {len(self.layers)} layers smoothed; errors of attention outputs with keys as "
+            f"{formats}, over {self.num_tokens:,} tokens."
+        )
+        return "\n".join(lines)
+
+    def describe_placement(self) -> str:
+        """A sentence for people: which layers' factors are folded, and which are applied by caches."""
+        parts = []
+        for placement, where in (("weights", "folded into the weights"), ("caches", "applied online, by caches")):
+            indices = [str(layer.layer_idx) for layer in self.layers if layer.placement == placement]
+            if indices:
+                parts.append(f"{where} in layers {', '.join(indices)}")
+        return f"Factors are {'; '.join(parts)}." if parts else "No factors were calibrated."
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file that `load` reads.
+
+        Args:
+            path: Of the file; its folder must exist. Replaced where it exists.
+        """
+        tensors = {f"layers.{layer.layer_idx}.factor": layer.factor.contiguous() for layer in self.layers}
+        tensors |= {f"layers.{index}.center": center.contiguous() for index, center in self.centers().items()}
+        tensors |= {f"originals.{name}": original.contiguous() for name, original in self.originals.items()}
+        facts = {
+            "layers": [
+                {
+                    field.name: getattr(layer, field.name)
+                    for field in dataclasses.fields(LayerSmoothing)
+                    if field.name not in ("factor", "center")
+                }
+                for layer in self.layers
+            ],
+            "left_out": {str(index): reason for index, reason in self.left_out.items()},
+            "key_formats": {str(index): name for index, name in self.key_formats.items()},
+            "num_tokens": self.num_tokens,
+            "parameters": list(self.parameters),
+            "original_hash": self.original_hash,
+            "folded_hash": self.folded_hash,
+        }
+        text = json.dumps(facts)
+        metadata = {"format": _FORMAT, "version": str(_VERSION), "facts": text, "sha256": _hash(text, tensors)}
+        save_file(tensors, os.fspath(path), metadata=metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> SmoothingResult:
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: It is another kind of file, damaged, or of a version that is not known.
+        """
+        name = os.fspath(path)
+        expected = f"load_smoothing: `path` must be a file written by SmoothingResult.save, got {name}"
+        if not os.path.isfile(name):
+            raise FileNotFoundError(f"{expected}, which is not there. hf-kvquant calibrate calls it {FILE_NAME}.")
+        try:
+            with safe_open(name, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{expected}: {error}. Copy it again from where it was written.") from error
+        if metadata.get("format") != _FORMAT:
+            raise ValueError(f"{expected}, which holds something else. hf-kvquant calibrate calls it {FILE_NAME}.")
+        if metadata.get("version") != str(_VERSION):
+            raise ValueError(
+                f"{expected} of version {metadata.get('version')}, this is version {_VERSION}. Calibrate again."
+            )
+        try:
+            if metadata["sha256"] != _hash(metadata["facts"], tensors):
+                raise ValueError("its hash is not that of what it holds")
+            return cls._from(json.loads(metadata["facts"]), tensors)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{expected}, which is damaged ({error}). Calibrate again.") from error
+
+    @classmethod
+    def _from(cls, facts: dict[str, Any], tensors: dict[str, Tensor]) -> SmoothingResult:
+        layers = []
+        for layer in facts["layers"]:
+            factor = tensors.pop(f"layers.{layer['layer_idx']}.factor")
+            is_matrix = factor.dtype == torch.float32 and factor.ndim == 2
+            if not is_matrix or bool((torch.frexp(factor)[0] != 0.5).any()):
+                raise ValueError(f"factors of layer {layer['layer_idx']} are no powers of two")
+            center = tensors.pop(f"layers.{layer['layer_idx']}.center", None)
+            if center is not None and not (
+                center.dtype == torch.float32 and center.shape == factor.shape and bool(center.isfinite().all())
+            ):
+                raise ValueError(f"the centre of layer {layer['layer_idx']} has no meaning")
+            if layer["placement"] not in get_args(Placement):
+                raise ValueError(f"factors of layer {layer['layer_idx']} are in {layer['placement']!r}")
+            layers.append(LayerSmoothing(factor=factor, center=center, **layer))
+        originals = {name.removeprefix("originals."): tensor for name, tensor in tensors.items()}
+        if any(name not in facts["parameters"] for name in originals):
+            raise ValueError(f"unknown tensors {sorted(originals)}")
+        return cls(
+            layers=tuple(layers),
+            left_out={int(index): reason for index, reason in facts["left_out"].items()},
+            key_formats={int(index): name for index, name in facts["key_formats"].items()},
+            num_tokens=facts["num_tokens"],
+            parameters=tuple(facts["parameters"]),
+            original_hash=facts["original_hash"],
+            folded_hash=facts["folded_hash"],
+            originals=originals,
+        )
+
+
+def _hash(facts: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of what a file holds."""
+    digest = hashlib.sha256(facts.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
