@@ -215,7 +215,10 @@ def test_calibrate_saves_a_model_and_its_factors(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--preset", "int9"], "`--preset` must be one of none, int8, k8v4, int4, int4-g32, fp8, got 'int9'. Did you "),
+        (
+            ["--preset", "int9"],
+            "`--preset` must be one of none, int8, k8v4, int4, int4-g32, int4-channel, fp8, got 'int9'. Did you ",
+        ),
         (["--text-file", "EMPTY"], "`--text-file` EMPTY must hold text, got nothing but white space."),
         (["--text-file", "ABSENT"], "`--text-file` must be a text file, got ABSENT: No such file or directory."),
         (["--device", "abacus"], "`--device` must be a torch device such as cpu or cuda:0, got 'abacus'."),
