@@ -1,5 +1,5 @@
-// The query, as the products with keys want it: 16-bit integers in two bytes for integer keys, float16 for e4m3 ones,
-// in the order in which the words of keys meet it (fragments.cuh).
+// The query, as the products with keys want it: 16-bit integers in two bytes for integer keys with one scale a row,
+// float16 for e4m3 keys and for keys in groups, in the order in which the words of keys meet it (fragments.cuh).
 #pragma once
 
 #include "schedule.cuh"
@@ -9,8 +9,8 @@
 namespace hf_kvquant::cuda {
 
 // Query rows in shared memory. Integer keys: 16 bits, q ≈ factor · (256 · high + low), as two planes of bytes
-// [kRows][kHeadDim] in the order in which key words meet them: for int4 even channels first, then odd ones. e4m3 keys:
-// float16, q = factor · half, factor a power of two. Factors include the softmax scale and log2(e).
+// [kRows][kHeadDim] in the order in which key words meet them: for int4 even channels first, then odd ones. e4m3 keys
+// and keys in groups: float16, q = factor · half, factor a power of two. Factors include the softmax scale and log2(e).
 template <class Shape>
 struct Query {
   static constexpr int kHeadDim = Shape::kHeadDim, kRows = Shape::kRows, kNumGroups = Shape::kNumGroups;
@@ -39,8 +39,8 @@ struct Query {
     for (int k = 0; k < kPerLane; ++k) bits[k] = is_held ? values[k] : 0;
   }
 
-  // One warp writes one row. `sums` are factor · Σ query, group by group, `constants` what keys that are stored without
-  // their center lack in every logit, in log2 units.
+  // One warp writes one row. `sums` are factor · Σ query, or for each group Σ of its float16 numbers; `constants` is what
+  // keys that are stored without their center lack in every logit, in log2 units.
   static __device__ __forceinline__ void write_row(const DecodeParams& params, bool is_transformed,
                                                    const Transform& transform, const uint32_t (&bits)[kPerLane],
                                                    int slot, unsigned char* planes, float* factors, float* constants,

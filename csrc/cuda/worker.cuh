@@ -5,7 +5,8 @@
 // so that P' = 2^(score - shift) · scale, rounded to float16, is at most 2^15; only when it would exceed that does the
 // warp take the branch that raises the shift. Since float16 keeps relative precision down to 2^-14 and something down
 // to 2^-24, nothing is lost by the shift lagging behind. A masked score is -inf and its P' is replaced, not multiplied:
-// scales there may be NaN. The maximum ignores NaN; the exponential does not, so whoever attends to a NaN gets one.
+// scales there may be NaN. The maximum ignores NaN; the exponential does not, so whoever attends to a NaN gets one. With
+// groups of channels, weights are rounded before scales multiply them (groups.cuh).
 #pragma once
 
 #include "groups.cuh"

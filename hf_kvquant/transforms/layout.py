@@ -136,12 +136,7 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
     _check_own_keys(model, where)
     names = {module: name for name, module in model.named_modules()}
     modules = _attention_modules(model, where)
-    layer_types, _ = layers_of(_text_config(model))
-    left_out = {
-        index: f"its cache ({layer_type}) is not quantised"
-        for index, layer_type in enumerate(layer_types)
-        if layer_type != "full_attention"
-    }
+    left_out = other_caches(model)
     modules = {index: module for index, module in modules.items() if index not in left_out}
     candidates = _candidates(model, modules, names)
     keys, queries = _match(model, candidates)
@@ -165,6 +160,16 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
             layouts[index] = layout
     _check_owners(model, layouts, where)
     return layouts, dict(sorted(left_out.items()))
+
+
+def other_caches(model: PreTrainedModel) -> dict[int, str]:
+    """The layers whose cache is left to transformers, and what is said of them."""
+    layer_types, _ = layers_of(_text_config(model))
+    return {
+        index: f"its cache ({layer_type}) is not quantised"
+        for index, layer_type in enumerate(layer_types)
+        if layer_type != "full_attention"
+    }
 
 
 def check_decoder(model: PreTrainedModel, where: str) -> None:

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..cache import layers_of
 from ..patching import _text_config
-from .layout import check_decoder
+from .layout import check_decoder, other_caches
 from .observation import Observation, forward, observed
 
 NUM_TOKENS = 8  # that the model is run on
@@ -68,11 +68,9 @@ def find_keys(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerKey
         forward(model, input_ids, cache=cache)
     names = {module: name for name, module in model.named_modules()}
     keys: dict[int, LayerKeys] = {}
-    left_out: dict[int, str] = {}
-    layer_types, _ = layers_of(_text_config(model))
-    for index, layer_type in enumerate(layer_types):
-        if layer_type != "full_attention":
-            left_out[index] = f"its cache ({layer_type}) is not quantised"
+    left_out = other_caches(model)
+    for index in range(len(layers_of(_text_config(model))[0])):
+        if index in left_out:
             continue
         kept = getattr(cache.layers[index], "keys", None)
         if not isinstance(kept, Tensor) or not seen[index]:
