@@ -78,7 +78,7 @@ def _append_reference(
     key_storage: int,
     value_storage: int,
 ) -> None:
-    _warn_reference(key.device, key.shape[-1], value.shape[-1], has_tail=key_tail is not None)
+    _warn_reference(key.device, key.shape[-1], value.shape[-1])
     transform = _transform_of(key_center, key_smoothing, rotates_key)
     for x, planes, storage_id, key_transform in (
         (key, Planes(key_codes, key_scale, key_zero, key_tail), key_storage, transform),
@@ -116,7 +116,7 @@ def _decode_reference(
     key_planes = Planes(key_codes, key_scale, key_zero, key_tail)
     value_planes = Planes(value_codes, value_scale, value_zero)
     value_dim = head_dim_of(value_codes, value_storage)
-    _warn_reference(query.device, query.shape[-1], value_dim, has_tail=key_tail is not None)
+    _warn_reference(query.device, query.shape[-1], value_dim)
     if key is not None and value is not None:
         _append_reference(
             key,
@@ -252,18 +252,14 @@ def _serves_gpu(index: int) -> bool:
     return serves_gpu(index)
 
 
-def _has_kernel(device: torch.device, *head_dims: int, has_tail: bool = False) -> bool:
+def _has_kernel(device: torch.device, *head_dims: int) -> bool:
     """Whether a call is for the op; else it is for the reference, named after it. Always the op on other devices."""
     if device.type != "cuda":
         return True
-    return (
-        not has_tail
-        and max(head_dims) <= MAX_CUDA_HEAD_DIM
-        and _serves_gpu(0 if device.index is None else device.index)
-    )
+    return max(head_dims) <= MAX_CUDA_HEAD_DIM and _serves_gpu(0 if device.index is None else device.index)
 
 
-def _warn_reference(device: torch.device, *head_dims: int, has_tail: bool = False) -> None:
+def _warn_reference(device: torch.device, *head_dims: int) -> None:
     """Say why the reference serves, once for every reason."""
     module = extension()
     if isinstance(module, ImportError) or not has_kernels(device.type):
@@ -282,12 +278,6 @@ def _warn_reference(device: torch.device, *head_dims: int, has_tail: bool = Fals
             f"head_dim {max(head_dims)} on {device.type}",
             f"they end at {MAX_CUDA_HEAD_DIM}",
             "Leave this model unpatched where speed matters more than memory.",
-        )
-    elif device.type == "cuda" and has_tail:
-        _log_reference(
-            f"keys with a scale for every channel on {device.type}",
-            "they know scales of tokens only",
-            "Use preset 'int4' where speed matters more.",
         )
 
 
@@ -325,7 +315,7 @@ def append(
         starts: `[batch]` int32 on the same device: first position that is not padding. Matters to granularity
             `channel` only, whose scales padding must not widen.
     """
-    has_kernel = _has_kernel(key.device, key.shape[-1], value.shape[-1], has_tail=key_planes.tail is not None)
+    has_kernel = _has_kernel(key.device, key.shape[-1], value.shape[-1])
     op = torch.ops.hf_kvquant.append if has_kernel else torch.ops.hf_kvquant.append_reference
     op(
         key,
@@ -395,7 +385,7 @@ def decode(
     _check_query(query, key_planes)
     key, value = (None, None) if new is None else new
     value_dim = head_dim_of(value_planes.codes, formats[1].storage_id)
-    has_kernel = _has_kernel(query.device, query.shape[-1], value_dim, has_tail=key_planes.tail is not None)
+    has_kernel = _has_kernel(query.device, query.shape[-1], value_dim)
     op = torch.ops.hf_kvquant.decode if has_kernel else torch.ops.hf_kvquant.decode_reference
     result: tuple[Tensor, Tensor] = op(
         query,

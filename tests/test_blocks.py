@@ -7,7 +7,6 @@ reference, caches with the plain model of `models.py`. Random histories are in `
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
@@ -159,6 +158,7 @@ def test_a_bad_number_spoils_its_channel_for_the_block() -> None:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=name_of)
 @pytest.mark.parametrize("head_dim", [128, 64, 8, 40, 96, 256])
 def test_append_matches_reference(engine: str, head_dim: int, dtype: torch.dtype) -> None:
@@ -195,6 +195,7 @@ def test_append_keeps_unusual_data_exact(engine: str, bad: float) -> None:
     assert_same_planes(ours[0], planes[0], str(bad))
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("length", BORDERS)
 def test_decode_serves_every_length(engine: str, length: int) -> None:
     for head_dim, dtype in ((64, torch.float32), (128, torch.bfloat16), (40, torch.float32)):
@@ -202,12 +203,14 @@ def test_decode_serves_every_length(engine: str, length: int) -> None:
         run_decode(engine, case, planes=held(case))
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize(("q_len", "num_q_per_kv"), [(1, 1), (2, 4), (5, 8), (33, 4), (130, 1)])
 def test_decode_serves_chunks(engine: str, q_len: int, num_q_per_kv: int) -> None:
     case = Case(FORMATS, 128, torch.float32, num_q_per_kv, q_len, (300, 140), (17, 129), capacity=384)
     run_decode(engine, case, planes=held(case))
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("num_splits", [1, 3, 7])
 def test_decode_splits_and_masks(engine: str, num_splits: int) -> None:
     """Splits and windows begin anywhere in a block."""
@@ -218,6 +221,7 @@ def test_decode_splits_and_masks(engine: str, num_splits: int) -> None:
     run_decode(engine, case, planes=planes, num_splits=num_splits, sinks=torch.randn(4), alibi_slopes=torch.rand(4))
 
 
+@pytest.mark.sanitize
 def test_nan_stays_with_those_who_attend_to_it(engine: str) -> None:
     case = Case(FORMATS, 64, torch.float32, 2, 1, (200, 200, 200, 200), (0, 128, 0, 151), capacity=256)
     key = tokens(case, 200, 64)
@@ -227,6 +231,7 @@ def test_nan_stays_with_those_who_attend_to_it(engine: str) -> None:
     assert out.isnan().flatten(2).any(2).flatten().tolist() == [True, False, True, False]
 
 
+@pytest.mark.sanitize
 def test_decode_appends_first(engine: str) -> None:
     """One call that fills a block, quantises it and attends to it."""
     for length, q_len in ((128, 1), (129, 1), (130, 5), (257, 2)):
@@ -266,29 +271,49 @@ def test_opcheck(device: str) -> None:
         x.to(device) for x in (tokens(case, 2, 64), tokens(case, 2, 64), queries(case), case.lengths_tensor())
     )
     starts, kinds = torch.zeros(2, dtype=torch.int32, device=device), (None, None, False, 2, 2)
-    suffix = "_reference" if device == "cuda" else ""
-    append, decode = (getattr(torch.ops.hf_kvquant, name + suffix).default for name in ("append", "decode"))
+    append, decode = torch.ops.hf_kvquant.append.default, torch.ops.hf_kvquant.decode.default
     torch.library.opcheck(append, (key, value, *spelled, lengths, starts, *kinds))
     extras = (None, starts, None, None, 0.125, 0.0, 0, 0)
     torch.library.opcheck(decode, (query, key, value, *spelled, lengths, *extras, *kinds))
 
 
-def test_a_gpu_is_served_by_the_reference(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(ops, "has_kernels", lambda device_type: True)
-    monkeypatch.setattr(ops, "serves_gpu", lambda index: True)
-    monkeypatch.setattr(ops, "_serves_gpu", lambda index: True)
-    gpu = torch.device("cuda:0")
-    assert ops._has_kernel(gpu, 64) and not ops._has_kernel(gpu, 64, has_tail=True)
-    assert ops._has_kernel(torch.device("cpu"), 64, has_tail=True)
-    ops._log_reference.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="hf_kvquant"):
-        for _ in range(2):
-            ops._warn_reference(gpu, 64, has_tail=True)
-    ops._log_reference.cache_clear()
-    assert [record.getMessage() for record in caplog.records] == [
-        "ops: no compiled kernels for keys with a scale for every channel on cuda, the PyTorch reference serves: "
-        "correct, slower (they know scales of tokens only). Use preset 'int4' where speed matters more."
-    ]
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.sanitize
+def test_a_graph_is_replayed_across_borders() -> None:
+    """Captured once: tails fill, become codes and begin anew, as lengths say at the time."""
+    case = Case(FORMATS, 128, torch.bfloat16, 4, 1, (500, 500), capacity=512)
+    key, value = (tokens(case, 512, 128).cuda() for _ in range(2))
+    ours = [clone(made, "cuda") for made in held(Case(FORMATS, 128, case.dtype, 4, 1, (126, 254), capacity=512))]
+    eager = [clone(made) for made in ours]
+    lengths, query = torch.zeros(2, dtype=torch.int32, device="cuda"), queries(case).cuda()
+    new = [torch.zeros_like(x[:, :, :1]) for x in (key, value)]
+    counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device="cuda")
+
+    def step() -> Tensor:
+        return ops.decode(query, (new[0], new[1]), *ours, lengths, FORMATS, softmax_scale=0.09, counters=counters)[0]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for count in range(1, 6):
+        now = torch.tensor([126 + count, 254 + count], dtype=torch.int32)
+        lengths.copy_(now)
+        for x, source in zip(new, (key, value), strict=True):
+            for b in range(2):
+                x[b] = source[b, :, now[b] - 1 : now[b]]
+        graph.replay()
+        for x, made, kv_format in zip(new, eager, FORMATS, strict=True):
+            reference.append(x.cpu(), made, kv_format, now)
+        for side in (0, 1):
+            assert_same_planes(clone(ours[side]), eager[side], f"{count} tokens on")
+        run_decode("cuda", Case(FORMATS, 128, case.dtype, 4, 1, tuple(now.tolist()), capacity=512), planes=eager)
+        expected = ops.decode(query.cpu(), None, *eager, now, FORMATS, softmax_scale=0.09)[0]
+        compare.assert_close(out, expected, 0.02, f"{count} tokens on")
 
 
 # --- storage ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@
 // scales of their own, a lane also takes kRows consecutive tokens: their loads are under way together, and the scales
 // of a group leave in one store. These rows are a tile; a warp takes a few tiles of one head, to find its place only
 // once. Warps of a block take neighbouring heads, because the model's own layout, tokens before heads, then reads
-// contiguous memory. Where the heads of a token share a scale, a thread block takes the token.
+// contiguous memory. Where the heads of a token share a scale, a thread block takes the token; where the keys of a channel
+// do, it takes a block of tokens in one head.
 // Keys and values are one launch, first the blocks of the keys. Lengths are read on the device; tokens for which there
 // is no room are left out.
 #include <algorithm>
@@ -39,6 +40,7 @@ struct Job {
 struct Jobs {
   Job jobs[2];  // keys, values
   const int32_t* lengths;
+  const int32_t* starts;  // nullptr: 0
   int num_kv_heads, q_len, capacity;
 };
 
@@ -316,6 +318,109 @@ __device__ void append_token(const Jobs& jobs, const Job& job, unsigned block) {
   }
 }
 
+// --- scales of channels
+
+constexpr int kNumThreads = kNumWarps * kLanes;
+
+// Calls `use(row, c)` for all rows of a block of tokens and this thread's eight channels from `c` on.
+template <class Use>
+__device__ void for_block(int head_dim, Use use) {
+  const unsigned lanes_per_row = static_cast<unsigned>(head_dim) / kChunk, rows = kNumThreads / lanes_per_row;
+  const unsigned row = threadIdx.x / lanes_per_row, chunk = threadIdx.x - row * lanes_per_row;
+  if (row >= rows) return;
+  for (int r = row; r < kBlockSize; r += rows) use(r, static_cast<int>(chunk) * kChunk);
+}
+
+// Quantises the tokens from `begin` on, a block. Those before `first_new` come from the tail, the others are new; those
+// before `start` are padding. All threads of a thread block take part; what they read the second time is in the cache.
+__device__ void quantize_block(const Job& job, int64_t b, int64_t h, int64_t begin, int64_t first_new, int64_t start) {
+  __shared__ float lows[kNumThreads * kChunk], highs[kNumThreads * kChunk];
+  __shared__ StoredScale scales[kMaxCudaHeadDim];
+  const Side& side = job.side;
+  const int head_dim = side.head_dim;
+  const int num_padding = static_cast<int>(min(max(start - begin, int64_t{0}), int64_t{kBlockSize}));
+  const Dense tail = {side.tail, side.tail_dtype, side.tail_stride_b, side.tail_stride_h, side.tail_stride_t};
+  const auto load = [&](int row, int c) {
+    const bool is_new = begin + row >= first_new;
+    const Dense& dense = is_new ? job.dense : tail;
+    const int64_t place = is_new ? begin + row - first_new : row;
+    return load_widened(dense, b * dense.stride_b + h * dense.stride_h + place * dense.stride_t + c);
+  };
+
+  float low[kChunk], high[kChunk];
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) low[k] = INFINITY, high[k] = -INFINITY;
+  for_block(head_dim, [&](int row, int c) {
+    if (row < num_padding) return;
+    const Values<Dtype::fp32> x = load(row, c);
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) low[k] = min_or_nan(low[k], x[k]), high[k] = max_or_nan(high[k], x[k]);
+  });
+  // Rows of threads follow each other without gaps, as rows of channels do.
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) lows[threadIdx.x * kChunk + k] = low[k], highs[threadIdx.x * kChunk + k] = high[k];
+  __syncthreads();
+  const int rows = kNumThreads / (head_dim / kChunk);
+  for (int c = threadIdx.x; c < head_dim; c += kNumThreads) {
+    Range<false> range = {lows[c], highs[c]};
+    for (int r = 1; r < rows; ++r) {
+      range.low = min_or_nan(range.low, lows[r * head_dim + c]);
+      range.high = max_or_nan(range.high, highs[r * head_dim + c]);
+    }
+    if (num_padding == kBlockSize) range = {0.f, 0.f};
+    scales[c] = compute_scale<Storage::int4>(range);
+    const int64_t block = begin / kBlockSize;
+    scale_at(side, b, h, block, 0)[c] = scales[c].scale;
+    zero_at(side, b, h, block, 0)[c] = scales[c].zero;
+  }
+  __syncthreads();
+  for_block(head_dim, [&](int row, int c) {
+    uint32_t word = 0;
+    if (row >= num_padding) {
+      const Values<Dtype::fp32> x = load(row, c);
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) word |= encode_int4(x[k], scales[c + k]) << (4 * k);
+    }
+    *reinterpret_cast<uint32_t*>(code_row(side, b, h, begin + row) + c / 2) = word;
+  });
+}
+
+// One thread block's part of a head: the block of tokens that the tail began, if it is full now, and the new tail, which
+// takes the place of what was read for it; or one of the blocks of new tokens only.
+__device__ void append_blocks(const Jobs& jobs, const Job& job, unsigned block) {
+  const Side& side = job.side;
+  const unsigned parts = jobs.q_len / kBlockSize + 1, head = block / parts, part = block - head * parts;
+  const unsigned b = head / jobs.num_kv_heads, h = head - b * jobs.num_kv_heads;
+  const int64_t first_new = int64_t{jobs.lengths[b]} - jobs.q_len;
+  const int64_t old = max(first_new, int64_t{0});
+  const int64_t length = min(int64_t{jobs.lengths[b]}, int64_t{jobs.capacity});
+  const int64_t start = jobs.starts == nullptr ? 0 : jobs.starts[b];
+  if (length <= old) return;
+  const int64_t full = length / kBlockSize;  // blocks
+  if (part > 0) {
+    const int64_t number = (old + kBlockSize - 1) / kBlockSize + part - 1;
+    if (number < full) quantize_block(job, b, h, number * kBlockSize, first_new, start);
+    return;
+  }
+  const int64_t begun = old / kBlockSize;
+  if (begun < full && begun * kBlockSize < old) quantize_block(job, b, h, begun * kBlockSize, first_new, start);
+  __syncthreads();
+  const int64_t first = max(full * kBlockSize, old);
+  const Dense& dense = job.dense;
+  const int64_t from = b * dense.stride_b + h * dense.stride_h;
+  const int64_t to = b * side.tail_stride_b + h * side.tail_stride_h;
+  for (int i = threadIdx.x; i < static_cast<int>(length - first) * side.head_dim; i += kNumThreads) {
+    const int row = i / side.head_dim, c = i - row * side.head_dim;
+    const int64_t source = from + (first + row - first_new) * dense.stride_t + c;
+    const int64_t target = to + (first + row) % kBlockSize * side.tail_stride_t + c;
+    if (side.tail_dtype == Dtype::fp32) {
+      static_cast<uint32_t*>(side.tail)[target] = static_cast<const uint32_t*>(dense.data)[source];
+    } else {
+      static_cast<uint16_t*>(side.tail)[target] = static_cast<const uint16_t*>(dense.data)[source];
+    }
+  }
+}
+
 // What rows are taken as: what comes out of a transform is float32.
 __host__ __device__ Dtype dtype_of_rows(const Job& job) {
   return is_identity(job.transform) ? job.dense.dtype : Dtype::fp32;
@@ -325,15 +430,21 @@ __host__ __device__ Dtype dtype_of_rows(const Job& job) {
 
 __host__ __device__ bool takes_tokens(const Side& side) { return side.is_shared_by_heads && !side.is_frozen; }
 
-// Transforms are compiled apart: they take registers, and with them go warps that the others need.
-template <bool kIsPrompt, bool kTransforms>
+// What becomes of keys: rows are quantised, or transformed before, or blocks are.
+enum class Keys { rows, transformed, blocks };
+
+// Compiled apart: what keys take in registers goes with warps that values need.
+template <bool kIsPrompt, Keys kKeys>
 __global__ void __launch_bounds__(kNumWarps* kLanes) append_side(const __grid_constant__ Jobs jobs) {
   const bool is_value = blockIdx.x >= jobs.jobs[0].num_blocks;
   const Job& job = jobs.jobs[is_value];
   const unsigned block = blockIdx.x - (is_value ? jobs.jobs[0].num_blocks : 0);
   constexpr int kWideRows = rows_of_lane(kIsPrompt, Dtype::fp32);
-  if (takes_tokens(job.side)) return append_token<kTransforms>(jobs, job, block);
-  if constexpr (kTransforms) {
+  if constexpr (kKeys == Keys::blocks) {
+    if (!is_value) return append_blocks(jobs, job, block);
+  }
+  if (takes_tokens(job.side)) return append_token < kKeys == Keys::transformed > (jobs, job, block);
+  if constexpr (kKeys == Keys::transformed) {
     if (!is_value) return append_rows<true, Dtype::fp32, kWideRows>(jobs, job, block);
   }
   switch (job.dense.dtype) {
@@ -372,13 +483,16 @@ void append(const AppendParams& params, void* stream) {
   Jobs jobs = {
       {{params.key, params.key_side, params.key_transform, 1, 0, 0}, {params.value, params.value_side, {}, 1, 0, 0}},
       params.lengths,
+      params.starts,
       params.num_kv_heads,
       params.q_len,
       params.capacity};
   int64_t num_blocks = 0;
   for (Job& job : jobs.jobs) {
     int64_t blocks_per_sequence = params.q_len;
-    if (!takes_tokens(job.side)) {
+    if (job.side.tail != nullptr) {
+      blocks_per_sequence = int64_t{params.num_kv_heads} * (params.q_len / kBlockSize + 1);
+    } else if (!takes_tokens(job.side)) {
       const int64_t tokens_per_tile =
           kLanes / (job.side.head_dim / kChunk) * rows_of_lane(is_prompt, dtype_of_rows(job));
       const int64_t tiles_per_head = (params.q_len + tokens_per_tile - 1) / tokens_per_tile;
@@ -395,9 +509,14 @@ void append(const AppendParams& params, void* stream) {
   if (params.key_side.is_frozen || params.value_side.is_frozen) {
     launch("append", spoil_frozen_scales, int64_t{2} * params.batch * params.q_len, num_threads, 0, stream, jobs);
   }
-  const auto kernel = is_identity(params.key_transform)
-                          ? (is_prompt ? append_side<true, false> : append_side<false, false>)
-                          : (is_prompt ? append_side<true, true> : append_side<false, true>);
+  const auto kernel_for = [is_prompt](auto keys) {
+    constexpr Keys kKeys = decltype(keys)::value;
+    return is_prompt ? append_side<true, kKeys> : append_side<false, kKeys>;
+  };
+  const auto kernel = params.key_side.tail != nullptr ? kernel_for(std::integral_constant<Keys, Keys::blocks>{})
+                      : is_identity(params.key_transform)
+                          ? kernel_for(std::integral_constant<Keys, Keys::rows>{})
+                          : kernel_for(std::integral_constant<Keys, Keys::transformed>{});
   launch("append", kernel, num_blocks, num_threads, 0, stream, jobs);
 }
 

@@ -118,7 +118,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   if (!segment.has_rounds() && !held.is_own) return;
   const int first_step = segment.first_step + warp;
   const int held_step = held.is_own ? held.first_step : segment.last_step;
-  ring.bound(span.begin, span.end);
+  const int first_of_tail = Shape::kIsBlocked ? tail_begin(min(max(bounds.length, 0), params.capacity)) : span.end;
+  ring.bound(span.begin, span.end, min(first_of_tail, span.end));
   if (first_step != likely_step) ring.seek(plan, segment, first_step);
   int stage = 0;
   for (; stage < num_stages - 1 && first_step + stage * stride < held_step; ++stage) {
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   __syncthreads();
 
   // --- attend
-  Worker<Shape> worker(params, planes, factors, query_sums, lane);
+  Worker<Shape> worker(params, planes, factors, query_sums, first_of_tail / Ring::kStepTokens, lane);
   const unsigned char* before = stages;
   stage = 0;
   for (int step = first_step; step < segment.last_step; step += stride) {

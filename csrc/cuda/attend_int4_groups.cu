@@ -4,7 +4,7 @@
 namespace hf_kvquant::cuda {
 
 AttendKernel attend_int4_groups(int head_dim, int num_rows) {
-  return kernel_for<Storage::int4, Storage::int4, true, true, true>(head_dim, num_rows);
+  return kernel_for<Storage::int4, Storage::int4, true, true, Scales::groups>(head_dim, num_rows);
 }
 
 }  // namespace hf_kvquant::cuda

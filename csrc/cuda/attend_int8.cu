@@ -4,7 +4,7 @@
 namespace hf_kvquant::cuda {
 
 AttendKernel attend_int8(int head_dim, int num_rows) {
-  return kernel_for<Storage::int8, Storage::int8, false, false, false>(head_dim, num_rows);
+  return kernel_for<Storage::int8, Storage::int8, false, false, Scales::rows>(head_dim, num_rows);
 }
 
 }  // namespace hf_kvquant::cuda

@@ -4,7 +4,7 @@
 namespace hf_kvquant::cuda {
 
 AttendKernel attend_k8v4(int head_dim, int num_rows) {
-  return kernel_for<Storage::int8, Storage::int4, false, true, false>(head_dim, num_rows);
+  return kernel_for<Storage::int8, Storage::int4, false, true, Scales::rows>(head_dim, num_rows);
 }
 
 }  // namespace hf_kvquant::cuda

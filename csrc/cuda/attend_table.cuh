@@ -19,23 +19,26 @@ AttendKernel kernel_of() {
           static_cast<int>(Partial<Shape::kRows, Shape::kHeadDim>::kFloats),
           Shape::kHasKeyZero,
           Shape::kHasValueZero,
-          Shape::kIsGrouped};
+          Shape::kIsGrouped,
+          Shape::kIsBlocked};
 }
 
-template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, bool kIsGrouped, int kHeadDim>
+template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales, int kHeadDim>
 AttendKernel kernel_for_rows(int num_rows) {
   if constexpr (kKey != Storage::fp8) {
-    if (num_rows <= 4) return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kIsGrouped, kHeadDim, 4>>();
+    if (num_rows <= 4) return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, 4>>();
   }
-  if (num_rows <= 8) return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kIsGrouped, kHeadDim, 8>>();
-  return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kIsGrouped, kHeadDim, 16>>();
+  if (num_rows <= 8) return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, 8>>();
+  // Scaled queries of 16 rows of 256 channels do not fit registers.
+  constexpr int kMostRows = kScales == Scales::blocks && kHeadDim == 256 ? 8 : 16;
+  return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, kMostRows>>();
 }
 
-template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, bool kIsGrouped>
+template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales>
 AttendKernel kernel_for(int head_dim, int num_rows) {
-  if (head_dim <= 64) return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kIsGrouped, 64>(num_rows);
-  if (head_dim <= 128) return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kIsGrouped, 128>(num_rows);
-  return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kIsGrouped, 256>(num_rows);
+  if (head_dim <= 64) return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, 64>(num_rows);
+  if (head_dim <= 128) return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, 128>(num_rows);
+  return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, 256>(num_rows);
 }
 
 }  // namespace hf_kvquant::cuda

@@ -47,14 +47,28 @@ __device__ inline half_bits* scale_at(const Side& side, int64_t b, int64_t h, in
 }
 
 __device__ inline half_bits* zero_at(const Side& side, int64_t b, int64_t h, int64_t g, int64_t t) {
-  return side.zero + b * side.zero_stride_b + h * side.zero_stride_h + g * side.zero_stride_g +
-         t * side.zero_stride_t;
+  return side.zero + b * side.zero_stride_b + h * side.zero_stride_h + g * side.zero_stride_g + t * side.zero_stride_t;
 }
 
 // What is added to a signed code before it is stored unsigned.
 __device__ inline float code_offset(const Side& side) {
   if (!side.is_symmetric || side.storage == Storage::fp8) return 0.f;
   return side.storage == Storage::int8 ? 128.f : 8.f;
+}
+
+// Eight codes of int4, the first in the lowest bits.
+__device__ inline void unpack_int4(uint32_t word, float offset, float (&x)[kChunk]) {
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) x[i] = static_cast<float>((word >> (4 * i)) & 15) - offset;
+}
+
+// Eight channels of a full block in which every channel has a scale.
+__device__ inline void load_of_block(const Side& side, int64_t b, int64_t h, int64_t t, int c, float (&x)[kChunk]) {
+  const half_bits *scale = scale_at(side, b, h, t / kBlockSize, 0) + c,
+                  *zero = zero_at(side, b, h, t / kBlockSize, 0) + c;
+  unpack_int4(reinterpret_cast<const uint32_t*>(code_row(side, b, h, t))[c / kChunk], 0.f, x);
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) x[i] = x[i] * half_to_float(scale[i]) + half_to_float(zero[i]);
 }
 
 // The eight channels from `c` on of a row, dequantised: code · scale + zero.
@@ -79,14 +93,13 @@ __device__ inline void load_channels(const Side& side, int64_t b, int64_t h, int
     }
     return;
   }
+  if (side.tail != nullptr) return load_of_block(side, b, h, t, c, x);
   const int g = c / (side.head_dim / side.num_groups);
   const float scale = half_to_float(*scale_at(side, b, h, g, t));
   const float zero = side.is_symmetric ? 0.f : half_to_float(*zero_at(side, b, h, g, t));
   const float offset = code_offset(side);
   if (side.storage == Storage::int4) {
-    const uint32_t word = reinterpret_cast<const uint32_t*>(row)[c / kChunk];
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) x[i] = static_cast<float>((word >> (4 * i)) & 15) - offset;
+    unpack_int4(reinterpret_cast<const uint32_t*>(row)[c / kChunk], offset, x);
   } else {
     const uint2 word = reinterpret_cast<const uint2*>(row)[c / kChunk];
     const uint32_t words[2] = {word.x, word.y};

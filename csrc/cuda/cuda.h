@@ -19,8 +19,11 @@ struct AttendKernel {
   int rows_per_tile;             // query rows (tokens times heads of a group) that a thread block serves
   int step_tokens;               // tokens that a warp takes at a time
   int slot_floats;               // of one block's partial result
-  bool has_key_zero, has_value_zero, is_grouped;
+  bool has_key_zero, has_value_zero, is_grouped, is_blocked;
 };
+
+// What shares a scale: channels of a token (all of them, or groups), or the keys of a channel in a block of tokens.
+enum class Scales { rows, groups, blocks };
 
 // Warps of its blocks: 4 or 8, by the plan.
 constexpr int kMinAttendWarps = 4, kMaxAttendWarps = 8;
@@ -31,6 +34,7 @@ constexpr int kGroupChannels = 32;  // that have a scale of their own in the ker
 AttendKernel attend_int8(int head_dim, int num_rows);
 AttendKernel attend_int4(int head_dim, int num_rows);
 AttendKernel attend_int4_groups(int head_dim, int num_rows);  // of 32 channels or multiples
+AttendKernel attend_int4_channel(int head_dim, int num_rows);
 AttendKernel attend_k8v4(int head_dim, int num_rows);
 AttendKernel attend_fp8(int head_dim, int num_rows);
 
@@ -89,7 +93,7 @@ constexpr int kChunkPlaceBytes = 8;  // what a block remembers of each, see Ring
 // Scales or zeros, as the attention kernel copies them: eight consecutive tokens at a time.
 struct PlaneOfScales {
   Origin heads;              // `data` nullptr: nothing to copy
-  uint32_t stride_g;         // in multiples of 16 bytes
+  uint32_t stride_g;         // in multiples of 16 bytes; of keys in blocks, from block to block
   Divisor groups_per_group;  // of the kernel, which has 32 channels in each, in one of the cache
   int last_group;            // of the cache
 };

@@ -45,6 +45,13 @@ struct Output {
   }
 };
 
+// Eight channels of a key of the tail.
+__device__ void load_of_tail(const Side& side, int64_t b, int64_t h, int64_t t, int c, float (&x)[kChunk]) {
+  const int64_t first = b * side.tail_stride_b + h * side.tail_stride_h + t % kBlockSize * side.tail_stride_t + c;
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) x[k] = load_value(side.tail, side.tail_dtype, first + k);
+}
+
 // The place of one row's result of one part: head_dim sums, then m and l.
 __device__ float* partial_row(const DecodeParams& params, float* workspace, int64_t split, int64_t b, int64_t head,
                               int64_t i) {
@@ -72,6 +79,8 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
   const int64_t tokens_per_split = (num_tokens + num_splits - 1) / num_splits;
   const int64_t split_begin = begin + split * tokens_per_split;
   const int64_t split_end = min(split_begin + tokens_per_split, static_cast<int64_t>(length));
+
+  const int first_of_tail = tail_begin(length);
 
   const int num_workers = kNumThreads / lanes_per_worker;
   const int worker = threadIdx.x / lanes_per_worker, c = threadIdx.x % lanes_per_worker * kChunk;
@@ -115,7 +124,13 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
     const int64_t t = base + worker;
     const bool is_in_range = t < split_end;
     float key[kChunk] = {}, value[kChunk] = {};
-    if (is_in_range && has_key) load_channels(params.key_side, b, h, t, c, key);
+    if (is_in_range && has_key) {
+      if (params.key_side.tail != nullptr && t >= first_of_tail) {
+        load_of_tail(params.key_side, b, h, t, c, key);
+      } else {
+        load_channels(params.key_side, b, h, t, c, key);
+      }
+    }
     if (is_in_range && has_value) load_channels(params.value_side, b, h, t, c, value);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

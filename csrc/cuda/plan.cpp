@@ -134,6 +134,14 @@ bool has_copyable_scales(const Side& side) {
   const auto is_aligned = [](const half_bits* data, int64_t stride_b, int64_t stride_h, int64_t stride_g) {
     return (reinterpret_cast<int64_t>(data) / 2 | stride_b | stride_h | stride_g) % 8 == 0;
   };
+  if (side.tail != nullptr) {
+    // Those of a block, eight channels at a time; and the tail, eight numbers of two bytes.
+    const int64_t tail =
+        reinterpret_cast<int64_t>(side.tail) / 2 | side.tail_stride_b | side.tail_stride_h | side.tail_stride_t;
+    return is_aligned(side.scale, side.scale_stride_b, side.scale_stride_h, side.scale_stride_g) &&
+           is_aligned(side.zero, side.zero_stride_b, side.zero_stride_h, side.zero_stride_g) && tail % 8 == 0 &&
+           side.tail_dtype != Dtype::fp32;
+  }
   if (side.scale_stride_t == 0) return side.zero == nullptr || side.zero_stride_t == 0;
   if (side.scale_stride_t != 1 || (side.zero != nullptr && side.zero_stride_t != 1)) return false;
   return is_aligned(side.scale, side.scale_stride_b, side.scale_stride_h, side.scale_stride_g) &&
@@ -156,6 +164,10 @@ AttendKernel choose_kernel(const DecodeParams& params) {
   const int head_dim = std::max(keys.head_dim, values.head_dim);
   const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
   const bool is_grouped = has_groups(keys) || has_groups(values);
+  if (keys.tail != nullptr) {
+    const bool fits = are(Storage::int4, Storage::int4) && !has_groups(values);
+    return fits ? attend_int4_channel(head_dim, num_rows) : AttendKernel{};
+  }
   if (is_grouped) {
     const bool fits = are(Storage::int4, Storage::int4) && fits_groups(keys) && fits_groups(values);
     return fits ? attend_int4_groups(head_dim, num_rows) : AttendKernel{};
@@ -173,7 +185,9 @@ AttendKernel choose_kernel(const DecodeParams& params) {
 // must see all that shares a scale, and all queries of a head.
 bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles) {
   if (new_tokens == nullptr || num_row_tiles > 1 || new_tokens->q_len > kMaxAppended) return false;
-  const auto is_own = [](const Side& side) { return !side.is_frozen && !side.is_shared_by_heads; };
+  const auto is_own = [](const Side& side) {
+    return !side.is_frozen && !side.is_shared_by_heads && side.tail == nullptr;
+  };
   const Side &keys = new_tokens->key_side, &values = new_tokens->value_side;
   return is_own(keys) && is_own(values) && keys.is_symmetric == !kernel.has_key_zero &&
          values.is_symmetric == !kernel.has_value_zero;
@@ -206,8 +220,9 @@ void list_scales(const DecodeParams& params, const AttendKernel& kernel, DecodeP
   const auto add = [&](const Side& side, const half_bits* data, int64_t stride_b, int64_t stride_h, int64_t stride_g) {
     // The cache's groups are multiples of the kernel's.
     const int groups_per_group = std::max(1, side.head_dim / side.num_groups / kGroupChannels);
-    *next++ = {origin(side.scale_stride_t == 0 ? nullptr : data, 2 * stride_b, 2 * stride_h),
-               static_cast<uint32_t>(2 * stride_g / 16), divisor(groups_per_group), side.num_groups - 1};
+    const bool is_single = side.scale_stride_t == 0 && side.tail == nullptr;  // one for all tokens
+    *next++ = {origin(is_single ? nullptr : data, 2 * stride_b, 2 * stride_h), static_cast<uint32_t>(2 * stride_g / 16),
+               divisor(groups_per_group), side.num_groups - 1};
   };
   for (const Side* side : {&params.key_side, &params.value_side}) {
     add(*side, side->scale, side->scale_stride_b, side->scale_stride_h, side->scale_stride_g);
@@ -233,7 +248,7 @@ RowChunks row_chunks(const Side& side, int step_tokens) {
 
 // Whether copies leave some of a stage untouched: see Ring::fill_gaps.
 bool has_gaps(const Side& side, bool kernel_has_zero) {
-  return side.scale_stride_t == 0 || (kernel_has_zero && side.zero == nullptr);
+  return (side.scale_stride_t == 0 && side.tail == nullptr) || (kernel_has_zero && side.zero == nullptr);
 }
 
 // Whether one warp may take a new key and its value at once: 16 bytes a lane, a row in half the lanes.
@@ -300,7 +315,7 @@ double predict(const AttendKernel& kernel, int num_multiprocessors, int64_t num_
   const double step_bytes = kernel.stage_bytes;
   const double bytes = step_bytes * cut.num_warps * static_cast<double>((rounds + cut.splits - 1) / cut.splits);
   const double most = step_bytes / (static_cast<double>(kernel.step_tokens) * kernel.head_dim) *
-                      (kernel.is_grouped ? kGroupedChannels : kChannels) * cut.num_warps;  // bytes of a block
+                      (kernel.is_grouped || kernel.is_blocked ? kGroupedChannels : kChannels) * cut.num_warps;
   const auto wave = [&](int64_t blocks) {
     const int64_t sharing = (blocks + num_multiprocessors - 1) / num_multiprocessors * num_multiprocessors;
     return bytes / std::min(kBandwidth / static_cast<double>(sharing), most);
@@ -351,11 +366,6 @@ void check_support(const char* where, const Side& side) {
   if (side.head_dim > kMaxCudaHeadDim) {
     message << "`head_dim` must be at most " << kMaxCudaHeadDim << " for the CUDA kernels, got " << side.head_dim
             << ". Leave this model unpatched, or run it on the CPU.";
-    throw std::invalid_argument(message.str());
-  }
-  if (side.tail != nullptr) {
-    message << "`key_tail` must be None for the CUDA kernels, which know scales of tokens only, got a tensor. Call "
-            << "append_reference or decode_reference.";
     throw std::invalid_argument(message.str());
   }
   // Kernels load eight channels at a time, 16 bytes at most.

@@ -370,6 +370,15 @@ __device__ inline Codes<kStorage> encode(const Values<kDtype>& x, StoredScale va
   return codes;
 }
 
+// One channel where it has a scale of its own; 0 where that is none.
+__device__ inline uint32_t encode_int4(float x, StoredScale value) {
+  constexpr float kLimit = kMaxCode<Storage::int4, false>;
+  const float scale = value.factor(), distance = __fsub_rn(x, value.offset());
+  const float quotient =
+      divide(fminf(fmaxf(distance, 0.f), __fmul_rn(kLimit, scale)), scale, approximate_reciprocal(scale));
+  return value.is_bad() ? 0 : static_cast<uint32_t>(__float2int_rn(quotient));
+}
+
 // A row quantised to position `t` of the cache, in one head. All lanes of one warp call this together, each with its
 // place `chunk` in the row and the values there, zeros beyond its end; granularities head and group, and `t` within the
 // capacity. They may also take two rows side by side, of sides with the same number of channels and groups.

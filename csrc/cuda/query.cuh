@@ -10,11 +10,11 @@ namespace hf_kvquant::cuda {
 
 // Query rows in shared memory. Integer keys: 16 bits, q ≈ factor · (256 · high + low), as two planes of bytes
 // [kRows][kHeadDim] in the order in which key words meet them: for int4 even channels first, then odd ones. e4m3 keys
-// and keys in groups: float16, q = factor · half, factor a power of two. Factors include the softmax scale and log2(e).
+// and keys in groups or blocks: float16, q = factor · half, factor a power of two. Factors include the softmax scale and log2(e).
 template <class Shape>
 struct Query {
   static constexpr int kHeadDim = Shape::kHeadDim, kRows = Shape::kRows, kNumGroups = Shape::kNumGroups;
-  static constexpr bool kIsInteger = Shape::kKey != Storage::fp8 && !Shape::kIsGrouped;
+  static constexpr bool kIsInteger = Shape::kKey != Storage::fp8 && !Shape::kIsGrouped && !Shape::kIsBlocked;
 
   static __device__ __forceinline__ int place(int channel) {
     return Shape::kKey == Storage::int4 ? (channel & 1) * (kHeadDim / 2) + channel / 2 : channel;
@@ -89,7 +89,8 @@ struct Query {
       }
     } else {
       // The power of two that brings the largest to 2^kExponent ... 2^(kExponent + 1), by its exponent bits.
-      constexpr uint32_t kExponent = Shape::kIsGrouped ? 15 : 7;
+      // Numbers that the scale of a channel multiplies stay finite up to scales of 16,000, and normal down to 2^-11.
+      constexpr uint32_t kExponent = Shape::kIsGrouped ? 15 : Shape::kIsBlocked ? 1 : 7;
       const uint32_t exponent = magnitude >> 23;
       const float to_half = is_zero ? 0.f : __uint_as_float((254 + kExponent - exponent) << 23);
       float sum = 0.f;
@@ -169,8 +170,27 @@ struct QueryOperands {
   }
 };
 
-// The same with groups of 32 channels: float16, four words a group. A lane's word of keys, channels 8t ... 8t + 7 of the
-// group, comes apart by masks into pairs (0, 4), (1, 5), (2, 6), (3, 7), of which the odd ones count sixteenfold.
+// a / 16 in float16, both halves.
+__device__ __forceinline__ uint32_t sixteenth(uint32_t halves) { return multiply_halves(halves, 0x2c002c00u); }
+
+// Eight float16 numbers in the order in which masks take a word of keys apart: pairs (0, 4), (1, 5), (2, 6), (3, 7).
+__device__ __forceinline__ void in_pairs(const uint4& x, uint32_t (&pairs)[4]) {
+  pairs[0] = __byte_perm(x.x, x.z, 0x5410), pairs[1] = __byte_perm(x.x, x.z, 0x7632);
+  pairs[2] = __byte_perm(x.y, x.w, 0x5410), pairs[3] = __byte_perm(x.y, x.w, 0x7632);
+}
+
+// The query for 32 channels of int4 keys from 32 `part` on: float16, four words. A lane's word of keys, channels
+// 8t ... 8t + 7 of the part, comes apart in pairs, of which the second and fourth count sixteenfold.
+template <class Shape>
+__device__ __forceinline__ void load_query_words(const unsigned char* planes, int row, int part, int t, bool is_held,
+                                                 uint32_t (&words)[4]) {
+  uint4 x = *reinterpret_cast<const uint4*>(planes + (row * Shape::kHeadDim + 32 * part + 8 * t) * 2);
+  if (!is_held) x = {0, 0, 0, 0};
+  in_pairs(x, words);
+  words[1] = sixteenth(words[1]), words[3] = sixteenth(words[3]);
+}
+
+// The same for all groups of 32 channels.
 template <class Shape>
 struct GroupedQueryOperands {
   static constexpr int kNumGroups = Shape::kNumGroups;
@@ -188,12 +208,7 @@ struct GroupedQueryOperands {
       const int row = Shape::kIsPaired ? g >> 1 : 8 * n + g;
       const bool is_held = !Shape::kIsPaired || (g & 1) == 0;
 #pragma unroll
-      for (int j = 0; j < kNumGroups; ++j) {
-        uint4 x = *reinterpret_cast<const uint4*>(planes + (row * Shape::kHeadDim + 32 * j + 8 * t) * 2);
-        if (!is_held) x = {0, 0, 0, 0};
-        words[n][j][0] = __byte_perm(x.x, x.z, 0x5410), words[n][j][1] = sixteenth(__byte_perm(x.x, x.z, 0x7632));
-        words[n][j][2] = __byte_perm(x.y, x.w, 0x5410), words[n][j][3] = sixteenth(__byte_perm(x.y, x.w, 0x7632));
-      }
+      for (int j = 0; j < kNumGroups; ++j) load_query_words<Shape>(planes, row, j, t, is_held, words[n][j]);
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) {
         float sum[2];
@@ -207,11 +222,6 @@ struct GroupedQueryOperands {
         sums[n][quad] = pack_halves(sum[0], sum[1]);
       }
     }
-  }
-
- private:
-  static __device__ __forceinline__ uint32_t sixteenth(uint32_t halves) {
-    return multiply_halves(halves, 0x2c002c00u);  // 1/16
   }
 };
 

@@ -11,7 +11,11 @@
 
 namespace hf_kvquant::cuda {
 
-template <int kKeyRowBytes, int kValueRowBytes, bool kHasKeyZero, bool kHasValueZero, int kNumGroups, int kTilesPerStep>
+// `kBlockChannels`: where every channel of the keys has a scale for each block of tokens, the channels; else 0. A stage
+// then has the scales and zeros of the step's block, channel by channel, in place of those of its tokens, and keys end
+// where blocks do: those of the unfinished one have no codes (blocks.cuh).
+template <int kKeyRowBytes, int kValueRowBytes, bool kHasKeyZero, bool kHasValueZero, int kNumGroups, int kTilesPerStep,
+          int kBlockChannels>
 class Ring {
  public:
   static constexpr int kStepTokens = 16 * kTilesPerStep;
@@ -21,10 +25,12 @@ class Ring {
   static constexpr int kPlaneBytes = kNumGroups * kScaleBytes;
   static constexpr int kValueAt = kStepTokens * kKeyRowBytes;
   static constexpr int kScalesAt = kValueAt + kStepTokens * kValueRowBytes;
-  static constexpr int kKeyZeroAt = kScalesAt + kPlaneBytes;
-  static constexpr int kValueScaleAt = kScalesAt + (1 + kHasKeyZero) * kPlaneBytes;
+  static constexpr bool kIsBlocked = kBlockChannels > 0;
+  static constexpr int kKeyPlaneBytes = kIsBlocked ? kBlockChannels * 2 : kPlaneBytes;
+  static constexpr int kKeyZeroAt = kScalesAt + kKeyPlaneBytes;
+  static constexpr int kValueScaleAt = kScalesAt + (1 + kHasKeyZero) * kKeyPlaneBytes;
   static constexpr int kValueZeroAt = kValueScaleAt + kPlaneBytes;
-  static constexpr int kStageBytes = kScalesAt + kNumPlanes * kPlaneBytes;
+  static constexpr int kStageBytes = kValueScaleAt + (1 + kHasValueZero) * kPlaneBytes;
 
   // `memory` is shared, num_stages · kStageBytes; `stride` is in steps. To be bound, and to be sent to a step.
   __device__ __forceinline__ Ring(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
@@ -48,8 +54,10 @@ class Ring {
     __syncthreads();
   }
 
-  // Leaves out all tokens but begin ... end - 1.
-  __device__ __forceinline__ void bound(int begin, int end) { begin_ = begin, end_ = end; }
+  // Leaves out all tokens but begin ... end - 1, and of keys those from `key_end` on, which is not beyond `end`.
+  __device__ __forceinline__ void bound(int begin, int end, int key_end) {
+    begin_ = begin, end_ = end, key_end_ = kIsBlocked ? key_end : end;
+  }
 
   // Goes to a step.
   __device__ __forceinline__ void seek(const DecodePlan& plan, const Segment& segment, int step) {
@@ -60,15 +68,24 @@ class Ring {
 #pragma unroll
     for (int i = 0; i < kScaleCopies; ++i) {
       const int chunk = i * kLanes + lane_, number = chunk / (kNumGroups * kScaleChunks);
-      const PlaneOfScales& plane = plan.scales[min(number, kNumPlanes - 1)];
+      const PlaneOfScales& plane = plan.scales[kFirstPlane + min(number, kNumTokenPlanes - 1)];
       unsigned further = step * kScaleChunks + chunk % kScaleChunks;
       if constexpr (kNumGroups > 1) {
         // The cache's groups may be larger than the kernel's, and its rows narrower.
         const int group = chunk / kScaleChunks % kNumGroups;
         further += plane.stride_g * min(plane.groups_per_group.quotient(group), plane.last_group);
       }
-      has_scales_[i] = number < kNumPlanes && plane.heads.data != nullptr;
+      has_scales_[i] = number < kNumTokenPlanes && plane.heads.data != nullptr;
       scales_[i] = reinterpret_cast<const half_bits*>(plane.heads.at(segment.b, segment.h, further));
+    }
+    if constexpr (kIsBlocked) {
+#pragma unroll
+      for (int i = 0; i < kBlockCopies; ++i) {
+        const int chunk = i * kLanes + lane_;
+        const PlaneOfScales& plane = plan.scales[min(chunk / kBlockChunks, kFirstPlane - 1)];
+        blocks_[i] = plane.heads.at(segment.b, segment.h, chunk % kBlockChunks);
+        block_strides_[i] = plane.stride_g;
+      }
     }
   }
 
@@ -76,21 +93,22 @@ class Ring {
   __device__ __forceinline__ void fill(const DecodeParams& params, const DecodePlan& plan, uint32_t list, int b, int h,
                                        int stage) {
     const uint32_t to = memory_ + stage * kStageBytes;
-    if (is_dense_ && first_ >= begin_ && first_ + kStepTokens <= end_) {
-      fill_dense<kKeyRowBytes, false>(to, key_place_, key_codes_);
-      fill_dense<kValueRowBytes, false>(to + kValueAt, value_place_, value_codes_);
+    if (is_dense_ && first_ >= begin_ && first_ + kStepTokens <= key_end_) {
+      fill_dense<kKeyRowBytes, false>(to, key_place_, key_codes_, end_);
+      fill_dense<kValueRowBytes, false>(to + kValueAt, value_place_, value_codes_, end_);
       fill_scales<false>(to);
     } else {
       if (is_dense_) {
-        fill_dense<kKeyRowBytes, true>(to, key_place_, key_codes_);
-        fill_dense<kValueRowBytes, true>(to + kValueAt, value_place_, value_codes_);
+        fill_dense<kKeyRowBytes, true>(to, key_place_, key_codes_, key_end_);
+        fill_dense<kValueRowBytes, true>(to + kValueAt, value_place_, value_codes_, end_);
       } else {
-        fill_rows(params.key_side, plan.key_chunks, list, to, b, h);
+        fill_rows(params.key_side, plan.key_chunks, list, to, b, h, key_end_);
         fill_rows(params.value_side, plan.value_chunks, list + plan.key_chunks.num_chunks * kChunkPlaceBytes,
-                  to + kValueAt, b, h);
+                  to + kValueAt, b, h, end_);
       }
       fill_scales<true>(to);
     }
+    if constexpr (kIsBlocked) fill_block(params.key_side.head_dim, to);
     first_ += stride_;
     key_codes_ += int64_t{stride_} * kKeyRowBytes;
     value_codes_ += int64_t{stride_} * kValueRowBytes;
@@ -100,7 +118,12 @@ class Ring {
 
  private:
   static constexpr int kScaleChunks = kScaleBytes / 16;
-  static constexpr int kScaleCopies = (kNumPlanes * kNumGroups * kScaleChunks + kLanes - 1) / kLanes;
+  // Planes of scales of tokens, and before them those of blocks.
+  static constexpr int kFirstPlane = kIsBlocked ? 1 + kHasKeyZero : 0, kNumTokenPlanes = kNumPlanes - kFirstPlane;
+  static constexpr int kTokenScalesAt = kIsBlocked ? kValueScaleAt : kScalesAt;
+  static constexpr int kScaleCopies = (kNumTokenPlanes * kNumGroups * kScaleChunks + kLanes - 1) / kLanes;
+  static constexpr int kBlockChunks = kIsBlocked ? kKeyPlaneBytes / 16 : 1;
+  static constexpr int kBlockCopies = (kFirstPlane * kBlockChunks + kLanes - 1) / kLanes;
 
   static __device__ __forceinline__ const uint8_t* chunk_of(const uint4* chunk) {
     return reinterpret_cast<const uint8_t*>(chunk);
@@ -117,7 +140,7 @@ class Ring {
     __syncwarp();
     for (int stage = 0; stage < num_stages; ++stage) {
       const uint32_t to = memory + stage * kStageBytes;
-      if (keys.scale_stride_t == 0) {
+      if (!kIsBlocked && keys.scale_stride_t == 0) {
         write_plane(to + kScalesAt, *scale_at(keys, b, 0, 0, 0), lane);
         if (kHasKeyZero && keys.zero != nullptr) write_plane(to + kKeyZeroAt, *zero_at(keys, b, 0, 0, 0), lane);
       }
@@ -136,8 +159,8 @@ class Ring {
     }
   }
 
-  __device__ __forceinline__ int valid(int token, int bytes) const {
-    return token >= begin_ && token < end_ ? bytes : 0;
+  __device__ __forceinline__ int valid(int token, int end, int bytes) const {
+    return token >= begin_ && token < end ? bytes : 0;
   }
 
   template <int kRowBytes>
@@ -149,13 +172,13 @@ class Ring {
   // Rows that follow each other without gaps and are as wide as the kernel's: a step is one block of memory, and lanes
   // copy neighbouring chunks.
   template <int kRowBytes, bool kIsEdge>
-  __device__ __forceinline__ void fill_dense(uint32_t to, uint32_t lane_place, const uint8_t* from) const {
+  __device__ __forceinline__ void fill_dense(uint32_t to, uint32_t lane_place, const uint8_t* from, int end) const {
     constexpr int kChunks = kRowBytes / 16;
 #pragma unroll
     for (int i = 0; i < kStepTokens * kChunks / kLanes; ++i) {
       const int token = first_ + (i * kLanes + lane_) / kChunks;
       copy_async<16>(to + RowLayout<kRowBytes>::template copied_at<kHalves>(lane_place, i), from + i * kLanes * 16,
-                     kIsEdge ? valid(token, 16) : 16);
+                     kIsEdge ? valid(token, end, 16) : 16);
     }
   }
 
@@ -174,14 +197,14 @@ class Ring {
   }
 
   __device__ __forceinline__ void fill_rows(const Side& side, const RowChunks& chunks, uint32_t list, uint32_t to,
-                                            int b, int h) const {
+                                            int b, int h, int end) const {
     const uint8_t* rows = code_row(side, b, h, first_);
     const auto entry = [list](int chunk, uint32_t& place, uint32_t& distance) {
       asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
                    : "=r"(place), "=r"(distance)
                    : "r"(list + chunk * kChunkPlaceBytes));
     };
-    if (chunks.bytes == 16 && first_ >= begin_ && first_ + kStepTokens <= end_) {
+    if (chunks.bytes == 16 && first_ >= begin_ && first_ + kStepTokens <= end) {
       constexpr int kAtOnce = 3;  // asked of the list before the first copy; all there are with a head_dim of 96
 #pragma unroll 1
       for (int first = lane_; first < chunks.num_chunks; first += kAtOnce * kLanes) {
@@ -202,7 +225,7 @@ class Ring {
       uint32_t place, distance;
       entry(chunk, place, distance);
       const uint32_t at = to + (place & 0xffff);
-      const int num_valid = valid(first_ + static_cast<int>(place >> 16), chunks.bytes);
+      const int num_valid = valid(first_ + static_cast<int>(place >> 16), end, chunks.bytes);
       if (chunks.bytes == 16) {
         copy_async<16>(at, rows + distance, num_valid);
       } else if (chunks.bytes == 8) {
@@ -220,7 +243,19 @@ class Ring {
       const int chunk = i * kLanes + lane_, token = first_ + chunk % kScaleChunks * 8;
       if (!has_scales_[i]) continue;
       // Scales before `begin` may be read: they are never unwritten, and those tokens are masked.
-      copy_async<16>(to + kScalesAt + chunk * 16, scales_[i], kIsEdge ? min(max(2 * (end_ - token), 0), 16) : 16);
+      copy_async<16>(to + kTokenScalesAt + chunk * 16, scales_[i], kIsEdge ? min(max(2 * (end_ - token), 0), 16) : 16);
+    }
+  }
+
+  // The scales and zeros of the block that the next step is in. Those of the unfinished one are read by nobody.
+  __device__ __forceinline__ void fill_block(int head_dim, uint32_t to) const {
+    if (first_ >= key_end_) return;
+    const uint32_t block = first_ / kBlockSize;
+#pragma unroll
+    for (int i = 0; i < kBlockCopies; ++i) {
+      const int chunk = i * kLanes + lane_;
+      const bool has_chunk = chunk < kFirstPlane * kBlockChunks && chunk % kBlockChunks * 8 < head_dim;
+      if (has_chunk) copy_async<16>(to + kScalesAt + chunk * 16, blocks_[i] + uint64_t{block} * block_strides_[i]);
     }
   }
 
@@ -228,11 +263,13 @@ class Ring {
   int stride_, lane_;                 // stride in tokens
   uint32_t key_place_, value_place_;  // of the lane's first chunk, in a stage's codes
   bool is_dense_;
-  int begin_ = 0, end_ = 0;
+  int begin_ = 0, end_ = 0, key_end_ = 0;
   int first_ = 0;                                                // token of the next step
   const uint8_t *key_codes_ = nullptr, *value_codes_ = nullptr;  // the lane's first chunk of it, where rows are dense
   const half_bits* scales_[kScaleCopies];                        // the lane's chunks of it
   bool has_scales_[kScaleCopies];
+  const uint4* blocks_[kBlockCopies > 0 ? kBlockCopies : 1];  // the lane's chunks of scales of the first block
+  uint32_t block_strides_[kBlockCopies > 0 ? kBlockCopies : 1];
 };
 
 }  // namespace hf_kvquant::cuda

@@ -9,11 +9,12 @@ namespace hf_kvquant::cuda {
 
 // `kRows` 4 is its own form: the high and low bytes of an integer query share a column tile, which halves the work on
 // scores.
-template <Storage kKey_, Storage kValue_, bool kHasKeyZero_, bool kHasValueZero_, bool kIsGrouped_, int kHeadDim_,
+template <Storage kKey_, Storage kValue_, bool kHasKeyZero_, bool kHasValueZero_, Scales kScales_, int kHeadDim_,
           int kRows_>
 struct Shape {
   static constexpr Storage kKey = kKey_, kValue = kValue_;
-  static constexpr bool kHasKeyZero = kHasKeyZero_, kHasValueZero = kHasValueZero_, kIsGrouped = kIsGrouped_;
+  static constexpr bool kHasKeyZero = kHasKeyZero_, kHasValueZero = kHasValueZero_;
+  static constexpr bool kIsGrouped = kScales_ == Scales::groups, kIsBlocked = kScales_ == Scales::blocks;
   static constexpr int kHeadDim = kHeadDim_, kRows = kRows_;
   static constexpr bool kIsPaired = kRows == 4;
   static_assert(!kIsPaired || kKey != Storage::fp8, "only integer queries come in two bytes");
@@ -24,7 +25,8 @@ struct Shape {
   // Steps of about 4 KB (8 KB for head dim 256), three or four of them under way or in use.
   static constexpr int kTilesPerStep = kKeyRowBytes + kValueRowBytes > 192 ? 1 : 2;
   static constexpr int kNumStages = kKeyRowBytes + kValueRowBytes == 256 ? 4 : 3;
-  using KeyRing = Ring<kKeyRowBytes, kValueRowBytes, kHasKeyZero, kHasValueZero, kNumGroups, kTilesPerStep>;
+  using KeyRing = Ring<kKeyRowBytes, kValueRowBytes, kHasKeyZero, kHasValueZero, kNumGroups, kTilesPerStep,
+                       kIsBlocked ? kHeadDim : 0>;
 
   static constexpr int kColumnTiles = kRows <= 8 ? 1 : kRows / 8;  // of 8 query rows (kIsPaired: 4)
   static constexpr int kColumnsPerTile = kIsPaired ? 1 : 2;

@@ -9,6 +9,7 @@
 // groups of channels, weights are rounded before scales multiply them (groups.cuh).
 #pragma once
 
+#include "blocks.cuh"
 #include "groups.cuh"
 
 namespace hf_kvquant::cuda {
@@ -26,29 +27,34 @@ class Worker {
   using Values = ValueWords<Shape::kValue, Shape::kValueRowBytes>;
   static constexpr int kTiles = Shape::kTilesPerStep, kHalves = 2 * kTiles, kColumns = Shape::kColumns;
   static constexpr int kColumnTiles = Shape::kColumnTiles, kNumGroups = Shape::kNumGroups;
-  static constexpr bool kIsGrouped = Shape::kIsGrouped;
+  static constexpr bool kIsGrouped = Shape::kIsGrouped, kIsBlocked = Shape::kIsBlocked;
 
  public:
   __device__ __forceinline__ Worker(const DecodeParams& params, const unsigned char* planes, const float* factors,
-                                    const float* sums, int lane)
+                                    const float* sums, int tail_step, int lane)
       : g_(lane >> 2), t_(lane & 3), slot_(slot_of_row(lane >> 2)) {
     values_at_ = Ring::kValueAt + matrix_row<Shape::kValueRowBytes>(lane);
     keep(values_at_);
     if constexpr (kIsGrouped) {
       groups_.load(params, planes, sums, lane);
     } else {
-      key_at_ = RowLayout<Shape::kKeyRowBytes>::offset(slot_, 0, Keys::load_byte(t_, 0));
       scale_at_ = slot_ * kHalves * 2;
-      keep(key_at_), keep(scale_at_);
-      query_.load(planes, g_, t_);
-      key_offset_ = code_offset(params.key_side);
+      keep(scale_at_);
+      if constexpr (kIsBlocked) {
+        blocks_.load(planes, tail_step, lane);
+      } else {
+        key_at_ = RowLayout<Shape::kKeyRowBytes>::offset(slot_, 0, Keys::load_byte(t_, 0));
+        keep(key_at_);
+        query_.load(planes, g_, t_);
+        key_offset_ = code_offset(params.key_side);
+      }
       value_center_ = params.value_side.is_symmetric ? 0.f : kMiddleCode;
     }
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int row = row_of(c);
-      factor_[c] = factors[row] * (kIsGrouped ? kLowNibbleUnit : 1.f);
-      if constexpr (!kIsGrouped && Shape::kKey != Storage::fp8) sum_of_query_[c] = sums[row];
+      factor_[c] = factors[row] * (kIsGrouped || kIsBlocked ? kLowNibbleUnit : 1.f);
+      if constexpr (!kIsGrouped && !kIsBlocked && Shape::kKey != Storage::fp8) sum_of_query_[c] = sums[row];
       maximum_[c] = -INFINITY;
       shift_[c] = 0.f;
       sum_[c] = 0.f;
@@ -84,6 +90,8 @@ class Worker {
     float score[kTiles][2][kColumns];
     if constexpr (kIsGrouped) {
       groups_.score(stage, factor_, shift_, score);
+    } else if constexpr (kIsBlocked) {
+      blocks_.score(params, segment, stage, step, factor_, shift_, score);
     } else {
       uint32_t scales[kTiles], zeros[kTiles];
       load_scales<Shape::kHasKeyZero>(stage + Ring::kScalesAt, stage + Ring::kKeyZeroAt, scales, zeros);
@@ -490,11 +498,12 @@ class Worker {
 
   int g_, t_, slot_;
   uint32_t values_at_, key_at_, scale_at_;  // in a stage: of the lane's first matrix row, words and scales
-  QueryOperands<Shape> query_;              // without groups, like the next three
+  QueryOperands<Shape> query_;              // without groups or blocks, like the next
   float key_offset_;
   float value_center_;  // what is to be added to codes off their middle
   float sum_of_query_[kColumns];
   Groups<Shape> groups_;  // with groups
+  Blocks<Shape> blocks_;  // with blocks
   float factor_[kColumns];
   float maximum_[kColumns], shift_[kColumns], sum_[kColumns], zero_[kColumns];
   uint32_t operand_[kTiles][kNumGroups][kColumnTiles][2];  // weights of the step before

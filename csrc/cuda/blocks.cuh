@@ -1,0 +1,174 @@
+// int4 keys whose channels have a scale and a zero for every block of tokens: what the worker does otherwise there.
+//
+// Scores. Scales act on the query, once a step, instead of on products:
+//     query · key_t = Σ_c (query_c · scale_c) · (code_tc - 8) + Σ_c query_c · (zero_c + 8 · scale_c).
+// The scaled query is rounded to float16. Codes are taken off their middle for it as it was rounded, so a rounding error
+// counts as often as the code differs from the middle. The second sum is a product, too, of a tile whose row 0 is the
+// zeros and whose row 1 is the scales.
+//
+// Tokens of the unfinished block have no codes: their keys are in the tail, as they came, and are read from there when
+// their step's turn comes. There are four steps of them at most, so each warp meets one, its last.
+#pragma once
+
+#include "query.cuh"
+
+namespace hf_kvquant::cuda {
+
+template <class Shape>
+class Blocks {
+  using Ring = typename Shape::KeyRing;
+  static constexpr int kTiles = Shape::kTilesPerStep, kHalves = 2 * kTiles, kColumns = Shape::kColumns;
+  static constexpr int kColumnTiles = Shape::kColumnTiles, kColumnsPerTile = Shape::kColumnsPerTile;
+  static constexpr int kParts = Shape::kHeadDim / 32;
+
+ public:
+  // `tail_step`: the first step of the unfinished block, behind the last where there is none.
+  __device__ __forceinline__ void load(const unsigned char* planes, int tail_step, int lane) {
+    g_ = lane >> 2, t_ = lane & 3;
+    tail_step_ = tail_step;
+    codes_at_ = matrix_row<Shape::kKeyRowBytes>(lane);
+    keep(codes_at_);
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+      const int row = Shape::kIsPaired ? g_ >> 1 : 8 * n + g_;
+      const bool is_held = !Shape::kIsPaired || (g_ & 1) == 0;
+#pragma unroll
+      for (int j = 0; j < kParts; ++j) load_query_words<Shape>(planes, row, j, t_, is_held, query_[n][j]);
+    }
+  }
+
+  // Scores of a step, off their shifts. Factors count codes in units of their low nibbles.
+  __device__ __forceinline__ void score(const DecodeParams& params, const Segment& segment, const unsigned char* stage,
+                                        int step, const float (&factor)[kColumns], const float (&shift)[kColumns],
+                                        float (&score)[kTiles][2][kColumns]) const {
+    Sums sum;
+    float constant[kColumns];
+    if (step < tail_step_) {
+      multiply_codes(stage, sum, constant);
+    } else {
+      multiply_tail(params.key_side, segment, step, sum, constant);
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int n = c / kColumnsPerTile, k = c % kColumnsPerTile;
+      const float base = fmaf(constant[c], factor[c], -shift[c]);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) score[i][h][c] = fmaf(sum[i][n][2 * h + k], factor[c], base);
+      }
+    }
+  }
+
+ private:
+  using Sums = float[kTiles][kColumnTiles][4];
+  static constexpr float kUnit = 1.f / kLowNibbleUnit;
+
+  __device__ __forceinline__ void multiply_codes(const unsigned char* stage, Sums& sum,
+                                                 float (&constant)[kColumns]) const {
+    uint32_t scaled[kColumnTiles][kParts][4];
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+      float middle[4] = {}, even[4] = {}, odd[4] = {};
+#pragma unroll
+      for (int j = 0; j < kParts; ++j) {
+        const unsigned char* at = stage + (32 * j + 8 * t_) * 2;
+        uint32_t scales[4], terms[4];
+        in_pairs(*reinterpret_cast<const uint4*>(at + Ring::kScalesAt), scales);
+        in_pairs(*reinterpret_cast<const uint4*>(at + (g_ == 0 ? Ring::kKeyZeroAt : Ring::kScalesAt)), terms);
+        const uint32_t(&query)[4] = query_[n][j];
+        uint32_t(&product)[4] = scaled[n][j];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) product[k] = multiply_halves(query[k], scales[k]);
+        // Rows 0 and 1; the others are nobody's.
+        multiply_halves(even, terms[0], 0, terms[2], 0, query[0], query[2]);
+        multiply_halves(odd, terms[1], 0, terms[3], 0, query[1], query[3]);
+        // -8 as low and as high nibbles.
+        multiply_halves(middle, 0x80088008u, 0x80088008u, 0x80808080u, 0x80808080u, product[0], product[1]);
+        multiply_halves(middle, 0x80088008u, 0x80088008u, 0x80808080u, 0x80808080u, product[2], product[3]);
+      }
+#pragma unroll
+      for (int k = 0; k < kColumnsPerTile; ++k) {
+        const float term = fmaf(16.f, odd[k], even[k]);
+        const float zeros = __shfl_sync(kAllLanes, term, t_), scales = __shfl_sync(kAllLanes, term, 4 + t_);
+        constant[kColumnsPerTile * n + k] = fmaf(scales, 8.f, zeros) * kUnit;
+      }
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sum[i][n][k] = middle[k];
+      }
+    }
+    const uint32_t codes = shared_address(stage);
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int load = 0; load < kParts / 2; ++load) {
+        uint32_t words[4];
+        load_matrices<false>(codes + RowLayout<Shape::kKeyRowBytes>::at(codes_at_, 2 * i, load * 32), words);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const uint32_t e = words[2 * k], f = words[2 * k + 1], e8 = e >> 8, f8 = f >> 8;
+#pragma unroll
+          for (int n = 0; n < kColumnTiles; ++n) {
+            const uint32_t(&query)[4] = scaled[n][2 * load + k];
+            multiply_halves(sum[i][n], e & kLowNibbles, f & kLowNibbles, e & kHighNibbles, f & kHighNibbles, query[0],
+                            query[1]);
+            multiply_halves(sum[i][n], e8 & kLowNibbles, f8 & kLowNibbles, e8 & kHighNibbles, f8 & kHighNibbles,
+                            query[2], query[3]);
+          }
+        }
+      }
+    }
+  }
+
+  // Keys of the tail become float16, which bfloat16 below 65,520 does without loss that counts.
+  __device__ __forceinline__ void multiply_tail(const Side& side, const Segment& segment, int step, Sums& sum,
+                                                float (&constant)[kColumns]) const {
+    const uint16_t* tail =
+        static_cast<const uint16_t*>(side.tail) + (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h);
+    const int first = step * Ring::kStepTokens % kBlockSize + slot_of_row(g_) * kHalves;
+    const bool is_bf16 = side.tail_dtype == Dtype::bf16;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      float even[kColumnTiles][4] = {}, odd[kColumnTiles][4] = {};
+#pragma unroll
+      for (int j = 0; j < kParts; ++j) {
+        const int c = 32 * j + 8 * t_;
+        uint32_t pairs[2][4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          uint4 x = {0, 0, 0, 0};
+          const uint16_t* row = tail + (first + 2 * i + h) * side.tail_stride_t;
+          if (c < side.head_dim) x = *reinterpret_cast<const uint4*>(row + c);
+          in_pairs(x, pairs[h]);
+          if (is_bf16) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              pairs[h][k] = pack_halves(__uint_as_float(pairs[h][k] << 16), __uint_as_float(pairs[h][k] & 0xffff0000u));
+            }
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; ++n) {
+          const uint32_t(&query)[4] = query_[n][j];
+          multiply_halves(even[n], pairs[0][0], pairs[1][0], pairs[0][2], pairs[1][2], query[0], query[2]);
+          multiply_halves(odd[n], pairs[0][1], pairs[1][1], pairs[0][3], pairs[1][3], query[1], query[3]);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sum[i][n][k] = fmaf(16.f, odd[n][k], even[n][k]) * kUnit;
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) constant[c] = 0.f;
+  }
+
+  int g_, t_, tail_step_;
+  uint32_t codes_at_;  // in a stage: of the lane's matrix row
+  uint32_t query_[kColumnTiles][kParts][4];
+};
+
+}  // namespace hf_kvquant::cuda
