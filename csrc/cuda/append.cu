@@ -320,69 +320,15 @@ __device__ void append_token(const Jobs& jobs, const Job& job, unsigned block) {
 
 // --- scales of channels
 
-constexpr int kNumThreads = kNumWarps * kLanes;
-
-// Calls `use(row, c)` for all rows of a block of tokens and this thread's eight channels from `c` on.
-template <class Use>
-__device__ void for_block(int head_dim, Use use) {
-  const unsigned lanes_per_row = static_cast<unsigned>(head_dim) / kChunk, rows = kNumThreads / lanes_per_row;
-  const unsigned row = threadIdx.x / lanes_per_row, chunk = threadIdx.x - row * lanes_per_row;
-  if (row >= rows) return;
-  for (int r = row; r < kBlockSize; r += rows) use(r, static_cast<int>(chunk) * kChunk);
-}
-
-// Quantises the tokens from `begin` on, a block. Those before `first_new` come from the tail, the others are new; those
-// before `start` are padding. All threads of a thread block take part; what they read the second time is in the cache.
+// Quantises the tokens from `begin` on, a block of them, in one head; see quantize_columns.
 __device__ void quantize_block(const Job& job, int64_t b, int64_t h, int64_t begin, int64_t first_new, int64_t start) {
-  __shared__ float lows[kNumThreads * kChunk], highs[kNumThreads * kChunk];
-  __shared__ StoredScale scales[kMaxCudaHeadDim];
-  const Side& side = job.side;
-  const int head_dim = side.head_dim;
-  const int num_padding = static_cast<int>(min(max(start - begin, int64_t{0}), int64_t{kBlockSize}));
-  const Dense tail = {side.tail, side.tail_dtype, side.tail_stride_b, side.tail_stride_h, side.tail_stride_t};
-  const auto load = [&](int row, int c) {
-    const bool is_new = begin + row >= first_new;
-    const Dense& dense = is_new ? job.dense : tail;
-    const int64_t place = is_new ? begin + row - first_new : row;
-    return load_widened(dense, b * dense.stride_b + h * dense.stride_h + place * dense.stride_t + c);
-  };
-
-  float low[kChunk], high[kChunk];
-#pragma unroll
-  for (int k = 0; k < kChunk; ++k) low[k] = INFINITY, high[k] = -INFINITY;
-  for_block(head_dim, [&](int row, int c) {
-    if (row < num_padding) return;
-    const Values<Dtype::fp32> x = load(row, c);
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) low[k] = min_or_nan(low[k], x[k]), high[k] = max_or_nan(high[k], x[k]);
-  });
-  // Rows of threads follow each other without gaps, as rows of channels do.
-#pragma unroll
-  for (int k = 0; k < kChunk; ++k) lows[threadIdx.x * kChunk + k] = low[k], highs[threadIdx.x * kChunk + k] = high[k];
-  __syncthreads();
-  const int rows = kNumThreads / (head_dim / kChunk);
-  for (int c = threadIdx.x; c < head_dim; c += kNumThreads) {
-    Range<false> range = {lows[c], highs[c]};
-    for (int r = 1; r < rows; ++r) {
-      range.low = min_or_nan(range.low, lows[r * head_dim + c]);
-      range.high = max_or_nan(range.high, highs[r * head_dim + c]);
+  for (int c = threadIdx.x / kLanes * kColumnsOfWarp; c < job.side.head_dim; c += kNumWarps * kColumnsOfWarp) {
+    if (job.side.tail_dtype == Dtype::fp32) {
+      quantize_columns<true>(job.side, job.dense, b, h, begin, first_new, start, c);
+    } else {
+      quantize_columns<false>(job.side, job.dense, b, h, begin, first_new, start, c);
     }
-    if (num_padding == kBlockSize) range = {0.f, 0.f};
-    scales[c] = compute_scale<Storage::int4>(range);
-    const int64_t block = begin / kBlockSize;
-    scale_at(side, b, h, block, 0)[c] = scales[c].scale;
-    zero_at(side, b, h, block, 0)[c] = scales[c].zero;
   }
-  __syncthreads();
-  for_block(head_dim, [&](int row, int c) {
-    uint32_t word = 0;
-    if (row >= num_padding) {
-      const Values<Dtype::fp32> x = load(row, c);
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) word |= encode_int4(x[k], scales[c + k]) << (4 * k);
-    }
-    *reinterpret_cast<uint32_t*>(code_row(side, b, h, begin + row) + c / 2) = word;
-  });
 }
 
 // One thread block's part of a head: the block of tokens that the tail began, if it is full now, and the new tail, which
@@ -409,7 +355,7 @@ __device__ void append_blocks(const Jobs& jobs, const Job& job, unsigned block) 
   const Dense& dense = job.dense;
   const int64_t from = b * dense.stride_b + h * dense.stride_h;
   const int64_t to = b * side.tail_stride_b + h * side.tail_stride_h;
-  for (int i = threadIdx.x; i < static_cast<int>(length - first) * side.head_dim; i += kNumThreads) {
+  for (int i = threadIdx.x; i < static_cast<int>(length - first) * side.head_dim; i += kNumWarps * kLanes) {
     const int row = i / side.head_dim, c = i - row * side.head_dim;
     const int64_t source = from + (first + row - first_new) * dense.stride_t + c;
     const int64_t target = to + (first + row) % kBlockSize * side.tail_stride_t + c;

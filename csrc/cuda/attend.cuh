@@ -25,7 +25,8 @@ namespace hf_kvquant::cuda {
 
 // Whether keys and values are quantised alike, so that a warp can do both at once.
 template <class Shape>
-constexpr bool kHasPairs = Shape::kKey == Shape::kValue && Shape::kHasKeyZero == Shape::kHasValueZero;
+constexpr bool kHasPairs =
+    Shape::kKey == Shape::kValue && Shape::kHasKeyZero == Shape::kHasValueZero && !Shape::kIsBlocked;
 
 // A lane's channels of the new token where plan.appends_pairs: of the key in the first half of the warp, of the value in
 // the second.
@@ -57,16 +58,27 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
       return;
     }
   }
+  if constexpr (Shape::kIsBlocked) {
+    // The key stays as it is, in the tail; the value is quantised.
+    const int64_t from = b * new_tokens.key.stride_b + h * new_tokens.key.stride_h;
+    const Side& keys = params.key_side;
+    const int64_t to = b * keys.tail_stride_b + h * keys.tail_stride_h + t % kBlockSize * keys.tail_stride_t;
+    for (int c = lane; c < keys.head_dim; c += kLanes) {
+      static_cast<uint16_t*>(keys.tail)[to + c] = static_cast<const uint16_t*>(new_tokens.key.data)[from + c];
+    }
+  }
   const auto load = [&](const Dense& dense, const Side& side) {
     Values<Dtype::fp32> x = {};
     const int64_t first = b * dense.stride_b + h * dense.stride_h + i * dense.stride_t + lane * kChunk;
     if (lane * kChunk < side.head_dim) x = load_widened(dense, first);
     return x;
   };
-  Values<Dtype::fp32> key = load(new_tokens.key, params.key_side);
-  if (!is_identity(transform)) key = transformed(transform, params.key_side.head_dim, h, key, lane);
+  if constexpr (!Shape::kIsBlocked) {
+    Values<Dtype::fp32> key = load(new_tokens.key, params.key_side);
+    if (!is_identity(transform)) key = transformed(transform, params.key_side.head_dim, h, key, lane);
+    append_row<Shape::kKey, !Shape::kHasKeyZero>(params.key_side, key, b, h, t, lane);
+  }
   const Values<Dtype::fp32> value = load(new_tokens.value, params.value_side);
-  append_row<Shape::kKey, !Shape::kHasKeyZero>(params.key_side, key, b, h, t, lane);
   append_row<Shape::kValue, !Shape::kHasValueZero>(params.value_side, value, b, h, t, lane);
 }
 
@@ -114,13 +126,19 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
 
   // --- start copying; write the new tokens, by the warp whose step they belong to, before that step is copied
   const Span span = find_rounds<Ring::kStepTokens>(params, plan, bounds, segment);
-  const Held held = plan.appends ? find_held<Ring::kStepTokens>(params, plan, bounds, segment) : Held{};
+  Held held = plan.appends ? find_held<Ring::kStepTokens>(params, plan, bounds, segment) : Held{};
+  // Where every channel has a scale, the one new token may fill its block, whose steps are of one round.
+  const bool fills_block = Shape::kIsBlocked && held.is_own && held.end % kBlockSize == 0;
+  if (fills_block) held.first_step = step_of<Ring::kStepTokens>(held.end - kBlockSize);
   if (!segment.has_rounds() && !held.is_own) return;
   const int first_step = segment.first_step + warp;
   const int held_step = held.is_own ? held.first_step : segment.last_step;
   const int first_of_tail = Shape::kIsBlocked ? tail_begin(min(max(bounds.length, 0), params.capacity)) : span.end;
   ring.bound(span.begin, span.end, min(first_of_tail, span.end));
   if (first_step != likely_step) ring.seek(plan, segment, first_step);
+  if constexpr (Shape::kIsBlocked) {
+    Blocks<Shape>::expect_tail(params.key_side, plan, segment, first_of_tail, span.end, warp, lane);
+  }
   int stage = 0;
   for (; stage < num_stages - 1 && first_step + stage * stride < held_step; ++stage) {
     ring.fill(params, plan, chunk_list, segment.b, segment.h, stage);
@@ -134,6 +152,16 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
       append_token<Shape>(params, new_tokens, plan, segment, pair, t - (bounds.length - new_tokens.q_len), t, lane);
     }
     __syncwarp();
+    if constexpr (Shape::kIsBlocked) {
+      if (fills_block) {
+        __syncthreads();
+        for (int c = warp * kColumnsOfWarp; c < params.key_side.head_dim; c += num_warps * kColumnsOfWarp) {
+          quantize_columns<false>(params.key_side, new_tokens.key, segment.b, segment.h, held.end - kBlockSize,
+                                  held.end, bounds.start, c);
+        }
+        __syncthreads();
+      }
+    }
     if (!segment.has_rounds()) return;
   }
   for (; stage < num_stages - 1; ++stage) {

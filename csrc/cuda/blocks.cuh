@@ -22,6 +22,22 @@ class Blocks {
   static constexpr int kParts = Shape::kHeadDim / 32;
 
  public:
+  // Has the tail's rows of a warp, those tokens from `begin` to `end` - 1 that are of its step, brought nearer.
+  static __device__ __forceinline__ void expect_tail(const Side& side, const DecodePlan& plan, const Segment& segment,
+                                                     int begin, int end, int warp, int lane) {
+    constexpr int kLineBytes = 128, kLines = (Shape::kHeadDim * 2 + kLineBytes - 1) / kLineBytes;
+    const int num_warps = 1 << plan.warps_log2, first = begin / Ring::kStepTokens;
+    const int step = first + ((warp - first) & (num_warps - 1)), token = step * Ring::kStepTokens + lane;
+    if (token >= end || lane >= Ring::kStepTokens || share_of_step(plan, step) != segment.share) return;
+    const char* row =
+        static_cast<const char*>(side.tail) +
+        2 * (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h + token % kBlockSize * side.tail_stride_t);
+#pragma unroll
+    for (int line = 0; line < kLines; ++line) {
+      if (line * kLineBytes < 2 * side.head_dim) prefetch(row + line * kLineBytes);
+    }
+  }
+
   // `tail_step`: the first step of the unfinished block, behind the last where there is none.
   __device__ __forceinline__ void load(const unsigned char* planes, int tail_step, int lane) {
     g_ = lane >> 2, t_ = lane & 3;

@@ -102,6 +102,9 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int va
   }
 }
 
+// Brings a line of memory into the L2 cache.
+__device__ __forceinline__ void prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most kPending groups of this thread's copies are under way.

@@ -183,11 +183,11 @@ AttendKernel choose_kernel(const DecodeParams& params) {
 
 // Whether the kernel may quantise the new tokens itself: it must know every format in full, and a single block of it
 // must see all that shares a scale, and all queries of a head.
-bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles) {
+bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles, int num_warps) {
   if (new_tokens == nullptr || num_row_tiles > 1 || new_tokens->q_len > kMaxAppended) return false;
-  const auto is_own = [](const Side& side) {
-    return !side.is_frozen && !side.is_shared_by_heads && side.tail == nullptr;
-  };
+  // Tokens that share the scale of a channel must be of one round, and a second new one might already be of the next.
+  if (kernel.is_blocked && (new_tokens->q_len > 1 || kernel.step_tokens * num_warps % kBlockSize != 0)) return false;
+  const auto is_own = [](const Side& side) { return !side.is_frozen && !side.is_shared_by_heads; };
   const Side &keys = new_tokens->key_side, &values = new_tokens->value_side;
   return is_own(keys) && is_own(values) && keys.is_symmetric == !kernel.has_key_zero &&
          values.is_symmetric == !kernel.has_value_zero;
@@ -411,7 +411,7 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   plan.rows.num_rows = static_cast<int>(num_rows);
   plan.rows_per_tile = kernel.rows_per_tile;
   plan.num_row_tiles = static_cast<int>(num_row_tiles);
-  plan.appends = can_append(kernel, new_tokens, num_row_tiles);
+  plan.appends = can_append(kernel, new_tokens, num_row_tiles, cut.num_warps);
   plan.appends_pairs = plan.appends && are_pairs(*new_tokens);
   plan.key_codes = origin(params.key_side.codes, params.key_side.codes_stride_b, params.key_side.codes_stride_h);
   plan.value_codes =

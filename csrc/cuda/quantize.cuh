@@ -370,15 +370,6 @@ __device__ inline Codes<kStorage> encode(const Values<kDtype>& x, StoredScale va
   return codes;
 }
 
-// One channel where it has a scale of its own; 0 where that is none.
-__device__ inline uint32_t encode_int4(float x, StoredScale value) {
-  constexpr float kLimit = kMaxCode<Storage::int4, false>;
-  const float scale = value.factor(), distance = __fsub_rn(x, value.offset());
-  const float quotient =
-      divide(fminf(fmaxf(distance, 0.f), __fmul_rn(kLimit, scale)), scale, approximate_reciprocal(scale));
-  return value.is_bad() ? 0 : static_cast<uint32_t>(__float2int_rn(quotient));
-}
-
 // A row quantised to position `t` of the cache, in one head. All lanes of one warp call this together, each with its
 // place `chunk` in the row and the values there, zeros beyond its end; granularities head and group, and `t` within the
 // capacity. They may also take two rows side by side, of sides with the same number of channels and groups.
@@ -394,6 +385,97 @@ __device__ inline void append_row(const Side& side, const Values<Dtype::fp32>& x
   if (chunk >= lanes_per_row) return;
   if (position == 0) store_scale<kIsSymmetric>(side, value, b, h, g, t);
   encode<kStorage, kIsSymmetric>(x, value).store(code_row(side, b, h, t) + chunk * Codes<kStorage>::kBytes);
+}
+
+// --- scales of channels
+
+constexpr int kColumnsOfWarp = 32;  // channels: eight in a lane, four lanes beside each other, on eight rows
+
+// One warp quantises channels `first` ... of the block of tokens from `begin` on. Tokens below `first_new` come from the
+// tail, the others are new, `dense` beginning with number `first_new`; those below `start` are padding. Both have
+// kIsWide numbers: float32, or else 16 bits. What is loaded for the codes is in the cache since it was for the range.
+template <bool kIsWide>
+__device__ __noinline__ void quantize_columns(const Side& side, const Dense& dense, int64_t b, int64_t h, int64_t begin,
+                                              int64_t first_new, int64_t start, int first) {
+  using Raw = Values<kIsWide ? Dtype::fp32 : Dtype::bf16>;  // or fp16, which is as wide
+  constexpr int kRows = 8, kAtOnce = kIsWide ? 4 : 8;       // rows of a warp, and of a lane under way at a time
+  const int lane = threadIdx.x % kLanes, c = first + lane % 4 * kChunk, first_row = lane / 4;
+  const bool has_channels = c < side.head_dim;
+  const int num_padding = static_cast<int>(min(max(start - begin, int64_t{0}), int64_t{kBlockSize}));
+  const int num_old = static_cast<int>(min(max(first_new - begin, int64_t{0}), int64_t{kBlockSize}));
+  const Dense tail = {side.tail, side.tail_dtype, side.tail_stride_b, side.tail_stride_h, side.tail_stride_t};
+  const int64_t from_tail = b * tail.stride_b + h * tail.stride_h + c;
+  const int64_t from_new = b * dense.stride_b + h * dense.stride_h + (begin - first_new) * dense.stride_t + c;
+  // Calls `use(row, x)` for the rows of this lane, those of padding left out.
+  const auto for_rows = [&](auto use) {
+#pragma unroll 1
+    for (int batch = first_row; batch < kBlockSize; batch += kAtOnce * kRows) {
+      Raw x[kAtOnce][1];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int row = batch + i * kRows;
+        const bool is_old = row < num_old;
+        load_rows(is_old ? tail : dense, is_old ? from_tail + row * tail.stride_t : from_new + row * dense.stride_t,
+                  has_channels && row >= num_padding, x[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (batch + i * kRows < num_padding) continue;
+        if constexpr (kIsWide) {
+          use(batch + i * kRows, x[i][0]);
+        } else {
+          use(batch + i * kRows, widen(x[i][0].words, side.tail_dtype));
+        }
+      }
+    }
+  };
+
+  Range<false> ranges[kChunk];
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) ranges[k] = {INFINITY, -INFINITY};
+  for_rows([&](int, const Values<Dtype::fp32>& x) {
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+      ranges[k] = {min_or_nan(ranges[k].low, x[k]), max_or_nan(ranges[k].high, x[k])};
+    }
+  });
+  StoredScale values[kChunk];
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) {
+#pragma unroll
+    for (int distance = 4; distance < kLanes; distance *= 2) {
+      ranges[k].low = min_or_nan(ranges[k].low, __shfl_xor_sync(kAllLanes, ranges[k].low, distance));
+      ranges[k].high = max_or_nan(ranges[k].high, __shfl_xor_sync(kAllLanes, ranges[k].high, distance));
+    }
+    if (num_padding == kBlockSize) ranges[k] = {0.f, 0.f};
+    values[k] = compute_scale<Storage::int4>(ranges[k]);
+  }
+  if (!has_channels) return;
+  if (first_row == 0) {
+    half_bits* scale = scale_at(side, b, h, begin / kBlockSize, 0) + c;
+    half_bits* zero = zero_at(side, b, h, begin / kBlockSize, 0) + c;
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) scale[k] = values[k].scale, zero[k] = values[k].zero;
+  }
+  uint8_t* codes = code_row(side, b, h, begin) + c / 2;
+  for (int row = first_row; row < num_padding; row += kRows) {
+    *reinterpret_cast<uint32_t*>(codes + row * side.codes_stride_t) = 0;
+  }
+  float reciprocals[kChunk];
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) reciprocals[k] = approximate_reciprocal(values[k].factor());
+  for_rows([&](int row, const Values<Dtype::fp32>& x) {
+    constexpr float kLimit = kMaxCode<Storage::int4, false>;
+    uint32_t word = 0;
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) {
+      const float scale = values[k].factor(), distance = __fsub_rn(x[k], values[k].offset());
+      const float clamped = fminf(fmaxf(distance, 0.f), __fmul_rn(kLimit, scale));  // as in encode
+      const int code = __float2int_rn(divide(clamped, scale, reciprocals[k]));
+      word |= (values[k].is_bad() ? 0u : static_cast<uint32_t>(code)) << (4 * k);
+    }
+    *reinterpret_cast<uint32_t*>(codes + row * side.codes_stride_t) = word;
+  });
 }
 
 }  // namespace hf_kvquant::cuda

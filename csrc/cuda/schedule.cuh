@@ -69,8 +69,8 @@ __device__ __forceinline__ int share_of_step(const DecodePlan& plan, int step) {
 // The new tokens that are written in the same launch, those for which there is room, and the steps that hold them.
 struct Held {
   int begin = 0, end = 0;  // tokens
-  int first_step = 0;
-  bool is_own = false;  // some of them belong to this block
+  int first_step = 0;      // with what becomes codes because of them
+  bool is_own = false;     // some of them belong to this block
 };
 
 // Steps and rounds are counted without signs, so that a division by a power of two is one instruction.
