@@ -116,13 +116,16 @@ def poisoned(
     planes.codes.random_(0, 256)
     assert planes.scale is not None
     planes.scale.fill_(torch.nan)
-    if planes.zero is not None:
-        planes.zero.fill_(torch.nan)
+    for plane in (planes.zero, planes.tail):
+        if plane is not None:
+            plane.fill_(torch.nan)
     return planes
 
 
 def filled(case: Case, side: int, x: Tensor | None = None) -> Planes:
     """Planes with tokens `starts … lengths - 1` of `x` (random by default), everything else poisoned.
+
+    Where there is a tail, padding is held too, and its keys are in no scale.
 
     Args:
         case: Gives format, shapes and lengths.
@@ -135,6 +138,14 @@ def filled(case: Case, side: int, x: Tensor | None = None) -> Planes:
     outside = poisoned(
         kv_format, case.batch, case.num_kv_heads, head_dim, case.capacity, case.dtype, device=str(x.device)
     )
+    if outside.tail is not None:
+        starts = case.starts_tensor()
+        for b, length in enumerate(case.lengths):
+            row = outside.map(lambda plane, b=b: plane[b : b + 1])  # type: ignore[misc]
+            start = None if starts is None else starts[b : b + 1].to(x.device)
+            lengths = torch.tensor([length], dtype=torch.int32, device=x.device)
+            reference.append(x[b : b + 1, :, :length].to(case.dtype), row, kv_format, lengths, None, start)
+        return outside
     if not kv_format.is_quantized:
         inside = Planes(x.to(outside.codes.dtype), None, None)
     else:
@@ -168,5 +179,4 @@ def clone(planes: Planes, device: str = "cpu") -> Planes:
 
 def row_of(planes: Planes, b: int) -> Planes:
     """A copy of the planes of one sequence."""
-    scale, zero = (None if plane is None else plane[b : b + 1].clone() for plane in (planes.scale, planes.zero))
-    return Planes(planes.codes[b : b + 1].clone(), scale, zero)
+    return planes.map(lambda plane: plane[b : b + 1].clone())

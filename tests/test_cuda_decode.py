@@ -81,8 +81,10 @@ def fitting(formats: tuple[KVFormat, KVFormat], head_dim: int) -> tuple[KVFormat
     return key, value
 
 
-def capacity_for(length: int) -> int:
-    return -(-length // 64) * 64 + 64
+def capacity_for(length: int, formats: tuple[KVFormat, KVFormat]) -> int:
+    """More than `length`, in whole tiles and blocks of both formats."""
+    alignment = max(kv_format.token_alignment for kv_format in formats)
+    return (-(-length // alignment) + 1) * alignment
 
 
 # --- precision --------------------------------------------------------------------------------------------------------
@@ -139,9 +141,12 @@ def drawn(case: Case, device: str, distribution: Callable[..., tuple[Tensor, ...
 
 def dense(case: Case, planes: tuple[Planes, Planes]) -> list[Tensor]:
     """Dequantised keys and values, float32, zero where nothing is held."""
-    tensors = [reference.dequantize(made, kv_format) for made, kv_format in zip(planes, case.formats, strict=True)]
-    column = torch.arange(case.capacity, device=tensors[0].device)
-    is_beyond = column >= case.lengths_tensor().to(column.device).view(-1, 1, 1)
+    lengths = case.lengths_tensor().to(planes[0].codes.device)
+    tensors = [
+        reference.dequantize(made, kv_format, lengths=lengths)
+        for made, kv_format in zip(planes, case.formats, strict=True)
+    ]
+    is_beyond = torch.arange(case.capacity, device=lengths.device) >= lengths.view(-1, 1, 1)
     return [x.masked_fill(is_beyond.unsqueeze(-1), 0.0) for x in tensors]
 
 
@@ -197,8 +202,9 @@ def test_precision_is_that_of_torch(engine: str, preset: str, dtype: torch.dtype
     for i, length in enumerate(LENGTHS):
         head_dim, num_q_per_kv = KERNEL_DIMS[(i + shift) % 5], GROUPS[(i + 3 * shift) % 7]
         # Short sequences in numbers: over a handful of logits, one kernel's worst error is not comparable to another's.
-        lengths, capacity = (length,) * max(2, min(24, 256 // length)), capacity_for(length)
-        case = Case(fitting(PRESETS[preset], head_dim), head_dim, dtype, num_q_per_kv, 1, lengths, capacity=capacity)
+        lengths, formats = (length,) * max(2, min(24, 256 // length)), fitting(PRESETS[preset], head_dim)
+        capacity = capacity_for(length, formats)
+        case = Case(formats, head_dim, dtype, num_q_per_kv, 1, lengths, capacity=capacity)
         chosen = DISTRIBUTIONS if engine == "cuda" else [DISTRIBUTIONS[(i // 6 + i + shift) % 6]]
         for distribution in chosen:
             check_precision(case, engine, distribution)
@@ -211,7 +217,8 @@ def test_precision_of_long_sequences(preset: str, dtype: torch.dtype) -> None:
     shift = QUANTIZED.index(preset) + LOW_PRECISION.index(dtype)
     for i, length in enumerate(LONG_LENGTHS):
         head_dim, num_q_per_kv = (128, 64, 128, 256)[(i + shift) % 4], (4, 8, 1)[(i + shift) % 3]
-        formats, capacity = fitting(PRESETS[preset], head_dim), capacity_for(length)
+        formats = fitting(PRESETS[preset], head_dim)
+        capacity = capacity_for(length, formats)
         case = Case(formats, head_dim, dtype, num_q_per_kv, 1, (length,), capacity=capacity)
         for distribution in DISTRIBUTIONS:
             check_precision(case, "cuda", distribution)
@@ -223,7 +230,8 @@ def test_bias_does_not_grow_with_the_length(engine: str, preset: str) -> None:
     dtype = torch.bfloat16
     for length in (64, 1024, *((16384, 131072) if engine == "cuda" else ())):
         for num_splits in (0, 1):
-            case = Case(PRESETS[preset], 128, dtype, 4, 1, (length,), capacity=capacity_for(length), num_kv_heads=8)
+            capacity = capacity_for(length, PRESETS[preset])
+            case = Case(PRESETS[preset], 128, dtype, 4, 1, (length,), capacity=capacity, num_kv_heads=8)
             out, exact = check_precision(case, engine, offset, num_splits)
             bias, bound = float((out.double() - exact).mean()), bias_bound(exact, dtype)
             assert abs(bias) <= bound, f"{case}, {num_splits} splits: the mean is off by {bias:.3e}, bound {bound:.3e}"
@@ -479,8 +487,9 @@ def test_two_streams_with_counters_of_their_own() -> None:
 @pytest.mark.parametrize("preset", QUANTIZED)
 def test_very_unequal_lengths(engine: str, preset: str) -> None:
     long = 20000 if engine == "cuda" else 1500
+    capacity = capacity_for(long, PRESETS[preset])
     for lengths in ((10, long, 10, 10), (long, 0, 0, 0, 1, 10, 10, 10, 10), (0, 0, long // 2, long)):
-        case = Case(PRESETS[preset], 64, torch.bfloat16, 4, 1, lengths, capacity=capacity_for(long), num_kv_heads=1)
+        case = Case(PRESETS[preset], 64, torch.bfloat16, 4, 1, lengths, capacity=capacity, num_kv_heads=1)
         out, _ = check_precision(case, engine, flat)
         assert not any(out[b].any() for b, length in enumerate(lengths) if length == 0)
 
