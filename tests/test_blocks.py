@@ -113,7 +113,7 @@ def test_chunks_do_not_matter(chunks: tuple[int, ...]) -> None:
         assert made.tail is not None
         made.tail[:, :, 300 - 256 :] = 0
     assert_same_planes(planes, expected, str(chunks))
-    dense = reference.dequantize(planes.narrow(300), KEY, lengths=torch.tensor([300, 300]))
+    dense = reference.dequantize(planes.narrow(300, KEY.block_size), KEY, lengths=torch.tensor([300, 300]))
     assert_same(dense[:, :, 256:], x[:, :, 256:], "the unfinished block")
     assert (dense[0, :, :256] - x[0, :, :256]).abs().max() < 0.3
 
@@ -261,11 +261,11 @@ def test_equal_calls_give_equal_bits(engine: str) -> None:
 def test_opcheck(device: str) -> None:
     case = Case(FORMATS, 64, torch.float32, 2, 2, (130, 30), capacity=256)
     key_planes, value_planes = (clone(made, device) for made in held(case))
-    spelled = [*key_planes.tensors(), *value_planes.tensors()]
+    spelled = [*key_planes.tensors(), *value_planes.tensors(), None]
     key, value, query, lengths = (
         x.to(device) for x in (tokens(case, 2, 64), tokens(case, 2, 64), queries(case), case.lengths_tensor())
     )
-    starts, kinds = torch.zeros(2, dtype=torch.int32, device=device), (None, None, False, 2, 2)
+    starts, kinds = torch.zeros(2, dtype=torch.int32, device=device), (0, 0, None, None, False, 2, 2)
     suffix = "_reference" if device == "cuda" else ""
     append, decode = (getattr(torch.ops.hf_kvquant, name + suffix).default for name in ("append", "decode"))
     torch.library.opcheck(append, (key, value, *spelled, lengths, starts, *kinds))
@@ -286,8 +286,9 @@ def test_a_gpu_is_served_by_the_reference(monkeypatch: pytest.MonkeyPatch, caplo
             ops._warn_reference(gpu, 64, has_tail=True)
     ops._log_reference.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [
-        "ops: no compiled kernels for keys with a scale for every channel on cuda, the PyTorch reference serves: "
-        "correct, slower (they know scales of tokens only). Use preset 'int4' where speed matters more."
+        "ops: no compiled kernels for keys with a scale for every channel and dense windows on cuda, the PyTorch "
+        "reference serves: correct, slower (they know codes with scales of tokens only). Use preset 'int4' without "
+        "windows where speed matters more."
     ]
 
 
@@ -494,7 +495,7 @@ BROKEN: list[tuple[Any, str]] = [
     ),
     (
         lambda planes: replaced(planes, zero=None),
-        "`key_tail` must be None unless codes are int4 with scale and zero, got a tensor. Planes",
+        "`key_tail` must be None without dense windows, but for keys that are int4 with scale and zero, got a tensor",
     ),
     (
         lambda planes: replaced(planes, scale=planes.scale[:, :, :1]),

@@ -354,8 +354,8 @@ void check_support(const char* where, const Side& side) {
     throw std::invalid_argument(message.str());
   }
   if (side.tail != nullptr) {
-    message << "`key_tail` must be None for the CUDA kernels, which know scales of tokens only, got a tensor. Call "
-            << "append_reference or decode_reference.";
+    message << "`key_tail` and `value_tail` must be None for the CUDA kernels, which know codes with scales of tokens "
+            << "only, got a tensor. Call append_reference or decode_reference.";
     throw std::invalid_argument(message.str());
   }
   // Kernels load eight channels at a time, 16 bytes at most.
