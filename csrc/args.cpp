@@ -122,18 +122,42 @@ void check_block_plane(const char* where, const std::string& name, const Tensor&
             kFromThisPackage);
 }
 
-void add_blocks(const char* where, const std::string& name, const PlaneArgs& planes, Side& side) {
-  const Tensor &codes = planes.codes, &tail = *planes.tail;
-  KVQ_CHECK(side.storage == Storage::int4 && planes.scale.has_value() && planes.zero.has_value(), where, ": `", name,
-            "_tail` must be None unless codes are int4 with scale and zero, got a tensor", kFromThisPackage);
+// A tail of more rows than both windows have is that of granularity channel.
+void add_tail(const char* where, const std::string& name, const PlaneArgs& planes, const WindowArgs& windows,
+              Side& side) {
+  const Tensor& codes = planes.codes;
+  const int64_t sinks = to_int(where, "sink_length", windows.sink_length);
+  const int64_t window = to_int(where, "residual_length", windows.residual_length);
+  const bool is_wanted = side.storage != Storage::none && sinks + window > 0;
+  KVQ_CHECK(planes.tail.has_value() || !is_wanted, where, ": `", name, "_tail` must be given for a `sink_length` of ",
+            sinks, " and a `residual_length` of ", window, ", got None", kFromThisPackage);
+  if (!planes.tail.has_value()) return;
+  const Tensor& tail = *planes.tail;
   check_device(where, name + "_tail", tail, codes);
   side.tail_dtype = dense_dtype(where, name + "_tail", tail);
+  side.has_channel_scales = name == "key" && side.storage == Storage::int4 && !side.is_symmetric && tail.dim() == 4 &&
+                            tail.size(2) > sinks + window;
+  KVQ_CHECK(is_wanted || side.has_channel_scales, where, ": `", name, "_tail` must be None ",
+            side.storage == Storage::none ? "for storage 'none'"
+                                          : "without dense windows, but for keys that are int4 with scale and zero",
+            ", got a tensor", kFromThisPackage);
+  const int64_t ring = side.has_channel_scales ? ((window + kBlockSize - 1) / kBlockSize + 1) * kBlockSize : window;
   const bool fits = tail.dim() == 4 && tail.size(0) == codes.size(0) && tail.size(1) == codes.size(1) &&
-                    tail.size(2) == kBlockSize && tail.size(3) == side.head_dim;
-  KVQ_CHECK(fits, where, ": `", name, "_tail` must be [", codes.size(0), ", ", codes.size(1), ", ", kBlockSize, ", ",
+                    tail.size(2) == sinks + ring && tail.size(3) == side.head_dim;
+  KVQ_CHECK(fits, where, ": `", name, "_tail` must be [", codes.size(0), ", ", codes.size(1), ", ", sinks + ring, ", ",
             side.head_dim, "] like the codes, got ", shape_of(tail), kFromThisPackage);
   KVQ_CHECK(tail.stride(3) == 1, where, ": `", name, "_tail` must have contiguous rows, got stride ", tail.stride(3),
             kFromThisPackage);
+  side.ring = to_int(where, "residual_length", ring);
+  side.tail = tail.data_ptr();
+  side.tail_stride_b = tail.stride(0);
+  side.tail_stride_h = tail.stride(1);
+  side.tail_stride_t = tail.stride(2);
+}
+
+// Scales of granularity channel.
+void add_blocks(const char* where, const std::string& name, const PlaneArgs& planes, Side& side) {
+  const Tensor& codes = planes.codes;
   KVQ_CHECK(codes.size(2) % kBlockSize == 0, where, ": `", name, "_codes` must have a capacity that is a multiple of ",
             kBlockSize, " where every channel has a scale, got ", codes.size(2), kFromThisPackage);
   const Tensor &scale = *planes.scale, &zero = *planes.zero;
@@ -148,14 +172,11 @@ void add_blocks(const char* where, const std::string& name, const PlaneArgs& pla
   side.zero_stride_b = zero.stride(0);
   side.zero_stride_h = zero.stride(1);
   side.zero_stride_g = zero.stride(2);
-  side.tail = tail.data_ptr();
-  side.tail_stride_b = tail.stride(0);
-  side.tail_stride_h = tail.stride(1);
-  side.tail_stride_t = tail.stride(2);
 }
 
 // `name` is "key" or "value": arguments are called key_codes, key_scale and so on.
-Side side(const char* where, const std::string& name, const PlaneArgs& planes, const Tensor& like) {
+Side side(const char* where, const std::string& name, const PlaneArgs& planes, const WindowArgs& windows,
+          const Tensor& like) {
   const Tensor& codes = planes.codes;
   Side side{};
   KVQ_CHECK(planes.storage >= 0 && planes.storage <= 3, where, ": `", name, "_storage` must be 0, 1, 2 or 3, got ",
@@ -196,7 +217,8 @@ Side side(const char* where, const std::string& name, const PlaneArgs& planes, c
   KVQ_CHECK(side.is_symmetric || side.storage == Storage::int8 || side.storage == Storage::int4, where, ": `", name,
             "_zero` must be None for storage '", name_of(side.storage), "', got a tensor", kFromThisPackage);
   side.num_groups = 1;
-  if (planes.tail.has_value()) {
+  add_tail(where, name, planes, windows, side);
+  if (side.has_channel_scales) {
     add_blocks(where, name, planes, side);
     return side;
   }
@@ -287,7 +309,7 @@ KeyTransform key_transform(const char* where, const TransformArgs& transform, co
   const KeyTransform result = {per_channel(where, "key_center", transform.center, codes, side.head_dim),
                                per_channel(where, "key_smoothing", transform.smoothing, codes, side.head_dim),
                                transform.is_rotated};
-  KVQ_CHECK(side.tail == nullptr || is_identity(result), where, ": `key_center`, `key_smoothing` and `rotates_key` ",
+  KVQ_CHECK(!side.has_channel_scales || is_identity(result), where, ": `key_center`, `key_smoothing` and `rotates_key` ",
             "must be left out where every channel of the keys has a scale, got a transform. Outlier channels do no ",
             "harm there.");
   return result;
@@ -305,6 +327,11 @@ const float* per_head(const char* name, const std::optional<Tensor>& tensor, con
   return static_cast<const float*>(tensor->const_data_ptr());
 }
 
+void check_start(const char* where, const int32_t* starts, int b) {
+  KVQ_CHECK(starts == nullptr || starts[b] >= 0, where, ": `starts` must not be negative, got ", starts[b],
+            " for sequence ", b, ".");
+}
+
 }  // namespace
 
 Tensor with_contiguous_channels(const Tensor& x) {
@@ -314,10 +341,10 @@ Tensor with_contiguous_channels(const Tensor& x) {
 
 AppendParams append_params(const char* where, const Tensor& key, const Tensor& value, const PlaneArgs& key_planes,
                            const PlaneArgs& value_planes, const Tensor& lengths, const std::optional<Tensor>& starts,
-                           const TransformArgs& transform) {
+                           const WindowArgs& windows, const TransformArgs& transform) {
   AppendParams params{};
-  params.key_side = side(where, "key", key_planes, key_planes.codes);
-  params.value_side = side(where, "value", value_planes, key_planes.codes);
+  params.key_side = side(where, "key", key_planes, windows, key_planes.codes);
+  params.value_side = side(where, "value", value_planes, windows, key_planes.codes);
   check_same_tokens(where, key_planes.codes, value_planes.codes);
   params.key = dense(where, "key", key, key_planes.codes);
   params.value = dense(where, "value", value, key_planes.codes);
@@ -330,8 +357,14 @@ AppendParams append_params(const char* where, const Tensor& key, const Tensor& v
   params.q_len = to_int(where, "q_len", key.size(2));
   params.lengths = per_sequence(where, "lengths", lengths, codes);
   params.starts = starts.has_value() ? per_sequence(where, "starts", *starts, codes) : nullptr;
-  KVQ_CHECK(params.key_side.tail == nullptr || params.key.dtype == params.key_side.tail_dtype, where, ": `key` must ",
-            "have the dtype of `key_tail`, got another one. Start a new cache after casting the model.");
+  params.sink_length = to_int(where, "sink_length", windows.sink_length);
+  params.residual_length = to_int(where, "residual_length", windows.residual_length);
+  const auto check_tail = [where](const char* name, const Dense& x, const Side& side) {
+    KVQ_CHECK(side.tail == nullptr || x.dtype == side.tail_dtype, where, ": `", name, "` must have the dtype of `",
+              name, "_tail`, got another one. Start a new cache after casting the model.");
+  };
+  check_tail("key", params.key, params.key_side);
+  check_tail("value", params.value, params.value_side);
   params.key_transform = key_transform(where, transform, codes, params.key_side);
   return params;
 }
@@ -340,11 +373,12 @@ DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, con
                            const Tensor& lengths, const std::optional<Tensor>& counters,
                            const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
                            const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap,
-                           int64_t sliding_window, int64_t num_splits, const TransformArgs& transform) {
+                           int64_t sliding_window, int64_t num_splits, const WindowArgs& windows,
+                           const TransformArgs& transform) {
   const Tensor& codes = key_planes.codes;
   DecodeParams params{};
-  params.key_side = side("decode", "key", key_planes, codes);
-  params.value_side = side("decode", "value", value_planes, codes);
+  params.key_side = side("decode", "key", key_planes, windows, codes);
+  params.value_side = side("decode", "value", value_planes, windows, codes);
   check_same_tokens("decode", codes, value_planes.codes);
   params.query = dense("decode", "query", query, codes);
   KVQ_CHECK(query.size(0) == codes.size(0), "decode: `query` must have batch ", codes.size(0),
@@ -372,6 +406,8 @@ DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, con
   // A window of the whole capacity hides nothing, and positions minus a larger one might not fit an int.
   params.sliding_window = std::min(to_int("decode", "sliding_window", sliding_window), params.capacity);
   params.num_splits = to_int("decode", "num_splits", num_splits);
+  params.sink_length = to_int("decode", "sink_length", windows.sink_length);
+  params.residual_length = to_int("decode", "residual_length", windows.residual_length);
   params.key_transform = key_transform("decode", transform, codes, params.key_side);
   return params;
 }
@@ -391,6 +427,7 @@ void check_lengths(const char* where, const AppendParams& params) {
     KVQ_CHECK(length <= params.capacity, where, ": `lengths` must be at most the cache's capacity of ",
               params.capacity, " tokens, got ", length, " for sequence ", b,
               ". Make a larger cache (max_cache_len), or crop or reset this one.");
+    check_start(where, params.starts, b);
   }
 }
 
@@ -400,8 +437,7 @@ void check_lengths(const char* where, const DecodeParams& params) {
     KVQ_CHECK(length >= 0 && length <= params.capacity, where, ": `lengths` must be between 0 and the cache's ",
               "capacity of ", params.capacity, " tokens, got ", length, " for sequence ", b,
               ". Make a larger cache (max_cache_len), or crop or reset this one.");
-    KVQ_CHECK(params.starts == nullptr || params.starts[b] >= 0, where, ": `starts` must not be negative, got ",
-              params.starts[b], " for sequence ", b, ".");
+    check_start(where, params.starts, b);
   }
 }
 

@@ -19,8 +19,13 @@ struct PlaneArgs {
   const Tensor& codes;
   const std::optional<Tensor>& scale;
   const std::optional<Tensor>& zero;
-  const std::optional<Tensor>& tail;  // keys only
+  const std::optional<Tensor>& tail;
   int64_t storage;
+};
+
+// The dense windows as the ops receive them.
+struct WindowArgs {
+  int64_t sink_length, residual_length;
 };
 
 // The transform of keys as the ops receive it.
@@ -36,14 +41,15 @@ Tensor with_contiguous_channels(const Tensor& x);
 // All of these throw std::invalid_argument (ValueError in Python) naming the argument. `where` is the op's name.
 AppendParams append_params(const char* where, const Tensor& key, const Tensor& value, const PlaneArgs& key_planes,
                            const PlaneArgs& value_planes, const Tensor& lengths, const std::optional<Tensor>& starts,
-                           const TransformArgs& transform);
+                           const WindowArgs& windows, const TransformArgs& transform);
 
 // Leaves `out` and `lse` for the caller to allocate.
 DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, const PlaneArgs& value_planes,
                            const Tensor& lengths, const std::optional<Tensor>& counters,
                            const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
                            const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap,
-                           int64_t sliding_window, int64_t num_splits, const TransformArgs& transform);
+                           int64_t sliding_window, int64_t num_splits, const WindowArgs& windows,
+                           const TransformArgs& transform);
 
 // New keys and values of a decode: both or neither, as many tokens as the query has.
 void check_new_tokens(const std::optional<Tensor>& key, const std::optional<Tensor>& value, const Tensor& query);

@@ -45,19 +45,41 @@ struct Side {
   int64_t zero_stride_b, zero_stride_h, zero_stride_g, zero_stride_t;
 
   // Granularity channel (keys, asymmetric int4): a channel has one scale and zero for each block of kBlockSize tokens,
-  // counted from position 0. Full blocks have codes; the tokens of the unfinished one are dense, in the tail.
+  // counted from position 0; a block has codes from the moment when all its tokens have left the residual window.
   //   scale, zero  [batch, num_kv_heads, capacity / kBlockSize, head_dim], channels contiguous; *_stride_g goes from
   //                block to block, num_groups is 1 and *_stride_t unused
-  void* tail;                   // [batch, num_kv_heads, kBlockSize, head_dim], rows contiguous; token t in row
-  Dtype tail_dtype;             // t % kBlockSize; nullptr for every other granularity
-  int64_t tail_stride_b, tail_stride_h, tail_stride_t;
+  bool has_channel_scales;
+
+  // Tokens as they came, which attention takes from here: the sinks, that is, tokens start ... start + sink_length - 1,
+  // and tokens from tail_begin on. nullptr where there is neither; Storage::none never has a tail.
+  void* tail;                   // [batch, num_kv_heads, sink_length + ring, head_dim], rows contiguous; see tail_row
+  Dtype tail_dtype;
+  int ring;                     // residual_length, or with has_channel_scales that in whole blocks and one more
+  int64_t tail_stride_b, tail_stride_h, tail_stride_t;  // in elements
 };
 
-// The first token of a sequence that has no codes.
+// The first of the newest tokens that attention takes from the tail.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
-inline int tail_begin(int length) { return length / kBlockSize * kBlockSize; }
+inline int tail_begin(const Side& side, int length, int residual_length) {
+  const int begin = length > residual_length ? length - residual_length : 0;
+  return side.has_channel_scales ? begin / kBlockSize * kBlockSize : begin;
+}
+
+// Whether a token is one of the first `sink_length` that are not padding, which have rows of their own in the tail.
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+inline bool is_sink(int token, int start, int sink_length) { return token >= start && token - start < sink_length; }
+
+// The row of a token that is in the tail.
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+inline int tail_row(const Side& side, int token, int start, int sink_length) {
+  return is_sink(token, start, sink_length) ? token - start : sink_length + token % side.ring;
+}
 
 inline int bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
 
@@ -104,7 +126,9 @@ struct AppendParams {
   Side key_side, value_side;
   KeyTransform key_transform;
   const int32_t* lengths;  // [batch]; count the new tokens already
-  const int32_t* starts;   // [batch], first position that is not padding; nullptr: 0. For key_side.tail only
+  const int32_t* starts;   // [batch], first position that is not padding; nullptr: 0. For tails only
+  int sink_length;         // first tokens that attention takes from the tails; 0: none
+  int residual_length;     // newest tokens likewise; 0: none
 };
 
 // One forward of one layer over everything stored. The result is defined by reference.decode_attention.
@@ -116,6 +140,7 @@ struct DecodeParams {
   const int32_t* lengths;     // [batch]
   int32_t* counters;          // [kNumCounters], zero before and after a call, CUDA only; nullptr: absent
   const int32_t* starts;      // [batch], first position that is not padding; nullptr: 0
+  int sink_length, residual_length;  // as in AppendParams
   const float* sinks;         // [num_q_heads]; nullptr: none
   const float* alibi_slopes;  // [num_q_heads]; nullptr: none
   float softmax_scale;

@@ -70,14 +70,16 @@ struct CudaDevice {
 template <class Device>
 void append(const Tensor& key, const Tensor& value, const Tensor& key_codes, const std::optional<Tensor>& key_scale,
             const std::optional<Tensor>& key_zero, const std::optional<Tensor>& key_tail, const Tensor& value_codes,
-            const std::optional<Tensor>& value_scale, const std::optional<Tensor>& value_zero, const Tensor& lengths,
-            const std::optional<Tensor>& starts, const std::optional<Tensor>& key_center,
+            const std::optional<Tensor>& value_scale, const std::optional<Tensor>& value_zero,
+            const std::optional<Tensor>& value_tail, const Tensor& lengths, const std::optional<Tensor>& starts,
+            int64_t sink_length, int64_t residual_length, const std::optional<Tensor>& key_center,
             const std::optional<Tensor>& key_smoothing, bool rotates_key, int64_t key_storage, int64_t value_storage) {
   const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage};
-  const PlaneArgs value_planes{value_codes, value_scale, value_zero, std::nullopt, value_storage};
+  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_tail, value_storage};
   const Tensor key_rows = with_contiguous_channels(key), value_rows = with_contiguous_channels(value);
   const AppendParams params = append_params("append", key_rows, value_rows, key_planes, value_planes, lengths,
-                                            starts, {key_center, key_smoothing, rotates_key});
+                                            starts, {sink_length, residual_length},
+                                            {key_center, key_smoothing, rotates_key});
   const Device device(key_codes);
   device.check("append", params);
   if (params.batch > 0 && params.q_len > 0) device.append(params);
@@ -88,16 +90,19 @@ std::tuple<Tensor, Tensor> decode(
     const Tensor& query, const std::optional<Tensor>& key, const std::optional<Tensor>& value, const Tensor& key_codes,
     const std::optional<Tensor>& key_scale, const std::optional<Tensor>& key_zero,
     const std::optional<Tensor>& key_tail, const Tensor& value_codes, const std::optional<Tensor>& value_scale,
-    const std::optional<Tensor>& value_zero, const Tensor& lengths, const std::optional<Tensor>& counters, const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
+    const std::optional<Tensor>& value_zero, const std::optional<Tensor>& value_tail, const Tensor& lengths,
+    const std::optional<Tensor>& counters, const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
     const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap, int64_t sliding_window,
-    int64_t num_splits, const std::optional<Tensor>& key_center, const std::optional<Tensor>& key_smoothing,
-    bool rotates_key, int64_t key_storage, int64_t value_storage) {
+    int64_t num_splits, int64_t sink_length, int64_t residual_length, const std::optional<Tensor>& key_center,
+    const std::optional<Tensor>& key_smoothing, bool rotates_key, int64_t key_storage, int64_t value_storage) {
   const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage};
-  const PlaneArgs value_planes{value_codes, value_scale, value_zero, std::nullopt, value_storage};
+  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_tail, value_storage};
+  const WindowArgs windows{sink_length, residual_length};
   const TransformArgs transform{key_center, key_smoothing, rotates_key};
   const Tensor query_rows = with_contiguous_channels(query);
   DecodeParams params = decode_params(query_rows, key_planes, value_planes, lengths, counters, starts, sinks,
-                                      alibi_slopes, softmax_scale, softcap, sliding_window, num_splits, transform);
+                                      alibi_slopes, softmax_scale, softcap, sliding_window, num_splits, windows,
+                                      transform);
   const Device device(key_codes);
   device.check("decode", params);
 
@@ -108,7 +113,7 @@ std::tuple<Tensor, Tensor> decode(
     key_rows = with_contiguous_channels(*key);
     value_rows = with_contiguous_channels(*value);
     new_tokens =
-        append_params("decode", *key_rows, *value_rows, key_planes, value_planes, lengths, starts, transform);
+        append_params("decode", *key_rows, *value_rows, key_planes, value_planes, lengths, starts, windows, transform);
     device.check("decode", new_tokens);
   }
 

@@ -1,9 +1,9 @@
 """What the user asks for: `KVQuantConfig` and the presets.
 
-A config says, for every layer, in which format keys and values are kept, which transforms keys go through before, and
-whether the cache grows or is static. It validates what users type and knows no tensors; what a format is in memory is
-decided in `formats.py`. A config round-trips through `to_dict`, `from_dict` and JSON, so that it can stand in a
-`generation_config.json`.
+A config says, for every layer, in which format keys and values are kept, which tokens stay dense beside the codes,
+which transforms keys go through before, and whether the cache grows or is static. It validates what users type and
+knows no tensors; what a format is in memory is decided in `formats.py`. A config round-trips through `to_dict`,
+`from_dict` and JSON, so that it can stand in a `generation_config.json`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,12 @@ TRANSFORMS = ("center", "smooth", "rotate")
 # eighths with outlier channels in the keys. The codes of fp8 are as fine for small channels as for large ones.
 _DEFAULT_TRANSFORMS = {"none": (), "int8": TRANSFORMS, "int4": TRANSFORMS, "fp8": ()}
 
-_SIDES = ("preset", "key", "value", "transforms")
+# Tokens that attention takes as they came: the first ones, attended to by all others, and the newest.
+WINDOWS = ("sink_length", "residual_length")
+
+_SIDES = ("preset", "key", "value", "transforms", *WINDOWS)
 _KEYS = ("backend", *_SIDES, "layers", "static", "max_cache_len")
-_ALIASES = ("nbits", "q_group_size", "residual_length")
+_ALIASES = ("nbits", "q_group_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,24 +66,33 @@ class LayerFormats:
         value: Of values.
         transforms: Names out of `TRANSFORMS`, in its order. Left out, they follow from the storage type of keys: all of
             them for int8 and int4, none for fp8 and where every channel has a scale of its own.
+        sink_length: The first tokens of a sequence, padding aside, that stay as they came in what is quantised.
+        residual_length: The newest tokens that do.
 
     Raises:
         TypeError, ValueError: `transforms` has no meaning, keys are to be transformed that are not quantised or have
-            a scale for every channel, or values have one.
+            a scale for every channel, values have one, or tokens are to stay dense where nothing is quantised.
     """
 
     key: KVFormat
     value: KVFormat
     transforms: tuple[str, ...] = cast(Any, None)
+    sink_length: int = 0
+    residual_length: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transforms", _canonical_transforms("LayerFormats", self.transforms, self.key))
         _check_value("LayerFormats", self.value)
+        if isinstance(self.key, KVFormat) and isinstance(self.value, KVFormat):
+            _check_windows("LayerFormats", self.key, self.value, self.sink_length, self.residual_length)
 
     def describe(self) -> str:
-        """A short name for reports: one description when both sides are alike, else both."""
+        """A short name for reports: one description when both sides are alike, else both; and the dense windows."""
         key, value = self.key.describe(), self.value.describe()
-        return key if key == value else f"key {key}, value {value}"
+        name = key if key == value else f"key {key}, value {value}"
+        if self.sink_length or self.residual_length:
+            name += f", first {self.sink_length} and last {self.residual_length} tokens dense"
+        return name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +104,8 @@ class KVQuantConfig:
         value: Format of values, likewise.
         transforms: What keys go through before they are quantised, likewise: names out of `TRANSFORMS`. Left out, they
             follow from the storage type of keys; see `LayerFormats`.
+        sink_length: The first tokens of a sequence, padding aside, that stay as they came, likewise.
+        residual_length: The newest tokens that do, likewise.
         layers: Per-layer overrides, by layer index.
         static: Whether buffers are allocated once for `max_cache_len` tokens, so that the decode step can be compiled.
         max_cache_len: Tokens that a static cache holds. `None` takes what `generate` needs; given, it implies `static`.
@@ -103,6 +117,8 @@ class KVQuantConfig:
     key: KVFormat = _INT8
     value: KVFormat = _INT8
     transforms: tuple[str, ...] = cast(Any, None)
+    sink_length: int = 0
+    residual_length: int = 0
     layers: Mapping[int, LayerFormats] = dataclasses.field(default_factory=dict)
     static: bool = False
     max_cache_len: int | None = None
@@ -116,6 +132,7 @@ class KVQuantConfig:
                 )
         object.__setattr__(self, "transforms", _canonical_transforms("KVQuantConfig", self.transforms, self.key))
         _check_value("KVQuantConfig", self.value)
+        _check_windows("KVQuantConfig", self.key, self.value, self.sink_length, self.residual_length)
         if not isinstance(self.static, bool):
             raise TypeError(f"KVQuantConfig: `static` must be True or False, got {self.static!r}.")
         if self.max_cache_len is not None:
@@ -140,7 +157,8 @@ class KVQuantConfig:
 
     def formats(self, layer_idx: int) -> LayerFormats:
         """The formats of one layer."""
-        return self.layers.get(layer_idx, LayerFormats(self.key, self.value, self.transforms))
+        default = LayerFormats(self.key, self.value, self.transforms, self.sink_length, self.residual_length)
+        return self.layers.get(layer_idx, default)
 
     @classmethod
     def from_preset(cls, preset: str, **options: Any) -> KVQuantConfig:
@@ -175,10 +193,11 @@ class KVQuantConfig:
 
         Keys: `preset` (a name from `PRESETS`), `key` and `value` (a storage type's name or a dictionary of `KVFormat`
         fields; each overrides the preset's side), `transforms` (a list of names; left out, they follow from the keys),
-        `layers` (layer index to a preset's name or to a dictionary with `preset`, `key`, `value`, `transforms`),
-        `static`, `max_cache_len`, `backend` (ignored when it is ours). transformers' own
-        spellings are understood: `nbits` (8 or 4, both sides), `q_group_size` (channels per scale, both sides) and
-        `residual_length` (only 0: every token is coded).
+        `sink_length` and `residual_length` (tokens at the beginning and at the end that stay as they came; 0 if left
+        out), `layers` (layer index to a preset's name or to a dictionary with `preset`, `key`, `value`, `transforms`,
+        `sink_length`, `residual_length`; a layer that does not say how many tokens stay dense keeps as many as the
+        others, where it quantises), `static`, `max_cache_len`, `backend` (ignored when it is ours). transformers' own
+        spellings are understood: `nbits` (8 or 4, both sides) and `q_group_size` (channels per scale, both sides).
 
         Raises:
             ValueError: A key is unknown (the nearest known one is suggested) or a value has no meaning.
@@ -195,7 +214,8 @@ class KVQuantConfig:
                 "Other backends belong to transformers' own QuantizedCache."
             )
         formats = _layer_formats("KVQuantConfig", {k: v for k, v in data.items() if k in ("preset", "key", "value")})
-        formats = _with_transforms("KVQuantConfig", _apply_aliases(formats, data), data)
+        formats = _with_options("KVQuantConfig", _apply_aliases(formats, data), data)
+        windows = {name: getattr(formats, name) for name in WINDOWS}
         layers = data.get("layers") or {}
         if not isinstance(layers, Mapping):
             raise TypeError(
@@ -205,8 +225,10 @@ class KVQuantConfig:
             key=formats.key,
             value=formats.value,
             transforms=formats.transforms,
+            **windows,
             layers={
-                _layer_index(index): _layer_formats(f"KVQuantConfig: layer {index}", v) for index, v in layers.items()
+                _layer_index(index): _layer_formats(f"KVQuantConfig: layer {index}", v, windows)
+                for index, v in layers.items()
             },
             static=data.get("static", False),
             max_cache_len=data.get("max_cache_len"),
@@ -219,11 +241,15 @@ class KVQuantConfig:
             "key": self.key.to_dict(),
             "value": self.value.to_dict(),
             "transforms": list(self.transforms),
+            "sink_length": self.sink_length,
+            "residual_length": self.residual_length,
             "layers": {
                 str(index): {
                     "key": formats.key.to_dict(),
                     "value": formats.value.to_dict(),
                     "transforms": list(formats.transforms),
+                    "sink_length": formats.sink_length,
+                    "residual_length": formats.residual_length,
                 }
                 for index, formats in self.layers.items()
             },
@@ -254,33 +280,41 @@ def _side(where: str, name: str, spelled: object) -> KVFormat:
     )
 
 
-def _layer_formats(where: str, spelled: object) -> LayerFormats:
-    """A layer, from a preset's name or a dictionary with `preset`, `key`, `value` and `transforms`."""
+def _layer_formats(where: str, spelled: object, windows: Mapping[str, int] | None = None) -> LayerFormats:
+    """A layer, from a preset's name or a dictionary of `_SIDES`.
+
+    `windows` are those of layers that name none; a layer that quantises nothing has none.
+    """
     if isinstance(spelled, LayerFormats):
         return spelled
     if isinstance(spelled, str):
-        return _preset(where, spelled)
+        spelled = {"preset": spelled}
     if not isinstance(spelled, Mapping):
         raise TypeError(f"{where}: `layers` must hold presets' names or dictionaries, got {type(spelled).__name__}.")
     for key in spelled:
         if key not in _SIDES:
             raise ValueError(
                 f"{where}: unknown key '{key}'.{did_you_mean(key, _SIDES)} "
-                "A layer takes 'preset', 'key', 'value' and 'transforms'."
+                "A layer takes 'preset', 'key', 'value', 'transforms', 'sink_length' and 'residual_length'."
             )
     base = _preset(where, spelled.get("preset", DEFAULT_PRESET))
     formats = LayerFormats(
         key=_side(where, "key", spelled["key"]) if "key" in spelled else base.key,
         value=_side(where, "value", spelled["value"]) if "value" in spelled else base.value,
     )
-    return _with_transforms(where, formats, spelled)
+    if windows is not None and (formats.key.is_quantized or formats.value.is_quantized):
+        spelled = {**windows, **spelled}
+    return _with_options(where, formats, spelled)
 
 
-def _with_transforms(where: str, formats: LayerFormats, data: Mapping[str, Any]) -> LayerFormats:
-    """The formats with the transforms that a dictionary names, if it names any."""
-    if data.get("transforms") is None:
-        return formats
-    return LayerFormats(formats.key, formats.value, _canonical_transforms(where, data["transforms"], formats.key))
+def _with_options(where: str, formats: LayerFormats, data: Mapping[str, Any]) -> LayerFormats:
+    """The formats with the transforms and dense windows that a dictionary names, if it names any."""
+    options: dict[str, Any] = {name: data[name] for name in WINDOWS if data.get(name) is not None}
+    # Before LayerFormats does, so that messages name the layer.
+    _check_windows(where, formats.key, formats.value, *(options.get(name, 0) for name in WINDOWS))
+    if data.get("transforms") is not None:
+        options["transforms"] = _canonical_transforms(where, data["transforms"], formats.key)
+    return dataclasses.replace(formats, **options)
 
 
 def _canonical_transforms(where: str, spelled: Iterable[str] | None, key: KVFormat) -> tuple[str, ...]:
@@ -323,6 +357,21 @@ def _check_value(where: str, value: KVFormat) -> None:
         )
 
 
+def _check_windows(where: str, key: KVFormat, value: KVFormat, sink_length: object, residual_length: object) -> None:
+    """Numbers of tokens, and something that is quantised for them to be left out of."""
+    is_quantized = key.is_quantized or value.is_quantized
+    for name, length in (("sink_length", sink_length), ("residual_length", residual_length)):
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise TypeError(f"{where}: `{name}` must be a number of tokens, got {length!r}.")
+        if length < 0:
+            raise ValueError(f"{where}: `{name}` must be 0 or positive, got {length}. 0 keeps no such tokens dense.")
+        if length and not is_quantized:
+            raise ValueError(
+                f"{where}: `{name}` must be 0 where neither keys nor values are quantised, got {length}. "
+                "Every token stays as it came there: leave it out."
+            )
+
+
 def _layer_index(spelled: object) -> int:
     """A layer index; JSON turns integer keys into strings."""
     if isinstance(spelled, str) and spelled.isdigit():
@@ -334,11 +383,6 @@ def _layer_index(spelled: object) -> int:
 
 def _apply_aliases(formats: LayerFormats, data: Mapping[str, Any]) -> LayerFormats:
     """Apply transformers' spellings of the same things."""
-    if data.get("residual_length", 0) != 0:
-        raise ValueError(
-            f"KVQuantConfig: `residual_length` must be 0, got {data['residual_length']!r}. "
-            "Every token is coded here, so there is no dense window: leave the key out."
-        )
     nbits = data.get("nbits")
     if nbits is not None:
         clash = [key for key in ("preset", "key", "value") if key in data]

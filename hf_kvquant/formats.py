@@ -11,9 +11,14 @@ Kernels read a size of 1 as a stride of 0, so the shape of the plane *is* the gr
 
 Granularity `channel` is the one whose groups run along tokens: a channel of a head shares a scale with itself over a
 block of tokens, counted from position 0. Its scale planes are `[batch, heads, blocks, head_dim]`, so that a kernel
-reads what a block needs in one piece, and a block has codes once it is full. The tokens of the unfinished one, the last
-`length mod block_size`, are in a fourth plane, the `tail`, as they came; token t of the sequence in row
-`t mod block_size`. A tail is what such planes are recognised by.
+reads what a block needs in one piece.
+
+A fourth plane, the `tail`, has tokens as they came, which attention takes from there instead of from codes: with any
+granularity the first `sink_length` tokens that are not padding, in rows of their own, and the newest ones, in a ring.
+Token t is in row `t - start` if it is one of the first, else in row `sink_length + t mod ring`; the ring holds the last
+`residual_length` tokens, or with granularity `channel` the blocks that these are in and the next. There a block gets
+codes when its last token leaves the window; everywhere else a token has codes from the start. A tail of more than
+`sink_length + residual_length` rows is what planes of granularity `channel` are recognised by.
 
 Which values the codes take is decided in `reference.py`; who allocates the planes, in `storage.py`.
 """
@@ -22,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -31,6 +36,8 @@ from ._errors import did_you_mean
 
 StorageType = Literal["none", "int8", "int4", "fp8"]
 Granularity = Literal["tensor", "token", "head", "group", "channel"]
+
+Count = TypeVar("Count", int, Tensor)
 
 # The numbers that ops and csrc/format.h use for a storage type.
 STORAGE_IDS: dict[str, int] = {"none": 0, "int8": 1, "int4": 2, "fp8": 3}
@@ -52,8 +59,8 @@ class Planes:
         scale: `[batch, num_kv_heads | 1, num_groups, capacity | 1]` float16; for granularity `channel`
             `[batch, num_kv_heads, capacity / block_size, head_dim]`.
         zero: Like `scale`; `None` when symmetric.
-        tail: `[batch, num_kv_heads, block_size, head_dim]` in the model's dtype: the tokens of the unfinished block.
-            `None` but for granularity `channel`.
+        tail: `[batch, num_kv_heads, sink_length + ring, head_dim]` in the model's dtype: tokens as they came. `None`
+            without dense windows, but for granularity `channel`.
     """
 
     codes: Tensor
@@ -70,17 +77,23 @@ class Planes:
         scale, zero, tail = (None if plane is None else function(plane) for plane in (self.scale, self.zero, self.tail))
         return Planes(function(self.codes), scale, zero, tail)
 
-    def narrow(self, tokens: int) -> Planes:
-        """What belongs to the first `tokens` tokens, as views. A frozen scale and a tail belong to all of them."""
+    def narrow(self, end: int, block_size: int | None = None, begin: int = 0) -> Planes:
+        """What belongs to tokens `begin … end - 1`, as views. A frozen scale and a tail belong to all of them.
+
+        Args:
+            end: The token behind the last.
+            block_size: Of the format, which says whether channels have scales.
+            begin: The first token; at the border of a block.
+        """
 
         def cut(plane: Tensor | None) -> Tensor | None:
             if plane is None:
                 return None
-            if self.tail is not None:
-                return plane[:, :, : -(-tokens // self.tail.shape[2])]
-            return plane if plane.shape[-1] == 1 else plane[..., :tokens]
+            if block_size is not None:
+                return plane[:, :, begin // block_size : -(-end // block_size)]
+            return plane if plane.shape[-1] == 1 else plane[..., begin:end]
 
-        return Planes(self.codes[:, :, :tokens], cut(self.scale), cut(self.zero), self.tail)
+        return Planes(self.codes[:, :, begin:end], cut(self.scale), cut(self.zero), self.tail)
 
     @property
     def num_bytes(self) -> int:
@@ -211,22 +224,58 @@ class KVFormat:
             return (batch, 1, 1, capacity)
         return (batch, num_kv_heads, self.num_groups(head_dim), capacity)
 
+    def tail_rows(self, sink_length: int = 0, residual_length: int = 0) -> int:
+        """Rows of a tail, 0 for none.
+
+        Args:
+            sink_length: Tokens at the beginning that stay as they came.
+            residual_length: Tokens at the end that do.
+        """
+        if not self.is_quantized:
+            return 0
+        if self.block_size is None:
+            return sink_length + residual_length
+        # Whole blocks, so that a block is in one piece, and one more for the block that the window begins in.
+        return sink_length + (-(-residual_length // self.block_size) + 1) * self.block_size
+
+    def tail_begin(self, length: Count, residual_length: int = 0) -> Count:
+        """The first token of the newest ones that are in the tail. `tail_begin` in csrc/format.h is the same.
+
+        Args:
+            length: Tokens held.
+            residual_length: As in `tail_rows`.
+        """
+        begin = length - residual_length
+        begin = begin.clamp(min=0) if isinstance(begin, Tensor) else max(begin, 0)
+        return begin if self.block_size is None else begin // self.block_size * self.block_size
+
     def allocate(
-        self, batch: int, num_kv_heads: int, head_dim: int, capacity: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        batch: int,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        sink_length: int = 0,
+        residual_length: int = 0,
     ) -> Planes:
         """New planes for `capacity` tokens.
 
         Scales start at zero: a kernel that reads a tile beyond the length multiplies a probability of 0 with them, and
         0 · NaN would be NaN. Codes are left unwritten, since every bit pattern of an integer code is finite; those of
-        fp8 and `none` are not, and start at zero.
+        fp8, `none` and a tail are not, and start at zero.
 
         Args:
             batch: Sequences.
             num_kv_heads: Key-value heads on this device.
             head_dim: Channels of a head.
             capacity: Tokens to make room for.
-            dtype: The model's dtype, in which storage type `none` keeps its values.
+            dtype: The model's dtype, in which storage type `none` and a tail keep their values.
             device: Where the planes live.
+            sink_length: Tokens at the beginning that stay as they came.
+            residual_length: Tokens at the end that do.
 
         Raises:
             ValueError: `head_dim` does not fit; see `num_groups`.
@@ -239,10 +288,10 @@ class KVFormat:
         make_codes = torch.zeros if self.storage == "fp8" else torch.empty
         codes = make_codes((*rows, self.row_bytes(head_dim)), dtype=torch.uint8, device=device)
         scale = torch.zeros(shape, dtype=SCALE_DTYPE, device=device)
+        assert self.block_size is None or capacity % self.block_size == 0
         tail = None
-        if self.block_size is not None:
-            assert capacity % self.block_size == 0
-            tail = torch.zeros((batch, num_kv_heads, self.block_size, head_dim), dtype=dtype, device=device)
+        if tail_rows := self.tail_rows(sink_length, residual_length):
+            tail = torch.zeros((batch, num_kv_heads, tail_rows, head_dim), dtype=dtype, device=device)
         return Planes(codes, scale, None if self.symmetric else torch.zeros_like(scale), tail)
 
     def bytes_per_token(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -266,9 +315,17 @@ class KVFormat:
         scales = heads * groups * planes * SCALE_DTYPE.itemsize if tokens == 2 else 0
         return num_kv_heads * self.row_bytes(head_dim) + scales
 
-    def tail_bytes(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    def tail_bytes(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        sink_length: int = 0,
+        residual_length: int = 0,
+    ) -> int:
         """Bytes of one sequence's tail in one layer, which are there however long the sequence is. See `Planes`."""
-        return 0 if self.block_size is None else num_kv_heads * self.block_size * head_dim * dtype.itemsize
+        return num_kv_heads * self.tail_rows(sink_length, residual_length) * head_dim * dtype.itemsize
 
     def bits_per_value(self, head_dim: int, num_kv_heads: int = 1, dtype: torch.dtype = torch.bfloat16) -> float:
         """Bits of one value, scales and zeros included."""
@@ -303,7 +360,9 @@ class KVFormat:
         return f"{self.storage}-{self.granularity}{size}-{'symmetric' if self.symmetric else 'asymmetric'}"
 
 
-def format_of(planes: Planes, storage_id: int, head_dim: int) -> KVFormat:
+def format_of(
+    planes: Planes, storage_id: int, head_dim: int, sink_length: int = 0, residual_length: int = 0
+) -> KVFormat:
     """The format that planes are in, read off their shapes (see the module docstring).
 
     Two spellings of one layout come back as one: `token` with a single head, and one group, are both `head`.
@@ -312,13 +371,15 @@ def format_of(planes: Planes, storage_id: int, head_dim: int) -> KVFormat:
         planes: Of capacity greater than 1.
         storage_id: The number of the storage type.
         head_dim: Channels of a head.
+        sink_length: Tokens at the beginning that stay as they came.
+        residual_length: Tokens at the end that do.
     """
     storage: Any = {number: name for name, number in STORAGE_IDS.items()}[storage_id]
     if planes.scale is None:
         return KVFormat(storage)
     symmetric = planes.zero is None
-    if planes.tail is not None:
-        return KVFormat(storage, "channel", symmetric=symmetric, block_size=planes.tail.shape[2])
+    if planes.tail is not None and planes.tail.shape[2] > sink_length + residual_length:
+        return KVFormat(storage, "channel", symmetric=symmetric, block_size=BLOCK_SIZE)
     _, heads, groups, tokens = planes.scale.shape
     if tokens == 1:
         return KVFormat(storage, "tensor", symmetric=symmetric)

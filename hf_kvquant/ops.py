@@ -38,13 +38,16 @@ MAX_CUDA_HEAD_DIM = 256
 
 _PLANES = (
     "Tensor(a!) key_codes, Tensor(b!)? key_scale, Tensor(c!)? key_zero, Tensor(d!)? key_tail, "
-    "Tensor(e!) value_codes, Tensor(f!)? value_scale, Tensor(g!)? value_zero"
+    "Tensor(e!) value_codes, Tensor(f!)? value_scale, Tensor(g!)? value_zero, Tensor(h!)? value_tail"
 )
-# A `KeyTransform` and the storage types of both sides.
-_KINDS = "Tensor? key_center, Tensor? key_smoothing, bool rotates_key, int key_storage, int value_storage"
+# Dense windows, a `KeyTransform` and the storage types of both sides.
+_KINDS = (
+    "int sink_length, int residual_length, Tensor? key_center, Tensor? key_smoothing, bool rotates_key, "
+    "int key_storage, int value_storage"
+)
 APPEND_SCHEMA = f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, Tensor? starts, {_KINDS}) -> ()"
 DECODE_SCHEMA = (
-    f"decode(Tensor query, Tensor? key, Tensor? value, {_PLANES}, Tensor lengths, Tensor(h!)? counters, "
+    f"decode(Tensor query, Tensor? key, Tensor? value, {_PLANES}, Tensor lengths, Tensor(i!)? counters, "
     "Tensor? starts, Tensor? sinks, Tensor? alibi_slopes, float softmax_scale, float softcap, int sliding_window, "
     f"int num_splits, {_KINDS}) -> (Tensor out, Tensor lse)"
 )
@@ -70,8 +73,11 @@ def _append_reference(
     value_codes: Tensor,
     value_scale: Tensor | None,
     value_zero: Tensor | None,
+    value_tail: Tensor | None,
     lengths: Tensor,
     starts: Tensor | None,
+    sink_length: int,
+    residual_length: int,
     key_center: Tensor | None,
     key_smoothing: Tensor | None,
     rotates_key: bool,
@@ -80,11 +86,13 @@ def _append_reference(
 ) -> None:
     _warn_reference(key.device, key.shape[-1], value.shape[-1])
     transform = _transform_of(key_center, key_smoothing, rotates_key)
+    windows = sink_length, residual_length
     for x, planes, storage_id, key_transform in (
         (key, Planes(key_codes, key_scale, key_zero, key_tail), key_storage, transform),
-        (value, Planes(value_codes, value_scale, value_zero), value_storage, None),
+        (value, Planes(value_codes, value_scale, value_zero, value_tail), value_storage, None),
     ):
-        reference.append(x, planes, format_of(planes, storage_id, x.shape[-1]), lengths, key_transform, starts)
+        kv_format = format_of(planes, storage_id, x.shape[-1], *windows)
+        reference.append(x, planes, kv_format, lengths, key_transform, starts, *windows)
 
 
 def _decode_reference(
@@ -98,6 +106,7 @@ def _decode_reference(
     value_codes: Tensor,
     value_scale: Tensor | None,
     value_zero: Tensor | None,
+    value_tail: Tensor | None,
     lengths: Tensor,
     counters: Tensor | None,
     starts: Tensor | None,
@@ -107,6 +116,8 @@ def _decode_reference(
     softcap: float,
     sliding_window: int,
     num_splits: int,
+    sink_length: int,
+    residual_length: int,
     key_center: Tensor | None,
     key_smoothing: Tensor | None,
     rotates_key: bool,
@@ -114,7 +125,7 @@ def _decode_reference(
     value_storage: int,
 ) -> tuple[Tensor, Tensor]:
     key_planes = Planes(key_codes, key_scale, key_zero, key_tail)
-    value_planes = Planes(value_codes, value_scale, value_zero)
+    value_planes = Planes(value_codes, value_scale, value_zero, value_tail)
     value_dim = head_dim_of(value_codes, value_storage)
     _warn_reference(query.device, query.shape[-1], value_dim)
     if key is not None and value is not None:
@@ -128,18 +139,24 @@ def _decode_reference(
             value_codes,
             value_scale,
             value_zero,
+            value_tail,
             lengths,
             starts,
+            sink_length,
+            residual_length,
             key_center,
             key_smoothing,
             rotates_key,
             key_storage,
             value_storage,
         )
+    windows = sink_length, residual_length
+    key_format = format_of(key_planes, key_storage, query.shape[-1], *windows)
+    value_format = format_of(value_planes, value_storage, value_dim, *windows)
     return reference.decode_attention(
         query,
-        reference.dequantize(key_planes, format_of(key_planes, key_storage, query.shape[-1]), lengths=lengths),
-        reference.dequantize(value_planes, format_of(value_planes, value_storage, value_dim)),
+        reference.dequantize(key_planes, key_format, torch.float32, lengths, starts, *windows),
+        reference.dequantize(value_planes, value_format, torch.float32, lengths, starts, *windows),
         lengths,
         softmax_scale=softmax_scale,
         starts=starts,
@@ -148,6 +165,7 @@ def _decode_reference(
         softcap=softcap,
         sliding_window=sliding_window,
         key_transform=_transform_of(key_center, key_smoothing, rotates_key),
+        is_dense=reference.dense_tokens(key_planes, key_format, lengths, starts, *windows)[0],
     )
 
 
@@ -300,6 +318,8 @@ def append(
     formats: tuple[KVFormat, KVFormat],
     key_transform: KeyTransform | None = None,
     starts: Tensor | None = None,
+    sink_length: int = 0,
+    residual_length: int = 0,
 ) -> None:
     """Quantise new tokens into the planes, as `reference.append` defines it.
 
@@ -313,7 +333,9 @@ def append(
         key_transform: What keys go through before they are quantised; on the same device. `None` for granularity
             `channel`.
         starts: `[batch]` int32 on the same device: first position that is not padding. Matters to granularity
-            `channel` only, whose scales padding must not widen.
+            `channel`, whose scales padding must not widen, and to the first `sink_length` tokens.
+        sink_length: Tokens at the beginning that stay as they came; those that the planes were allocated with.
+        residual_length: Tokens at the end that do; likewise.
     """
     has_kernel = _has_kernel(key.device, key.shape[-1], value.shape[-1])
     op = torch.ops.hf_kvquant.append if has_kernel else torch.ops.hf_kvquant.append_reference
@@ -321,10 +343,11 @@ def append(
         key,
         value,
         *_spell(key_planes),
-        key_planes.tail,
         *_spell(value_planes),
         lengths,
         starts,
+        sink_length,
+        residual_length,
         *_spell_transform(key_transform),
         formats[0].storage_id,
         formats[1].storage_id,
@@ -348,6 +371,8 @@ def decode(
     sliding_window: int = 0,
     num_splits: int = 0,
     key_transform: KeyTransform | None = None,
+    sink_length: int = 0,
+    residual_length: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Append new tokens if there are any, then attend to everything stored, as `reference.decode_attention` defines it.
 
@@ -373,6 +398,8 @@ def decode(
             kernel choose.
         key_transform: What the keys in the planes went through, and what new ones go through; on the same device. The
             query is transformed by the op.
+        sink_length: Tokens at the beginning that are dense; those that the planes were allocated with.
+        residual_length: Tokens at the end that are; likewise.
 
     Returns:
         out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`, new memory. Zero where nothing is
@@ -392,7 +419,6 @@ def decode(
         key,
         value,
         *_spell(key_planes),
-        key_planes.tail,
         *_spell(value_planes),
         lengths,
         counters,
@@ -403,6 +429,8 @@ def decode(
         softcap,
         sliding_window,
         num_splits,
+        sink_length,
+        residual_length,
         *_spell_transform(key_transform),
         formats[0].storage_id,
         formats[1].storage_id,
@@ -410,8 +438,8 @@ def decode(
     return result
 
 
-def _spell(planes: Planes) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return planes.codes, planes.scale, planes.zero
+def _spell(planes: Planes) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    return planes.codes, planes.scale, planes.zero, planes.tail
 
 
 def _spell_transform(transform: KeyTransform | None) -> tuple[Tensor | None, Tensor | None, bool]:

@@ -13,10 +13,14 @@ with L = 127 or 7 (symmetric), 255 or 15 (asymmetric). Codes are computed from t
 infinity, or a scale or zero beyond float16 is never turned into a finite code: scale and zero become NaN and the codes
 0: whoever attends to the token sees NaN, and nobody else. Layouts are `formats.py`'s, allocation `storage.py`'s.
 
-Granularity `channel`: the values of a channel in a block of tokens share scale and zero, those of padding left out
-(their codes are 0; a block of nothing else has scale 2^-24 and zero 0). A block is quantised when its last token comes,
-from the values as they came, and the queries of that very chunk see it as codes; until then its tokens stay dense, in
-the tail. A NaN spoils its channel for the block.
+Dense windows: the first `sink_length` tokens that are not padding and the last `residual_length` tokens are kept as
+they came, in the tail, and attention takes them from there. What counts is how many tokens there are after a chunk: all
+its queries see the same tokens as codes. Codes are written for every token, so that leaving the window costs nothing.
+
+Granularity `channel`: the values of a channel in a block of tokens share scale and zero, those of padding and of the
+first `sink_length` tokens left out (their codes are 0; a block of nothing else has scale 2^-24 and zero 0). A block is
+quantised when its last token leaves the window of the last `residual_length` tokens (0 without one: when it comes),
+from the values as they came; until then all its tokens stay dense. A NaN spoils its channel for the block.
 
 Keys may be transformed before, each step rounded to float32 (center c and smoothing factors λ of a key-value head):
 
@@ -24,6 +28,7 @@ Keys may be transformed before, each step rounded to float32 (center c and smoot
 
 The rotation is a Hadamard matrix over blocks of the largest power of two n that divides head_dim: butterflies
 (a, b) -> (a + b, a - b) of channels 1, then 2, 4, …, n / 2 apart, then one multiplication by float32(1 / sqrt(n)).
+Dense tokens are not transformed, and meet plain queries.
 """
 
 from __future__ import annotations
@@ -231,23 +236,72 @@ def quantize(
     return Planes(codes, scale, zero)
 
 
+def dense_tokens(
+    planes: Planes,
+    kv_format: KVFormat,
+    lengths: Tensor,
+    starts: Tensor | None = None,
+    sink_length: int = 0,
+    residual_length: int = 0,
+    position: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Which tokens are in the tail, and where.
+
+    Args:
+        planes: With a tail or without.
+        kv_format: Their format.
+        lengths: `[batch]`: tokens held per sequence.
+        starts: `[batch]`: first position that is not padding; `None` means 0.
+        sink_length: Tokens at the beginning that stay as they came.
+        residual_length: Tokens at the end that do.
+        position: `[batch, tokens]` int64: the tokens in question; all that there is room for if left out.
+
+    Returns:
+        is_dense: `[batch, tokens]` bool; False for padding that has left the window.
+        row: `[batch, tokens]` int64: the row of the tail, 0 where a token is not there.
+    """
+    if position is None:
+        position = torch.arange(planes.codes.shape[2], device=lengths.device).expand(lengths.shape[0], -1)
+    if planes.tail is None:
+        return torch.zeros_like(position, dtype=torch.bool), torch.zeros_like(position)
+    behind_start = position if starts is None else position - starts.long().unsqueeze(1)
+    is_sink = (behind_start >= 0) & (behind_start < sink_length)
+    is_recent = position >= kv_format.tail_begin(lengths.long(), residual_length).unsqueeze(1)
+    ring = max(1, planes.tail.shape[2] - sink_length)  # 0 where nothing is recent
+    row = torch.where(is_sink, behind_start, sink_length + position % ring)
+    is_dense = is_sink | (is_recent & (position < lengths.unsqueeze(1)))
+    return is_dense, row.masked_fill(~is_dense, 0)
+
+
 def dequantize(
-    planes: Planes, kv_format: KVFormat, dtype: torch.dtype = torch.float32, lengths: Tensor | None = None
+    planes: Planes,
+    kv_format: KVFormat,
+    dtype: torch.dtype = torch.float32,
+    lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    sink_length: int = 0,
+    residual_length: int = 0,
+    key_transform: KeyTransform | None = None,
 ) -> Tensor:
-    """The values that codes stand for: `code · scale + zero` in float32, rounded to `dtype`.
+    """The values that codes stand for: `code · scale + zero` in float32, rounded to `dtype`; dense tokens as they came.
 
     Args:
         planes: Of any number of tokens.
         kv_format: The format they are in.
         dtype: Of the result.
-        lengths: `[batch]` int32: tokens held per sequence, which say where the tail begins (granularity `channel`).
-            `None` where all tokens have codes.
+        lengths: `[batch]` int32: tokens held per sequence, which say where the tail begins. `None` where all tokens
+            have codes.
+        starts: `[batch]` int32: first position that is not padding, `None` for 0; says which token is the first.
+        sink_length: Tokens at the beginning that are dense.
+        residual_length: Tokens at the end that are.
+        key_transform: What coded keys have gone through, to be undone; `None` leaves them as they are.
 
     Returns:
         `[batch, num_kv_heads, tokens, head_dim]`, new memory (the codes themselves for storage type `none`).
     """
     if not kv_format.is_quantized:
-        return planes.codes.to(dtype)
+        x = planes.codes
+        return (x if key_transform is None else undo_key_transform(x, key_transform)).to(dtype)
     codes, scale, zero = planes.codes, planes.scale, planes.zero
     assert scale is not None
     if kv_format.storage == "fp8":
@@ -259,12 +313,13 @@ def dequantize(
     x = x * _per_channel(scale, x, kv_format.block_size)
     if zero is not None:
         x = x + _per_channel(zero, x, kv_format.block_size)
-    if kv_format.block_size is None or planes.tail is None or lengths is None:
+    if key_transform is not None:
+        x = undo_key_transform(x, key_transform)
+    if planes.tail is None or lengths is None:
         return x.to(dtype)
-    column = torch.arange(x.shape[2], device=x.device)
-    has_codes = column < (lengths // kv_format.block_size * kv_format.block_size).unsqueeze(1)  # [batch, tokens]
-    tail = planes.tail.index_select(2, column % kv_format.block_size)
-    return torch.where(has_codes[:, None, :, None], x.to(dtype), tail.to(dtype))
+    is_dense, row = dense_tokens(planes, kv_format, lengths, starts, sink_length, residual_length)
+    tail = planes.tail.take_along_dim(row[:, None, :, None], 2)
+    return torch.where(is_dense[:, None, :, None], tail.to(dtype), x.to(dtype))
 
 
 def append(
@@ -274,6 +329,8 @@ def append(
     lengths: Tensor,
     key_transform: KeyTransform | None = None,
     starts: Tensor | None = None,
+    sink_length: int = 0,
+    residual_length: int = 0,
 ) -> None:
     """Quantise `x` and write it behind the tokens that are stored already.
 
@@ -284,13 +341,27 @@ def append(
         kv_format: Their format.
         lengths: `[batch]` int32: tokens held per sequence, the new ones included.
         key_transform: What keys go through before; `None` for granularity `channel`.
-        starts: `[batch]` int32: first position that is not padding; matters to granularity `channel` only.
+        starts: `[batch]` int32: first position that is not padding; matters to granularity `channel` and to the first
+            `sink_length` tokens.
+        sink_length: Tokens at the beginning that stay as they came.
+        residual_length: Tokens at the end that do.
     """
     if kv_format.granularity == "channel":
         assert key_transform is None
-        return _append_in_blocks(x, planes, kv_format, lengths, starts)
-    if key_transform is not None:
-        x = transform_key(x, key_transform)
+        _append_in_blocks(x, planes, kv_format, lengths, starts, sink_length, residual_length)
+    else:
+        _append_tokens(x if key_transform is None else transform_key(x, key_transform), planes, kv_format, lengths)
+    if planes.tail is None:
+        return
+    q_len = x.shape[2]
+    position = (lengths.long() - q_len).unsqueeze(1) + torch.arange(q_len, device=x.device)  # [batch, q_len]
+    is_dense, row = dense_tokens(planes, kv_format, lengths, starts, sink_length, residual_length, position)
+    for b in range(x.shape[0]):
+        planes.tail[b][:, row[b, is_dense[b]]] = x[b][:, is_dense[b]].to(planes.tail.dtype)
+
+
+def _append_tokens(x: Tensor, planes: Planes, kv_format: KVFormat, lengths: Tensor) -> None:
+    """Codes of `append` but for granularity `channel`."""
     q_len = x.shape[2]
     if kv_format.granularity == "tensor":
         new = quantize(x, kv_format, planes.scale, planes.zero)
@@ -308,46 +379,66 @@ def append(
                 plane.scatter_(3, position[:, None, None, :].expand_as(written), written)
 
 
-def _append_in_blocks(x: Tensor, planes: Planes, kv_format: KVFormat, lengths: Tensor, starts: Tensor | None) -> None:
-    """`append` for granularity `channel`, one sequence at a time."""
+def _append_in_blocks(
+    x: Tensor,
+    planes: Planes,
+    kv_format: KVFormat,
+    lengths: Tensor,
+    starts: Tensor | None,
+    sink_length: int,
+    residual_length: int,
+) -> None:
+    """Codes of `append` for granularity `channel`, one sequence at a time."""
     size, tail, scale, zero = kv_format.block_size, planes.tail, planes.scale, planes.zero
     assert size is not None and tail is not None and scale is not None and zero is not None
     for b, length in enumerate(lengths.tolist()):
         first = length - x.shape[2]
-        begin, end = first // size * size, length // size * size  # of the blocks that are full now and were not before
-        dense = torch.cat((tail[b, :, : first - begin], x[b].to(tail.dtype)), dim=1)  # tokens begin … length - 1
-        if end > begin:
-            is_padding = None
-            if starts is not None:
-                is_padding = (torch.arange(begin, end, device=x.device) < starts[b])[None]
-            new = quantize(dense[None, :, : end - begin], kv_format, is_padding=is_padding)
-            assert new.scale is not None and new.zero is not None
-            planes.codes[b, :, begin:end] = new.codes[0]
-            scale[b, :, begin // size : end // size] = new.scale[0]
-            zero[b, :, begin // size : end // size] = new.zero[0]
-            dense = dense[:, end - begin :]
-        tail[b, :, : dense.shape[1]] = dense
+        # Of the blocks that have left the window now and had not before.
+        begin, end = (kv_format.tail_begin(tokens, residual_length) for tokens in (first, length))
+        if begin == end:
+            continue
+        held = torch.arange(begin, min(first, end), device=x.device)
+        ring = tail[b][:, sink_length + held % (tail.shape[2] - sink_length)]
+        dense = torch.cat((ring, x[b, :, : max(0, end - first)].to(tail.dtype)), dim=1)
+        is_left_out = None
+        if starts is not None or sink_length > 0:
+            start = 0 if starts is None else starts[b]
+            is_left_out = (torch.arange(begin, end, device=x.device) < start + sink_length)[None]
+        new = quantize(dense[None], kv_format, is_padding=is_left_out)
+        assert new.scale is not None and new.zero is not None
+        planes.codes[b, :, begin:end] = new.codes[0]
+        scale[b, :, begin // size : end // size] = new.scale[0]
+        zero[b, :, begin // size : end // size] = new.zero[0]
 
 
-def reopen(planes: Planes, kv_format: KVFormat, length: int) -> None:
-    """Put what is left of a block that is cropped into back in the tail, dequantised: what it was before is gone.
+def reopen(
+    planes: Planes,
+    kv_format: KVFormat,
+    old_length: int,
+    length: int,
+    sink_length: int = 0,
+    residual_length: int = 0,
+    key_transform: KeyTransform | None = None,
+) -> None:
+    """Put tokens that a crop makes the newest ones again back in the tail, dequantised: what they were before is gone.
 
     Args:
-        planes: Their tail is written in place; codes of tokens below `length` are not, and no longer count.
-        kv_format: Of granularity `channel`.
-        length: Tokens left in every sequence; the block that the next one belongs to had codes.
+        planes: Their tail is written in place; codes are not.
+        kv_format: Their format.
+        old_length: Tokens of every sequence before the crop.
+        length: Tokens left.
+        sink_length: Tokens at the beginning that are dense, and stay so.
+        residual_length: Tokens at the end that are to be.
+        key_transform: What the keys have gone through.
     """
-    size, tail = kv_format.block_size, planes.tail
-    assert size is not None and tail is not None
-    begin = length // size * size
-    some = Planes(
-        planes.codes[:, :, begin:length],
-        *(
-            None if plane is None else plane[:, :, begin // size : begin // size + 1]
-            for plane in (planes.scale, planes.zero)
-        ),
-    )
-    tail[:, :, : length - begin] = dequantize(some, kv_format, tail.dtype)
+    tail, begin = planes.tail, kv_format.tail_begin(length, residual_length)
+    end = min(length, kv_format.tail_begin(old_length, residual_length))
+    if tail is None or begin >= end:
+        return
+    some = planes.narrow(end, kv_format.block_size, begin)
+    row = sink_length + torch.arange(begin, end, device=tail.device) % (tail.shape[2] - sink_length)
+    # What is among the first tokens has a row of its own, and nobody reads its other one.
+    tail[:, :, row] = dequantize(some, kv_format, tail.dtype, key_transform=key_transform)
 
 
 def decode_attention(
@@ -363,6 +454,7 @@ def decode_attention(
     softcap: float = 0.0,
     sliding_window: int = 0,
     key_transform: KeyTransform | None = None,
+    is_dense: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest tokens to everything stored, on dequantised keys and values.
 
@@ -383,6 +475,7 @@ def decode_attention(
         softcap: 0 for none.
         sliding_window: Positions visible to a query; 0 for all.
         key_transform: What `key` has gone through. Logits are those of plain queries and keys all the same.
+        is_dense: `[batch, capacity]` bool: keys that have not gone through it.
 
     Returns:
         out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`; zero where nothing is attended.
@@ -392,9 +485,15 @@ def decode_attention(
     batch, num_q_heads, q_len, head_dim = query.shape
     num_kv_heads, capacity = key.shape[1], key.shape[2]
     x, constant = (query.float(), None) if key_transform is None else transform_query(query, key_transform)
-    grouped = x.reshape(batch, num_kv_heads, -1, q_len, head_dim)
-    scores = (grouped @ key.float().unsqueeze(2).mT).view(batch, num_q_heads, q_len, capacity)
-    scores = softmax_scale * (scores if constant is None else scores + constant.unsqueeze(-1))
+
+    def products(x: Tensor) -> Tensor:
+        grouped = x.reshape(batch, num_kv_heads, -1, q_len, head_dim)
+        return (grouped @ key.float().unsqueeze(2).mT).view(batch, num_q_heads, q_len, capacity)
+
+    scores = products(x) if constant is None else products(x) + constant.unsqueeze(-1)
+    if key_transform is not None and is_dense is not None:
+        scores = torch.where(is_dense[:, None, None, :], products(query.float()), scores)
+    scores = softmax_scale * scores
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     column = torch.arange(capacity, device=query.device)

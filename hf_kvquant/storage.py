@@ -144,9 +144,15 @@ class LayerStorage:
 
     @property
     def num_bytes_held(self) -> int:
-        """Bytes of the tokens held, without unused capacity; the tail, which serves any token, is all of it there."""
+        """Bytes of the tokens held, without unused capacity; tails, which serve any token, are there as a whole."""
         assert self.dtype is not None
-        tail_bytes = self.formats.key.tail_bytes(self.num_kv_heads, self.key_head_dim, self.dtype)
+        tail_bytes = sum(
+            kv_format.tail_bytes(self.num_kv_heads, head_dim, self.dtype, **self._windows())
+            for kv_format, head_dim in (
+                (self.formats.key, self.key_head_dim),
+                (self.formats.value, self.value_head_dim),
+            )
+        )
         return self.batch * (self.bytes_per_token * self.length + tail_bytes)
 
     # --- new tokens ---------------------------------------------------------------------------------------------------
@@ -231,7 +237,13 @@ class LayerStorage:
 
     def _new_planes(self, kv_format: KVFormat, head_dim: int, capacity: int, device: torch.device) -> Planes:
         assert self.dtype is not None
-        return kv_format.allocate(self.batch, self.num_kv_heads, head_dim, capacity, dtype=self.dtype, device=device)
+        return kv_format.allocate(
+            self.batch, self.num_kv_heads, head_dim, capacity, dtype=self.dtype, device=device, **self._windows()
+        )
+
+    def _windows(self) -> dict[str, Any]:
+        """The dense windows, as everything that knows tails takes them."""
+        return {"sink_length": self.formats.sink_length, "residual_length": self.formats.residual_length}
 
     def extend(self, key: Tensor, value: Tensor) -> None:
         """Take new tokens: check them, make room, advance the length and keep them as pending.
@@ -304,9 +316,9 @@ class LayerStorage:
     def _grown(self, planes: Planes | None, kv_format: KVFormat, head_dim: int, capacity: int) -> Planes:
         assert planes is not None
         grown = self._new_planes(kv_format, head_dim, capacity, planes.codes.device)
-        held = zip(grown.narrow(self.length).tensors(), planes.narrow(self.length).tensors(), strict=True)
-        for new, old in held:
-            new.copy_(old)
+        new, old = (each.narrow(self.length, kv_format.block_size).tensors() for each in (grown, planes))
+        for new_plane, old_plane in zip(new, old, strict=True):
+            new_plane.copy_(old_plane)
         return grown
 
     def _aligned(self, tokens: int) -> int:
@@ -335,7 +347,16 @@ class LayerStorage:
         if self.pending is None:
             return
         key, value = self.pending
-        ops.append(key, value, *self._planes(), self._lengths(), self._formats(), self.key_transform, self.starts)
+        ops.append(
+            key,
+            value,
+            *self._planes(),
+            self._lengths(),
+            self._formats(),
+            self.key_transform,
+            self.starts,
+            **self._windows(),
+        )
         self.pending = None
 
     def attend(self, query: Tensor, *, softmax_scale: float, **options: Any) -> tuple[Tensor, Tensor]:
@@ -355,8 +376,12 @@ class LayerStorage:
             softmax_scale=softmax_scale,
             counters=self.counters,
             key_transform=self.key_transform,
+            sink_length=self.formats.sink_length,
+            residual_length=self.formats.residual_length,
             **options,
         )
+        if not torch.compiler.is_compiling():
+            self.starts = options.get("starts")  # what is dense at the beginning goes by it
         self.pending = None  # only now: a query that is refused must not lose tokens that `lengths` counts already
         return result
 
@@ -371,14 +396,20 @@ class LayerStorage:
         self.flush()
         tokens = self.max_cache_len if self.max_cache_len is not None else self.length
         assert self.dtype is not None
-        key_planes, value_planes = (planes.narrow(tokens) for planes in self._planes())
-        if self.key_transform is None:
-            key = reference.dequantize(key_planes, self.formats.key, self.dtype, self._lengths())
-        else:
-            # Rounded to the model's dtype at the end only: what is added back may be far larger than what is stored.
-            key = reference.dequantize(key_planes, self.formats.key)
-            key = reference.undo_key_transform(key, self.key_transform).to(self.dtype)
-        dense = [key, reference.dequantize(value_planes, self.formats.value, self.dtype)]
+        dense = [
+            reference.dequantize(
+                planes.narrow(tokens, kv_format.block_size),
+                kv_format,
+                self.dtype,
+                self._lengths(),
+                self.starts,
+                key_transform=transform,
+                **self._windows(),
+            )
+            for planes, kv_format, transform in zip(
+                self._planes(), self._formats(), (self.key_transform, None), strict=True
+            )
+        ]
         if self.is_static:
             # A NaN that was cropped away would still reach whoever multiplies it with a probability of 0.
             is_beyond = torch.arange(tokens, device=self.device) >= self._lengths().unsqueeze(1)  # [batch, tokens]
@@ -413,15 +444,16 @@ class LayerStorage:
     def crop(self, num_tokens: int) -> None:
         """Forget the newest `num_tokens` tokens of every sequence, at most all of them.
 
-        Where channels have scales, what is left of a block that is cropped into goes on as dense tokens, dequantised.
+        Tokens that had codes and now are among the newest, which are kept dense, go on dequantised.
         """
         if num_tokens == 0 or not self.is_allocated:
             return
         self.flush()
         length = max(0, self.length - num_tokens)
-        block_size = self.formats.key.block_size
-        if block_size is not None and length // block_size < self.length // block_size:
-            reference.reopen(self._planes()[0], self.formats.key, length)
+        for planes, kv_format, transform in zip(
+            self._planes(), self._formats(), (self.key_transform, None), strict=True
+        ):
+            reference.reopen(planes, kv_format, self.length, length, key_transform=transform, **self._windows())
         self._length = length
         self._lengths().fill_(length)
         self.is_empty = length == 0
@@ -460,13 +492,14 @@ class LayerStorage:
         def selected(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, index)
 
-        def selected_planes(planes: Planes) -> Planes:
+        def selected_planes(planes: Planes, kv_format: KVFormat) -> Planes:
             # Only what is held is worth moving: a growing buffer is cut to its length and grows again when needed.
             tokens = planes.codes.shape[2] if self.is_static else min(self._aligned(self.length), self.capacity)
-            return planes.narrow(tokens).map(selected)
+            return planes.narrow(tokens, kv_format.block_size).map(selected)
 
         key_planes, value_planes = self._planes()
-        self.key_planes, self.value_planes = selected_planes(key_planes), selected_planes(value_planes)
+        self.key_planes = selected_planes(key_planes, self.formats.key)
+        self.value_planes = selected_planes(value_planes, self.formats.value)
         self.lengths = selected(self._lengths())
         self.starts = None if self.starts is None else selected(self.starts)
         self.batch = index.numel()

@@ -112,7 +112,7 @@ def test_chunks_do_not_matter(chunks: tuple[int, ...]) -> None:
         assert made.tail is not None
         made.tail[:, :, 300 - 256 :] = 0
     assert_same_planes(planes, expected, str(chunks))
-    dense = reference.dequantize(planes.narrow(300), KEY, lengths=torch.tensor([300, 300]))
+    dense = reference.dequantize(planes.narrow(300, KEY.block_size), KEY, lengths=torch.tensor([300, 300]))
     assert_same(dense[:, :, 256:], x[:, :, 256:], "the unfinished block")
     assert (dense[0, :, :256] - x[0, :, :256]).abs().max() < 0.3
 
@@ -266,11 +266,11 @@ def test_equal_calls_give_equal_bits(engine: str) -> None:
 def test_opcheck(device: str) -> None:
     case = Case(FORMATS, 64, torch.float32, 2, 2, (130, 30), capacity=256)
     key_planes, value_planes = (clone(made, device) for made in held(case))
-    spelled = [*key_planes.tensors(), *value_planes.tensors()]
+    spelled = [*key_planes.tensors(), *value_planes.tensors(), None]
     key, value, query, lengths = (
         x.to(device) for x in (tokens(case, 2, 64), tokens(case, 2, 64), queries(case), case.lengths_tensor())
     )
-    starts, kinds = torch.zeros(2, dtype=torch.int32, device=device), (None, None, False, 2, 2)
+    starts, kinds = torch.zeros(2, dtype=torch.int32, device=device), (0, 0, None, None, False, 2, 2)
     append, decode = torch.ops.hf_kvquant.append.default, torch.ops.hf_kvquant.decode.default
     torch.library.opcheck(append, (key, value, *spelled, lengths, starts, *kinds))
     extras = (None, starts, None, None, 0.125, 0.0, 0, 0)
@@ -519,7 +519,7 @@ BROKEN: list[tuple[Any, str]] = [
     ),
     (
         lambda planes: replaced(planes, zero=None),
-        "`key_tail` must be None unless codes are int4 with scale and zero, got a tensor. Planes",
+        "`key_tail` must be None without dense windows, but for keys that are int4 with scale and zero, got a tensor",
     ),
     (
         lambda planes: replaced(planes, scale=planes.scale[:, :, :1]),

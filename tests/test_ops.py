@@ -426,8 +426,7 @@ def op_arguments(engine: str, kv_format: KVFormat) -> tuple[tuple[Any, ...], tup
     """Arguments of `append` and of `decode`, spelled out as the ops take them."""
     case = Case(pair(kv_format), 64, torch.float32, 2, 2, (2, 30))
     planes = [clone(filled(case, side), engine) for side in (0, 1)]
-    key_planes, value_planes = ((made.codes, made.scale, made.zero) for made in planes)
-    spelled = [*key_planes, planes[0].tail, *value_planes]
+    spelled = [plane for made in planes for plane in (made.codes, made.scale, made.zero, made.tail)]
     key, value, query, lengths = to(
         engine, tokens(case, 2, 64), tokens(case, 2, 64), queries(case), case.lengths_tensor()
     )
@@ -436,7 +435,7 @@ def op_arguments(engine: str, kv_format: KVFormat) -> tuple[tuple[Any, ...], tup
     counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=engine)
     extras = (counters, starts, None, slopes, 0.125, 0.0, 16, 0)
     center, smoothing = to(engine, torch.randn(2, 64), 0.5 + torch.rand(2, 64))
-    kinds = (center, smoothing, True, *storage)
+    kinds = (0, 0, center, smoothing, True, *storage)
     return (key, value, *spelled, lengths, starts, *kinds), (query, key, value, *spelled, lengths, *extras, *kinds)
 
 

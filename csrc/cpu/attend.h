@@ -40,6 +40,10 @@ struct Workspace {
   // And scores of tokens of another block than that of the first token of the tile, [kMaxRows, kTile].
   float *scaled_query, *scaled_constants, *block_scores;
   int32_t* scaled_block;
+  // For tokens in a tail: queries as the model made them, [kMaxRows, key_stride], the same as `query` where keys are not
+  // transformed; sums of p · value, [kMaxRows, dense_value_stride], since those of codes may be in another order.
+  float *dense_query, *dense_out;
+  int dense_value_stride;
 #if KVQ_USE_AVX512
   bool has_integer_keys, has_integer_values;
   QuerySet* query_sets;  // [kMaxRows / 4]
@@ -59,7 +63,7 @@ struct Workspace {
     };
     const Side &key_side = params.key_side, &value_side = params.value_side;
     key_stride = round_up(key_side.head_dim, 16);
-    value_stride = round_up(value_side.head_dim, 16);
+    value_stride = dense_value_stride = round_up(value_side.head_dim, 16);
 #if KVQ_USE_AVX512
     // Queries in float32 take twice the integer products, groups their own weights for every row, so with many rows
     // dequantising once is cheaper (64 queries of 32 heads, int8, 4096 tokens: 50 against 64 ms in float32, but 52
@@ -68,7 +72,7 @@ struct Workspace {
       return num_rows <= 8 || (params.query.dtype != Dtype::fp32 && side.num_groups == 1);
     };
     // Where every channel has a scale, queries are fixed anew for each block, from whole vectors of scales.
-    const bool has_vectors = key_side.tail == nullptr || key_side.head_dim % 16 == 0;
+    const bool has_vectors = !key_side.has_channel_scales || key_side.head_dim % 16 == 0;
     has_integer_keys = pays(key_side) && serves_keys(key_side) && has_vectors;
     has_integer_values = pays(value_side) && serves_values(value_side);
     if (has_integer_values) value_stride = num_blocks_of(value_side) * 16 * channels_per_lane(value_side);
@@ -88,14 +92,29 @@ struct Workspace {
     key = take(static_cast<int64_t>(kTile) * key_stride);
     value = take(static_cast<int64_t>(kTile) * value_stride);
     scores = take(kMaxRows * kTile);
-    scaled_query = take(key_side.tail == nullptr ? 0 : static_cast<int64_t>(kMaxRows) * key_stride);
+    scaled_query = take(key_side.has_channel_scales ? static_cast<int64_t>(kMaxRows) * key_stride : 0);
     scaled_constants = take(kMaxRows);
     scaled_block = reinterpret_cast<int32_t*>(take(1));
-    block_scores = take(key_side.tail == nullptr ? 0 : kMaxRows * kTile);
+    block_scores = take(key_side.has_channel_scales ? kMaxRows * kTile : 0);
+    const bool has_other_query = key_side.tail != nullptr && !is_identity(params.key_transform);
+    dense_query = has_other_query ? take(static_cast<int64_t>(kMaxRows) * key_stride) : query;
+    dense_out = take(value_side.tail == nullptr ? 0 : static_cast<int64_t>(kMaxRows) * dense_value_stride);
     out = take(static_cast<int64_t>(kMaxRows) * value_stride);
     scale_row = take(key_stride + value_stride);
     zero_row = take(key_stride + value_stride);
     end = memory;
+  }
+
+  // The same memory for tokens in a tail.
+  Workspace for_tail() const {
+    Workspace other = *this;
+    other.query = dense_query;
+    other.out = dense_out;
+    other.value_stride = dense_value_stride;
+#if KVQ_USE_AVX512
+    other.has_integer_values = false;
+#endif
+    return other;
   }
 
  private:
@@ -274,6 +293,9 @@ void load_query(const DecodeParams& params, const AttendTask& task, const Row& r
   float* result = work.query + r * work.key_stride;
   convert_dense(query.data, query.dtype, offset, params.key_side.head_dim, result);
   for (int c = params.key_side.head_dim; c < work.key_stride; ++c) result[c] = 0.0f;
+  if (work.dense_query != work.query) {
+    std::memcpy(work.dense_query + r * work.key_stride, result, sizeof(float) * work.key_stride);
+  }
   work.query_constants[r] = params.softmax_scale * transform_query_row(params.key_transform, task.kv_head,
                                                                        params.key_side.head_dim, result);
   const int group_size = params.key_side.head_dim / params.key_side.num_groups;
@@ -326,7 +348,7 @@ void make_query_sets(const DecodeParams& params, const AttendTask& task, const f
 
 #endif
 
-// The tail as a side that is stored as it comes, token 0 being the first of the unfinished block.
+// The tail as a side that is stored as it comes; its tokens are the rows of the tail.
 inline Side tail_of(const Side& side) {
   const int size = bytes_of(side.tail_dtype);
   Side tail{};
@@ -400,22 +422,16 @@ void score_block(const DecodeParams& params, const AttendTask& task, int begin, 
   });
 }
 
-// Scores of all rows and a tile of tokens. Where every channel has a scale, a tile is taken block by block: it begins
-// anywhere, and may cross into another block or into the tail.
+// Scores of all rows and a tile of codes. Where every channel has a scale, a tile is taken block by block: it begins
+// anywhere, and may cross into another block.
 void score_tile(const DecodeParams& params, const AttendTask& task, int begin, int count, const Workspace& work) {
   const Side& side = params.key_side;
-  if (side.tail == nullptr) return score_tokens(side, task, begin, count, work, work.scores);
-  const int first_of_tail = tail_begin(params.lengths[task.b]);
+  if (!side.has_channel_scales) return score_tokens(side, task, begin, count, work, work.scores);
   for (int token = begin, end; token < begin + count; token = end) {
-    const int first_of_block = tail_begin(token);
-    end = min_of(first_of_block + kBlockSize, begin + count);
+    end = min_of((token / kBlockSize + 1) * kBlockSize, begin + count);
     // Scores are written up to the end of a tile, so what does not begin one goes by another.
     float* scores = token == begin ? work.scores : work.block_scores;
-    if (token >= first_of_tail) {
-      score_tokens(tail_of(side), task, token - first_of_block, end - token, work, scores);
-    } else {
-      score_block(params, task, token, end - token, work, scores);
-    }
+    score_block(params, task, token, end - token, work, scores);
     if (token == begin) continue;
     for (int r = 0; r < task.num_rows; ++r) {
       std::memcpy(work.scores + r * kTile + (token - begin), scores + r * kTile, sizeof(float) * (end - token));
@@ -424,9 +440,8 @@ void score_tile(const DecodeParams& params, const AttendTask& task, int begin, i
 }
 
 // add_tile straight from the codes. False, and nothing done, when something in the tile is not finite.
-bool add_tile_directly(const DecodeParams& params, const AttendTask& task, int begin, int count, const Row* rows,
+bool add_tile_directly(const Side& side, const AttendTask& task, int begin, int count, const Row* rows,
                        const Workspace& work) {
-  const Side& side = params.value_side;
   if (!load_direct_scales(side, task.b, task.kv_head, begin, count, work.value_scale, work.value_zero)) return false;
   bool is_finite = true;
   for_row_blocks(task.num_rows, [&](auto size, int r) {
@@ -451,19 +466,19 @@ bool add_tile_directly(const DecodeParams& params, const AttendTask& task, int b
   return is_finite;
 }
 
-// Adds p · value of a tile to the sums of all rows, straight from the codes or by dequantising.
-void add_tile(const DecodeParams& params, const AttendTask& task, int begin, int count, Row* rows,
+// Adds p · value of a tile to the sums of all rows, straight from the codes or by dequantising. Token `begin` of the
+// sequence is token `first` of the side.
+void add_tile(const Side& side, const AttendTask& task, int begin, int first, int count, Row* rows,
               const Workspace& work) {
-  const Side& side = params.value_side;
 #if KVQ_USE_AVX512
   const bool is_natural = !work.has_integer_values;
 #else
   constexpr bool is_natural = true;
 #endif
-  if (is_natural && is_direct(side, task.num_rows) && add_tile_directly(params, task, begin, count, rows, work)) return;
+  if (is_natural && is_direct(side, task.num_rows) && add_tile_directly(side, task, first, count, rows, work)) return;
   for (int t = 0; t < count; t += tokens_at_once(task)) {
     const int tokens = min_of(tokens_at_once(task), count - t);
-    const bool is_finite = dequantize_tile<true>(side, task.b, task.kv_head, begin + t, tokens, work.value,
+    const bool is_finite = dequantize_tile<true>(side, task.b, task.kv_head, first + t, tokens, work.value,
                                                  work.value_stride, work.scale_row, work.zero_row);
     const auto poison_at = [&](auto place) {
       poison(work, side.head_dim, begin + t, tokens, rows, task.num_rows, place);
@@ -546,39 +561,103 @@ bool add_tile_of_codes(const DecodeParams& params, const AttendTask& task, int b
 
 #endif
 
+// Tokens up to `end` that attention takes from the same places, each piece of memory in one.
+struct Run {
+  int end;
+  bool has_dense_keys, has_dense_values;
+  int key_row, value_row;  // of the first one in the tails, where it is dense
+};
+
+Run run_from(const DecodeParams& params, int b, int token, int end) {
+  Run run = {end, false, false, 0, 0};
+  const int start = params.starts == nullptr ? 0 : params.starts[b];
+  const auto cut = [&run, token](int at) {
+    if (token < at && at < run.end) run.end = at;
+  };
+  const auto look = [&](const Side& side, bool& is_dense, int& row) {
+    if (side.tail == nullptr) return;
+    const int first_of_recent = tail_begin(side, params.lengths[b], params.residual_length);
+    const bool is_first = is_sink(token, start, params.sink_length);
+    cut(start);
+    cut(start + params.sink_length);
+    cut(first_of_recent);
+    is_dense = is_first || token >= first_of_recent;
+    if (!is_dense) return;
+    row = tail_row(side, token, start, params.sink_length);
+    if (!is_first) cut((token / side.ring + 1) * side.ring);
+  };
+  look(params.key_side, run.has_dense_keys, run.key_row);
+  look(params.value_side, run.has_dense_values, run.value_row);
+  return run;
+}
+
+// Adds softmax over the tokens of a tail to that over tokens that have codes.
+void merge_tail(const Row& dense, const float* dense_out, int value_dim, Row& row, float* out) {
+  const float max = dense.max > row.max ? dense.max : row.max;
+  const float base = max == -kInfinity ? 0.0f : max;
+  const float weight = std::exp(row.max - base), dense_weight = std::exp(dense.max - base);
+  for (int c = 0; c < value_dim; ++c) out[c] = weight * out[c] + dense_weight * dense_out[c];
+  row.sum = weight * row.sum + dense_weight * dense.sum;
+  row.max = max;
+}
+
 void attend(const DecodeParams& params, const AttendTask& task, float* scratch, const Partial& partial) {
   const Workspace work(params, task.num_rows, scratch);
-  Row rows[kMaxRows];
+  const bool has_tail = params.key_side.tail != nullptr || params.value_side.tail != nullptr;
+  const bool has_value_tail = params.value_side.tail != nullptr;
+  const Workspace tail_work = work.for_tail();
+  const Side key_tail = tail_of(params.key_side), value_tail = tail_of(params.value_side);
+  Row rows[kMaxRows], dense_rows[kMaxRows];  // what has codes of values, and what has not
   for (int r = 0; r < task.num_rows; ++r) {
     rows[r] = make_row(params, task, r);
     if (!task.has_queries) load_query(params, task, rows[r], r, work);
-    rows[r].constant = work.query_constants[r];
+    if (has_value_tail) dense_rows[r] = rows[r];
   }
   std::memset(work.out, 0, sizeof(float) * round_up(task.num_rows, 4) * work.value_stride);
+  if (has_value_tail) {
+    std::memset(work.dense_out, 0, sizeof(float) * round_up(task.num_rows, 4) * work.dense_value_stride);
+  }
 #if KVQ_USE_AVX512
   // Where every channel has a scale, they are made anew for each block.
-  if (work.has_integer_keys && params.key_side.tail == nullptr && !task.has_queries) {
-    make_query_sets(params, task, work.query, work);
-  }
+  const bool has_integer_keys = work.has_integer_keys && !params.key_side.has_channel_scales;
+  if (has_integer_keys && !task.has_queries) make_query_sets(params, task, work.query, work);
 #endif
   *work.scaled_block = -1;
 
-  for (int begin = task.begin; begin < task.end; begin += kTile) {
-    const int count = min_of(kTile, task.end - begin);
-#if KVQ_USE_AVX512
-    if (work.has_integer_keys && params.key_side.tail == nullptr) {
-      score_tile_of_codes(params, task, begin, count, work);
-    } else {
-      score_tile(params, task, begin, count, work);
+  Run run = {task.begin, false, false, 0, 0};
+  for (int begin = task.begin, first_of_run = begin, end; begin < task.end; begin = end) {
+    if (begin == run.end) {
+      run = has_tail ? run_from(params, task.b, begin, task.end) : Run{task.end, false, false, 0, 0};
+      first_of_run = begin;
     }
-    for (int r = 0; r < task.num_rows; ++r) softmax_row(params, rows[r], begin, count, work.scores + r * kTile);
-    if (work.has_integer_values && add_tile_of_codes(params, task, begin, count, rows, work)) continue;
-    add_tile(params, task, begin, count, rows, work);
+    end = min_of(begin + kTile, run.end);
+    const int count = end - begin;
+    if (run.has_dense_keys) {
+      score_tokens(key_tail, task, run.key_row + (begin - first_of_run), count, tail_work, work.scores);
+    } else {
+#if KVQ_USE_AVX512
+      if (has_integer_keys) {
+        score_tile_of_codes(params, task, begin, count, work);
+      } else {
+        score_tile(params, task, begin, count, work);
+      }
 #else
-    score_tile(params, task, begin, count, work);
-    for (int r = 0; r < task.num_rows; ++r) softmax_row(params, rows[r], begin, count, work.scores + r * kTile);
-    add_tile(params, task, begin, count, rows, work);
+      score_tile(params, task, begin, count, work);
 #endif
+    }
+    Row* states = run.has_dense_values ? dense_rows : rows;
+    for (int r = 0; r < task.num_rows; ++r) {
+      states[r].constant = run.has_dense_keys ? 0.0f : work.query_constants[r];
+      softmax_row(params, states[r], begin, count, work.scores + r * kTile);
+    }
+    if (run.has_dense_values) {
+      add_tile(value_tail, task, begin, run.value_row + (begin - first_of_run), count, dense_rows, tail_work);
+      continue;
+    }
+#if KVQ_USE_AVX512
+    if (work.has_integer_values && add_tile_of_codes(params, task, begin, count, rows, work)) continue;
+#endif
+    add_tile(params.value_side, task, begin, begin, count, rows, work);
   }
 
   const int value_dim = params.value_side.head_dim;
@@ -598,6 +677,9 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
 #else
     std::memcpy(result, out, sizeof(float) * value_dim);
 #endif
+    if (has_value_tail) {
+      merge_tail(dense_rows[r], work.dense_out + r * work.dense_value_stride, value_dim, rows[r], result);
+    }
     partial.max[r] = rows[r].max;
     partial.sum[r] = rows[r].sum;
   }

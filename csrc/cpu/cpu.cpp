@@ -135,27 +135,45 @@ void check_frozen(const Kernels& kernels, const QuantizeTask& task, int batch, b
   }
 }
 
-// Where every channel has a scale: the blocks of a head in order, since a new one takes the place of the last in the
-// tail. `params.key_transform` is the identity.
-void append_blocks(const Kernels& kernels, const AppendParams& params) {
-  const Side& side = params.key_side;
-  const QuantizeTask task = {&params.key, &side, nullptr, params.lengths, params.num_kv_heads, params.q_len};
-  const int64_t scratch_size = kernels.quantize_scratch(task);
-  const int64_t numbers = static_cast<int64_t>(params.batch) * params.num_kv_heads * params.q_len * side.head_dim;
-  run_tasks(static_cast<int64_t>(params.batch) * params.num_kv_heads, numbers <= kSmallAppend, [&](int64_t i) {
-    const int head = static_cast<int>(i % params.num_kv_heads), b = static_cast<int>(i / params.num_kv_heads);
-    kernels.quantize_blocks(task, params.starts, b, head, append_scratch(scratch_size));
-  });
+// Copies those new tokens of one head to the tail that attention takes from there: what stays of them in the windows.
+void keep_dense(const QuantizeTask& task, int b, int head) {
+  const Side& side = *task.side;
+  const Dense& source = *task.source;
+  const int size = bytes_of(side.tail_dtype), length = task.lengths[b], first_new = length - task.q_len;
+  const int start = task.starts == nullptr ? 0 : task.starts[b];
+  const auto copy = [&](int token) {
+    const int64_t from = b * source.stride_b + head * source.stride_h + (token - first_new) * source.stride_t;
+    const int64_t to = b * side.tail_stride_b + head * side.tail_stride_h +
+                       tail_row(side, token, start, task.sink_length) * side.tail_stride_t;
+    std::memcpy(static_cast<uint8_t*>(side.tail) + to * size, static_cast<const uint8_t*>(source.data) + from * size,
+                static_cast<size_t>(side.head_dim) * size);
+  };
+  const int recent = std::max(tail_begin(side, length, task.residual_length), first_new);
+  for (int token = std::max(start, first_new); token < recent && is_sink(token, start, task.sink_length); ++token) {
+    copy(token);
+  }
+  for (int token = recent; token < length; ++token) copy(token);
 }
 
 // `transform` is that of keys, nullptr for values.
 void append_side(const Kernels& kernels, const AppendParams& params, const Dense& source, const Side& side,
                  const KeyTransform* transform) {
   if (transform != nullptr && is_identity(*transform)) transform = nullptr;
-  const QuantizeTask task = {&source, &side, transform, params.lengths, params.num_kv_heads, params.q_len};
+  const QuantizeTask task = {&source,       &side,           transform,    params.lengths,
+                             params.starts, params.num_kv_heads, params.q_len, params.sink_length,
+                             params.residual_length};
   const int64_t scratch_size = kernels.quantize_scratch(task);
   const int64_t numbers = static_cast<int64_t>(params.batch) * params.num_kv_heads * params.q_len * side.head_dim;
   const bool is_small = numbers <= kSmallAppend;
+  if (side.tail != nullptr) {
+    run_tasks(static_cast<int64_t>(params.batch) * params.num_kv_heads, is_small, [&](int64_t i) {
+      const int head = static_cast<int>(i % params.num_kv_heads), b = static_cast<int>(i / params.num_kv_heads);
+      // A new token takes the place of one that may leave the window only now.
+      if (side.has_channel_scales) kernels.quantize_blocks(task, b, head, append_scratch(scratch_size));
+      keep_dense(task, b, head);
+    });
+  }
+  if (side.has_channel_scales) return;
   if (side.storage != Storage::none && side.is_frozen) check_frozen(kernels, task, params.batch, is_small);
   const int heads = side.storage != Storage::none && side.is_shared_by_heads ? 1 : params.num_kv_heads;
   const int chunks = (params.q_len + kTokensPerTask - 1) / kTokensPerTask;
@@ -229,11 +247,7 @@ Partial partial_at(float* memory, int num_rows, int value_dim) {
 void append(const AppendParams& params) {
   if (params.batch == 0 || params.q_len == 0) return;
   const Kernels& kernels = *current_kernels().load();
-  if (params.key_side.tail != nullptr) {
-    append_blocks(kernels, params);
-  } else {
-    append_side(kernels, params, params.key, params.key_side, &params.key_transform);
-  }
+  append_side(kernels, params, params.key, params.key_side, &params.key_transform);
   append_side(kernels, params, params.value, params.value_side, nullptr);
 }
 

@@ -205,7 +205,7 @@ bool dequantize_tile(const Side& side, int b, int head, int begin, int count, fl
   const auto quantized = [&](auto kernel) {
     return kernel(side, b, head, begin, count, tile, stride, scale_row, zero_row);
   };
-  if (side.tail != nullptr) {
+  if (side.has_channel_scales) {
     dequantize_block(side, b, head, begin, count, tile, stride, scale_row, zero_row);
     return true;
   }

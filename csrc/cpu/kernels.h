@@ -31,7 +31,8 @@ struct QuantizeTask {
   const Side* side;
   const KeyTransform* transform;  // nullptr: the values as they come
   const int32_t* lengths;
-  int num_heads, q_len;
+  const int32_t* starts;  // nullptr: 0
+  int num_heads, q_len, sink_length, residual_length;
 };
 
 struct Kernels {
@@ -48,8 +49,9 @@ struct Kernels {
   int64_t (*quantize_scratch)(const QuantizeTask& task);
   // Quantises tokens first ... last - 1 of `q_len` in one head, or in all heads where they share a scale.
   void (*quantize)(const QuantizeTask& task, int b, int head, int first, int last, float* scratch);
-  // Appends all new tokens of one head where every channel has a scale: to the tail, and from there to codes.
-  void (*quantize_blocks)(const QuantizeTask& task, const int32_t* starts, int b, int head, float* scratch);
+  // Where every channel has a scale: quantises the blocks of one head that new tokens push out of the residual window,
+  // from the tail and from these tokens.
+  void (*quantize_blocks)(const QuantizeTask& task, int b, int head, float* scratch);
   // Whether tokens first ... last - 1 of a head are finite. A frozen scale needs to know before any code is written.
   bool (*is_finite)(const QuantizeTask& task, int b, int head, int first, int last, float* scratch);
 };

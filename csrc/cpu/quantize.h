@@ -227,7 +227,7 @@ void quantize_storage(const QuantizeTask& task, int b, int head, int first, int 
 // --- a scale for every channel ----------------------------------------------------------------------------------------
 
 // kWidth channels of a block of tokens: their scales and zeros, and then their codes. `rows` are float32, `stride`
-// numbers apart; tokens below `first` are padding, which gets codes of 0.
+// numbers apart; tokens below `first` are padding and sinks, which get codes of 0.
 void quantize_channels(const float* rows, int stride, int first, int channels, half_bits* scale, half_bits* zero,
                        uint8_t* codes, int64_t codes_stride) {
   Float high = broadcast(-kInfinity), low = broadcast(kInfinity), flaws = zeros();
@@ -273,49 +273,42 @@ void quantize_channels(const float* rows, int stride, int first, int channels, h
   }
 }
 
-// New tokens of one head where every channel has a scale. A block that they fill is quantised from the tail and from
-// them; what is left over becomes the tail.
-void quantize_blocks(const QuantizeTask& task, const int32_t* starts, int b, int head, float* scratch) {
+// Where every channel has a scale: the blocks of one head that leave the residual window. Their older tokens are in the
+// tail, where the new ones have not been written yet.
+void quantize_blocks(const QuantizeTask& task, int b, int head, float* scratch) {
   const Side& side = *task.side;
   const Dense& source = *task.source;
-  const int length = task.lengths[b], stride = padded_row(side.head_dim), size = bytes_of(side.tail_dtype);
-  uint8_t* tail = static_cast<uint8_t*>(side.tail) + (b * side.tail_stride_b + head * side.tail_stride_h) * size;
-  for (int token = length - task.q_len; token < length;) {
-    const int begin = tail_begin(token), end = begin + kBlockSize < length ? begin + kBlockSize : length;
-    if (end == begin + kBlockSize) {
-      for (int t = 0; t < kBlockSize; ++t) {
-        float* row = scratch + t * stride;
-        if (begin + t < token) {
-          convert_dense(tail, side.tail_dtype, t * side.tail_stride_t, side.head_dim, row);
-        } else {
-          const int i = begin + t - (length - task.q_len);
-          convert_dense(source.data, source.dtype, source_offset(source, b, head, i), side.head_dim, row);
-        }
-        for (int c = side.head_dim; c < stride; ++c) row[c] = 0.0f;
+  const int first_new = task.lengths[b] - task.q_len, stride = padded_row(side.head_dim);
+  const int first_counted = (task.starts == nullptr ? 0 : task.starts[b]) + task.sink_length;
+  const int end = tail_begin(side, task.lengths[b], task.residual_length);
+  for (int begin = tail_begin(side, first_new, task.residual_length); begin < end; begin += kBlockSize) {
+    for (int t = 0; t < kBlockSize; ++t) {
+      float* row = scratch + t * stride;
+      if (begin + t < first_new) {
+        const int64_t ring_row = task.sink_length + (begin + t) % side.ring;
+        convert_dense(side.tail, side.tail_dtype, b * side.tail_stride_b + head * side.tail_stride_h +
+                                                      ring_row * side.tail_stride_t, side.head_dim, row);
+      } else {
+        convert_dense(source.data, source.dtype, source_offset(source, b, head, begin + t - first_new), side.head_dim,
+                      row);
       }
-      const int block = begin / kBlockSize;
-      const int first = starts == nullptr ? 0 : min_of(max_of(starts[b] - begin, 0), kBlockSize);
-      half_bits* scale = side.scale + b * side.scale_stride_b + head * side.scale_stride_h + block * side.scale_stride_g;
-      half_bits* zero = side.zero + b * side.zero_stride_b + head * side.zero_stride_h + block * side.zero_stride_g;
-      uint8_t* codes = side.codes + b * side.codes_stride_b + head * side.codes_stride_h + begin * side.codes_stride_t;
-      for (int c = 0; c < side.head_dim; c += kWidth) {
-        quantize_channels(scratch + c, stride, first, min_of(kWidth, side.head_dim - c), scale + c, zero + c,
-                          codes + c / 2, side.codes_stride_t);
-      }
-    } else {
-      for (int t = token; t < end; ++t) {
-        const int64_t offset = source_offset(source, b, head, t - (length - task.q_len));
-        std::memcpy(tail + (t - begin) * side.tail_stride_t * size,
-                    static_cast<const uint8_t*>(source.data) + offset * size, static_cast<size_t>(side.head_dim) * size);
-      }
+      for (int c = side.head_dim; c < stride; ++c) row[c] = 0.0f;
     }
-    token = end;
+    const int block = begin / kBlockSize;
+    const int first = min_of(max_of(first_counted - begin, 0), kBlockSize);
+    half_bits* scale = side.scale + b * side.scale_stride_b + head * side.scale_stride_h + block * side.scale_stride_g;
+    half_bits* zero = side.zero + b * side.zero_stride_b + head * side.zero_stride_h + block * side.zero_stride_g;
+    uint8_t* codes = side.codes + b * side.codes_stride_b + head * side.codes_stride_h + begin * side.codes_stride_t;
+    for (int c = 0; c < side.head_dim; c += kWidth) {
+      quantize_channels(scratch + c, stride, first, min_of(kWidth, side.head_dim - c), scale + c, zero + c,
+                        codes + c / 2, side.codes_stride_t);
+    }
   }
 }
 
 // One token, transformed, of all heads that share a scale; or a block of tokens.
 int64_t quantize_scratch(const QuantizeTask& task) {
-  if (task.side->tail != nullptr) return static_cast<int64_t>(kBlockSize) * padded_row(task.side->head_dim);
+  if (task.side->has_channel_scales) return static_cast<int64_t>(kBlockSize) * padded_row(task.side->head_dim);
   return task.transform == nullptr ? 0 : static_cast<int64_t>(end_of_heads(task, 0)) * padded_row(task.side->head_dim);
 }
 

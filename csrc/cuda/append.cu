@@ -41,7 +41,7 @@ struct Jobs {
   Job jobs[2];  // keys, values
   const int32_t* lengths;
   const int32_t* starts;  // nullptr: 0
-  int num_kv_heads, q_len, capacity;
+  int num_kv_heads, q_len, capacity, sink_length, residual_length;
 };
 
 // How the 32 lanes of a warp lie on rows. Lanes that are left over belong to no row.
@@ -318,53 +318,88 @@ __device__ void append_token(const Jobs& jobs, const Job& job, unsigned block) {
   }
 }
 
-// --- scales of channels
+// --- scales of channels, and tails
 
-// Quantises the tokens from `begin` on, a block of them, in one head; see quantize_columns.
-__device__ void quantize_block(const Job& job, int64_t b, int64_t h, int64_t begin, int64_t first_new, int64_t start) {
+// What an append does to the tail of a sequence, in positions. Tokens for which there is no room do not count.
+struct TailUpdate {
+  int start;        // the first token that is not padding
+  int first_new;    // may be negative
+  int old, length;  // tokens before and after
+  int begin, end;   // the newest tokens that attention took from the tail before began there, and do now
+
+  __device__ TailUpdate(const Jobs& jobs, const Side& side, unsigned b)
+      : start(jobs.starts == nullptr ? 0 : max(jobs.starts[b], 0)),
+        first_new(jobs.lengths[b] - jobs.q_len),
+        old(max(first_new, 0)),
+        length(min(jobs.lengths[b], jobs.capacity)),
+        begin(tail_begin(side, old, jobs.residual_length)),
+        end(tail_begin(side, max(length, 0), jobs.residual_length)) {}
+};
+
+// All threads of a thread block copy the new tokens that belong to a tail now, in one head.
+__device__ void copy_to_tail(const Jobs& jobs, const Job& job, const TailUpdate& update, int64_t b, int64_t h) {
+  const Side& side = job.side;
+  const Dense& dense = job.dense;
+  const int64_t from = b * dense.stride_b + h * dense.stride_h;
+  const int64_t to = b * side.tail_stride_b + h * side.tail_stride_h;
+  const auto copy = [&](int begin, int end) {
+    for (int i = threadIdx.x; i < (end - begin) * side.head_dim; i += kNumWarps * kLanes) {
+      const int row = i / side.head_dim, c = i - row * side.head_dim, t = begin + row;
+      const int64_t source = from + int64_t{t - update.first_new} * dense.stride_t + c;
+      const int64_t target = to + tail_row(side, t, update.start, jobs.sink_length) * side.tail_stride_t + c;
+      if (side.tail_dtype == Dtype::fp32) {
+        static_cast<uint32_t*>(side.tail)[target] = static_cast<const uint32_t*>(dense.data)[source];
+      } else {
+        static_cast<uint16_t*>(side.tail)[target] = static_cast<const uint16_t*>(dense.data)[source];
+      }
+    }
+  };
+  const int first = max(update.end, update.old);
+  copy(first, update.length);
+  copy(max(update.start, update.old), min(update.start + jobs.sink_length, first));
+}
+
+// Quantises the tokens from `begin` on, a block of them, in one head. Sinks count as padding: nobody reads their codes.
+__device__ void quantize_block(const Jobs& jobs, const Job& job, const TailUpdate& update, int64_t b, int64_t h,
+                               int begin) {
+  const BlockOfTokens tokens = {begin, update.first_new, update.start + jobs.sink_length,
+                                jobs.sink_length + begin % job.side.ring};
   for (int c = threadIdx.x / kLanes * kColumnsOfWarp; c < job.side.head_dim; c += kNumWarps * kColumnsOfWarp) {
     if (job.side.tail_dtype == Dtype::fp32) {
-      quantize_columns<true>(job.side, job.dense, b, h, begin, first_new, start, c);
+      quantize_columns<true>(job.side, job.dense, b, h, tokens, c);
     } else {
-      quantize_columns<false>(job.side, job.dense, b, h, begin, first_new, start, c);
+      quantize_columns<false>(job.side, job.dense, b, h, tokens, c);
     }
   }
 }
 
-// One thread block's part of a head: the block of tokens that the tail began, if it is full now, and the new tail, which
-// takes the place of what was read for it; or one of the blocks of new tokens only.
+// One thread block's part of a head: the blocks that begin in the tail and become codes now, and then the new tail, which
+// takes the place of what was read for them; or one of the blocks of new tokens only.
 __device__ void append_blocks(const Jobs& jobs, const Job& job, unsigned block) {
-  const Side& side = job.side;
   const unsigned parts = jobs.q_len / kBlockSize + 1, head = block / parts, part = block - head * parts;
   const unsigned b = head / jobs.num_kv_heads, h = head - b * jobs.num_kv_heads;
-  const int64_t first_new = int64_t{jobs.lengths[b]} - jobs.q_len;
-  const int64_t old = max(first_new, int64_t{0});
-  const int64_t length = min(int64_t{jobs.lengths[b]}, int64_t{jobs.capacity});
-  const int64_t start = jobs.starts == nullptr ? 0 : jobs.starts[b];
-  if (length <= old) return;
-  const int64_t full = length / kBlockSize;  // blocks
+  const TailUpdate update(jobs, job.side, b);
+  if (update.length <= update.old) return;
   if (part > 0) {
-    const int64_t number = (old + kBlockSize - 1) / kBlockSize + part - 1;
-    if (number < full) quantize_block(job, b, h, number * kBlockSize, first_new, start);
+    const int begin = max(update.begin, (update.old + kBlockSize - 1) / kBlockSize * kBlockSize) +
+                      static_cast<int>(part - 1) * kBlockSize;
+    if (begin < update.end) quantize_block(jobs, job, update, b, h, begin);
     return;
   }
-  const int64_t begun = old / kBlockSize;
-  if (begun < full && begun * kBlockSize < old) quantize_block(job, b, h, begun * kBlockSize, first_new, start);
-  __syncthreads();
-  const int64_t first = max(full * kBlockSize, old);
-  const Dense& dense = job.dense;
-  const int64_t from = b * dense.stride_b + h * dense.stride_h;
-  const int64_t to = b * side.tail_stride_b + h * side.tail_stride_h;
-  for (int i = threadIdx.x; i < static_cast<int>(length - first) * side.head_dim; i += kNumWarps * kLanes) {
-    const int row = i / side.head_dim, c = i - row * side.head_dim;
-    const int64_t source = from + (first + row - first_new) * dense.stride_t + c;
-    const int64_t target = to + (first + row) % kBlockSize * side.tail_stride_t + c;
-    if (side.tail_dtype == Dtype::fp32) {
-      static_cast<uint32_t*>(side.tail)[target] = static_cast<const uint32_t*>(dense.data)[source];
-    } else {
-      static_cast<uint16_t*>(side.tail)[target] = static_cast<const uint16_t*>(dense.data)[source];
-    }
+  for (int begin = update.begin; begin < min(update.end, update.old); begin += kBlockSize) {
+    quantize_block(jobs, job, update, b, h, begin);
   }
+  __syncthreads();
+  copy_to_tail(jobs, job, update, b, h);
+}
+
+// The tails of sides whose tokens have codes from the start: a thread block for every head of a sequence and side.
+__global__ void __launch_bounds__(kNumWarps* kLanes) append_tails(const __grid_constant__ Jobs jobs) {
+  const Job& job = jobs.jobs[blockIdx.x % 2];
+  const unsigned head = blockIdx.x / 2, b = head / jobs.num_kv_heads;
+  if (job.side.tail == nullptr || job.side.has_channel_scales) return;
+  const TailUpdate update(jobs, job.side, b);
+  if (update.length > update.old) copy_to_tail(jobs, job, update, b, head - b * jobs.num_kv_heads);
 }
 
 // What rows are taken as: what comes out of a transform is float32.
@@ -432,11 +467,13 @@ void append(const AppendParams& params, void* stream) {
       params.starts,
       params.num_kv_heads,
       params.q_len,
-      params.capacity};
+      params.capacity,
+      params.sink_length,
+      params.residual_length};
   int64_t num_blocks = 0;
   for (Job& job : jobs.jobs) {
     int64_t blocks_per_sequence = params.q_len;
-    if (job.side.tail != nullptr) {
+    if (job.side.has_channel_scales) {
       blocks_per_sequence = int64_t{params.num_kv_heads} * (params.q_len / kBlockSize + 1);
     } else if (!takes_tokens(job.side)) {
       const int64_t tokens_per_tile =
@@ -459,11 +496,15 @@ void append(const AppendParams& params, void* stream) {
     constexpr Keys kKeys = decltype(keys)::value;
     return is_prompt ? append_side<true, kKeys> : append_side<false, kKeys>;
   };
-  const auto kernel = params.key_side.tail != nullptr ? kernel_for(std::integral_constant<Keys, Keys::blocks>{})
+  const auto kernel = params.key_side.has_channel_scales ? kernel_for(std::integral_constant<Keys, Keys::blocks>{})
                       : is_identity(params.key_transform)
                           ? kernel_for(std::integral_constant<Keys, Keys::rows>{})
                           : kernel_for(std::integral_constant<Keys, Keys::transformed>{});
   launch("append", kernel, num_blocks, num_threads, 0, stream, jobs);
+  const auto has_rows_and_tail = [](const Side& side) { return side.tail != nullptr && !side.has_channel_scales; };
+  if (has_rows_and_tail(params.key_side) || has_rows_and_tail(params.value_side)) {
+    launch("append", append_tails, int64_t{2} * params.batch * params.num_kv_heads, num_threads, 0, stream, jobs);
+  }
 }
 
 }  // namespace hf_kvquant::cuda

@@ -133,7 +133,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   if (!segment.has_rounds() && !held.is_own) return;
   const int first_step = segment.first_step + warp;
   const int held_step = held.is_own ? held.first_step : segment.last_step;
-  const int first_of_tail = Shape::kIsBlocked ? tail_begin(min(max(bounds.length, 0), params.capacity)) : span.end;
+  const int first_of_tail =
+      Shape::kIsBlocked ? tail_begin(params.key_side, min(max(bounds.length, 0), params.capacity), 0) : span.end;
   ring.bound(span.begin, span.end, min(first_of_tail, span.end));
   if (first_step != likely_step) ring.seek(plan, segment, first_step);
   if constexpr (Shape::kIsBlocked) {
@@ -156,8 +157,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
       if (fills_block) {
         __syncthreads();
         for (int c = warp * kColumnsOfWarp; c < params.key_side.head_dim; c += num_warps * kColumnsOfWarp) {
-          quantize_columns<false>(params.key_side, new_tokens.key, segment.b, segment.h, held.end - kBlockSize,
-                                  held.end, bounds.start, c);
+          const BlockOfTokens tokens = {held.end - kBlockSize, held.end, bounds.start, 0};
+          quantize_columns<false>(params.key_side, new_tokens.key, segment.b, segment.h, tokens, c);
         }
         __syncthreads();
       }

@@ -93,7 +93,7 @@ __device__ inline void load_channels(const Side& side, int64_t b, int64_t h, int
     }
     return;
   }
-  if (side.tail != nullptr) return load_of_block(side, b, h, t, c, x);
+  if (side.has_channel_scales) return load_of_block(side, b, h, t, c, x);
   const int g = c / (side.head_dim / side.num_groups);
   const float scale = half_to_float(*scale_at(side, b, h, g, t));
   const float zero = side.is_symmetric ? 0.f : half_to_float(*zero_at(side, b, h, g, t));

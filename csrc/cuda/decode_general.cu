@@ -45,12 +45,27 @@ struct Output {
   }
 };
 
-// Eight channels of a key of the tail.
-__device__ void load_of_tail(const Side& side, int64_t b, int64_t h, int64_t t, int c, float (&x)[kChunk]) {
-  const int64_t first = b * side.tail_stride_b + h * side.tail_stride_h + t % kBlockSize * side.tail_stride_t + c;
+// Which tokens of a sequence attention takes from the tail of a side, as they came.
+struct Tail {
+  int start, sink_length, begin;
+
+  __device__ Tail(const DecodeParams& params, const Side& side, int64_t b, int length)
+      : start(params.starts == nullptr ? 0 : max(params.starts[b], 0)),
+        sink_length(params.sink_length),
+        begin(side.tail == nullptr ? length : tail_begin(side, length, params.residual_length)) {}
+
+  __device__ bool has(const Side& side, int token) const {
+    return side.tail != nullptr && (token >= begin || is_sink(token, start, sink_length));
+  }
+
+  // Eight channels of such a token.
+  __device__ void load(const Side& side, int64_t b, int64_t h, int token, int c, float (&x)[kChunk]) const {
+    const int64_t row = tail_row(side, token, start, sink_length);
+    const int64_t first = b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c;
 #pragma unroll
-  for (int k = 0; k < kChunk; ++k) x[k] = load_value(side.tail, side.tail_dtype, first + k);
-}
+    for (int k = 0; k < kChunk; ++k) x[k] = load_value(side.tail, side.tail_dtype, first + k);
+  }
+};
 
 // The place of one row's result of one part: head_dim sums, then m and l.
 __device__ float* partial_row(const DecodeParams& params, float* workspace, int64_t split, int64_t b, int64_t head,
@@ -59,7 +74,8 @@ __device__ float* partial_row(const DecodeParams& params, float* workspace, int6
   return workspace + row * (params.value_side.head_dim + 2);
 }
 
-template <int kRows>
+// Tails take registers, above all for the query as it came, which their keys want.
+template <int kRows, bool kHasTails>
 __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ DecodeParams params, int num_splits,
                                                       int num_tiles, int lanes_per_worker, float* workspace) {
   // --- which part of which sequence, which queries
@@ -80,7 +96,7 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
   const int64_t split_begin = begin + split * tokens_per_split;
   const int64_t split_end = min(split_begin + tokens_per_split, static_cast<int64_t>(length));
 
-  const int first_of_tail = tail_begin(length);
+  const Tail key_tail(params, params.key_side, b, length), value_tail(params, params.value_side, b, length);
 
   const int num_workers = kNumThreads / lanes_per_worker;
   const int worker = threadIdx.x / lanes_per_worker, c = threadIdx.x % lanes_per_worker * kChunk;
@@ -101,8 +117,13 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) query[r][k] = load_value(params.query.data, params.query.dtype, first + k);
   }
+  float plain_query[kHasTails ? kRows : 1][kChunk] = {};
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
+    if constexpr (kHasTails) {
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) plain_query[r][k] = query[r][k] * params.softmax_scale;
+    }
     if (!is_identity(params.key_transform)) {
       const int head_dim = params.key_side.head_dim;
       const LaneTransform<kChunk> transform(params.key_transform, head_dim, h, c);
@@ -124,19 +145,24 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
     const int64_t t = base + worker;
     const bool is_in_range = t < split_end;
     float key[kChunk] = {}, value[kChunk] = {};
-    if (is_in_range && has_key) {
-      if (params.key_side.tail != nullptr && t >= first_of_tail) {
-        load_of_tail(params.key_side, b, h, t, c, key);
+    const auto load = [&](const Side& side, const Tail& tail, float(&x)[kChunk]) {
+      if (kHasTails && tail.has(side, static_cast<int>(t))) {
+        tail.load(side, b, h, static_cast<int>(t), c, x);
       } else {
-        load_channels(params.key_side, b, h, t, c, key);
+        load_channels(side, b, h, t, c, x);
       }
-    }
-    if (is_in_range && has_value) load_channels(params.value_side, b, h, t, c, value);
+    };
+    if (is_in_range && has_key) load(params.key_side, key_tail, key);
+    if (is_in_range && has_value) load(params.value_side, value_tail, value);
+    const bool is_plain_key = kHasTails && key_tail.has(params.key_side, static_cast<int>(t));
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       float logit = 0.f;
 #pragma unroll
-      for (int k = 0; k < kChunk; ++k) logit += query[r][k] * key[k];
+      for (int k = 0; k < kChunk; ++k) {
+        const float factor = is_plain_key ? plain_query[kHasTails ? r : 0][k] : query[r][k];
+        logit += factor * key[k];
+      }
       for (int distance = lanes_per_worker / 2; distance > 0; distance /= 2) {
         logit += __shfl_xor_sync(kAllLanes, logit, distance);
       }
@@ -144,7 +170,8 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
       const bool is_visible =
           is_in_range && t <= position[r] && (params.sliding_window == 0 || t > position[r] - params.sliding_window);
       if (!is_visible) continue;
-      logit = shape_logit(logit + constant[r], params.softcap, slope[r], static_cast<int>(t) - position[r]);
+      logit = shape_logit(logit + (is_plain_key ? 0.f : constant[r]), params.softcap, slope[r],
+                          static_cast<int>(t) - position[r]);
       const float maximum = fmaxf(m[r], logit);
       const float kept = exp_below(m[r], maximum), weight = exp_below(logit, maximum);
       m[r] = maximum;
@@ -219,8 +246,9 @@ void launch_attend(const DecodeParams& params, int num_splits, float* workspace,
   const int num_workers = kNumThreads / lanes_per_worker;
   const size_t shared_bytes = sizeof(float) * num_workers * kRows * (params.value_side.head_dim + 2);
   const int64_t num_blocks = int64_t{num_splits} * num_tiles * params.num_kv_heads * params.batch;
-  launch("decode", attend<kRows>, num_blocks, kNumThreads, shared_bytes, stream, params, num_splits, num_tiles,
-         lanes_per_worker, workspace);
+  const bool has_tails = params.key_side.tail != nullptr || params.value_side.tail != nullptr;
+  launch("decode", has_tails ? attend<kRows, true> : attend<kRows, false>, num_blocks, kNumThreads, shared_bytes,
+         stream, params, num_splits, num_tiles, lanes_per_worker, workspace);
 }
 
 }  // namespace

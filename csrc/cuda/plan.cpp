@@ -134,7 +134,7 @@ bool has_copyable_scales(const Side& side) {
   const auto is_aligned = [](const half_bits* data, int64_t stride_b, int64_t stride_h, int64_t stride_g) {
     return (reinterpret_cast<int64_t>(data) / 2 | stride_b | stride_h | stride_g) % 8 == 0;
   };
-  if (side.tail != nullptr) {
+  if (side.has_channel_scales) {
     // Those of a block, eight channels at a time; and the tail, eight numbers of two bytes.
     const int64_t tail =
         reinterpret_cast<int64_t>(side.tail) / 2 | side.tail_stride_b | side.tail_stride_h | side.tail_stride_t;
@@ -164,7 +164,8 @@ AttendKernel choose_kernel(const DecodeParams& params) {
   const int head_dim = std::max(keys.head_dim, values.head_dim);
   const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
   const bool is_grouped = has_groups(keys) || has_groups(values);
-  if (keys.tail != nullptr) {
+  if (params.sink_length + params.residual_length > 0) return {};
+  if (keys.has_channel_scales) {
     const bool fits = are(Storage::int4, Storage::int4) && !has_groups(values);
     return fits ? attend_int4_channel(head_dim, num_rows) : AttendKernel{};
   }
@@ -220,7 +221,7 @@ void list_scales(const DecodeParams& params, const AttendKernel& kernel, DecodeP
   const auto add = [&](const Side& side, const half_bits* data, int64_t stride_b, int64_t stride_h, int64_t stride_g) {
     // The cache's groups are multiples of the kernel's.
     const int groups_per_group = std::max(1, side.head_dim / side.num_groups / kGroupChannels);
-    const bool is_single = side.scale_stride_t == 0 && side.tail == nullptr;  // one for all tokens
+    const bool is_single = side.scale_stride_t == 0 && !side.has_channel_scales;  // one for all tokens
     *next++ = {origin(is_single ? nullptr : data, 2 * stride_b, 2 * stride_h), static_cast<uint32_t>(2 * stride_g / 16),
                divisor(groups_per_group), side.num_groups - 1};
   };
@@ -248,7 +249,7 @@ RowChunks row_chunks(const Side& side, int step_tokens) {
 
 // Whether copies leave some of a stage untouched: see Ring::fill_gaps.
 bool has_gaps(const Side& side, bool kernel_has_zero) {
-  return (side.scale_stride_t == 0 && side.tail == nullptr) || (kernel_has_zero && side.zero == nullptr);
+  return (side.scale_stride_t == 0 && !side.has_channel_scales) || (kernel_has_zero && side.zero == nullptr);
 }
 
 // Whether one warp may take a new key and its value at once: 16 bytes a lane, a row in half the lanes.

@@ -391,21 +391,27 @@ __device__ inline void append_row(const Side& side, const Values<Dtype::fp32>& x
 
 constexpr int kColumnsOfWarp = 32;  // channels: eight in a lane, four lanes beside each other, on eight rows
 
-// One warp quantises channels `first` ... of the block of tokens from `begin` on. Tokens below `first_new` come from the
-// tail, the others are new, `dense` beginning with number `first_new`; those below `start` are padding. Both have
-// kIsWide numbers: float32, or else 16 bits. What is loaded for the codes is in the cache since it was for the range.
+// A block of tokens that becomes codes. Those before `first_new` come from rows of the tail, others are new; those before
+// `first_counted` have no part in scales, and codes of 0.
+struct BlockOfTokens {
+  int begin, first_new, first_counted, tail_row;
+};
+
+// One warp quantises channels `first` ... of a block, `dense` beginning with token `first_new`. The tail and new tokens
+// have kIsWide numbers: float32, or else 16 bits. What is loaded for the codes is in the cache since it was for the range.
 template <bool kIsWide>
-__device__ __noinline__ void quantize_columns(const Side& side, const Dense& dense, int64_t b, int64_t h, int64_t begin,
-                                              int64_t first_new, int64_t start, int first) {
+__device__ __noinline__ void quantize_columns(const Side& side, const Dense& dense, int64_t b, int64_t h,
+                                              const BlockOfTokens& tokens, int first) {
   using Raw = Values<kIsWide ? Dtype::fp32 : Dtype::bf16>;  // or fp16, which is as wide
   constexpr int kRows = 8, kAtOnce = kIsWide ? 4 : 8;       // rows of a warp, and of a lane under way at a time
-  const int lane = threadIdx.x % kLanes, c = first + lane % 4 * kChunk, first_row = lane / 4;
+  const int lane = threadIdx.x % kLanes, c = first + lane % 4 * kChunk, first_row = lane / 4, begin = tokens.begin;
   const bool has_channels = c < side.head_dim;
-  const int num_padding = static_cast<int>(min(max(start - begin, int64_t{0}), int64_t{kBlockSize}));
-  const int num_old = static_cast<int>(min(max(first_new - begin, int64_t{0}), int64_t{kBlockSize}));
+  const int num_padding = min(max(tokens.first_counted - begin, 0), kBlockSize);
+  const int num_old = min(max(tokens.first_new - begin, 0), kBlockSize);
   const Dense tail = {side.tail, side.tail_dtype, side.tail_stride_b, side.tail_stride_h, side.tail_stride_t};
-  const int64_t from_tail = b * tail.stride_b + h * tail.stride_h + c;
-  const int64_t from_new = b * dense.stride_b + h * dense.stride_h + (begin - first_new) * dense.stride_t + c;
+  const int64_t from_tail = b * tail.stride_b + h * tail.stride_h + tokens.tail_row * tail.stride_t + c;
+  const int64_t from_new =
+      b * dense.stride_b + h * dense.stride_h + int64_t{begin - tokens.first_new} * dense.stride_t + c;
   // Calls `use(row, x)` for the rows of this lane, those of padding left out.
   const auto for_rows = [&](auto use) {
 #pragma unroll 1
