@@ -45,6 +45,7 @@ from decode_cases import (
     bytes_held,
     check_goals,
     fits,
+    lengths_held,
     random_transform,
     thousands,
 )
@@ -61,7 +62,7 @@ from hf_kvquant.formats import KVFormat, Planes
 
 REPLAYS = 40
 QUICK_REPLAYS = 12
-DEFAULT_PRESETS = ["int8", "int4", "int4-g32", "k8v4", "fp8"]
+DEFAULT_PRESETS = ["int8", "int4", "int4-g32", "int4-channel", "k8v4", "fp8"]
 QUICK_PRESETS = ["int8", "int4"]
 
 
@@ -91,6 +92,8 @@ def random_planes(shape: Shape, kv_format: KVFormat) -> Planes:
     planes.scale.uniform_(0.5, 1.5).div_(_SPREAD[kv_format.storage])
     if planes.zero is not None:
         torch.mul(planes.scale, -reference.max_code(kv_format) / 2, out=planes.zero)
+    if planes.tail is not None:
+        planes.tail.normal_()
     return planes
 
 
@@ -116,21 +119,16 @@ def check(
     softmax_scale = query.shape[-1] ** -0.5
     for i in {0, len(lengths) - 1}:
         length = lengths[i]
+        held = torch.tensor([length], dtype=torch.int32, device=query.device)
         key, value = (
             reference.dequantize(
-                Planes(
-                    planes.codes[i : i + 1, :, :length],
-                    *(
-                        None if plane is None else plane[i : i + 1, :, :, :length]
-                        for plane in (planes.scale, planes.zero)
-                    ),
-                ),
+                planes.map(lambda plane, i=i: plane[i : i + 1]).narrow(length, kv_format.block_size),  # type: ignore[misc]
                 kv_format,
+                lengths=held,
             )
             for planes, kv_format in zip(sides, formats, strict=True)
         )
         row, own = query[i : i + 1], out[i : i + 1].float()
-        held = torch.tensor([length], dtype=torch.int32, device=query.device)
         expected, _ = reference.decode_attention(
             row.float(), key, value, held, softmax_scale=softmax_scale, key_transform=transform
         )
@@ -161,7 +159,8 @@ def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replay
     """
     formats = PRESETS[preset]
     num_sets = sets_needed(bytes_held(shape, formats))
-    lengths = torch.tensor(shape.lengths(), dtype=torch.int32, device=DEVICE)
+    tokens = lengths_held(shape, formats)
+    lengths = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
     sets = [(random_planes(shape, formats[0]), random_planes(shape, formats[1])) for _ in range(num_sets)]
     counters = torch.zeros(num_sets, ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
     query = torch.randn(shape.batch, shape.num_q_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
@@ -187,7 +186,7 @@ def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replay
 
     timings, errors = [], []
     for names in wanted:
-        error, bound = check(run(0, names), query, sets[0], formats, shape.lengths(), transforms[names][0])
+        error, bound = check(run(0, names), query, sets[0], formats, tokens, transforms[names][0])
         if not error <= bound:
             raise SystemExit(
                 f"bench_decode: {shape.describe()}, {preset}: relative error {error:.2e} exceeds its bound {bound:.2e}."

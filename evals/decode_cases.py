@@ -81,10 +81,24 @@ SINGLE_CASES = ["64x8k", "16x8k", "1x8k"]  # where each transform is timed alone
 PROMPT = (8, 8, 128, 8192)
 
 
+def lengths_held(shape: Shape, formats: tuple[KVFormat, KVFormat]) -> list[int]:
+    """Tokens held by each sequence: the shape's, and half a block less where channels have scales.
+
+    A step then meets as many dense keys as it does on average, and fills no block, as 127 of 128 do not.
+    """
+    block_size = formats[0].block_size
+    less = 0 if block_size is None or shape.is_ragged else block_size // 2
+    return [length - less for length in shape.lengths()]
+
+
 def bytes_held(shape: Shape, formats: tuple[KVFormat, KVFormat]) -> int:
-    """Codes, scales and zeros of all tokens held, each counted once."""
-    per_token = sum(side.bytes_per_token(shape.num_kv_heads, shape.head_dim, DTYPE) for side in formats)
-    return sum(shape.lengths()) * per_token
+    """Codes, scales and zeros of all tokens held, each counted once, and keys that are still dense."""
+    key = formats[0]
+    key_bytes, value_bytes = (side.bytes_per_token(shape.num_kv_heads, shape.head_dim, DTYPE) for side in formats)
+    lengths = lengths_held(shape, formats)
+    num_dense = sum(length - key.tail_begin(length) for length in lengths) if key.block_size is not None else 0
+    dense_bytes = shape.num_kv_heads * shape.head_dim * DTYPE.itemsize
+    return sum(lengths) * (key_bytes + value_bytes) + num_dense * (dense_bytes - key_bytes)
 
 
 def fits(shape: Shape, preset: str) -> bool:

@@ -59,11 +59,11 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
     }
   }
   if constexpr (Shape::kIsBlocked) {
-    // The key stays as it is, in the tail; the value is quantised.
+    // The key stays as it is, in the tail, unless it fills a block; the value is quantised.
     const int64_t from = b * new_tokens.key.stride_b + h * new_tokens.key.stride_h;
     const Side& keys = params.key_side;
     const int64_t to = b * keys.tail_stride_b + h * keys.tail_stride_h + t % kBlockSize * keys.tail_stride_t;
-    for (int c = lane; c < keys.head_dim; c += kLanes) {
+    for (int c = lane; c < keys.head_dim && (t + 1) % kBlockSize != 0; c += kLanes) {
       static_cast<uint16_t*>(keys.tail)[to + c] = static_cast<const uint16_t*>(new_tokens.key.data)[from + c];
     }
   }
@@ -155,9 +155,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     __syncwarp();
     if constexpr (Shape::kIsBlocked) {
       if (fills_block) {
-        __syncthreads();
         for (int c = warp * kColumnsOfWarp; c < params.key_side.head_dim; c += num_warps * kColumnsOfWarp) {
-          const BlockOfTokens tokens = {held.end - kBlockSize, held.end, bounds.start, 0};
+          const BlockOfTokens tokens = {held.end - kBlockSize, held.end - 1, bounds.start, 0};
           quantize_columns<false>(params.key_side, new_tokens.key, segment.b, segment.h, tokens, c);
         }
         __syncthreads();
