@@ -133,8 +133,9 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   if (!segment.has_rounds() && !held.is_own) return;
   const int first_step = segment.first_step + warp;
   const int held_step = held.is_own ? held.first_step : segment.last_step;
-  const int first_of_tail =
-      Shape::kIsBlocked ? tail_begin(params.key_side, min(max(bounds.length, 0), params.capacity), 0) : span.end;
+  const int first_of_tail = Shape::kIsBlocked ? tail_begin(params.key_side, min(max(bounds.length, 0), params.capacity),
+                                                           params.residual_length)
+                                              : span.end;
   ring.bound(span.begin, span.end, min(first_of_tail, span.end));
   if (first_step != likely_step) ring.seek(plan, segment, first_step);
   if constexpr (Shape::kIsBlocked) {

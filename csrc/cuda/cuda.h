@@ -120,6 +120,8 @@ struct DecodePlan {
   uint32_t query_stride_b, query_stride_h, query_stride_t;  // in elements
   int64_t num_counters;      // zeros needed at the place where parts meet; 0 when nothing is combined
   int64_t workspace_floats;  // partial results; 0 when there are none
+  int num_tail_parts;        // in which decode_general.cu takes dense windows where another kernel takes codes
+  int64_t tails_at;          // their place in the workspace
 };
 
 // Makes a device current for this library's CUDA runtime, which is not torch's, and returns torch's stream on it.
@@ -139,5 +141,8 @@ void decode(const DecodeParams& params, const AppendParams* new_tokens, const De
 
 // The kernel for what no other serves: float32 queries, storage type `none`, mixtures of formats.
 void decode_general(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream);
+
+// Leaves plan.num_tail_parts partial results of dense windows at `workspace`, for whoever attends to the codes.
+void decode_tails(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream);
 
 }  // namespace hf_kvquant::cuda

@@ -70,14 +70,15 @@ struct Tail {
 // The place of one row's result of one part: head_dim sums, then m and l.
 __device__ float* partial_row(const DecodeParams& params, float* workspace, int64_t split, int64_t b, int64_t head,
                               int64_t i) {
-  const int64_t row = ((split * params.batch + b) * params.num_q_heads + head) * params.q_len + i;
+  const int64_t row = ((split * params.batch + b) * params.q_len + i) * params.num_q_heads + head;
   return workspace + row * (params.value_side.head_dim + 2);
 }
 
 // Tails take registers, above all for the query as it came, which their keys want.
 template <int kRows, bool kHasTails>
-__global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ DecodeParams params, int num_splits,
-                                                      int num_tiles, int lanes_per_worker, float* workspace) {
+__global__ void __launch_bounds__(kNumThreads)
+    attend(const __grid_constant__ DecodeParams params, bool is_of_tails, int num_splits, int num_tiles,
+           int lanes_per_worker, float* workspace) {
   // --- which part of which sequence, which queries
   int64_t block = blockIdx.x;
   const int split = block % num_splits;
@@ -91,12 +92,18 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
   const int first_position = length - params.q_len;  // of the first query; negative when it attends to nothing
   int begin = params.starts == nullptr ? 0 : max(params.starts[b], 0);
   if (params.sliding_window > 0) begin = max(begin, first_position - params.sliding_window + 1);
-  const int64_t num_tokens = max(length - begin, 0);
-  const int64_t tokens_per_split = (num_tokens + num_splits - 1) / num_splits;
-  const int64_t split_begin = begin + split * tokens_per_split;
-  const int64_t split_end = min(split_begin + tokens_per_split, static_cast<int64_t>(length));
 
   const Tail key_tail(params, params.key_side, b, length), value_tail(params, params.value_side, b, length);
+  // Tokens: all from `begin` on, or the first ones and those whose keys are the newest dense ones.
+  int num_first = 0;
+  if (is_of_tails) {
+    num_first = max(min(min(key_tail.start + key_tail.sink_length, key_tail.begin), length) - key_tail.start, 0);
+    begin = max(begin, key_tail.begin);
+  }
+  const int num_tokens = num_first + max(length - begin, 0);
+  const int tokens_per_split = (num_tokens + num_splits - 1) / num_splits;
+  const int64_t split_begin = int64_t{split} * tokens_per_split;
+  const int64_t split_end = min(split_begin + tokens_per_split, int64_t{num_tokens});
 
   const int num_workers = kNumThreads / lanes_per_worker;
   const int worker = threadIdx.x / lanes_per_worker, c = threadIdx.x % lanes_per_worker * kChunk;
@@ -142,8 +149,9 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
   // All lanes of a warp go round equally often, since they shuffle together.
 #pragma unroll 2
   for (int64_t base = split_begin; base < split_end; base += num_workers) {
-    const int64_t t = base + worker;
-    const bool is_in_range = t < split_end;
+    const int64_t number = base + worker;
+    const bool is_in_range = number < split_end;
+    const int64_t t = number < num_first ? key_tail.start + number : begin + (number - num_first);
     float key[kChunk] = {}, value[kChunk] = {};
     const auto load = [&](const Side& side, const Tail& tail, float(&x)[kChunk]) {
       if (kHasTails && tail.has(side, static_cast<int>(t))) {
@@ -205,7 +213,7 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
       weights += theirs[head_dim + 1] * weight;
     }
     const int row = tile * kRows + r, head = h * num_q_per_kv + row / params.q_len, i = row % params.q_len;
-    if (num_splits == 1) {
+    if (num_splits == 1 && !is_of_tails) {
       Output{params, b, head, i}.write(total, maximum, weights, channel);
     } else {
       float* partial = partial_row(params, workspace, split, b, head, i);
@@ -237,7 +245,7 @@ __global__ void combine(const __grid_constant__ DecodeParams params, int num_spl
 }
 
 template <int kRows>
-void launch_attend(const DecodeParams& params, int num_splits, float* workspace, void* stream) {
+void launch_attend(const DecodeParams& params, bool is_of_tails, int num_splits, float* workspace, void* stream) {
   const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
   const int num_tiles = (num_rows + kRows - 1) / kRows;
   const int num_chunks = max(params.key_side.head_dim, params.value_side.head_dim) / kChunk;
@@ -248,17 +256,23 @@ void launch_attend(const DecodeParams& params, int num_splits, float* workspace,
   const int64_t num_blocks = int64_t{num_splits} * num_tiles * params.num_kv_heads * params.batch;
   const bool has_tails = params.key_side.tail != nullptr || params.value_side.tail != nullptr;
   launch("decode", has_tails ? attend<kRows, true> : attend<kRows, false>, num_blocks, kNumThreads, shared_bytes,
-         stream, params, num_splits, num_tiles, lanes_per_worker, workspace);
+         stream, params, is_of_tails, num_splits, num_tiles, lanes_per_worker, workspace);
 }
 
 }  // namespace
 
+void decode_tails(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream) {
+  const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
+  const auto attend_to = num_rows == 1 ? launch_attend<1> : num_rows <= 4 ? launch_attend<4> : launch_attend<8>;
+  attend_to(params, true, plan.num_tail_parts, workspace, stream);
+}
+
 void decode_general(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream) {
   const int num_splits = static_cast<int>(plan.num_splits.value);
   switch (plan.rows_per_tile) {
-    case 1: launch_attend<1>(params, num_splits, workspace, stream); break;
-    case 4: launch_attend<4>(params, num_splits, workspace, stream); break;
-    default: launch_attend<8>(params, num_splits, workspace, stream);
+    case 1: launch_attend<1>(params, false, num_splits, workspace, stream); break;
+    case 4: launch_attend<4>(params, false, num_splits, workspace, stream); break;
+    default: launch_attend<8>(params, false, num_splits, workspace, stream);
   }
   if (num_splits > 1) {
     const int64_t num_rows = int64_t{params.batch} * params.num_q_heads * params.q_len;

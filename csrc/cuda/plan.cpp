@@ -22,6 +22,9 @@ namespace {
 constexpr int kBlocksPerMultiprocessor = 4;
 constexpr int kMinTokensPerSplit = 128;
 
+// Tokens of dense windows that a thread block takes, about, and how many take those of a head at most.
+constexpr int kTailTokensPerPart = 32, kMaxTailParts = 8;
+
 constexpr int kLanesOfWarp = 32;
 
 // From where on a kernel waits for the launch before itself (`wait_for_launch_before`), and CUDA graphs can record it.
@@ -164,7 +167,6 @@ AttendKernel choose_kernel(const DecodeParams& params) {
   const int head_dim = std::max(keys.head_dim, values.head_dim);
   const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
   const bool is_grouped = has_groups(keys) || has_groups(values);
-  if (params.sink_length + params.residual_length > 0) return {};
   if (keys.has_channel_scales) {
     const bool fits = are(Storage::int4, Storage::int4) && !has_groups(values);
     return fits ? attend_int4_channel(head_dim, num_rows) : AttendKernel{};
@@ -186,6 +188,7 @@ AttendKernel choose_kernel(const DecodeParams& params) {
 // must see all that shares a scale, and all queries of a head.
 bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles, int num_warps) {
   if (new_tokens == nullptr || num_row_tiles > 1 || new_tokens->q_len > kMaxAppended) return false;
+  if (new_tokens->sink_length + new_tokens->residual_length > 0) return false;
   // Tokens that share the scale of a channel must be of one round, and a second new one might already be of the next.
   if (kernel.is_blocked && (new_tokens->q_len > 1 || kernel.step_tokens * num_warps % kBlockSize != 0)) return false;
   const auto is_own = [](const Side& side) { return !side.is_frozen && !side.is_shared_by_heads; };
@@ -266,9 +269,16 @@ bool are_pairs(const AppendParams& new_tokens) {
 
 // --- how it is cut
 
+int64_t rows_of(const DecodeParams& params) { return int64_t{params.num_q_heads} / params.num_kv_heads * params.q_len; }
+
+// Floats of one part's results of the general kernel.
+int64_t part_floats(const DecodeParams& params) {
+  return int64_t{params.batch} * params.num_q_heads * params.q_len * (params.value_side.head_dim + 2);
+}
+
 DecodePlan plan_general(const DecodeParams& params) {
   const int num_multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, current_device());
-  const int64_t num_rows = int64_t{params.num_q_heads} / params.num_kv_heads * params.q_len;
+  const int64_t num_rows = rows_of(params);
   DecodePlan plan{};
   plan.rows_per_tile = num_rows == 1 ? 1 : num_rows <= 4 ? 4 : 8;
   plan.num_row_tiles = static_cast<int>((num_rows + plan.rows_per_tile - 1) / plan.rows_per_tile);
@@ -278,8 +288,7 @@ DecodePlan plan_general(const DecodeParams& params) {
   const int64_t num_splits = params.num_splits > 0 ? params.num_splits : std::min(wanted, worthwhile);
   plan.num_splits = divisor(num_splits);
   if (num_splits > 1) {
-    plan.workspace_floats =
-        num_splits * params.batch * params.num_q_heads * params.q_len * (params.value_side.head_dim + 2);
+    plan.workspace_floats = num_splits * part_floats(params);
   }
   return plan;
 }
@@ -386,7 +395,7 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
       !has_short_strides(params)) {
     return plan_general(params);
   }
-  const int64_t num_rows = int64_t{params.num_q_heads} / params.num_kv_heads * params.q_len;
+  const int64_t num_rows = rows_of(params);
   const int64_t num_row_tiles = (num_rows + kernel.rows_per_tile - 1) / kernel.rows_per_tile;
   const int64_t num_units = num_row_tiles * params.num_kv_heads * params.batch;
   const int64_t steps = std::max(1, (params.capacity + kernel.step_tokens - 1) / kernel.step_tokens);
@@ -440,6 +449,12 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
     plan.num_counters = num_units;
     plan.workspace_floats = num_units * num_splits * kernel.slot_floats;
   }
+  const int dense_tokens = params.sink_length + params.residual_length;
+  if (dense_tokens > 0) {
+    plan.num_tail_parts = std::min((dense_tokens + kTailTokensPerPart - 1) / kTailTokensPerPart, kMaxTailParts);
+    plan.tails_at = (plan.workspace_floats + 1) / 2 * 2;
+    plan.workspace_floats = plan.tails_at + plan.num_tail_parts * part_floats(params);
+  }
   return plan;
 }
 
@@ -450,6 +465,7 @@ void decode(const DecodeParams& params, const AppendParams* new_tokens, const De
     decode_general(params, plan, workspace, stream);
     return;
   }
+  if (plan.num_tail_parts > 0) decode_tails(params, plan, workspace + plan.tails_at, stream);
   NewTokens appended{};
   if (plan.appends) appended = {new_tokens->key, new_tokens->value, new_tokens->q_len};
   void* arguments[] = {const_cast<DecodeParams*>(&params), &appended, const_cast<DecodePlan*>(&plan), &workspace};

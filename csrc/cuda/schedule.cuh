@@ -112,6 +112,11 @@ __device__ __forceinline__ Span find_rounds(const DecodeParams& params, const De
   if (params.sliding_window > 0) {
     span.begin = max(span.begin, span.first_position + first_token - params.sliding_window + 1);
   }
+  if (plan.num_tail_parts > 0) {
+    // The rest is decode_general.cu's.
+    span.begin = max(span.begin, max(bounds.start, 0) + params.sink_length);
+    span.end = min(span.end, tail_begin(params.key_side, span.first_position + params.q_len, params.residual_length));
+  }
   if (span.begin >= span.end) span.begin = span.end = 0;
   const unsigned last_step = step_of<kStepTokens>(max(span.end - 1, 0));
   const int first_round = static_cast<unsigned>(step_of<kStepTokens>(span.begin)) >> plan.warps_log2;
