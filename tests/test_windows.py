@@ -505,6 +505,20 @@ def test_a_fallback_attends_to_the_same_tokens(name: str) -> None:
     assert_same(output.sequences, expected.sequences, "tokens")
 
 
+def test_holes_in_the_mask_fall_back_to_the_same_tokens() -> None:
+    """Padding is what lies before the first token that is shown."""
+    model, inputs, config = small_model(), left_padded(batch=2, tokens=40, pads=(3, 9)), CONFIGS["int4"]
+    inputs["attention_mask"][:, 20:24] = 0
+    simulated = ReferenceCache(model.config, config, mask=inputs["attention_mask"])
+    expected = greedy(model, inputs, 8, past_key_values=simulated)
+    with patched(model, config):
+        output = greedy(model, inputs, 8)
+    assert_same(output.sequences, expected.sequences, "tokens")
+    bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
+    compare.assert_close(logits(output), logits(expected), bound, "logits")
+    assert output.past_key_values.storages[0].fallbacks
+
+
 def test_a_window_of_everything_is_exact() -> None:
     """No token is taken from codes: what is left of quantisation is how sums are ordered."""
     model, inputs = small_model(), left_padded(batch=2, tokens=40, pads=(3, 0))
