@@ -99,7 +99,7 @@ def attention_mask(
             if attention_mask.device.type == "cpu" or not is_decode_step:
                 notes.has_holes = notes.has_holes or _has_holes(attention_mask)
         starts = None if attention_mask is None else _num_pads(attention_mask)
-        if not torch.compiler.is_compiling():
+        if kv_length.is_first_chunk or not torch.compiler.is_compiling():
             notes.starts = starts
         is_plain = mask_function is causal_mask_function and not kwargs.get("use_vmap", False)
         if is_plain and not kv_length.is_first_chunk and not notes.has_holes:

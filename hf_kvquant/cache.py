@@ -114,7 +114,7 @@ class KVQuantLayer(CacheLayerMixin):
         """
         is_first_chunk = self.storage.is_empty
         self.storage.extend(key_states, value_states)
-        if is_first_chunk and not torch.compiler.is_compiling():
+        if is_first_chunk:
             self.storage.starts = self.notes.starts  # later chunks come with a call that says it
         if is_first_chunk:
             self.storage.flush()

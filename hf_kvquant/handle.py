@@ -25,8 +25,7 @@ class MaskNotes:
 
     Attributes:
         starts: `[batch]` int32: left-padding tokens in the newest mask, `None` where there was none. For the first
-            chunk, which is written before attention could say it. Masks that are traced leave it alone: a first chunk
-            that is compiled counts its padding as tokens, which only makes its scales wider (granularity `channel`).
+            chunk, which is written before attention could say it; masks of later chunks that are traced leave it alone.
         has_holes: Whether a mask hid tokens other than a sequence's first ones. Kernels know left padding as a number
             of tokens only, so from then on masks are dense and attention falls back.
     """

@@ -269,7 +269,7 @@ def dense_tokens(
     is_recent = position >= kv_format.tail_begin(lengths.long(), residual_length).unsqueeze(1)
     ring = max(1, planes.tail.shape[2] - sink_length)  # 0 where nothing is recent
     row = torch.where(is_sink, behind_start, sink_length + position % ring)
-    is_dense = is_sink | (is_recent & (position < lengths.unsqueeze(1)))
+    is_dense = (is_sink | is_recent) & (position < lengths.unsqueeze(1))
     return is_dense, row.masked_fill(~is_dense, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,12 +69,15 @@ class Case:
     num_kv_heads: int = 2
     value_dim: int | None = None
     capacity: int = 128
+    sink_length: int = 0
+    residual_length: int = 0
 
     def __str__(self) -> str:
         keys, values = (kv_format.describe() for kv_format in self.formats)
         formats = keys if keys == values else f"{keys}+{values}"
         text = f"{formats}-hd{self.head_dim}-{name_of(self.dtype)}-gqa{self.num_q_per_kv}-q{self.q_len}"
-        return text + f"-len{','.join(map(str, self.lengths))}"
+        text += f"-len{','.join(map(str, self.lengths))}"
+        return text + (f"-dense{self.sink_length}+{self.residual_length}" if any(self.windows.values()) else "")
 
     @property
     def batch(self) -> int:
@@ -82,6 +86,11 @@ class Case:
     @property
     def num_q_heads(self) -> int:
         return self.num_kv_heads * self.num_q_per_kv
+
+    @property
+    def windows(self) -> dict[str, Any]:
+        """Tokens that stay dense, as ops and reference take them."""
+        return {"sink_length": self.sink_length, "residual_length": self.residual_length}
 
     def head_dims(self) -> tuple[int, int]:
         """Of keys and of values."""
@@ -106,10 +115,17 @@ def queries(case: Case) -> Tensor:
 
 
 def poisoned(
-    kv_format: KVFormat, batch: int, heads: int, head_dim: int, capacity: int, dtype: torch.dtype, device: str = "cpu"
+    kv_format: KVFormat,
+    batch: int,
+    heads: int,
+    head_dim: int,
+    capacity: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    **windows: int,
 ) -> Planes:
     """Planes whose every element is what reads must never turn into output: NaN, or random bytes under a NaN scale."""
-    planes = kv_format.allocate(batch, heads, head_dim, capacity, dtype=dtype, device=torch.device(device))
+    planes = kv_format.allocate(batch, heads, head_dim, capacity, dtype=dtype, device=torch.device(device), **windows)
     if not kv_format.is_quantized:
         planes.codes.fill_(torch.nan)
         return planes
@@ -122,7 +138,7 @@ def poisoned(
     return planes
 
 
-def filled(case: Case, side: int, x: Tensor | None = None) -> Planes:
+def filled(case: Case, side: int, x: Tensor | None = None, key_transform: KeyTransform | None = None) -> Planes:
     """Planes with tokens `starts … lengths - 1` of `x` (random by default), everything else poisoned.
 
     Where there is a tail, padding is held too, and its keys are in no scale.
@@ -131,21 +147,29 @@ def filled(case: Case, side: int, x: Tensor | None = None) -> Planes:
         case: Gives format, shapes and lengths.
         side: 0 for keys, 1 for values.
         x: `[batch, num_kv_heads, capacity, head_dim]`, on the device that the planes are to be on.
+        key_transform: What keys go through; on the same device.
     """
     kv_format, head_dim = case.formats[side], case.head_dims()[side]
     if x is None:
         x = tokens(case, case.capacity, head_dim)
-    outside = poisoned(
-        kv_format, case.batch, case.num_kv_heads, head_dim, case.capacity, case.dtype, device=str(x.device)
-    )
+    shape = case.batch, case.num_kv_heads, head_dim, case.capacity
+    outside = poisoned(kv_format, *shape, case.dtype, device=str(x.device), **case.windows)
     if outside.tail is not None:
         starts = case.starts_tensor()
         for b, length in enumerate(case.lengths):
             row = outside.map(lambda plane, b=b: plane[b : b + 1])  # type: ignore[misc]
             start = None if starts is None else starts[b : b + 1].to(x.device)
             lengths = torch.tensor([length], dtype=torch.int32, device=x.device)
-            reference.append(x[b : b + 1, :, :length].to(case.dtype), row, kv_format, lengths, None, start)
+            new = x[b : b + 1, :, :length].to(case.dtype)
+            if kv_format.granularity == "tensor":
+                frozen = reference.compute_scale(x[b : b + 1], kv_format)
+                for plane, scale in zip((row.scale, row.zero), frozen, strict=True):
+                    if plane is not None and scale is not None:
+                        plane.copy_(scale)
+            reference.append(new, row, kv_format, lengths, key_transform, start, **case.windows)
         return outside
+    if key_transform is not None:
+        x = reference.transform_key(x, key_transform)
     if not kv_format.is_quantized:
         inside = Planes(x.to(outside.codes.dtype), None, None)
     else:

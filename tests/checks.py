@@ -32,21 +32,23 @@ def run_append(engine: str, case: Case, key: Tensor, value: Tensor, key_transfor
     planes = []
     for side, x in enumerate((key, value)):
         kv_format = case.formats[side]
-        made = poisoned(kv_format, case.batch, case.num_kv_heads, case.head_dims()[side], case.capacity, case.dtype)
+        shape = case.batch, case.num_kv_heads, case.head_dims()[side], case.capacity
+        made = poisoned(kv_format, *shape, case.dtype, **case.windows)
         if kv_format.granularity == "tensor":
             # The scale of an earlier, smaller chunk: the new tokens run into the clamps.
             frozen = reference.compute_scale(torch.randn(x.shape), kv_format)
-            made = Planes(made.codes, *frozen)
+            made = Planes(made.codes, *frozen, made.tail)
         planes.append(made)
     ours = [clone(made, engine) for made in planes]
     lengths = case.lengths_tensor()
     new = to(engine, key, value)
     before = [x.clone() for x in new]
     transform = None if key_transform is None else key_transform.to(engine)
-    ops.append(*new, *ours, lengths.to(engine), case.formats, transform)
+    starts = case.starts_tensor()
+    ops.append(*new, *ours, lengths.to(engine), case.formats, transform, *to(engine, starts), **case.windows)
     for side, x in enumerate((key, value)):
         kv_format = case.formats[side]
-        reference.append(x, planes[side], kv_format, lengths, None if side else key_transform)
+        reference.append(x, planes[side], kv_format, lengths, None if side else key_transform, starts, **case.windows)
         assert_same_planes(ours[side], planes[side], f"{case}, {'value' if side else 'key'}")
         assert_same(new[side], before[side].cpu(), f"{case}, input")
 
@@ -58,19 +60,27 @@ def plain_attention(
     value: Tensor,
     *,
     softmax_scale: float,
+    coded_query: Tensor | None = None,
     constant: Tensor | None = None,
+    is_dense: Tensor | None = None,
     starts: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sliding_window: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """What eager PyTorch makes of the same keys and values in the working dtype: its error is the measure of ours."""
+    """What eager PyTorch makes of the same keys and values in the working dtype: its error is the measure of ours.
+
+    Keys that are not dense meet `coded_query`, and their products get `constant` added.
+    """
     key = key.nan_to_num(0, 0, 0).to(case.dtype).repeat_interleave(case.num_q_per_kv, 1)
     value = value.nan_to_num(0, 0, 0).to(case.dtype).repeat_interleave(case.num_q_per_kv, 1)
     scores = query @ key.mT
-    if constant is not None:
-        scores = scores + constant.to(case.dtype).unsqueeze(-1)
+    if coded_query is not None and is_dense is not None:
+        coded_scores = coded_query.to(case.dtype) @ key.mT
+        if constant is not None:
+            coded_scores = coded_scores + constant.to(case.dtype).unsqueeze(-1)
+        scores = torch.where(is_dense[:, None, None, :], scores, coded_scores)
     scores = scores * softmax_scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
@@ -121,11 +131,17 @@ def run_decode(
         softmax_scale=softmax_scale,
         num_splits=num_splits,
         key_transform=None if key_transform is None else key_transform.to(engine),
+        **case.windows,
         **on_device,
     )
     key, value = (
-        reference.dequantize(made, kv_format, lengths=case.lengths_tensor())
+        reference.dequantize(
+            made, kv_format, torch.float32, case.lengths_tensor(), case.starts_tensor(), **case.windows
+        )
         for made, kv_format in zip(planes, case.formats, strict=True)
+    )
+    is_dense, _ = reference.dense_tokens(
+        planes[0], case.formats[0], case.lengths_tensor(), case.starts_tensor(), **case.windows
     )
     expected_out, expected_lse = reference.decode_attention(
         query.float(),
@@ -134,15 +150,27 @@ def run_decode(
         case.lengths_tensor(),
         softmax_scale=softmax_scale,
         key_transform=key_transform,
+        is_dense=is_dense,
         **extras,
     )
-    constant = None
+    coded_query = constant = None
+    max_query = largest(query.float().norm(dim=-1))
     if key_transform is not None:
-        query, constant = reference.transform_query(query, key_transform)
+        coded_query, constant = reference.transform_query(query, key_transform)
+        max_coded = largest(coded_query.norm(dim=-1))
+        max_query = max(max_coded, max_query) if is_dense.any() else max_coded
     torch_out, torch_lse = plain_attention(
-        case, query.to(case.dtype), key, value, constant=constant, softmax_scale=softmax_scale, **extras
+        case,
+        query.to(case.dtype),
+        key,
+        value,
+        coded_query=coded_query,
+        constant=constant,
+        is_dense=is_dense,
+        softmax_scale=softmax_scale,
+        **extras,
     )
-    max_logit = largest(query.float().norm(dim=-1)) * largest(key.norm(dim=-1)) * softmax_scale
+    max_logit = max_query * largest(key.norm(dim=-1)) * softmax_scale
     max_logit += 0.0 if constant is None else softmax_scale * largest(constant)
     bound = attention_bound(expected_out, torch_out, case.dtype, max_logit, largest(value))
     what = f"{case} {sorted(extras)}"

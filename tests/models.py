@@ -33,7 +33,8 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, reference
-from hf_kvquant.formats import KVFormat, Planes
+from hf_kvquant.config import LayerFormats
+from hf_kvquant.formats import Planes
 from hf_kvquant.transforms import KeyTransform
 
 VOCAB_SIZE = 96
@@ -298,25 +299,26 @@ class RecordingCache(KVQuantCache):
 class ReferenceLayer(DynamicLayer):
     """Dense keys and values that went through the specification; the first chunk comes back as given.
 
+    Where tokens stay dense, channels are twice as many: what codes stand for, and what a token was given as.
+
     Args:
-        key_format: Of keys.
-        value_format: Of values.
+        formats: Of the layer.
         replay: What another cache was given, to be kept in place of what this one is given. Two runs that differ in the
             order of a sum only may still round one value to two codes; with the same values they cannot.
-        mask: `[batch, tokens]` of the first chunk, 0 for padding, where what is replayed need not agree.
+        mask: `[batch, tokens]` of the prompt, 0 for padding, where what is replayed need not agree.
         transform: What keys go through before they are quantised.
     """
 
     def __init__(
         self,
-        key_format: KVFormat,
-        value_format: KVFormat,
+        formats: LayerFormats,
         replay: list[tuple[Tensor, Tensor]] | None = None,
         mask: Tensor | None = None,
         transform: KeyTransform | None = None,
     ) -> None:
         super().__init__()
-        self.formats = (key_format, value_format)
+        self.formats = (formats.key, formats.value)
+        self.windows = {"sink_length": formats.sink_length, "residual_length": formats.residual_length}
         self.transform = transform
         self.frozen: list[Planes | None] = [None, None]  # per-tensor scales of the first chunk
         self.replay = None if replay is None else iter(replay)
@@ -335,11 +337,52 @@ class ReferenceLayer(DynamicLayer):
             key_states, value_states = key.to(key_states.dtype), value.to(value_states.dtype)
         length = self.get_seq_length()
         is_first_chunk = length == 0
-        dense = super().update(self._through_codes(0, key_states), self._through_codes(1, value_states))
-        block_size = self.formats[0].block_size
-        if block_size is not None:
-            self._close_blocks(length // block_size * block_size, self.get_seq_length() // block_size * block_size)
-        return (key_states, value_states) if is_first_chunk else dense
+        both = [
+            torch.cat((self._through_codes(side, x), x), dim=-1)
+            if self._has_tail(side)
+            else self._through_codes(side, x)
+            for side, x in enumerate((key_states, value_states))
+        ]
+        super().update(*both)
+        if self.formats[0].block_size is not None:
+            residual_length = self.windows["residual_length"]
+            self._close_blocks(
+                *(self.formats[0].tail_begin(tokens, residual_length) for tokens in (length, self.get_seq_length()))
+            )
+        return (key_states, value_states) if is_first_chunk else (self.seen(0), self.seen(1))
+
+    def _has_tail(self, side: int) -> bool:
+        return self.formats[side].tail_rows(**self.windows) > 0
+
+    def _starts(self) -> Tensor:
+        batch = self.keys.shape[0]
+        if self.mask is None:
+            return torch.zeros(batch, dtype=torch.int64, device=self.keys.device)
+        starts = (self.mask.cumsum(1) == 0).sum(1).to(self.keys.device)
+        return starts.repeat_interleave(batch // starts.shape[0], 0)  # beams
+
+    def seen(self, side: int) -> Tensor:
+        """What attention gets of a side."""
+        x = (self.keys, self.values)[side]
+        if not self._has_tail(side):
+            return x
+        coded, given = x.chunk(2, dim=-1)
+        begin = self.formats[side].tail_begin(x.shape[2], self.windows["residual_length"])
+        column, starts = torch.arange(x.shape[2], device=x.device), self._starts().unsqueeze(1)
+        is_sink = (column >= starts) & (column < starts + self.windows["sink_length"])
+        return torch.where((is_sink | (column >= begin))[:, None, :, None], given, coded)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Tokens that become the newest ones again go on as they were seen."""
+        old_length = self.get_seq_length()
+        for side in range(2):
+            if self._has_tail(side) and old_length:
+                x, residual_length = (self.keys, self.values)[side], self.windows["residual_length"]
+                lengths = old_length + tokens_to_remove, old_length
+                begin, end = (self.formats[side].tail_begin(length, residual_length) for length in lengths)
+                given = x.chunk(2, dim=-1)[1]
+                given[:, :, begin:end] = self.seen(side)[:, :, begin:end]
+        super().crop(tokens_to_remove)
 
     def _through_codes(self, side: int, x: Tensor) -> Tensor:
         kv_format = self.formats[side]
@@ -358,13 +401,11 @@ class ReferenceLayer(DynamicLayer):
     def _close_blocks(self, begin: int, end: int) -> None:
         """Keys with a scale for every channel: dense until a block is full."""
         if end > begin:
-            is_padding = None
-            if self.mask is not None:
-                is_padding = (self.mask.cumsum(1) == 0).to(self.keys.device)
-                is_padding = torch.nn.functional.pad(is_padding, (0, max(0, end - is_padding.shape[1])))[:, begin:end]
-                is_padding = is_padding.repeat_interleave(self.keys.shape[0] // is_padding.shape[0], 0)  # beams
-            planes = reference.quantize(self.keys[:, :, begin:end], self.formats[0], is_padding=is_padding)
-            self.keys[:, :, begin:end] = reference.dequantize(planes, self.formats[0])
+            first = self._starts().unsqueeze(1) + self.windows["sink_length"]
+            is_left_out = torch.arange(begin, end, device=self.keys.device) < first
+            coded, given = self.keys.chunk(2, dim=-1)
+            planes = reference.quantize(given[:, :, begin:end], self.formats[0], is_padding=is_left_out)
+            coded[:, :, begin:end] = reference.dequantize(planes, self.formats[0])
 
 
 class ReferenceCache(DynamicCache):
@@ -374,7 +415,7 @@ class ReferenceCache(DynamicCache):
         config: The model's config.
         preset_or_config: As for `KVQuantCache`.
         replay: What a `RecordingCache` recorded.
-        mask: `[batch, tokens]` of the first chunk, 0 for padding, where what is replayed need not agree.
+        mask: `[batch, tokens]` of the prompt, 0 for padding, where what is replayed need not agree.
         key_transforms: As for `KVQuantCache`: `None` rotates where the config says so.
     """
 
@@ -394,6 +435,5 @@ class ReferenceCache(DynamicCache):
                 transform = KeyTransform(is_rotated="rotate" in formats.transforms)
                 if key_transforms is not None:
                     transform = key_transforms.get(index, KeyTransform())
-                self.layers[index] = ReferenceLayer(
-                    formats.key, formats.value, None if replay is None else replay[index], mask, transform
-                )
+                replayed = None if replay is None else replay[index]
+                self.layers[index] = ReferenceLayer(formats, replayed, mask, transform)

@@ -18,7 +18,7 @@ import compare
 import models
 import pytest
 import torch
-from models import ReferenceCache, greedy, left_padded, logits
+from models import ReferenceCache, ReferenceLayer, greedy, left_padded, logits
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.cache_utils import (
@@ -67,12 +67,16 @@ def check_same_tokens(cache: KVQuantCache, expected: Cache, what: str) -> None:
         length = other.get_seq_length()
         assert int(layer.get_seq_length()) == length, f"{what}, layer {index}: length"
         if length:
-            compare.assert_same(layer.keys[:, :, :length], other.keys, f"{what}, keys of layer {index}")
-            compare.assert_same(layer.values[:, :, :length], other.values, f"{what}, values of layer {index}")
+            key, value = other.keys, other.values
+            if isinstance(other, ReferenceLayer):
+                key, value = other.seen(0), other.seen(1)
+            compare.assert_same(layer.keys[:, :, :length], key, f"{what}, keys of layer {index}")
+            compare.assert_same(layer.values[:, :, :length], value, f"{what}, values of layer {index}")
 
 
 kinds = pytest.mark.parametrize("kind", ["growing", "static"])
-presets = pytest.mark.parametrize("preset", PRESETS)
+WINDOWED = {"preset": "int4", "sink_length": 2, "residual_length": 4}
+presets = pytest.mark.parametrize("preset", [*PRESETS, WINDOWED], ids=[*PRESETS, "windowed"])
 
 # --- what a cache is --------------------------------------------------------------------------------------------------
 

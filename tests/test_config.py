@@ -22,7 +22,7 @@ NONE = KVFormat("none")
 EXAMPLES = {
     **{preset: {"preset": preset} for preset in PRESETS},
     "default": {},
-    "aliases": {"backend": "hf_kvquant", "nbits": 4, "q_group_size": 64, "residual_length": 0},
+    "aliases": {"backend": "hf_kvquant", "nbits": 4, "q_group_size": 64, "residual_length": 128},
     "sides": {"key": "int8", "value": {"storage": "int4", "granularity": "group", "group_size": 16}},
     "layers": {"preset": "int4", "layers": {3: "int8", 0: {"preset": "k8v4", "value": "none"}}},
     "static": {"preset": "fp8", "static": True},
@@ -187,6 +187,8 @@ def test_dictionary_of_a_config() -> None:
         "key": {"storage": "int8", "granularity": "head", "group_size": None, "symmetric": True, "block_size": None},
         "value": {"storage": "int8", "granularity": "head", "group_size": None, "symmetric": True, "block_size": None},
         "transforms": ["center", "smooth", "rotate"],
+        "sink_length": 0,
+        "residual_length": 0,
         "layers": {
             "2": {
                 "key": {
@@ -204,6 +206,8 @@ def test_dictionary_of_a_config() -> None:
                     "block_size": None,
                 },
                 "transforms": [],
+                "sink_length": 0,
+                "residual_length": 0,
             }
         },
         "static": True,
@@ -214,8 +218,8 @@ def test_dictionary_of_a_config() -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 KNOWN = (
-    "['backend', 'preset', 'key', 'value', 'transforms', 'layers', 'static', 'max_cache_len', 'nbits', "
-    "'q_group_size', 'residual_length']"
+    "['backend', 'preset', 'key', 'value', 'transforms', 'sink_length', 'residual_length', 'layers', 'static', "
+    "'max_cache_len', 'nbits', 'q_group_size']"
 )
 PRESET_NAMES = "['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'int4-channel', 'fp8']"
 STORAGES = "['none', 'int8', 'int4', 'fp8']"
@@ -328,19 +332,13 @@ STORAGES = "['none', 'int8', 'int4', 'fp8']"
             {"layers": {5: {"keys": "int8"}}},
             ValueError,
             "KVQuantConfig: layer 5: unknown key 'keys'. Did you mean 'key'? "
-            "A layer takes 'preset', 'key', 'value' and 'transforms'.",
+            "A layer takes 'preset', 'key', 'value', 'transforms', 'sink_length' and 'residual_length'.",
         ),
         (
             {"layers": {5: {"value": "int"}}},
             ValueError,
             f"KVQuantConfig: layer 5: `value` must be one of {STORAGES} or a dictionary of KVFormat fields, "
             "got 'int'. Did you mean 'int8'?",
-        ),
-        (
-            {"residual_length": 128},
-            ValueError,
-            "KVQuantConfig: `residual_length` must be 0, got 128. "
-            "Every token is coded here, so there is no dense window: leave the key out.",
         ),
         (
             {"nbits": [4]},

@@ -31,6 +31,7 @@ from hf_kvquant.transforms import KeyTransform
 HEADS, KEY_DIM, VALUE_DIM = 2, 64, 32
 MAX_BATCH, MAX_CACHE_LEN = 6, 150
 FORMATS = make_formats(KEY_DIM)
+BLOCKS = KVFormat("int4", "channel", symmetric=False, block_size=128)
 INT8 = LayerFormats(KVFormat("int8"), KVFormat("int8"))
 INT4 = LayerFormats(KVFormat("int4", symmetric=False), KVFormat("int4", symmetric=False))
 TENSOR = LayerFormats(KVFormat("int8", "tensor", symmetric=False), KVFormat("int4", "tensor"))
@@ -63,23 +64,53 @@ TRANSFORMS = ["center", "smooth", "rotate", "center+smooth+rotate"]
 
 
 class DenseModel:
-    """What a storage stands for: dense keys and values, float32, on the CPU. Keys are those that are stored."""
+    """What a storage stands for: dense keys and values, float32, on the CPU.
 
-    def __init__(self, formats: LayerFormats, transform: KeyTransform | None = None) -> None:
+    Attributes:
+        sides: What codes stand for, keys transformed; of no meaning where a token has none.
+        given: What a tail would hold: tokens as they came, or as a crop made them of codes.
+        starts: `[batch]`: first position that is not padding.
+    """
+
+    def __init__(
+        self, formats: LayerFormats, transform: KeyTransform | None = None, starts: Tensor | None = None
+    ) -> None:
         self.formats = formats
         self.transform = transform
+        self.starts = starts
         self.sides: list[Tensor] = []
+        self.given: list[Tensor] = []
         self.frozen: list[tuple[Tensor | None, Tensor | None]] = []
 
     @property
     def length(self) -> int:
         return self.sides[0].shape[2] if self.sides else 0
 
+    def tail_begin(self, side: int, length: int) -> int:
+        begin = max(0, length - self.formats.residual_length)
+        return begin // 128 * 128 if self.of_side(side).block_size is not None else begin
+
+    def of_side(self, side: int) -> KVFormat:
+        return (self.formats.key, self.formats.value)[side]
+
+    def is_first(self) -> Tensor:
+        """`[batch, length]`: the first tokens, which stay dense."""
+        starts = torch.zeros(self.sides[0].shape[0]) if self.starts is None else self.starts
+        behind_start = torch.arange(self.length) - starts.unsqueeze(1)
+        return (behind_start >= 0) & (behind_start < self.formats.sink_length)
+
+    def is_dense(self, side: int) -> Tensor:
+        """`[batch, length]`: tokens that attention takes as they came."""
+        if not self.of_side(side).is_quantized:
+            return torch.zeros_like(self.is_first())
+        return self.is_first() | (torch.arange(self.length) >= self.tail_begin(side, self.length))
+
     def extend(self, key: Tensor, value: Tensor) -> None:
         if key.shape[2] == 0:
             self.sides = self.sides or [key.cpu().float(), value.cpu().float()]
+            self.given = self.given or self.sides
             return
-        new, old_length = [], self.length
+        new, given, old_length = [], [key.cpu().float(), value.cpu().float()], self.length
         for side, (x, kv_format) in enumerate(zip((key, value), (self.formats.key, self.formats.value), strict=True)):
             x = x.cpu()
             if side == 0 and self.transform is not None:
@@ -90,34 +121,55 @@ class DenseModel:
                 self.frozen[side:] = [reference.compute_scale(x, kv_format) if is_frozen else (None, None)]
             planes = Planes(x, None, None)
             if kv_format.block_size is not None:
-                new.append(x.float())  # until its block is full
+                new.append(torch.zeros_like(x, dtype=torch.float32))  # until its block leaves the window
                 continue
             if kv_format.is_quantized:
                 planes = reference.quantize(x, kv_format, *self.frozen[side])
             new.append(reference.dequantize(planes, kv_format))
         self.sides = [torch.cat(pair, dim=2) for pair in zip(self.sides, new, strict=True)] if self.sides else new
+        self.given = [torch.cat(pair, dim=2) for pair in zip(self.given, given, strict=True)] if self.given else given
         self.dtype = key.dtype
         if self.formats.key.block_size is not None:
-            begin, end = (length // 128 * 128 for length in (old_length, self.length))
+            begin, end = (self.tail_begin(0, length) for length in (old_length, self.length))
             if end > begin:
-                planes = reference.quantize(self.sides[0][:, :, begin:end], self.formats.key)
+                starts = torch.zeros(key.shape[0]) if self.starts is None else self.starts
+                is_left_out = torch.arange(begin, end) < starts.unsqueeze(1) + self.formats.sink_length
+                x = self.given[0][:, :, begin:end]
+                planes = reference.quantize(x, self.formats.key, is_padding=is_left_out)
                 self.sides[0][:, :, begin:end] = reference.dequantize(planes, self.formats.key)
+
+    @property
+    def decoded(self) -> list[Tensor]:
+        """What codes stand for, in the model's basis."""
+        key, value = self.sides
+        return [key if self.transform is None else reference.undo_key_transform(key, self.transform), value]
+
+    def mixed(self, coded: list[Tensor]) -> list[Tensor]:
+        return [torch.where(self.is_dense(side)[:, None, :, None], self.given[side], coded[side]) for side in range(2)]
 
     @property
     def dense(self) -> list[Tensor]:
         """Keys in the model's basis, and values."""
-        key, value = self.sides
-        return [key if self.transform is None else reference.undo_key_transform(key, self.transform), value]
+        return self.mixed(self.decoded)
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """The same, but for keys that have codes, which are transformed."""
+        return self.mixed(self.sides)
 
     def crop(self, count: int) -> None:
         length = max(0, self.length - count)
-        if self.formats.key.block_size is not None and length // 128 < self.length // 128:
-            begin = length // 128 * 128  # what is left of the block goes on as it was dequantised
-            self.sides[0][:, :, begin:length] = self.sides[0][:, :, begin:length].to(self.dtype).float()
-        self.sides = [x[:, :, : max(0, x.shape[2] - count)] for x in self.sides]
+        for side in range(2) if self.sides else ():
+            begin, end = self.tail_begin(side, length), min(length, self.tail_begin(side, self.length))
+            if begin < end:  # newest tokens again, as codes have left them
+                x = self.decoded[side][:, :, begin:end].to(self.dtype).float()
+                is_first = self.is_first()[:, None, begin:end, None]
+                self.given[side][:, :, begin:end] = torch.where(is_first, self.given[side][:, :, begin:end], x)
+        self.sides, self.given = ([x[:, :, :length].clone() for x in each] for each in (self.sides, self.given))
 
     def select(self, index: Tensor) -> None:
-        self.sides = [x[index] for x in self.sides]
+        self.sides, self.given = ([x[index] for x in each] for each in (self.sides, self.given))
+        self.starts = None if self.starts is None else self.starts[index]
         self.frozen = [
             tuple(None if x is None else x[index] for x in pair)  # type: ignore[misc]
             for pair in self.frozen
@@ -138,14 +190,14 @@ def plain_attention(
     query: Tensor, model: DenseModel, is_visible: Tensor, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
     """What eager PyTorch makes of the same keys and values in the working dtype: its error is the measure of ours."""
-    key, value = (x.to(query.dtype).repeat_interleave(query.shape[1] // HEADS, dim=1) for x in model.sides)
-    constant = None
+    key, value = (x.to(query.dtype).repeat_interleave(query.shape[1] // HEADS, dim=1) for x in model.stored)
+    scores = query @ key.mT * softmax_scale
     if model.transform is not None:  # queries and keys in the basis of the codes, rounded as they are
         x, constant = reference.transform_query(query, model.transform)
-        query = x.to(query.dtype)
-    scores = query @ key.mT * softmax_scale
-    if constant is not None:
-        scores = scores + (softmax_scale * constant).to(query.dtype).unsqueeze(-1)
+        coded_scores = x.to(query.dtype) @ key.mT * softmax_scale
+        if constant is not None:
+            coded_scores = coded_scores + (softmax_scale * constant).to(query.dtype).unsqueeze(-1)
+        scores = torch.where(model.is_dense(0)[:, None, None, :], scores, coded_scores)
     scores = scores.masked_fill(~is_visible, -torch.inf).float()
     weights = scores.softmax(-1).nan_to_num(0).to(query.dtype)  # a row that sees nothing is 0 / 0
     return (weights @ value).transpose(1, 2), scores.logsumexp(-1)
@@ -155,7 +207,8 @@ def assert_attends(
     storage: LayerStorage, model: DenseModel, q_len: int, *, starts: Tensor | None = None, sliding_window: int = 0
 ) -> None:
     """Attention of new random queries agrees with the reference, within what the working dtype allows."""
-    batch, length, softmax_scale = model.sides[0].shape[0], model.length, KEY_DIM**-0.5
+    key, value = model.stored
+    batch, length, softmax_scale = key.shape[0], model.length, KEY_DIM**-0.5
     starts = torch.zeros(batch, dtype=torch.int32) if starts is None else starts
     assert storage.dtype is not None
     query = torch.randn(batch, 2 * HEADS, q_len, KEY_DIM).to(storage.dtype)
@@ -165,12 +218,14 @@ def assert_attends(
         is_visible &= column > position - sliding_window
     expected, expected_lse = reference.decode_attention(
         query.float(),
-        *model.sides,
+        key,
+        value,
         torch.full((batch,), length, dtype=torch.int32),
         softmax_scale=softmax_scale,
         starts=starts,
         sliding_window=sliding_window,
         key_transform=model.transform,
+        is_dense=model.is_dense(0),
     )
     plain, plain_lse = plain_attention(query, model, is_visible, softmax_scale)
     out, lse = storage.attend(
@@ -181,12 +236,12 @@ def assert_attends(
     )
     assert out.dtype == storage.dtype and lse.dtype == torch.float32
     what = storage.formats.describe()
-    max_logit = max_logit_terms(query.float(), model.sides[0], softmax_scale)
+    max_logit = max_logit_terms(query.float(), key, softmax_scale)
     if model.transform is not None:
         x, constant = reference.transform_query(query, model.transform)
-        max_logit = max_logit_terms(x, model.sides[0], softmax_scale)
+        max_logit = max(max_logit_terms(x, key, softmax_scale), max_logit if model.is_dense(0).any() else 0.0)
         max_logit += softmax_scale * float(constant.abs().max()) if constant is not None else 0.0
-    bound = attention_bound(expected, plain, storage.dtype, max_logit, float(model.sides[1].abs().max()))
+    bound = attention_bound(expected, plain, storage.dtype, max_logit, float(value.abs().max()))
     assert_close(out, expected, bound, f"{what}, out")
     assert_close(lse, expected_lse, lse_bound(expected_lse, plain_lse, max_logit), f"{what}, lse")
 
@@ -368,12 +423,72 @@ class BlockMachine(StorageMachine):
         device=st.sampled_from(DEVICES),
     )
     def build(self, max_cache_len: int | None, batch: int, dtype: torch.dtype, device: str) -> None:
-        key_format = KVFormat("int4", "channel", symmetric=False, block_size=128)
-        super().build(key_format, FORMATS[0], max_cache_len, batch, dtype, device, "")
+        super().build(BLOCKS, FORMATS[0], max_cache_len, batch, dtype, device, "")
+
+
+class WindowMachine(StorageMachine):
+    """The same with dense windows, and with padding that is known from the start, since one window lies behind it."""
+
+    @initialize(
+        key_format=st.sampled_from([*FORMATS, BLOCKS, BLOCKS, BLOCKS]),
+        value_format=st.sampled_from(FORMATS[1:]),
+        sink_length=st.sampled_from([0, 1, 4, 33]),
+        residual_length=st.sampled_from([0, 1, 7, 64, 128, 130]),
+        padding=st.sampled_from([(0,), (0, 5), (20, 0, 140)]),
+        max_cache_len=st.sampled_from([None, None, MAX_CACHE_LEN]),
+        batch=st.integers(1, 3),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        device=st.sampled_from(DEVICES),
+        transform=st.sampled_from(["", *TRANSFORMS]),
+    )
+    def build(  # type: ignore[override]
+        self,
+        key_format: KVFormat,
+        value_format: KVFormat,
+        sink_length: int,
+        residual_length: int,
+        padding: tuple[int, ...],
+        max_cache_len: int | None,
+        batch: int,
+        dtype: torch.dtype,
+        device: str,
+        transform: str,
+    ) -> None:
+        transform = "" if key_format.block_size is not None else transform
+        self.padding = padding
+        super().build(key_format, value_format, max_cache_len, batch, dtype, device, transform)
+        formats = LayerFormats(key_format, value_format, (), sink_length, residual_length)
+        self.storage = LayerStorage(formats, max_cache_len=max_cache_len, key_transform=self.storage.key_transform)
+        self.model = DenseModel(formats, self.model.transform)
+        self.pad()
+
+    def pad(self) -> None:
+        starts = [self.padding[b % len(self.padding)] for b in range(self.batch)]
+        self.model.starts = torch.tensor(starts, dtype=torch.int32)
+        self.storage.starts = self.model.starts.to(self.device)
+
+    @precondition(lambda self: self.model.length > 0)
+    @rule(q_len=st.integers(1, 4), sliding_window=st.sampled_from([0, 0, 3, 90]))
+    def attend(self, q_len: int, sliding_window: int) -> None:  # type: ignore[override]
+        if self.storage.pending is not None:
+            q_len = self.storage.pending[0].shape[2]
+        q_len = min(q_len, self.model.length)
+        assert_attends(self.storage, self.model, q_len, starts=self.model.starts, sliding_window=sliding_window)
+
+    @rule()
+    def reset(self) -> None:
+        super().reset()
+        self.pad()
+
+    @rule(batch=st.integers(1, 3), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+    def release(self, batch: int, dtype: torch.dtype) -> None:
+        super().release(batch, dtype)
+        self.pad()
 
 
 TestHistories = StorageMachine.TestCase
 TestBlockHistories = BlockMachine.TestCase
+TestWindowHistories = WindowMachine.TestCase
 # Shrunk examples are the same on every machine, and no file remembers them.
 TestHistories.settings = settings(
     derandomize=True,
@@ -384,6 +499,7 @@ TestHistories.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestBlockHistories.settings = settings(TestHistories.settings, max_examples=60)
+TestWindowHistories.settings = settings(TestHistories.settings, max_examples=150)
 
 
 # --- fixed histories --------------------------------------------------------------------------------------------------
