@@ -12,6 +12,7 @@ from .cache import KVQuantCache
 from .config import PRESETS, KVQuantConfig, LayerFormats
 from .formats import KVFormat
 from .patching import disable, enable, patch, patched, unpatch
+from .preflight import Preflight, PreflightError, run_preflight
 from .transforms import KeyTransform
 from .transforms.of_model import key_transforms
 from .transforms.smoothing import load_smoothing, smooth_attention, unsmooth
@@ -26,6 +27,8 @@ __all__ = [
     "KVQuantConfig",
     "KeyTransform",
     "LayerFormats",
+    "Preflight",
+    "PreflightError",
     "SmoothingResult",
     "__version__",
     "disable",
@@ -34,6 +37,7 @@ __all__ = [
     "load_smoothing",
     "patch",
     "patched",
+    "run_preflight",
     "smooth_attention",
     "unpatch",
     "unsmooth",

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ._errors import did_you_mean
 from .formats import BLOCK_SIZE, KVFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BACKEND = "hf_kvquant"
 
@@ -154,6 +157,38 @@ class KVQuantConfig:
             ValueError: The preset or an option is unknown.
         """
         return cls.from_dict({"preset": preset, **options})
+
+    @classmethod
+    def for_model(
+        cls,
+        model: PreTrainedModel,
+        preset_or_config: str | KVQuantConfig | Mapping[str, Any] | None = None,
+        *,
+        force: bool = False,
+        **options: Any,
+    ) -> KVQuantConfig:
+        """A config that a model was found to bear, before its first token.
+
+        What is looked at is described in `preflight.run_preflight`, which gives the findings as well.
+
+        Args:
+            model: A decoder-only model; left as it was.
+            preset_or_config: What to check and hand out as it is. `None` picks the smallest preset that is good enough,
+                layer by layer.
+            force: Whether to hand out what was found to corrupt, with a warning in the log.
+            **options: Of `run_preflight`: `tokenizer`, `texts`, `presets`, `max_kld`, `measure`, `progress`.
+
+        Raises:
+            PreflightError: The config corrupts what the model writes, or a layer cannot be judged.
+            NotImplementedError: The model cannot be patched.
+            TypeError, ValueError: An argument has no meaning or does not fit the model.
+
+        Example:
+            >>> hf_kvquant.patch(model, KVQuantConfig.for_model(model))
+        """
+        from .preflight import run_preflight  # which runs models, and imports this module
+
+        return run_preflight(model, preset_or_config, **options).approved(force=force)
 
     @classmethod
     def resolve(cls, preset_or_config: str | KVQuantConfig | Mapping[str, Any]) -> KVQuantConfig:
