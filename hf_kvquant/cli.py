@@ -113,9 +113,9 @@ def parser() -> argparse.ArgumentParser:
         description="Find, on the given text, what the transforms of a preset need: the centre of each layer's keys, "
         "and factors that make outlier channels of keys smaller and the queries that meet them larger, as much as "
         "pays. Factors are folded into the weights, with logits that stay the same to the bit, and the model is saved; "
-        f"{FILE_NAME} beside it holds the rest. With --check, nothing is changed or saved: the model's weights and what "
-        "quantising each layer does to the next token say which preset each layer bears, or whether all bear the one "
-        "that is given.",
+        f"{FILE_NAME} beside it holds the rest. With --check, nothing is changed or saved: the weights and what "
+        "quantising a layer does to the next token say which preset each layer bears, or whether all bear the one that "
+        "is given.",
     )
     calibrate.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     calibrate.add_argument(
@@ -451,8 +451,8 @@ def run_check(args: argparse.Namespace, preset: str | None) -> None:
     """
     if args.output is not None:
         raise UsageError(
-            f"calibrate: `--output` must be left out with --check, got {args.output}. Nothing is saved: check the model "
-            "that calibrate has saved."
+            f"calibrate: `--output` must be left out with --check, got {args.output}. Nothing is saved: check the "
+            "model that calibrate has saved."
         )
     texts = checked_texts(args.text_file) if args.text_file else None
     device = checked_device(args.device, "calibrate")

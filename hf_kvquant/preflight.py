@@ -34,7 +34,7 @@ from .transforms.centering import _evaluating
 from .transforms.key_transform import KeyTransform
 from .transforms.observation import forward
 from .transforms.of_model import key_transforms
-from .transforms.signals import Finding, KeySignals, read_signals, reason_of
+from .transforms.signals import SHAPES, Finding, KeySignals, read_signals, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class LayerCheck:
 
     def remarks(self) -> str:
         """What is worth saying of the layer, in a line."""
-        remarks = [finding.detail for finding in self.findings]
+        remarks = [finding.detail for finding in self.findings if finding.signal not in SHAPES]
         remarks += [f"{name}: {kld:.1e}" for name, kld in self.tried]
         remarks += [f"{signal} unknown" for signal in self.signals.unknown]
         return "; ".join(remarks)
@@ -179,7 +179,7 @@ class Preflight:
                 f"`preset_or_config` must keep the KL divergence of {of_what} within {worst.limit:g} nats a token, "
                 f"got {worst.value:.3g} with {kept}"
             )
-            causes = [] if layer is None else [finding.detail for finding in layer.findings]
+            causes = [] if layer is None else [x.detail for x in layer.findings if x.signal not in SHAPES]
             if causes:
                 expected += f" ({'; '.join(causes)})"
         else:
@@ -233,6 +233,8 @@ class Preflight:
             )
         elif self.unmeasured:
             notes.append(f"Divergences were not measured: {self.unmeasured}")
+        shape_findings = {x.detail for layer in self.layers for x in layer.findings if x.signal in SHAPES}
+        notes += [f"{detail[0].upper()}{detail[1:]}." for detail in sorted(shape_findings)]
         unknown = {reason for layer in self.layers for reason in layer.signals.unknown.values()}
         return notes + [f"Unknown: {reason}" for reason in sorted(unknown)]
 
@@ -389,12 +391,13 @@ def _own_text(model: PreTrainedModel) -> Tensor:
     text_config = _text_config(model)
     ends = _ids(text_config, "eos_token_id") + _ids(getattr(model, "generation_config", None), "eos_token_id")
     first = (_ids(text_config, "bos_token_id") + ends + [0])[0] % text_config.vocab_size
+    never = ends + _ids(text_config, "pad_token_id")
     generator = torch.Generator().manual_seed(0)
     cache = DynamicCache(config=text_config)
     ids = [torch.full((NUM_WINDOWS, 1), first)]
     for _ in range(_window(model) - 1):
         logits = _logits(model, ids[-1], cache)[:, -1].float().cpu()
-        logits[:, [end for end in ends if end < logits.shape[1]]] = -math.inf
+        logits[:, [token for token in never if token < logits.shape[1]]] = -math.inf
         # The largest of logits plus Gumbel noise is a draw from their softmax.
         noise = torch.empty_like(logits).exponential_(generator=generator).log_()
         ids.append((logits - noise).argmax(1, keepdim=True))
@@ -639,13 +642,13 @@ def _problems(layers: Sequence[LayerCheck], kld: float | None, *, is_given: bool
         index, limit = layer.layer_idx, LAYER_SHARE * LIMIT
         if not layer.formats.key.is_quantized and not layer.formats.value.is_quantized:
             continue
-        harmful = [finding for finding in layer.findings if finding.is_harmful]
         if layer.kld is not None:
             if layer.kld > limit:
-                remedy = harmful[0].remedy if harmful else default
+                remedies = [finding.remedy for finding in layer.findings if finding.signal not in SHAPES and is_given]
+                remedy = next(iter(remedies), default)
                 found.append(Finding(index, KLD, layer.kld, limit, f"{layer.kld:.3g}", remedy, True))
             continue
-        found += harmful
+        found += [finding for finding in layer.findings if finding.is_harmful]
         unknown = [f"{signal} unknown: {reason}" for signal, reason in layer.signals.unknown.items()]
         reasons = [layer.unmeasured] if layer.unmeasured else unknown
         if reasons:

@@ -42,6 +42,7 @@ EIGHT_BITS = 16.0
 # below. Not enough for a verdict, since nothing of it shows on every model.
 MIN_HEAD_DIM = 128
 MIN_ROTATED = 32
+SHAPES = ("head_dim", "rotation")  # the signals that are about these
 
 NUM_TOKENS = 8  # arbitrary ones, on which the spread of keys is looked at
 
