@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ._errors import did_you_mean
 from .formats import BLOCK_SIZE, KVFormat
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 BACKEND = "hf_kvquant"
 
@@ -161,7 +158,7 @@ class KVQuantConfig:
     @classmethod
     def for_model(
         cls,
-        model: PreTrainedModel,
+        model: Any,
         preset_or_config: str | KVQuantConfig | Mapping[str, Any] | None = None,
         *,
         force: bool = False,
@@ -172,7 +169,7 @@ class KVQuantConfig:
         What is looked at is described in `preflight.run_preflight`, which gives the findings as well.
 
         Args:
-            model: A decoder-only model; left as it was.
+            model: A decoder-only model of transformers; left as it was.
             preset_or_config: What to check and hand out as it is. `None` picks the smallest preset that is good enough,
                 layer by layer.
             force: Whether to hand out what was found to corrupt, with a warning in the log.
