@@ -79,7 +79,7 @@ class KeySignals:
     Attributes:
         layer_idx: The layer.
         num_kv_heads: Heads of keys; `None` where unknown, as in everything below.
-        num_q_per_kv: Query heads that share one.
+        num_q_per_kv: Query heads that share one. Shown, and no reason for anything.
         head_dim: Channels of a head.
         bias: `[num_kv_heads, head_dim]`: the constant in all keys, before RoPE.
         bias_center: The same, averaged over positions as RoPE turns it.
