@@ -30,9 +30,10 @@ from ._errors import did_you_mean
 from .config import PRESETS
 from .generation import UNQUANTIZED, Summary, run_presets
 from .patching import patched
-from .preflight import Preflight, PreflightError, cells, run_preflight
+from .preflight import run_preflight
 from .transforms.smoothing import Mode, load_smoothing, smooth_attention
 from .transforms.smoothing_file import FILE_NAME, SmoothingResult
+from .verdict import Preflight, PreflightError, cells
 
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_kvquant
-from hf_kvquant import KVQuantConfig, PreflightError, cli, preflight, run_preflight
+from hf_kvquant import KVQuantConfig, PreflightError, cli, divergence, preflight, run_preflight, verdict
 from hf_kvquant.patching import state_of
 from hf_kvquant.transforms.injection import inject_key_bias, inject_key_outliers
 from hf_kvquant.transforms.signals import read_signals
@@ -87,7 +87,7 @@ def test_the_smallest_preset_that_is_good_enough_is_picked() -> None:
     model = build()
     result = run_preflight(model)
     assert result.is_safe and result.kld is not None and result.kld <= preflight.GOAL
-    assert result.num_tokens == preflight.NUM_WINDOWS * 127 and result.source == "text that the model wrote"
+    assert result.num_tokens == divergence.NUM_WINDOWS * 127 and result.source == "text that the model wrote"
     for layer in result.layers:
         assert layer.kld is not None and layer.kld <= preflight.GOAL * preflight.LAYER_SHARE
         assert [name for name, _ in layer.tried] == list(preflight.LADDER[: preflight.LADDER.index(layer.name)])
@@ -133,11 +133,11 @@ def test_layers_move_on_while_their_sum_costs_too_much(monkeypatch: pytest.Monke
             return True
 
         def kld(self, config: KVQuantConfig) -> float:
-            names = [preflight.name_of(config.formats(index)) for index in range(2)]
+            names = [verdict.name_of(config.formats(index)) for index in range(2)]
             weights = (3.0, 2.9) if "none" not in names else (1.0, 0.9)
             return sum(weight * costs.get(name, 0.0) for weight, name in zip(weights, names, strict=True))
 
-    monkeypatch.setattr(preflight, "_Meter", Meter)
+    monkeypatch.setattr(preflight, "Meter", Meter)
     result = run_preflight(build(), presets=["int4", "int8"], max_kld=0.05)
     assert [layer.name for layer in result.layers] == ["int8", "int4"]
     assert result.spelled() in (
@@ -226,6 +226,16 @@ def test_the_remedy_is_one() -> None:
         result.approved()
 
 
+def test_a_remedy_may_have_no_name() -> None:
+    """Formats of no preset, which their usual transforms save, are spelled out."""
+    grouped = {"storage": "int4", "granularity": "group", "group_size": 64, "symmetric": False}
+    config = KVQuantConfig.from_dict({"key": grouped, "value": "int8", "transforms": []})
+    result = run_preflight(with_gains(), config, max_kld=0.5)
+    assert result.remedies[0].key == config.key and "rotate" in result.remedies[0].transforms
+    with pytest.raises(PreflightError, match=r"layers=\{0: \{'key': \{'storage': 'int4', .*'transforms': \['center', "):
+        result.approved()
+
+
 def test_a_remedy_that_is_the_same_for_all_layers_is_said_once() -> None:
     with pytest.raises(PreflightError, match=r"`transforms`\. Or take 'int4-channel', which was found good enough\. f"):
         KVQuantConfig.for_model(biased(), ROTATED, measure=False)
@@ -279,7 +289,7 @@ def test_a_format_that_gives_no_numbers_is_ruin(monkeypatch: pytest.MonkeyPatch)
     model = build()
     ids = torch.randint(3, models.VOCAB_SIZE, (2, 40))
     with hf_kvquant.patched(model, "none"), torch.no_grad():
-        meter = preflight._Meter(model, ids)
+        meter = divergence.Meter(model, ids)
         assert meter.kld(KVQuantConfig.from_preset("none")) == 0
         monkeypatch.setattr(meter, "_run", lambda config: iter([logits * math.nan for logits in meter.reference]))
         assert meter.kld(KVQuantConfig.from_preset("int8")) == math.inf
@@ -387,7 +397,7 @@ def test_weights_that_cannot_be_read_are_unknown(kind: str) -> None:
     for layer in result.layers:
         assert layer.signals.channel_ratio is None and "key channels" in layer.signals.unknown
         assert layer.signals.bias_ratio(None) == 0  # which is found by running the model
-        assert preflight.cells(layer)[1] == "?" and "key channels unknown" in layer.remarks()
+        assert verdict.cells(layer)[1] == "?" and "key channels unknown" in layer.remarks()
     assert "Unknown: for_model: `model` must " in result.report()
     assert len(run_preflight(model).layers) == 2
     with pytest.raises(PreflightError, match="must be judged in layer 0 before int8 is used, got no verdict: key chan"):
@@ -400,7 +410,7 @@ def test_weights_that_are_nowhere() -> None:
     for options in ({}, {"measure": False}):
         result = run_preflight(model, **options)
         assert not result.is_safe and result.kld is None
-        assert [preflight.cells(layer) for layer in result.layers] == [("?", "?", "-")] * 2
+        assert [verdict.cells(layer) for layer in result.layers] == [("?", "?", "-")] * 2
         assert all(layer.signals.head_dim == 64 and layer.signals.num_q_per_kv == 2 for layer in result.layers)
         assert "Divergences were not measured: " in result.report()
         with pytest.raises(PreflightError, match="must be judged in layer 0 before int4-channel is used, got no verdi"):
@@ -414,7 +424,7 @@ def test_a_model_that_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no room\nleft")
 
-    monkeypatch.setattr(preflight, "forward", fail)
+    monkeypatch.setattr(divergence, "forward", fail)
     with pytest.raises(
         PreflightError, match=r"verdict: the model could not be run \(RuntimeError: no room left\)\. Lo"
     ):
@@ -425,12 +435,26 @@ def test_a_model_that_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_room_for_a_format_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Any, config: KVQuantConfig) -> float:
-        raise preflight._CannotMeasure("the model could not be run (no room)")
+        raise divergence.CannotMeasure("the model could not be run (no room)")
 
-    monkeypatch.setattr(preflight._Meter, "kld", fail)
+    monkeypatch.setattr(divergence.Meter, "kld", fail)
     with pytest.raises(
         PreflightError, match=r"before int8 is used, got no verdict: the model could not be run \(no ro"
     ):
+        KVQuantConfig.for_model(build(), "int8")
+
+
+def test_a_number_that_never_saw_all_codes_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = divergence.forward
+
+    def forgetful(model: Any, input_ids: Tensor, *, cache: Any) -> Tensor:
+        logits = original(model, input_ids, cache=cache)
+        if isinstance(cache, hf_kvquant.KVQuantCache):
+            cache.crop(-1)
+        return logits
+
+    monkeypatch.setattr(divergence, "forward", forgetful)
+    with pytest.raises(PreflightError, match=r"got no verdict: layer 0 kept 12\d of 128 tokens\. "):
         KVQuantConfig.for_model(build(), "int8")
 
 
@@ -447,12 +471,12 @@ def test_the_model_writes_without_ending() -> None:
     model = build(eos_token_id=[7, 8])
     model.generation_config.eos_token_id = 9
     with torch.no_grad():
-        first = preflight._own_text(model)
-        again = preflight._own_text(model)
-    assert torch.equal(first, again) and first.shape == (preflight.NUM_WINDOWS, 128)
+        first = divergence.own_text(model)
+        again = divergence.own_text(model)
+    assert torch.equal(first, again) and first.shape == (divergence.NUM_WINDOWS, 128)
     assert (first[:, 0] == models.BOS).all()
     assert not torch.isin(first[:, 1:], torch.tensor([7, 8, 9, models.PAD])).any()
-    assert len({tuple(row) for row in first.tolist()}) == preflight.NUM_WINDOWS
+    assert len({tuple(row) for row in first.tolist()}) == divergence.NUM_WINDOWS
     assert len(first.unique()) > 40  # drawn, and not the likeliest over and over
 
 
@@ -519,7 +543,7 @@ def test_the_model_is_as_it_was(is_patched: bool, monkeypatch: pytest.MonkeyPatc
             raise KeyboardInterrupt
         return 0.0
 
-    monkeypatch.setattr(preflight._Meter, "kld", interrupt)
+    monkeypatch.setattr(divergence.Meter, "kld", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_preflight(model)
     check()
