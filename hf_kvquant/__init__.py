@@ -12,10 +12,12 @@ from .cache import KVQuantCache
 from .config import PRESETS, KVQuantConfig, LayerFormats
 from .formats import KVFormat
 from .patching import disable, enable, patch, patched, unpatch
+from .preflight import run_preflight
 from .transforms import KeyTransform
 from .transforms.of_model import key_transforms
 from .transforms.smoothing import load_smoothing, smooth_attention, unsmooth
 from .transforms.smoothing_file import SmoothingResult
+from .verdict import Preflight, PreflightError
 
 __version__ = "0.1.0"
 
@@ -26,6 +28,8 @@ __all__ = [
     "KVQuantConfig",
     "KeyTransform",
     "LayerFormats",
+    "Preflight",
+    "PreflightError",
     "SmoothingResult",
     "__version__",
     "disable",
@@ -34,6 +38,7 @@ __all__ = [
     "load_smoothing",
     "patch",
     "patched",
+    "run_preflight",
     "smooth_attention",
     "unpatch",
     "unsmooth",

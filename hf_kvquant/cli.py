@@ -1,9 +1,10 @@
 """The command `hf-kvquant`: what a user may type, how results are shown, and which mistakes get which line.
 
 `generate` continues prompts under one or more presets and ends with a table; the work is done in `generation.py`.
-`calibrate` finds centres and smoothing factors of keys and saves the model with them (`transforms/smoothing.py`). `env`
-says what is installed, what is missing and how to get it. A mistake in the arguments ends with one line on stderr and
-exit code 2, a bug with a traceback.
+`calibrate` finds centres and smoothing factors of keys and saves the model with them (`transforms/smoothing.py`), or,
+with `--check`, only says which preset each layer bears (`preflight.py`). `env` says what is installed, what is missing
+and how to get it. A mistake in the arguments ends with one line on stderr and exit code 2, a preset that is refused
+with one and exit code 1, a bug with a traceback.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from ._errors import did_you_mean
 from .config import PRESETS
 from .generation import UNQUANTIZED, Summary, run_presets
 from .patching import patched
+from .preflight import run_preflight
 from .transforms.smoothing import Mode, load_smoothing, smooth_attention
 from .transforms.smoothing_file import FILE_NAME, SmoothingResult
+from .verdict import Preflight, PreflightError, cells
 
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -41,6 +44,10 @@ class UsageError(Exception):
     """A mistake in what the user gave. Its text is all that is shown."""
 
 
+class Refused(Exception):
+    """A preset that the model does not bear. Its text is shown below the findings."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -48,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; `None` takes those of the process.
 
     Returns:
-        The exit code: 0, or 2 for a mistake in the arguments, 130 when interrupted.
+        The exit code: 0, or 1 for a preset that is refused, 2 for a mistake in the arguments, 130 when interrupted.
     """
     args = parser().parse_args(argv)
     try:
@@ -56,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"hf-kvquant: error: {error}", file=sys.stderr)
         return 2
+    except Refused as error:
+        print(f"hf-kvquant: refused: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0
@@ -104,16 +114,25 @@ def parser() -> argparse.ArgumentParser:
         description="Find, on the given text, what the transforms of a preset need: the centre of each layer's keys, "
         "and factors that make outlier channels of keys smaller and the queries that meet them larger, as much as "
         "pays. Factors are folded into the weights, with logits that stay the same to the bit, and the model is saved; "
-        f"{FILE_NAME} beside it holds the rest.",
+        f"{FILE_NAME} beside it holds the rest. With --check, nothing is changed or saved: the weights and what "
+        "quantising a layer does to the next token say which preset each layer bears, or whether all bear the one that "
+        "is given.",
     )
     calibrate.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     calibrate.add_argument(
         "--text-file", action="append", default=[], metavar="FILE", help="text to calibrate on; repeatable"
     )
-    calibrate.add_argument("--output", required=True, metavar="DIR", help="a new folder for the model and the factors")
+    calibrate.add_argument("--output", metavar="DIR", help="a new folder for the model and the factors")
     calibrate.add_argument(
-        "--preset", default="int4", metavar="NAME", help=f"one of {', '.join(PRESETS)} (default: int4)"
+        "--preset",
+        metavar="NAME",
+        help=f"one of {', '.join(PRESETS)} (default: int4; with --check, the smallest that a layer bears)",
     )
+    calibrate.add_argument(
+        "--check", action="store_true", help="look only; without --text-file on text that the model writes"
+    )
+    calibrate.add_argument("--weights-only", action="store_true", help="with --check, do not run the model on text")
+    calibrate.add_argument("--force", action="store_true", help="with --check, end well whatever was found")
     calibrate.add_argument(
         "--mode",
         choices=get_args(Mode),
@@ -355,7 +374,15 @@ def run_calibrate(args: argparse.Namespace) -> None:
     Raises:
         UsageError: An argument has no meaning, or does not fit the model.
     """
-    preset = checked_presets([args.preset], "calibrate")[0]
+    for option in ("weights_only", "force"):
+        if getattr(args, option) and not args.check:
+            name = option.replace("_", "-")
+            raise UsageError(f"calibrate: `--{name}` must come with --check, got it alone. Add --check.")
+    preset = None if args.preset is None else checked_presets([args.preset], "calibrate")[0]
+    if args.check:
+        run_check(args, preset)
+        return
+    preset = preset or "int4"
     texts = checked_texts(args.text_file)
     output = checked_output(args.output)
     device = checked_device(args.device, "calibrate")
@@ -416,6 +443,65 @@ def show_smoothing(console: Console, result: SmoothingResult, *, title: str) -> 
     )
 
 
+def run_check(args: argparse.Namespace, preset: str | None) -> None:
+    """`hf-kvquant calibrate --check`.
+
+    Raises:
+        Refused: The preset that is given would corrupt what the model writes, or cannot be judged.
+        UsageError: An argument has no meaning, or does not fit the model.
+    """
+    if args.output is not None:
+        raise UsageError(
+            f"calibrate: `--output` must be left out with --check, got {args.output}. Nothing is saved: check the "
+            "model that calibrate has saved."
+        )
+    texts = checked_texts(args.text_file) if args.text_file else None
+    device = checked_device(args.device, "calibrate")
+    model, tokenizer = load(args.model, args.dtype, device, "calibrate")
+    load_calibration(model, args.model)
+    try:
+        result = run_preflight(
+            model,
+            preset,
+            tokenizer=None if texts is None else tokenizer,
+            texts=texts,
+            measure=not args.weights_only,
+        )
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise UsageError(f"calibrate: {args.model} cannot be checked. {error}") from error
+    console = Console(highlight=False)
+    where = f"{model.dtype} on {device}".removeprefix("torch.")
+    show_preflight(console, result, title=f"{args.model}, {where}")
+    try:
+        result.approved()
+    except PreflightError as error:
+        if not args.force:
+            raise Refused(str(error).replace("force=True", "--force")) from error
+        console.print(f"Not safe: {error}", style="bold red")
+    console.print(f"Use it with: hf_kvquant.patch(model, {result.spelled()})", soft_wrap=True)
+
+
+def show_preflight(console: Console, result: Preflight, *, title: str) -> None:
+    """Print the table of layers, and below it what its columns mean."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for heading in ("layer", "formats", "key bias", "channels", "KL, nats/token", "remarks"):
+        table.add_column(heading, justify="left" if heading in ("formats", "remarks") else "right", overflow="fold")
+    harmful = {finding.layer_idx for finding in result.problems}
+    for layer in result.layers:
+        style = "red" if layer.layer_idx in harmful else None
+        table.add_row(str(layer.layer_idx), layer.name, *cells(layer), layer.remarks(), style=style)
+    for index, reason in result.left_out.items():
+        console.print(f"layer {index} is left out: {reason}", style="dim")
+    console.print(table)
+    for note in result.notes():
+        console.print(note)
+    console.print(
+        "Key bias: what all keys of a head share, over what varies. Channels: the largest over the median one. KL: "
+        "divergence of the next token with this layer alone quantised.",
+        style="dim",
+    )
+
+
 def checked_texts(names: Sequence[str]) -> list[str]:
     """The texts of `--text-file`."""
     if not names:
@@ -429,8 +515,12 @@ def checked_texts(names: Sequence[str]) -> list[str]:
     return texts
 
 
-def checked_output(name: str) -> Path:
+def checked_output(name: str | None) -> Path:
     """The folder of `--output`, which must not hold anything yet."""
+    if name is None:
+        raise UsageError(
+            "calibrate: `--output` must be given, got none. Name a new folder, or add --check to look only."
+        )
     path = Path(name).expanduser()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         found = "a folder that holds something" if path.is_dir() else "a file"

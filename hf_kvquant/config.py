@@ -174,6 +174,38 @@ class KVQuantConfig:
         return cls.from_dict({"preset": preset, **options})
 
     @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        preset_or_config: str | KVQuantConfig | Mapping[str, Any] | None = None,
+        *,
+        force: bool = False,
+        **options: Any,
+    ) -> KVQuantConfig:
+        """A config that a model was found to bear, before its first token.
+
+        What is looked at is described in `preflight.run_preflight`, which gives the findings as well.
+
+        Args:
+            model: A decoder-only model of transformers; left as it was.
+            preset_or_config: What to check and hand out as it is. `None` picks the smallest preset that is good enough,
+                layer by layer.
+            force: Whether to hand out what was found to corrupt, with a warning in the log.
+            **options: Of `run_preflight`: `tokenizer`, `texts`, `presets`, `max_kld`, `measure`, `progress`.
+
+        Raises:
+            PreflightError: The config corrupts what the model writes, or a layer cannot be judged.
+            NotImplementedError: The model cannot be patched.
+            TypeError, ValueError: An argument has no meaning or does not fit the model.
+
+        Example:
+            >>> hf_kvquant.patch(model, KVQuantConfig.for_model(model))
+        """
+        from .preflight import run_preflight  # which runs models, and imports this module
+
+        return run_preflight(model, preset_or_config, **options).approved(force=force)
+
+    @classmethod
     def resolve(cls, preset_or_config: str | KVQuantConfig | Mapping[str, Any]) -> KVQuantConfig:
         """A config from whatever a user may pass: a preset's name, a dictionary, or a config."""
         if isinstance(preset_or_config, KVQuantConfig):

@@ -1,0 +1,165 @@
+"""How far the next-token distribution of a model moves with some formats, on a little text, against no quantisation.
+
+The text is the user's, or one that the model samples from itself. It is fed to caches in windows, several at a time: a
+first token that fills the cache, then chunks that read codes, in the mode in which `generate` or a continued chat
+would. Which formats are compared, and what follows from it, is decided in `preflight.py`. Larger measurements, with
+perplexity and counted reads, are `fidelity.py`'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from .cache import KVQuantCache, KVQuantLayer
+from .config import KVQuantConfig, LayerFormats
+from .patching import _text_config
+from .transforms.calibration import MIN_TOKENS, read_windows
+from .transforms.observation import forward
+from .transforms.of_model import key_transforms
+from .transforms.signals import reason_of
+
+# The text: windows by tokens, of which the first one fills the cache and the others read codes, a chunk at a time. On
+# the reference model the sum over layers, int4: .0286; two windows of 512 tokens .0289, one of 2048 .0279; other parts
+# of the text .0296 to .0330; texts that the model sampled, five times, .0297 to .0426. Random tokens .0655: these will
+# not do. Chunks of 32 or 255 change nothing. In bfloat16, where a code that changes makes later layers round otherwise,
+# no layer is seen below some 4e-4.
+NUM_WINDOWS = 4
+WINDOW = 256
+CHUNK = 64
+# Keys with a scale for every channel are read as codes from the first full block on; so much longer, in blocks, a
+# window has to be to show what that does.
+BLOCK_MARGIN = 0.5
+
+
+class CannotMeasure(Exception):
+    """Why a model cannot be measured. Never leaves a pre-flight."""
+
+
+def read_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    texts: Iterable[str] | None,
+    say: Callable[[str], Any],
+    *,
+    where: str,
+) -> tuple[Tensor, str]:
+    """Token ids to measure on, `[windows, tokens]` int64 on the CPU, and what they are."""
+    if tokenizer is None or texts is None:
+        say("writing a text")
+        return own_text(model), "text that the model wrote"
+    num_tokens = max(NUM_WINDOWS * WINDOW, MIN_TOKENS)
+    batches = read_windows(model, tokenizer, texts, num_tokens=num_tokens, window=WINDOW, batch_size=1, where=where)
+    windows = [ids[0] for ids, _ in batches]
+    longest = max(map(len, windows))
+    kept = [window for window in windows if 2 * len(window) >= longest]
+    shortest = min(map(len, kept))
+    return torch.stack([window[:shortest] for window in kept]), "the texts"
+
+
+def own_text(model: PreTrainedModel) -> Tensor:
+    """Text that the model samples from what begins a text, never ending it."""
+    text_config = _text_config(model)
+    ends = _ids(text_config, "eos_token_id") + _ids(getattr(model, "generation_config", None), "eos_token_id")
+    first = (_ids(text_config, "bos_token_id") + ends + [0])[0] % text_config.vocab_size
+    never = ends + _ids(text_config, "pad_token_id")
+    generator = torch.Generator().manual_seed(0)
+    cache = DynamicCache(config=text_config)
+    ids = [torch.full((NUM_WINDOWS, 1), first)]
+    for _ in range(_window(model) - 1):
+        logits = _logits(model, ids[-1], cache)[:, -1].float().cpu()
+        logits[:, [token for token in never if token < logits.shape[1]]] = -math.inf
+        # The largest of logits plus Gumbel noise is a draw from their softmax.
+        noise = torch.empty_like(logits).exponential_(generator=generator).log_()
+        ids.append((logits - noise).argmax(1, keepdim=True))
+    return torch.cat(ids, 1)
+
+
+def _ids(config: Any, name: str) -> list[int]:
+    """Token ids from what a config may hold under a name: nothing, one or several."""
+    given = getattr(config, name, None)
+    return [given] if isinstance(given, int) else [int(each) for each in given or ()]
+
+
+def _window(model: PreTrainedModel) -> int:
+    context = getattr(_text_config(model), "max_position_embeddings", None)
+    return min(context, WINDOW) if isinstance(context, int) and context > 1 else WINDOW
+
+
+def _logits(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:
+    """Logits of a chunk, `[windows, tokens, vocab_size]`.
+
+    Raises:
+        CannotMeasure: The model cannot be run on tokens, or its logits are no numbers.
+    """
+    try:
+        logits = forward(model, input_ids, cache=cache)
+    except Exception as error:
+        # Weights on no device, inputs other than tokens, no memory left: a model that cannot be judged, whatever the
+        # reason, and that is what the caller says.
+        raise CannotMeasure(f"the model could not be run ({reason_of(error)})") from error
+    if logits.is_meta:
+        raise CannotMeasure("its weights are on no device (meta). Load them first.")
+    return logits
+
+
+class Meter:
+    """Feeds one text to caches of a model, and compares with a cache of ours that quantises nothing.
+
+    Against that one, and not one of transformers: layers before the quantised one are the same to the bit then, and
+    what is measured in 16 bits is the format and not the noise of sums in another order.
+
+    Args:
+        model: Patched.
+        ids: `[windows, tokens]` int64.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
+        self.model = model
+        self.chunks = [
+            ids[:, start:stop] for start, stop in itertools.pairwise([0, *range(1, ids.shape[1], CHUNK), ids.shape[1]])
+        ]
+        self.num_scored = ids[:, 1:].numel()
+        self.longest = ids.shape[1]
+        self.reference = list(self._run(KVQuantConfig.from_preset("none")))
+        if any(bool(logits.float().log_softmax(-1).isnan().any()) for logits in self.reference):
+            raise CannotMeasure("its logits are not finite. Check the checkpoint, or load it in bfloat16 or float32.")
+
+    def kld(self, config: KVQuantConfig) -> float:
+        """Mean KL divergence in nats a token; infinite where the logits are no numbers.
+
+        Raises:
+            CannotMeasure: The model cannot be run so.
+        """
+        total = 0.0
+        for reference, logits in zip(self.reference, self._run(config), strict=True):
+            # Padding of the vocabulary may have logits of minus infinity, which take no part.
+            exact, other = (x.float().log_softmax(-1).clamp(min=-1e4) for x in (reference, logits))
+            total += float(F.kl_div(other, exact, log_target=True, reduction="sum"))
+        return total / self.num_scored if math.isfinite(total) else math.inf
+
+    def reads_codes(self, formats: LayerFormats) -> bool:
+        """Whether the text is long enough for keys to be read as codes, or as long as the model's context."""
+        block_size = formats.key.block_size
+        if block_size is None or self.longest >= (1 + BLOCK_MARGIN) * block_size:
+            return True
+        return _window(self.model) < (1 + BLOCK_MARGIN) * block_size
+
+    def _run(self, config: KVQuantConfig) -> Iterator[Tensor]:
+        """Logits of all chunks but the first, which fills the cache."""
+        cache = KVQuantCache(self.model.config, config, key_transforms=key_transforms(self.model, config))
+        for number, chunk in enumerate(self.chunks):
+            logits = _logits(self.model, chunk, cache)
+            if number > 0:
+                yield logits
+        for index, layer in enumerate(cache.layers):
+            # Attention gets at what a layer of ours holds through its cache alone, so what is held has been read.
+            if isinstance(layer, KVQuantLayer) and layer.storage.is_quantized and layer.storage.length != self.longest:
+                raise CannotMeasure(f"layer {index} kept {layer.storage.length} of {self.longest} tokens")

@@ -1,0 +1,349 @@
+"""Which formats a model's cache bears: a check before the first token, which picks them or refuses them.
+
+A preset that costs one model nothing can ruin another, without a word. So a model is looked at twice. Its weights show
+what makes keys hard to quantise (`transforms/signals.py`). And some text is fed through real caches, a chunk at a time,
+with one layer quantised and the others not: how far that moves the next-token distribution is what the format does to
+the layer. What is measured decides; where nothing was measured, the signals of the weights do. Without a config the
+cheapest preset is picked for every layer; a config that is given is taken as it is or refused, with the signal, its
+limit and the remedy. How a text is fed and compared is in `divergence.py`, what is said of it all in `verdict.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ._errors import did_you_mean
+from .config import PRESETS, KVQuantConfig, LayerFormats
+from .divergence import CannotMeasure, Meter, read_text
+from .patching import _check_patchable, patched
+from .transforms.centering import _evaluating
+from .transforms.key_transform import KeyTransform
+from .transforms.of_model import key_transforms
+from .transforms.signals import SHAPES, Finding, KeySignals, read_signals
+from .verdict import KLD, UNKNOWN, WHERE, LayerCheck, Preflight, name_of
+
+# What is picked from, the smallest first.
+LADDER = ("int4", "int4-channel", "k8v4", "int8", "none")
+
+# KL divergences in nats a token, all layers quantised; one layer may have a fifth of each. Measured on the reference
+# model (7 layers, 1024 tokens of WikiText-2), all layers and the worst one. Good enough to be picked: int4 .031, .0060;
+# with an injected key bias of norm 100 .038, .0092. Worse than a larger format, but no ruin: int4 with injected
+# outliers (3 pairs a head, times 10) and no factors .096, .020. Ruined: int4 without transforms under these outliers
+# .60, .16; under the bias 2.9, 1.05, without its centre but rotated .25, .050; under a bias of norm 20 .18, .038.
+# A divergence of .11 costs 11 % of perplexity, .27 costs 28 %.
+GOAL = 0.05
+LIMIT = 0.15
+LAYER_SHARE = 0.2
+
+
+def run_preflight(
+    model: PreTrainedModel,
+    preset_or_config: str | KVQuantConfig | Mapping[str, Any] | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    texts: Iterable[str] | None = None,
+    presets: Sequence[str] = LADDER,
+    max_kld: float = GOAL,
+    measure: bool = True,
+    progress: bool = True,
+) -> Preflight:
+    """Find out which formats a model's cache bears, or whether it bears the ones that are asked for.
+
+    Divergences are measured on `texts`. Without any, on text that the model writes itself: sampled, always the same,
+    from its first token on. That takes some 250 decode steps, and layers cost about what they cost on real text, or up
+    to 1.4 times as much (reference model); on random tokens they cost twice as much. Give texts where the model is
+    slow, or is not made to write by itself.
+
+    Args:
+        model: A decoder-only model, patched or not, calibrated or not. It is only run, and left as it was.
+        preset_or_config: What to check: a preset's name, a dictionary or a `KVQuantConfig`. `None` picks a preset for
+            every layer.
+        tokenizer: The model's, for `texts`.
+        texts: Text like that which the model will read, 1,024 tokens or more.
+        presets: What to pick from, the preferred one first. Where a config is given, remedies are looked for here.
+        max_kld: Nats a token that all layers together may cost when formats are picked; a layer may cost a fifth.
+            Refused are, in any case, three times `GOAL`.
+        measure: Whether to run the model on text. Otherwise the weights alone decide, by coarse limits.
+        progress: Whether to say on stderr what is being measured, where that is a terminal.
+
+    Returns:
+        The config and the findings; `approved()` refuses what does harm.
+
+    Raises:
+        NotImplementedError: The model cannot be patched.
+        TypeError, ValueError: An argument has no meaning or does not fit the model.
+    """
+    config = None if preset_or_config is None else KVQuantConfig.resolve(preset_or_config)
+    rungs = _checked(presets, max_kld, tokenizer, texts)
+    _check_patchable(model, KVQuantConfig.from_preset("none") if config is None else config)
+    with _status(progress) as say, torch.no_grad(), _evaluating(model), patched(model, "none"):
+        say("weights")
+        signals, left_out = read_signals(model, where=WHERE)
+        meter: Meter | None = None
+        unmeasured = source = ""
+        if measure and signals:
+            try:
+                ids, source = read_text(model, tokenizer, texts, say, where=WHERE)
+                meter = Meter(model, ids)
+            except CannotMeasure as error:
+                unmeasured = str(error)
+        check = _Check(model, signals, meter, unmeasured, say)
+        chosen = _pick(check, rungs, max_kld) if config is None else config
+        layers = tuple(check.layer(index, chosen.formats(index)) for index in signals)
+        kld = check.whole(chosen)
+        problems = _problems(layers, kld, is_given=config is not None)
+        remedies = {} if config is None else _remedies(check, rungs, chosen, problems, max_kld)
+    return Preflight(
+        config=chosen,
+        layers=layers,
+        left_out=left_out,
+        kld=kld,
+        num_tokens=0 if meter is None else meter.num_scored,
+        source=source,
+        unmeasured=unmeasured if measure else "measure=False leaves that out.",
+        problems=tuple(problems),
+        remedies=remedies,
+    )
+
+
+Rungs = Sequence[tuple[str, KVQuantConfig]]
+
+
+def _checked(
+    presets: Sequence[str],
+    max_kld: float,
+    tokenizer: PreTrainedTokenizerBase | None,
+    texts: Iterable[str] | None,
+) -> Rungs:
+    """The presets to pick from, as configs, after a look at the other arguments."""
+    if isinstance(presets, str) or not presets:
+        raise ValueError(f"{WHERE}: `presets` must be a list of names, got {presets!r}. The default is {list(LADDER)}.")
+    for name in presets:
+        if name not in PRESETS:
+            raise ValueError(
+                f"{WHERE}: `presets` must be names out of {list(PRESETS)}, got {name!r}.{did_you_mean(name, PRESETS)}"
+            )
+    if not max_kld > 0:
+        raise ValueError(f"{WHERE}: `max_kld` must be positive, got {max_kld}. The default is {GOAL} nats a token.")
+    if (tokenizer is None) != (texts is None):
+        given, missing = ("texts", "tokenizer") if tokenizer is None else ("tokenizer", "texts")
+        raise ValueError(
+            f"{WHERE}: `{missing}` must come with `{given}`, got None. Give both, or neither: the model then writes "
+            "the text itself."
+        )
+    return [(name, KVQuantConfig.from_preset(name)) for name in presets]
+
+
+# --- what is known ---------------------------------------------------------------------------------------------------
+
+
+class _Check:
+    """What is known of each layer in each format; nothing is measured twice.
+
+    Args:
+        model: Patched.
+        signals: Of its layers.
+        meter: What measures; `None` where nothing is measured.
+        unmeasured: Why not, if it was asked for.
+        say: Told what is being measured.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        signals: Mapping[int, KeySignals],
+        meter: Meter | None,
+        unmeasured: str,
+        say: Callable[[str], Any],
+    ) -> None:
+        self.model, self.signals, self.meter, self.say = model, signals, meter, say
+        self.unmeasured = unmeasured
+        self.known: dict[int, dict[LayerFormats, float | str]] = {index: {} for index in signals}
+
+    def kld(self, index: int, formats: LayerFormats) -> float | str:
+        """The divergence with this layer alone quantised, or why there is none."""
+        known = self.known[index]
+        if formats not in known:
+            self.say(f"layer {index}, {name_of(formats)}")
+            known[formats] = self._measured([formats], _alone(index, formats))
+        return known[formats]
+
+    def whole(self, config: KVQuantConfig) -> float | None:
+        """The divergence of a config; `None` where there is none."""
+        self.say("all layers")
+        growing = dataclasses.replace(config, static=False, max_cache_len=None)
+        kld = self._measured([config.formats(index) for index in self.signals], growing)
+        return kld if isinstance(kld, float) else None
+
+    def _measured(self, quantized: Sequence[LayerFormats], config: KVQuantConfig) -> float | str:
+        if self.meter is None:
+            return self.unmeasured
+        if not any(formats.key.is_quantized or formats.value.is_quantized for formats in quantized):
+            return 0.0
+        if not all(map(self.meter.reads_codes, quantized)):
+            return f"the texts are in pieces of {self.meter.longest} tokens, too few to fill a block of keys"
+        try:
+            return self.meter.kld(config)
+        except CannotMeasure as error:
+            return str(error)
+
+    def transform(self, index: int, formats: LayerFormats) -> KeyTransform | None:
+        """What the layer's keys would go through."""
+        return key_transforms(self.model, _alone(index, formats)).get(index)
+
+    def findings(self, index: int, formats: LayerFormats) -> list[Finding]:
+        """What its weights say against the formats."""
+        return self.signals[index].findings(formats, self.transform(index, formats))
+
+    def is_good(self, index: int, formats: LayerFormats, goal: float) -> bool:
+        """Whether a layer may be kept so: by its divergence, or by its weights where nothing is measured."""
+        if self.meter is None:
+            return not self.findings(index, formats)
+        kld = self.kld(index, formats)
+        return isinstance(kld, float) and kld <= goal
+
+    def layer(self, index: int, formats: LayerFormats) -> LayerCheck:
+        """The result of a layer."""
+        kld = self.kld(index, formats)
+        tried = [(name_of(other), value) for other, value in self.known[index].items() if other != formats]
+        return LayerCheck(
+            layer_idx=index,
+            formats=formats,
+            signals=self.signals[index],
+            kld=kld if isinstance(kld, float) else None,
+            tried=tuple((name, value) for name, value in tried if isinstance(value, float)),
+            findings=tuple(self.findings(index, formats)),
+            unmeasured=kld if isinstance(kld, str) else "",
+        )
+
+
+def _alone(index: int, formats: LayerFormats) -> KVQuantConfig:
+    """A config that quantises one layer."""
+    return KVQuantConfig.from_preset("none", layers={index: formats})
+
+
+# --- deciding ---------------------------------------------------------------------------------------------------------
+
+
+def _pick(check: _Check, rungs: Rungs, max_kld: float) -> KVQuantConfig:
+    """The first of the presets that is good enough, layer by layer and then together; the last one where none is."""
+    usable = {index: _usable(rungs, signals) for index, signals in check.signals.items()}
+    goal = LAYER_SHARE * max_kld
+    places = {
+        index: next((i for i, formats in enumerate(choices) if check.is_good(index, formats, goal)), len(choices) - 1)
+        for index, choices in usable.items()
+    }
+    while True:
+        config = _config_of({index: usable[index][place] for index, place in places.items()}, rungs)
+        kld = check.whole(config)
+        movable = [index for index, place in places.items() if place + 1 < len(usable[index])]
+        if kld is None or kld <= max_kld or not movable:
+            return config
+        # What layers cost adds up, so those that cost most move on.
+        costs = {index: check.kld(index, usable[index][places[index]]) for index in movable}
+        movable.sort(key=lambda index: -cost if isinstance(cost := costs[index], float) else 0.0)
+        for index in movable[: max(1, len(places) // 4)]:
+            places[index] += 1
+
+
+def _config_of(layers: Mapping[int, LayerFormats], rungs: Rungs) -> KVQuantConfig:
+    """A config with these layers, the formats of most of them standing for all."""
+    if not layers:
+        return rungs[0][1]
+    [(most, _)] = Counter(layers.values()).most_common(1)
+    others = {index: formats for index, formats in layers.items() if formats != most}
+    return KVQuantConfig(key=most.key, value=most.value, transforms=most.transforms, layers=others)
+
+
+def _usable(rungs: Rungs, signals: KeySignals) -> list[LayerFormats]:
+    """The formats of the presets that a layer's head_dim divides into.
+
+    Raises:
+        ValueError: There are none.
+    """
+    found, reason = [], ""
+    for _, config in rungs:
+        formats = config.formats(signals.layer_idx)
+        try:
+            if signals.head_dim is not None:
+                formats.key.num_groups(signals.head_dim)
+                formats.value.num_groups(signals.head_dim)
+            found.append(formats)
+        except ValueError as error:
+            reason = str(error)
+    if not found:
+        raise ValueError(
+            f"{WHERE}: `presets` must hold one that fits layer {signals.layer_idx}, got "
+            f"{[name for name, _ in rungs]}: {reason} Add 'none'."
+        )
+    return found
+
+
+def _problems(layers: Sequence[LayerCheck], kld: float | None, *, is_given: bool) -> list[Finding]:
+    """Reasons to refuse, the worst first: divergences, signals of what was not measured, layers that stay unknown.
+
+    Args:
+        layers: Of the check.
+        kld: Of all of them together.
+        is_given: Whether the config was, and not picked.
+    """
+    default = "Let presets be picked: KVQuantConfig.for_model(model)" if is_given else "End `presets` with 'none'"
+    found: list[Finding] = []
+    for layer in layers:
+        index, limit = layer.layer_idx, LAYER_SHARE * LIMIT
+        if not layer.formats.key.is_quantized and not layer.formats.value.is_quantized:
+            continue
+        if layer.kld is not None:
+            if layer.kld > limit:
+                remedies = [finding.remedy for finding in layer.findings if finding.signal not in SHAPES and is_given]
+                remedy = next(iter(remedies), default)
+                found.append(Finding(index, KLD, layer.kld, limit, f"{layer.kld:.3g}", remedy, True))
+            continue
+        found += [finding for finding in layer.findings if finding.is_harmful]
+        unknown = [f"{signal} unknown: {reason}" for signal, reason in layer.signals.unknown.items()]
+        reasons = [layer.unmeasured] if layer.unmeasured else unknown
+        if reasons:
+            remedy = "Load weights, or give `tokenizer` and `texts`, so that it can be measured"
+            found.append(Finding(index, UNKNOWN, None, None, "; ".join(reasons).rstrip("."), remedy, True))
+    if kld is not None and kld > LIMIT:
+        found.append(Finding(None, KLD, kld, LIMIT, f"{kld:.3g}", default, True))
+    return sorted(found, key=lambda finding: (finding.layer_idx is None, finding.value is None, -(finding.value or 0)))
+
+
+def _remedies(
+    check: _Check, rungs: Rungs, config: KVQuantConfig, problems: Iterable[Finding], max_kld: float
+) -> dict[int, LayerFormats]:
+    """For the layers with problems, the first formats that are good enough: with the usual transforms, or a preset."""
+    remedies = {}
+    named = {finding.layer_idx for finding in problems}
+    goal = LAYER_SHARE * max_kld
+    for index in check.signals:
+        asked = config.formats(index)
+        # Where all layers together are the problem, every one that costs too much is part of it.
+        if index not in named and not (None in named and not check.is_good(index, asked, goal)):
+            continue
+        choices = [LayerFormats(asked.key, asked.value), *_usable(rungs, check.signals[index])]
+        for formats in choices:
+            if formats != asked and check.is_good(index, formats, goal):
+                remedies[index] = formats
+                break
+    return remedies
+
+
+@contextlib.contextmanager
+def _status(is_shown: bool) -> Iterator[Callable[[str], Any]]:
+    """A line on stderr about what is being done, gone when it is done."""
+    console = Console(stderr=True)
+    if not (is_shown and console.is_terminal):
+        yield lambda text: None
+        return
+    with console.status("checking") as status:
+        yield lambda text: status.update(f"checking: {text}")

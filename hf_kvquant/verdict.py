@@ -1,0 +1,226 @@
+"""What a pre-flight found, and in which words it is told: tables, reasons to refuse, the error with its remedy.
+
+Who finds it out, and when something is a reason to refuse, is decided in `preflight.py`; how a terminal shows it, in
+`cli.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from .config import PRESETS, KVQuantConfig, LayerFormats
+from .transforms.signals import SHAPES, Finding, KeySignals
+
+logger = logging.getLogger(__name__)
+
+WHERE = "for_model"  # opens messages
+# Signals beside those of the weights: what a text showed, and that nothing is known.
+KLD = "KL divergence"
+UNKNOWN = "unknown"
+
+
+class PreflightError(ValueError):
+    """A cache that would corrupt what the model writes, or a layer that cannot be judged.
+
+    Attributes:
+        layer_idx: The layer; `None` for all together.
+        signal: What was found, such as `"KL divergence"` or `"key bias"`.
+        value: Its value. `None` where nothing could be measured.
+        limit: What it may be.
+        remedy: What to do instead.
+    """
+
+    def __init__(self, message: str, finding: Finding, remedy: str) -> None:
+        super().__init__(message)
+        self.layer_idx = finding.layer_idx
+        self.signal = finding.signal
+        self.value = finding.value
+        self.limit = finding.limit
+        self.remedy = remedy
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCheck:
+    """One layer of a pre-flight.
+
+    Attributes:
+        layer_idx: The layer.
+        formats: In which it would be kept.
+        signals: What its weights tell.
+        kld: Mean KL divergence in nats a token with this layer alone quantised; `None` where it was not measured.
+        tried: Names of the other formats that were measured, with their divergence.
+        findings: Signals of the weights beyond their limits, for these formats.
+        unmeasured: Why there is no divergence, where one was asked for.
+    """
+
+    layer_idx: int
+    formats: LayerFormats
+    signals: KeySignals
+    kld: float | None
+    tried: tuple[tuple[str, float], ...]
+    findings: tuple[Finding, ...]
+    unmeasured: str
+
+    @property
+    def name(self) -> str:
+        """Of the formats: a preset's, where they are one."""
+        return name_of(self.formats)
+
+    def remarks(self) -> str:
+        """What is worth saying of the layer, in a line."""
+        remarks = [finding.detail for finding in self.findings if finding.signal not in SHAPES]
+        remarks += [f"{name}: {kld:.1e}" for name, kld in self.tried]
+        remarks += [f"{signal} unknown" for signal in self.signals.unknown]
+        return "; ".join(remarks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preflight:
+    """What `run_preflight` found out.
+
+    Attributes:
+        config: That was picked, or given.
+        layers: Those whose cache would be quantised, in order.
+        left_out: Those whose cache is not ours, and why.
+        kld: Mean KL divergence in nats a token of the whole config; `None` where it was not measured.
+        num_tokens: Over which divergences were measured.
+        source: Of this text.
+        unmeasured: Why nothing was measured; empty where it was.
+        problems: Reasons to refuse the config, the worst first.
+        remedies: Per layer with such a reason, formats that were found good enough.
+    """
+
+    config: KVQuantConfig
+    layers: tuple[LayerCheck, ...]
+    left_out: Mapping[int, str]
+    kld: float | None
+    num_tokens: int
+    source: str
+    unmeasured: str
+    problems: tuple[Finding, ...]
+    remedies: Mapping[int, LayerFormats]
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether the config was found to do no harm."""
+        return not self.problems
+
+    def approved(self, *, force: bool = False) -> KVQuantConfig:
+        """The config.
+
+        Args:
+            force: Whether to hand it out whatever was found, with a warning in the log.
+
+        Raises:
+            PreflightError: It does harm, or a layer cannot be judged.
+        """
+        if not self.problems:
+            return self.config
+        error = self._error()
+        if not force:
+            raise error
+        logger.warning("%s Handed out all the same, as `force` says.", error)
+        return self.config
+
+    def _error(self) -> PreflightError:
+        worst = self.problems[0]
+        layer = next((layer for layer in self.layers if layer.layer_idx == worst.layer_idx), None)
+        of_what = "all layers together" if layer is None else f"layer {layer.layer_idx}"
+        kept = "this config" if layer is None else layer.name
+        if worst.value is None:
+            expected = f"`model` must be judged in {of_what} before {kept} is used, got no verdict: {worst.detail}"
+        elif worst.signal == KLD:
+            expected = (
+                f"`preset_or_config` must keep the KL divergence of {of_what} within {worst.limit:g} nats a token, "
+                f"got {worst.value:.3g} with {kept}"
+            )
+            causes = [] if layer is None else [x.detail for x in layer.findings if x.signal not in SHAPES]
+            if causes:
+                expected += f" ({'; '.join(causes)})"
+        else:
+            expected = f"`preset_or_config` must fit the weights of {of_what}, got {kept} and {worst.detail}"
+        remedy = ". Or take ".join(filter(None, (worst.remedy, self._found_good())))
+        message = f"{WHERE}: {expected}. {remedy}. force=True hands it out all the same."
+        return PreflightError(message, worst, remedy)
+
+    def _found_good(self) -> str:
+        """The remedies in words, such as `layers={0: 'int8'}`; empty where there are none."""
+        typed = {index: typed_of(formats) for index, formats in sorted(self.remedies.items())}
+        if not typed:
+            return ""
+        if len(typed) == len(self.layers) and all(each == typed[min(typed)] for each in typed.values()):
+            return f"{typed[min(typed)]!r}, which was found good enough"
+        return f"what was found good enough, layers={typed}"
+
+    def spelled(self) -> str:
+        """The config as one would type it: a preset's name, or a dictionary."""
+        config = self.config
+        most = typed_of(LayerFormats(config.key, config.value, config.transforms))
+        layers = {index: typed_of(formats) for index, formats in config.layers.items()}
+        typed = {**({"preset": most} if isinstance(most, str) else most), **({"layers": layers} if layers else {})}
+        if KVQuantConfig.from_dict(typed) != config:
+            typed = config.to_dict()
+        return repr(most if typed == {"preset": most} else typed)
+
+    def report(self) -> str:
+        """A table for people."""
+        width = max([len(layer.name) for layer in self.layers] + [len("formats")])
+        lines = [f"layer  {'formats':<{width}}  key bias  channels  KL, nats/token  remarks"]
+        for layer in self.layers:
+            bias, channels, kld = cells(layer)
+            remarks = layer.remarks()
+            line = f"{layer.layer_idx:>5}  {layer.name:<{width}}  {bias:>8}  {channels:>8}  {kld:>14}  {remarks}"
+            lines.append(line.rstrip())
+        lines += [f"{index:>5}  left out: {reason}" for index, reason in self.left_out.items()]
+        return "\n".join([*lines, *self.notes()])
+
+    def notes(self) -> list[str]:
+        """What stands below the table."""
+        shapes = {(layer.signals.head_dim, layer.signals.num_q_per_kv) for layer in self.layers}
+        notes = [
+            f"head_dim {'unknown' if head_dim is None else head_dim}, "
+            f"{'an unknown number of' if ratio is None else ratio} query heads per key-value head."
+            for head_dim, ratio in sorted(shapes, key=str)
+        ]
+        if self.kld is not None:
+            notes.append(
+                f"All layers together: {self.kld:.2e} nats a token, over {self.num_tokens:,} tokens of {self.source}."
+            )
+        elif self.unmeasured:
+            notes.append(f"Divergences were not measured: {self.unmeasured}")
+        shape_findings = {x.detail for layer in self.layers for x in layer.findings if x.signal in SHAPES}
+        notes += [f"{detail[0].upper()}{detail[1:]}." for detail in sorted(shape_findings)]
+        unknown = {reason for layer in self.layers for reason in layer.signals.unknown.values()}
+        return notes + [f"Unknown: {reason}" for reason in sorted(unknown)]
+
+
+def cells(layer: LayerCheck) -> tuple[str, str, str]:
+    """Key bias, channels and divergence of a layer, as tables show them. `?` where unknown."""
+    bias, channels = layer.signals.bias_ratio(None), layer.signals.channel_ratio
+    return (
+        "?" if bias is None else f"{bias:.2f}",
+        "?" if channels is None else f"{channels:.1f}",
+        "-" if layer.kld is None else f"{layer.kld:.1e}",
+    )
+
+
+def name_of(formats: LayerFormats) -> str:
+    """The preset of a layer's formats, with its transforms where these are others; else a description."""
+    for name, sides in PRESETS.items():
+        if (formats.key, formats.value) == sides:
+            if formats == LayerFormats(*sides):
+                return name
+            return f"{name} ({'+'.join(formats.transforms) or 'no transforms'})"
+    return formats.describe()
+
+
+def typed_of(formats: LayerFormats) -> str | dict[str, Any]:
+    """A layer as one would type it in a config: a preset's name, or a dictionary."""
+    name = name_of(formats)
+    if name in PRESETS:
+        return name
+    key, value = formats.key.to_dict(), formats.value.to_dict()
+    return {"key": key, "value": value, "transforms": list(formats.transforms)}

@@ -1,0 +1,640 @@
+"""The pre-flight: known killers are refused with the reason and a remedy, everything else gets what it bears.
+
+The models are tiny and random; their logits are quietened, so that int4 costs them about what it costs trained ones.
+What the limits are and where they come from is measured on the reference model, whose weights are looked at here too.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from accelerate import cpu_offload
+from test_smoothing import Adapter, EightBits, snapshot
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import hf_kvquant
+from hf_kvquant import KVQuantConfig, PreflightError, cli, divergence, preflight, run_preflight, verdict
+from hf_kvquant.patching import state_of
+from hf_kvquant.transforms.injection import inject_key_bias, inject_key_outliers
+from hf_kvquant.transforms.signals import read_signals
+
+UNTRANSFORMED: dict[str, Any] = {"preset": "int4", "transforms": []}
+ROTATED: dict[str, Any] = {"preset": "int4", "transforms": ["rotate"]}
+REFERENCE = Path(__file__).resolve().parents[1] / "evals" / "reference_model"
+
+
+def build(model_type: str = "llama", **options: Any) -> Any:
+    """A tiny model whose next token is less of a surprise."""
+    model = models.build(model_type, **options)
+    with torch.no_grad():
+        model.get_output_embeddings().weight *= 0.4
+    return model
+
+
+def biased() -> Any:
+    """Keys that share a large constant, as in Qwen2."""
+    model = build("qwen2")
+    inject_key_bias(model, 200.0)
+    return model
+
+
+def with_outliers(factor: float = 8.0) -> Any:
+    """Keys with outlier channels, in every layer."""
+    model = build()
+    inject_key_outliers(model, 3, factor)
+    return model
+
+
+def with_gains() -> Any:
+    """A norm behind the keys with outlier gains, in layer 0, as in Qwen3."""
+    model = build("qwen3")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_norm.weight[[3, 3 + models.HEAD_DIM // 2]] *= 50
+    return model
+
+
+def text(characters: int = 2400) -> str:
+    """Random printable characters, of which each is a token of `models.tokenizer`."""
+    generator = torch.Generator().manual_seed(3)
+    return "".join(chr(33 + int(code)) for code in torch.randint(0, 90, (characters,), generator=generator))
+
+
+def state(model: Any) -> dict[str, Any]:
+    """Everything that a pre-flight could leave behind."""
+    return {
+        "config": model.config.to_dict(),
+        "attention": model.config._attn_implementation,
+        "patch": state_of(model),
+        "attributes": sorted(model.__dict__),
+        "training": [module.training for module in model.modules()],
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        "gradients": [(parameter.requires_grad, parameter.grad) for parameter in model.parameters()],
+    }
+
+
+# --- picking ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_smallest_preset_that_is_good_enough_is_picked() -> None:
+    model = build()
+    result = run_preflight(model)
+    assert result.is_safe and result.kld is not None and result.kld <= preflight.GOAL
+    assert result.num_tokens == divergence.NUM_WINDOWS * 127 and result.source == "text that the model wrote"
+    for layer in result.layers:
+        assert layer.kld is not None and layer.kld <= preflight.GOAL * preflight.LAYER_SHARE
+        assert [name for name, _ in layer.tried] == list(preflight.LADDER[: preflight.LADDER.index(layer.name)])
+        assert layer.formats == result.config.formats(layer.layer_idx)
+    assert KVQuantConfig.for_model(model) == result.config == result.approved()
+
+
+def test_layers_are_measured_one_by_one_and_together() -> None:
+    """A layer costs more with fewer bits, and all together cost about what they cost one by one."""
+    model = build()
+    costs = {name: run_preflight(model, name) for name in ("int8", "int4", "none")}
+    for coarse, fine in zip(costs["int4"].layers, costs["int8"].layers, strict=True):
+        assert coarse.kld is not None and fine.kld is not None
+        assert coarse.kld > 20 * fine.kld > 0
+    for result in costs.values():
+        assert result.kld == pytest.approx(sum(layer.kld or 0 for layer in result.layers), rel=0.3)
+    assert costs["none"].kld == 0
+
+
+def test_a_tighter_goal_takes_more_bits() -> None:
+    model = build()
+    bits = {"int4": 4, "int4-channel": 4.5, "k8v4": 6, "int8": 8, "none": 16}
+    totals = []
+    for goal in (0.5, 3e-3, 3e-5, 1e-9):
+        result = run_preflight(model, max_kld=goal)
+        assert result.kld is not None and result.kld <= goal
+        totals.append(sum(bits[layer.name] for layer in result.layers))
+    assert totals == sorted(set(totals))
+    assert result.config == KVQuantConfig.from_preset("none")
+
+
+def test_layers_move_on_while_their_sum_costs_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer alone is within the goal, both are not: the one that costs more moves on."""
+    costs = {"int4": 0.009, "int8": 0.001}
+
+    class Meter:
+        num_scored, longest = 1, 256
+
+        def __init__(self, model: Any, ids: Tensor) -> None:
+            pass
+
+        def reads_codes(self, formats: Any) -> bool:
+            return True
+
+        def kld(self, config: KVQuantConfig) -> float:
+            names = [verdict.name_of(config.formats(index)) for index in range(2)]
+            weights = (3.0, 2.9) if "none" not in names else (1.0, 0.9)
+            return sum(weight * costs.get(name, 0.0) for weight, name in zip(weights, names, strict=True))
+
+    monkeypatch.setattr(preflight, "Meter", Meter)
+    result = run_preflight(build(), presets=["int4", "int8"], max_kld=0.05)
+    assert [layer.name for layer in result.layers] == ["int8", "int4"]
+    assert result.spelled() in (
+        "{'preset': 'int8', 'layers': {1: 'int4'}}",
+        "{'preset': 'int4', 'layers': {0: 'int8'}}",
+    )
+
+
+def test_presets_that_do_not_fit_a_layer_are_passed_over() -> None:
+    model = build(head_dim=48)
+    assert run_preflight(model, presets=["int4-g32", "int8"]).spelled() == "'int8'"
+    with pytest.raises(
+        ValueError, match=r"`presets` must hold one that fits layer 0, got \['int4-g32'\]: .*Add 'none'"
+    ):
+        run_preflight(model, presets=["int4-g32"])
+
+
+def test_layers_with_other_caches_are_left_out() -> None:
+    family = models.FAMILIES["gemma3_text"]
+    result = run_preflight(models.build(family.model_type, **family.options), "int8")
+    assert [layer.layer_idx for layer in result.layers] == [1]
+    assert result.left_out == {0: "its cache (sliding_attention) is not quantised"}
+    assert "    0  left out: its cache (sliding_attention) is not quantised" in result.report()
+
+
+def test_a_model_without_caches_of_ours_gets_the_first_preset() -> None:
+    model = build("mistral", sliding_window=8)
+    result = run_preflight(model)
+    assert result.layers == () and result.config == KVQuantConfig.from_preset("int4") and result.kld is None
+
+
+# --- refusing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("measure", [True, False], ids=["measured", "weights"])
+@pytest.mark.parametrize(
+    "killer, config, signal, cause, remedy",
+    [
+        (biased, ROTATED, "key bias", "a key bias of 1", "Add 'center' to `transforms`"),
+        (with_outliers, UNTRANSFORMED, "key channels", "projection rows of 8", "Add 'rotate' to `transforms`, or cal"),
+        (with_gains, UNTRANSFORMED, "key channels", "norm gains of 50 times", "Add 'rotate' to `transforms`, or cal"),
+    ],
+    ids=["bias", "outliers", "gains"],
+)
+def test_known_killers(killer: Any, config: Any, signal: str, cause: str, remedy: str, measure: bool) -> None:
+    model = killer()
+    with pytest.raises(PreflightError) as caught:
+        KVQuantConfig.for_model(model, config, measure=measure)
+    error, message = caught.value, str(caught.value)
+    assert isinstance(error, ValueError) and error.layer_idx in (0, 1)
+    assert error.value is not None and error.limit is not None and error.value > error.limit
+    assert error.remedy.startswith(remedy) and remedy in message
+    assert cause in message and message.endswith(" force=True hands it out all the same.")
+    of_layer = f"of layer {error.layer_idx}"
+    if measure:
+        assert error.signal == "KL divergence" and error.limit == pytest.approx(0.03)
+        expected = f"for_model: `preset_or_config` must keep the KL divergence {of_layer} within 0.03 nats a token, got"
+    else:
+        assert error.signal == signal
+        expected = f"for_model: `preset_or_config` must fit the weights {of_layer}, got int4 ("
+    assert message.startswith(expected)
+    # With the transforms of the preset, the same format serves.
+    assert run_preflight(model, "int4", measure=measure).is_safe
+    assert KVQuantConfig.for_model(model, "int4", measure=measure) == KVQuantConfig.from_preset("int4")
+
+
+def test_calibration_is_a_remedy() -> None:
+    """Factors that are folded into the weights take the signal away, and those that caches apply answer it."""
+    model = with_outliers(32.0)
+    with pytest.raises(PreflightError, match=r"times the median channel, limit 8\)\. Calibrate factors \(hf_kvquant"):
+        KVQuantConfig.for_model(model, "int4", presets=["int4"])
+    for mode in ("fold", "online"):
+        hf_kvquant.smooth_attention(model, models.tokenizer(), [text()], mode=mode, progress=False)
+        for measure in (True, False):
+            assert run_preflight(model, "int4", measure=measure).is_safe
+        hf_kvquant.unsmooth(model)
+
+
+def test_the_remedy_is_one() -> None:
+    model = with_gains()
+    result = run_preflight(model, UNTRANSFORMED)
+    assert result.problems[0].layer_idx == 0 and 0 in result.remedies
+    config = KVQuantConfig.from_preset("int4", transforms=[], layers=result.remedies)
+    assert KVQuantConfig.for_model(model, config) == config
+    with pytest.raises(PreflightError, match=r"Or take what was found good enough, layers=\{0: '[a-z0-9-]+'\}\. force"):
+        result.approved()
+
+
+def test_a_remedy_may_have_no_name() -> None:
+    """Formats of no preset, which their usual transforms save, are spelled out."""
+    grouped = {"storage": "int4", "granularity": "group", "group_size": 64, "symmetric": False}
+    config = KVQuantConfig.from_dict({"key": grouped, "value": "int8", "transforms": []})
+    result = run_preflight(with_gains(), config, max_kld=0.5)
+    assert result.remedies[0].key == config.key and "rotate" in result.remedies[0].transforms
+    with pytest.raises(PreflightError, match=r"layers=\{0: \{'key': \{'storage': 'int4', .*'transforms': \['center', "):
+        result.approved()
+
+
+def test_a_remedy_that_is_the_same_for_all_layers_is_said_once() -> None:
+    with pytest.raises(PreflightError, match=r"`transforms`\. Or take 'int4-channel', which was found good enough\. f"):
+        KVQuantConfig.for_model(biased(), ROTATED, measure=False)
+
+
+def test_all_layers_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are bearable one by one need not be so together."""
+    monkeypatch.setattr(preflight, "LIMIT", 1e-3)
+    monkeypatch.setattr(preflight, "LAYER_SHARE", 1e9)
+    with pytest.raises(PreflightError) as caught:
+        KVQuantConfig.for_model(build(), "int4")
+    assert caught.value.layer_idx is None and caught.value.value is not None
+    message = str(caught.value)
+    assert message.startswith(
+        "for_model: `preset_or_config` must keep the KL divergence of all layers together within 0.001 nats a token, "
+        "got 0.0"
+    )
+    assert "with this config. Let presets be picked: KVQuantConfig.for_model(model). force=True" in message
+
+
+def test_picked_presets_may_be_too_few() -> None:
+    model = with_gains()
+    with torch.no_grad():
+        model.get_output_embeddings().weight *= 50
+    with pytest.raises(PreflightError, match=r"End `presets` with 'none'\. force=True"):
+        KVQuantConfig.for_model(model, presets=["int4"])
+
+
+def test_force(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="hf_kvquant"):
+        config = KVQuantConfig.for_model(biased(), ROTATED, measure=False, force=True)
+    assert config == KVQuantConfig.from_dict(ROTATED)
+    assert "a key bias of 1" in caplog.text and "Handed out all the same, as `force` says." in caplog.text
+
+
+def test_logits_that_are_no_numbers() -> None:
+    model = build()
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5, 5] = math.nan
+    with pytest.raises(PreflightError) as caught:
+        KVQuantConfig.for_model(model)
+    assert caught.value.signal == "unknown" and caught.value.value is None
+    assert str(caught.value) == (
+        "for_model: `model` must be judged in layer 0 before int4-channel is used, got no verdict: its logits are not "
+        "finite. Check the checkpoint, or load it in bfloat16 or float32. Load weights, or give `tokenizer` and `texts`"
+        ", so that it can be measured. force=True hands it out all the same."
+    )
+
+
+def test_a_format_that_gives_no_numbers_is_ruin(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    ids = torch.randint(3, models.VOCAB_SIZE, (2, 40))
+    with hf_kvquant.patched(model, "none"), torch.no_grad():
+        meter = divergence.Meter(model, ids)
+        assert meter.kld(KVQuantConfig.from_preset("none")) == 0
+        monkeypatch.setattr(meter, "_run", lambda config: iter([logits * math.nan for logits in meter.reference]))
+        assert meter.kld(KVQuantConfig.from_preset("int8")) == math.inf
+
+
+def test_models_that_cannot_be_patched_are_refused_as_ever() -> None:
+    with pytest.raises(NotImplementedError, match="patch: BartForConditionalGeneration is an encoder-decoder"):
+        run_preflight(models.bart())
+    with pytest.raises(ValueError, match=r"`layers` must name layers below 2"):
+        run_preflight(build(), {"preset": "int4", "layers": {7: "int8"}})
+
+
+# --- what the weights tell --------------------------------------------------------------------------------------------
+
+
+def test_a_bias_is_seen_in_fused_projections_and_without_rope() -> None:
+    for name in ("phi", "gpt_neox", "gpt2", "qwen2"):
+        family = models.FAMILIES[name]
+        model = models.build(family.model_type, **family.options)
+        before, _ = read_signals(model, where="test")
+        added = inject_key_bias(model, 50.0)
+        after, _ = read_signals(model, where="test")
+        for index, bias in added.items():
+            signals, old = after[index], before[index]
+            assert signals.bias is not None and old.bias is not None and not signals.unknown
+            torch.testing.assert_close(signals.bias, old.bias + bias, rtol=1e-4, atol=1e-4)
+            ratio = signals.bias_ratio(None)
+            assert ratio is not None and ratio > 3
+            # Its own average over positions takes nearly all of it away again.
+            left = signals.bias_ratio(signals.bias_center)
+            assert left is not None and left < 0.3 * ratio
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_neox", "gpt2", "qwen3", "gemma"])
+def test_outlier_channels_are_seen_wherever_keys_are_made(name: str) -> None:
+    family = models.FAMILIES[name]
+    model = models.build(family.model_type, **family.options)
+    before, _ = read_signals(model, where="test")
+    inject_key_outliers(model, 2, 8.0)
+    after, _ = read_signals(model, where="test")
+    for index, signals in after.items():
+        ratio = before[index].channel_ratio
+        assert ratio is not None and ratio < 4 and signals.channel_ratio is not None and signals.channel_ratio > 6
+        assert signals.channel_source == ("gains" if name == "qwen3" else "rows")
+
+
+def test_eight_bits_bear_more() -> None:
+    model = with_outliers(16.0)
+    signals, _ = read_signals(model, where="test")
+    ratio = signals[0].channel_ratio
+    assert ratio is not None and 16 < ratio < 64
+    for preset, expected in (("int4", ["key channels"]), ("int8", []), ("fp8", []), ("none", []), ("int4-channel", [])):
+        config = KVQuantConfig.from_preset(preset, transforms=[])
+        found = signals[0].findings(config.formats(0), None)
+        assert [finding.signal for finding in found if finding.is_harmful] == expected
+
+
+def test_a_rotation_is_not_all_that_outliers_want() -> None:
+    """Rotated outliers are no reason to refuse, but one to pick something else where nothing is measured."""
+    model = with_outliers(16.0)
+    assert run_preflight(model, measure=False).spelled() == "'int4-channel'"
+    result = run_preflight(model, "int4", measure=False)
+    assert result.is_safe and "projection rows of 1" in result.layers[0].remarks()
+
+
+def test_small_heads() -> None:
+    result = run_preflight(build(head_dim=48), "int4", measure=False)
+    assert result.is_safe
+    notes = result.notes()
+    assert "head_dim 48, 2 query heads per key-value head." in notes
+    assert "A head_dim of 48, at least 128 is better at 4 bits." in notes
+    assert "A rotation over blocks of 16, at least 32 is better at 4 bits." in notes
+
+
+def test_the_reference_model_and_its_killers() -> None:
+    """The limits, on weights that were trained."""
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32)
+
+    assert run_preflight(load(), UNTRANSFORMED, measure=False).is_safe
+    assert run_preflight(load(), measure=False).spelled() == "'int4'"
+    for spoil, config in ((inject_key_bias, ROTATED), (inject_key_outliers, UNTRANSFORMED)):
+        model = load()
+        spoil(model)
+        assert len(run_preflight(model, config, measure=False).problems) == 7
+        assert run_preflight(model, "int4", measure=False).is_safe
+
+
+# --- weights that cannot be read --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["quantised", "adapter", "offloaded"])
+def test_weights_that_cannot_be_read_are_unknown(kind: str) -> None:
+    model = build()
+    attention = model.model.layers[1].self_attn
+    if kind == "quantised":
+        attention.k_proj = EightBits(attention.k_proj)
+    elif kind == "adapter":
+        attention.q_proj = Adapter(attention.q_proj)
+    else:
+        cpu_offload(model, torch.device("cpu"))
+    result = run_preflight(model, "int8")
+    assert result.is_safe and result.kld is not None
+    for layer in result.layers:
+        assert layer.signals.channel_ratio is None and "key channels" in layer.signals.unknown
+        assert layer.signals.bias_ratio(None) == 0  # which is found by running the model
+        assert verdict.cells(layer)[1] == "?" and "key channels unknown" in layer.remarks()
+    assert "Unknown: for_model: `model` must " in result.report()
+    assert len(run_preflight(model).layers) == 2
+    with pytest.raises(PreflightError, match="must be judged in layer 0 before int8 is used, got no verdict: key chan"):
+        KVQuantConfig.for_model(model, "int8", measure=False)
+
+
+def test_weights_that_are_nowhere() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**{**models.COMMON, "eos_token_id": 2}))
+    for options in ({}, {"measure": False}):
+        result = run_preflight(model, **options)
+        assert not result.is_safe and result.kld is None
+        assert [verdict.cells(layer) for layer in result.layers] == [("?", "?", "-")] * 2
+        assert all(layer.signals.head_dim == 64 and layer.signals.num_q_per_kv == 2 for layer in result.layers)
+        assert "Divergences were not measured: " in result.report()
+        with pytest.raises(PreflightError, match="must be judged in layer 0 before int4-channel is used, got no verdi"):
+            result.approved()
+        assert isinstance(result.approved(force=True), KVQuantConfig)
+
+
+def test_a_model_that_cannot_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no room\nleft")
+
+    monkeypatch.setattr(divergence, "forward", fail)
+    with pytest.raises(
+        PreflightError, match=r"verdict: the model could not be run \(RuntimeError: no room left\)\. Lo"
+    ):
+        KVQuantConfig.for_model(model, "int4")
+    # A layer that nobody quantises needs no verdict.
+    assert KVQuantConfig.for_model(model, "none") == KVQuantConfig.from_preset("none")
+
+
+def test_no_room_for_a_format_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, config: KVQuantConfig) -> float:
+        raise divergence.CannotMeasure("the model could not be run (no room)")
+
+    monkeypatch.setattr(divergence.Meter, "kld", fail)
+    with pytest.raises(
+        PreflightError, match=r"before int8 is used, got no verdict: the model could not be run \(no ro"
+    ):
+        KVQuantConfig.for_model(build(), "int8")
+
+
+def test_a_number_that_never_saw_all_codes_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = divergence.forward
+
+    def forgetful(model: Any, input_ids: Tensor, *, cache: Any) -> Tensor:
+        logits = original(model, input_ids, cache=cache)
+        if isinstance(cache, hf_kvquant.KVQuantCache):
+            cache.crop(-1)
+        return logits
+
+    monkeypatch.setattr(divergence, "forward", forgetful)
+    with pytest.raises(PreflightError, match=r"got no verdict: layer 0 kept 12\d of 128 tokens\. "):
+        KVQuantConfig.for_model(build(), "int8")
+
+
+# --- the text ---------------------------------------------------------------------------------------------------------
+
+
+def test_texts_are_measured_on_where_they_are_given() -> None:
+    result = run_preflight(build(), "int8", tokenizer=models.tokenizer(), texts=[text(), text(900)])
+    assert result.source == "the texts" and result.is_safe
+    assert 600 < result.num_tokens <= 1024
+
+
+def test_the_model_writes_without_ending() -> None:
+    model = build(eos_token_id=[7, 8])
+    model.generation_config.eos_token_id = 9
+    with torch.no_grad():
+        first = divergence.own_text(model)
+        again = divergence.own_text(model)
+    assert torch.equal(first, again) and first.shape == (divergence.NUM_WINDOWS, 128)
+    assert (first[:, 0] == models.BOS).all()
+    assert not torch.isin(first[:, 1:], torch.tensor([7, 8, 9, models.PAD])).any()
+    assert len({tuple(row) for row in first.tolist()}) == divergence.NUM_WINDOWS
+    assert len(first.unique()) > 40  # drawn, and not the likeliest over and over
+
+
+def test_blocks_need_texts_that_fill_them() -> None:
+    """Keys of `int4-channel` stay dense up to a block: a short text shows nothing of what its codes do."""
+    model = build(max_position_embeddings=512)
+    texts = [text()[start : start + 100] for start in range(0, 1000, 100)]
+    options: dict[str, Any] = {"tokenizer": models.tokenizer(), "texts": texts}
+    with pytest.raises(PreflightError, match=r"got no verdict: the texts are in pieces of 100 tokens, too few to fill"):
+        KVQuantConfig.for_model(model, "int4-channel", **options)
+    result = run_preflight(model, max_kld=1e-3, **options)
+    assert result.is_safe and "int4-channel" not in {layer.name for layer in result.layers}
+    # A model that reads no more than that never fills a block either.
+    assert run_preflight(build(max_position_embeddings=128), "int4-channel", **options).kld is not None
+    assert run_preflight(model, "int4-channel").kld is not None
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"presets": "int4"}, r"for_model: `presets` must be a list of names, got 'int4'\. The default is \['int4', "),
+        ({"presets": []}, r"for_model: `presets` must be a list of names, got \[\]\."),
+        ({"presets": ["int5"]}, r"for_model: `presets` must be names out of \[.*\], got 'int5'\. Did you mean 'int"),
+        ({"max_kld": 0.0}, r"for_model: `max_kld` must be positive, got 0\.0\. The default is 0\.05 nats a token\."),
+        ({"max_kld": math.nan}, r"for_model: `max_kld` must be positive, got nan\."),
+        (
+            {"texts": ["a"]},
+            r"for_model: `tokenizer` must come with `texts`, got None\. Give both, or neither: the mode",
+        ),
+        ({"tokenizer": models.tokenizer()}, r"for_model: `texts` must come with `tokenizer`, got None\."),
+        ({"tokenizer": models.tokenizer(), "texts": ["a"]}, r"for_model: `texts` must have at least 512 tokens in pi"),
+        ({"preset_or_config": "int5"}, r"KVQuantConfig: `preset` must be one of"),
+    ],
+)
+def test_mistakes(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_preflight(build(), **options)
+
+
+# --- the model afterwards ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_patched", [False, True], ids=["unpatched", "patched"])
+def test_the_model_is_as_it_was(is_patched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_gains()
+    if is_patched:
+        hf_kvquant.patch(model, "int8")
+    model.model.layers[1].train()
+    weights, before, random = snapshot(model), copy.deepcopy(state(model)), torch.get_rng_state()
+
+    def check() -> None:
+        assert state(model) == before and torch.equal(torch.get_rng_state(), random)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, weights[name]), name
+
+    run_preflight(model)
+    check()
+    with pytest.raises(PreflightError):
+        KVQuantConfig.for_model(model, UNTRANSFORMED)
+    check()
+
+    def interrupt(self: Any, config: KVQuantConfig) -> float:
+        for _ in self._run(config):
+            raise KeyboardInterrupt
+        return 0.0
+
+    monkeypatch.setattr(divergence.Meter, "kld", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_preflight(model)
+    check()
+
+
+def test_what_is_picked_can_be_used() -> None:
+    model = with_outliers()
+    config = KVQuantConfig.for_model(model, max_kld=0.01)
+    assert KVQuantConfig.from_dict(config.to_dict()) == config
+    with hf_kvquant.patched(model, config):
+        output = models.greedy(model, models.left_padded())
+    assert output.past_key_values.quant_config == config
+
+
+def test_a_static_config_is_checked_and_handed_out_as_it_is() -> None:
+    config = KVQuantConfig.from_preset("int8", max_cache_len=16)
+    result = run_preflight(build(), config)
+    assert result.config == config and result.is_safe
+    assert result.spelled() == repr(config.to_dict())
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Saved models: an easy one, and one whose output a rotation does not save."""
+    made = {"easy": build(), "biased": biased()}
+    with torch.no_grad():
+        made["biased"].get_output_embeddings().weight *= 30
+    paths = {name: tmp_path_factory.mktemp(name) for name in made}
+    for name, model in made.items():
+        model.save_pretrained(paths[name])
+        models.tokenizer().save_pretrained(paths[name])
+    return {name: str(path) for name, path in paths.items()}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout in one line, and stderr of the command."""
+    code = cli.main(["calibrate", *arguments])
+    captured = capsys.readouterr()
+    return code, " ".join(captured.out.split()), captured.err
+
+
+def test_the_command_picks(folders: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, output, error = run(capsys, folders["easy"], "--check")
+    assert code == 0 and error == ""
+    result = run_preflight(cli.load(folders["easy"], "auto", torch.device("cpu"))[0])
+    for layer in result.layers:
+        assert f"│ {layer.layer_idx} │ {layer.name} │ 0.00 │" in output
+    assert output.endswith(f"Use it with: hf_kvquant.patch(model, {result.spelled()})")
+    file = tmp_path / "text.txt"
+    file.write_text(text(), encoding="utf-8")
+    code, output, error = run(capsys, folders["easy"], "--check", "--preset", "int8", "--text-file", str(file))
+    assert code == 0 and error == ""
+    assert "tokens of the texts." in output and output.endswith("hf_kvquant.patch(model, 'int8')")
+
+
+def test_the_command_refuses(folders: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (folders["biased"], "--check", "--preset", "fp8")
+    code, output, error = run(capsys, *arguments)
+    assert code == 1 and error.count("\n") == 1
+    assert error.startswith("hf-kvquant: refused: for_model: `preset_or_config` must keep the KL divergence of layer ")
+    assert error.endswith(" --force hands it out all the same.\n")
+    assert "│ 0 │ fp8 │ 1" in output and "Use it with" not in output
+    code, output, error = run(capsys, *arguments, "--force")
+    assert code == 0 and error == ""
+    assert "Not safe: for_model: " in output and output.endswith("hf_kvquant.patch(model, 'fp8')")
+    code, output, error = run(capsys, *arguments[:2], "--preset", "int4", "--weights-only")
+    assert code == 0 and "Divergences were not measured" in output
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--check", "--output", "new"], "`--output` must be left out with --check, got new. Nothing is saved"),
+        (["--force"], "`--force` must come with --check, got it alone. Add --check."),
+        (["--weights-only"], "`--weights-only` must come with --check, got it alone. Add --check."),
+        (["--check", "--preset", "int9"], "`--preset` must be one of none, int8"),
+        (
+            ["--text-file", "TEXT"],
+            "`--output` must be given, got none. Name a new folder, or add --check to look only.",
+        ),
+        (["--check", "--text-file", "TEXT"], "FOLDER cannot be checked. for_model: `texts` must have at least 512"),
+    ],
+)
+def test_mistakes_of_the_command(
+    folders: dict[str, str], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("short", encoding="utf-8")
+    places = {"TEXT": str(tmp_path / "text.txt")}
+    code, output, error = run(capsys, folders["easy"], *[places.get(word, word) for word in arguments])
+    assert code == 2 and output == "" and error.count("\n") == 1
+    assert error.startswith(f"hf-kvquant: error: calibrate: {message.replace('FOLDER', folders['easy'])}")
