@@ -341,8 +341,7 @@ def test_opcheck(device: str) -> None:
         )
         starts = torch.zeros(2, dtype=torch.int32, device=device)
         kinds = (2, 9, None, None, False, *(each.storage_id for each in formats))
-        suffix = "" if ops._has_kernel(torch.device(device), 64, has_tail=True) else "_reference"
-        append, decode = (getattr(torch.ops.hf_kvquant, name + suffix).default for name in ("append", "decode"))
+        append, decode = torch.ops.hf_kvquant.append.default, torch.ops.hf_kvquant.decode.default
         torch.library.opcheck(append, (key, value, *spelled, lengths, starts, *kinds))
         extras = (None, starts, None, None, 0.125, 0.0, 0, 0)
         torch.library.opcheck(decode, (query, key, value, *spelled, lengths, *extras, *kinds))
