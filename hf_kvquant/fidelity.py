@@ -37,7 +37,8 @@ class Fidelity:
         agrees: `[scored]` bool: whether the most likely next token is the same.
         nll: `[tokens - 1]` float32, nats: negative log-likelihood of each next token, from the text's second token on.
         reference_nll: The same under the unquantised cache.
-        pairs_read: (Query, token) pairs that were served from codes, summed over layers.
+        pairs_read: (Query, token) pairs that were served from codes, or from what stays dense beside them, summed over
+            layers.
         pairs_expected: What that number has to be when every layer that is quantised was read as codes.
     """
 
