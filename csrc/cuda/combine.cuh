@@ -63,8 +63,8 @@ struct RowPart {
 
 // Adds `num_parts` results of dense windows, [head_dim values, m, l] of the row each, `stride` apart. Their maxima are
 // natural logarithms, and of whole scores. A function, so that it costs nothing where there are no windows.
-__device__ __noinline__ RowPart with_tails(RowPart row, const float* from, int64_t stride, int num_parts, int head_dim,
-                                           int c, float constant) {
+static __device__ __noinline__ RowPart with_tails(RowPart row, const float* from, int64_t stride, int num_parts,
+                                                  int head_dim, int c, float constant) {
   for (int part = 0; part < num_parts; ++part, from += stride) {
     const float theirs = from[head_dim] * kLog2E - constant, before = row.maximum;
     row.maximum = fmaxf(before, theirs);
