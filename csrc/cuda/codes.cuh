@@ -37,6 +37,31 @@ __device__ inline void store_value(void* data, Dtype dtype, int64_t index, float
   }
 }
 
+// Eight values from element `first` on, at once where they lie at a multiple of 16 bytes.
+__device__ inline void load_values(const void* data, Dtype dtype, int64_t first, float (&x)[kChunk]) {
+  const char* from = static_cast<const char*>(data) + first * (dtype == Dtype::fp32 ? 4 : 2);
+  if (reinterpret_cast<int64_t>(from) % 16 != 0) {
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) x[i] = load_value(data, dtype, first + i);
+    return;
+  }
+  if (dtype == Dtype::fp32) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float4 word = reinterpret_cast<const float4*>(from)[i];
+      x[4 * i] = word.x, x[4 * i + 1] = word.y, x[4 * i + 2] = word.z, x[4 * i + 3] = word.w;
+    }
+    return;
+  }
+  const uint4 word = *reinterpret_cast<const uint4*>(from);
+  const uint32_t pairs[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    const uint16_t bits = pairs[i / 2] >> (16 * (i % 2));
+    x[i] = dtype == Dtype::fp16 ? half_to_float(bits) : __uint_as_float(uint32_t{bits} << 16);
+  }
+}
+
 __device__ inline uint8_t* code_row(const Side& side, int64_t b, int64_t h, int64_t t) {
   return side.codes + b * side.codes_stride_b + h * side.codes_stride_h + t * side.codes_stride_t;
 }
@@ -74,25 +99,7 @@ __device__ inline void load_of_block(const Side& side, int64_t b, int64_t h, int
 // The eight channels from `c` on of a row, dequantised: code · scale + zero.
 __device__ inline void load_channels(const Side& side, int64_t b, int64_t h, int64_t t, int c, float (&x)[kChunk]) {
   const uint8_t* row = code_row(side, b, h, t);
-  if (side.storage == Storage::none) {
-    if (side.dense_dtype == Dtype::fp32) {
-      const float4* words = reinterpret_cast<const float4*>(row) + c / 4;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float4 word = words[i];
-        x[4 * i] = word.x, x[4 * i + 1] = word.y, x[4 * i + 2] = word.z, x[4 * i + 3] = word.w;
-      }
-      return;
-    }
-    const uint4 word = reinterpret_cast<const uint4*>(row)[c / kChunk];
-    const uint32_t pairs[4] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      const uint16_t bits = pairs[i / 2] >> (16 * (i % 2));
-      x[i] = side.dense_dtype == Dtype::fp16 ? half_to_float(bits) : __uint_as_float(uint32_t{bits} << 16);
-    }
-    return;
-  }
+  if (side.storage == Storage::none) return load_values(row, side.dense_dtype, c, x);
   if (side.has_channel_scales) return load_of_block(side, b, h, t, c, x);
   const int g = c / (side.head_dim / side.num_groups);
   const float scale = half_to_float(*scale_at(side, b, h, g, t));

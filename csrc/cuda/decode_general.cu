@@ -62,8 +62,7 @@ struct Tail {
   __device__ void load(const Side& side, int64_t b, int64_t h, int token, int c, float (&x)[kChunk]) const {
     const int64_t row = tail_row(side, token, start, sink_length);
     const int64_t first = b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c;
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) x[k] = load_value(side.tail, side.tail_dtype, first + k);
+    load_values(side.tail, side.tail_dtype, first, x);
   }
 };
 
@@ -121,8 +120,7 @@ __global__ void __launch_bounds__(kNumThreads)
     if (params.alibi_slopes != nullptr) slope[r] = params.alibi_slopes[head];
     if (!has_key) continue;
     const int64_t first = b * params.query.stride_b + head * params.query.stride_h + i * params.query.stride_t + c;
-#pragma unroll
-    for (int k = 0; k < kChunk; ++k) query[r][k] = load_value(params.query.data, params.query.dtype, first + k);
+    load_values(params.query.data, params.query.dtype, first, query[r]);
   }
   float plain_query[kHasTails ? kRows : 1][kChunk] = {};
 #pragma unroll

@@ -22,8 +22,8 @@ namespace {
 constexpr int kBlocksPerMultiprocessor = 4;
 constexpr int kMinTokensPerSplit = 128;
 
-// Tokens of dense windows that a thread block takes, about, and how many take those of a head at most.
-constexpr int kTailTokensPerPart = 32, kMaxTailParts = 8;
+// Tokens of dense windows that a thread block takes at least, about, and how many take those of a head at most.
+constexpr int kMinTailTokens = 16, kMaxTailParts = 16;
 
 constexpr int kLanesOfWarp = 32;
 
@@ -451,7 +451,9 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   }
   const int dense_tokens = params.sink_length + params.residual_length;
   if (dense_tokens > 0) {
-    plan.num_tail_parts = std::min((dense_tokens + kTailTokensPerPart - 1) / kTailTokensPerPart, kMaxTailParts);
+    const int worthwhile = (dense_tokens + kMinTailTokens - 1) / kMinTailTokens;
+    const int64_t wanted = (int64_t{resident.num_multiprocessors} * 2 + num_units - 1) / num_units;
+    plan.num_tail_parts = static_cast<int>(std::clamp<int64_t>(wanted, 1, std::min(worthwhile, kMaxTailParts)));
     plan.tails_at = (plan.workspace_floats + 1) / 2 * 2;
     plan.workspace_floats = plan.tails_at + plan.num_tail_parts * part_floats(params);
   }
