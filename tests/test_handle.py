@@ -292,9 +292,9 @@ def test_tokens_are_appended_once_whoever_comes_first(
     appends = []
     append, decode = ops.append, ops.decode
 
-    def counted_append(*args: Any) -> None:
+    def counted_append(*args: Any, **kwargs: Any) -> None:
         appends.append("append")
-        append(*args)
+        append(*args, **kwargs)
 
     def counted_decode(query: Tensor, new: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if new is not None:
