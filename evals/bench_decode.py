@@ -234,8 +234,9 @@ def time_prompt(shape: Shape, preset: str, names: tuple[str, ...], num_sets: int
     timing = time_calls(run, num_sets, replays)
     expected_sides = reference.transform_key(sources[0, 0, :1], transform), sources[0, 1, :1]
     for source, planes, kv_format in zip(expected_sides, targets[0], formats, strict=True):
-        expected = reference.quantize(source, kv_format)
-        if not torch.equal(planes.codes[:1, :, : shape.context], expected.codes):
+        coded = kv_format.tail_begin(shape.context)
+        expected = reference.quantize(source[:, :, :coded], kv_format)
+        if not torch.equal(planes.codes[:1, :, :coded], expected.codes):
             raise SystemExit(f"bench_decode: prompt, {preset}: the codes are not those of the reference.")
     return timing
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hf_kvquant import PRESETS, KeyTransform
-from hf_kvquant.formats import TOKEN_ALIGNMENT, KVFormat
+from hf_kvquant.formats import BLOCK_SIZE, KVFormat
 
 # Of queries, and of keys and values where they are not quantised.
 DTYPE = torch.bfloat16
@@ -42,8 +42,8 @@ class Shape:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a sequence has room for."""
-        return math.ceil(self.context / TOKEN_ALIGNMENT) * TOKEN_ALIGNMENT
+        """Tokens that a sequence has room for, in whole tiles and blocks of every format."""
+        return math.ceil(self.context / BLOCK_SIZE) * BLOCK_SIZE
 
     def describe(self) -> str:
         """For tables."""

@@ -205,18 +205,20 @@ def test_bench_results(
     assert results["command"] == "python evals/bench_decode.py --output decode.json"
     case, ragged = results["cases"]
     rows = {row["preset"]: row for row in case["rows"]}
-    assert list(rows) == ["int8", "int4", "int4-g32", "k8v4", "fp8"]
+    assert list(rows) == ["int8", "int4", "int4-g32", "int4-channel", "k8v4", "fp8"]
     # 2 sequences of 100 tokens, 2 heads of 64, keys and values: codes, and two bytes for each scale and zero.
     assert rows["int8"]["bytes"] == 2 * 100 * 2 * 2 * (64 + 2)
     assert rows["int4-g32"]["bytes"] == 2 * 100 * 2 * 2 * (32 + 2 * 4)
+    # Half a block less; the keys of what is left are dense.
+    assert rows["int4-channel"]["bytes"] == 2 * (100 - 64) * 2 * (2 * 64 + 32 + 2 * 2)
     assert rows["int8"]["gbps"] == pytest.approx(rows["int8"]["bytes"] / 10e-6 / 1e9)
     assert rows["int8"]["share"] == pytest.approx(rows["int8"]["gbps"] / 100)
     assert all(row["relative_error"] < 0.02 and row["speedup"] is None for row in rows.values())
     # Groups of 32 do not divide 40 channels; a ragged batch counts the tokens that it holds.
-    assert [row["preset"] for row in ragged["rows"]] == ["int8", "int4", "k8v4", "fp8"]
+    assert [row["preset"] for row in ragged["rows"]] == ["int8", "int4", "int4-channel", "k8v4", "fp8"]
     assert 3 <= ragged["shape"]["num_tokens"] < 3 * 70
     assert ragged["rows"][0]["bytes"] == ragged["shape"]["num_tokens"] * 2 * 2 * (40 + 2)
-    assert [row["preset"] for row in results["prompt"]] == ["int8", "int4", "int4-g32", "k8v4", "fp8"]
+    assert [row["preset"] for row in results["prompt"]] == ["int8", "int4", "int4-g32", "int4-channel", "k8v4", "fp8"]
     # Presets that transform keys are timed without as well.
     assert rows["int8"]["plain"]["share"] == rows["int8"]["share"] and "plain" not in rows["fp8"]
     assert list(rows["int4"]["single"]) == ["center", "smooth", "rotate"] and "single" not in rows["fp8"]
