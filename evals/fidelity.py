@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ GATE_TOKENS = 256
 GATE_CHUNKS = (1, 32, 128)
 # Where keys have a scale for every channel, a chunk that fills a block sees all of it as codes; one token at a time,
 # only the last of them does. That is so by definition and the gate must not see it, so its chunks are short against a
-# block (int4-channel, 256 tokens: 1.16e-2 nats in chunks of 1, 1.24e-2 of 32, 1.53e-2 of 128).
+# block (int4-channel, 256 tokens: 1.16e-2 nats in chunks of 1, 1.24e-2 of 32, 1.53e-2 of 128). Likewise with a window of
+# newest tokens, which ends with a chunk, and not with each of its tokens.
 GATE_BLOCK_SHARE = 0.25
 # What the gate allows between chunk sizes, in mean KL divergence from the unquantised cache: a share of it, or so many
 # standard errors of the difference. Not less: sums in another order flip codes at rounding boundaries, layer after
@@ -52,10 +54,32 @@ UNTRANSFORMED = "-untransformed"
 
 
 def config_of(name: str) -> KVQuantConfig:
-    """The config of a preset, or of its formats without any transform."""
-    if name.endswith(UNTRANSFORMED):
-        return KVQuantConfig.from_preset(name.removesuffix(UNTRANSFORMED), transforms=[])
-    return KVQuantConfig.from_preset(name)
+    """The config of a preset, or of its formats without any transform, either one with dense windows: `int4:4+128`.
+
+    Raises:
+        ValueError: The name is none of these.
+    """
+    preset, has_windows, lengths = name.partition(":")
+    options: dict[str, Any] = {}
+    if has_windows:
+        found = re.fullmatch(r"(\d+)\+(\d+)", lengths)
+        if found is None:
+            raise ValueError(
+                f"fidelity: `--preset` must name windows as first and newest tokens, got '{lengths}'. Such as int4:4+128."
+            )
+        options = {"sink_length": int(found[1]), "residual_length": int(found[2])}
+    if preset.endswith(UNTRANSFORMED):
+        preset, options["transforms"] = preset.removesuffix(UNTRANSFORMED), []
+    return KVQuantConfig.from_preset(preset, **options)
+
+
+def preset_name(name: str) -> str:
+    """An argument that `config_of` understands."""
+    try:
+        config_of(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return name
 
 
 def read_windows(tokenizer: Any, path: Path, window: int) -> Tensor:
@@ -71,8 +95,9 @@ def read_windows(tokenizer: Any, path: Path, window: int) -> Tensor:
 
 def gate_chunks(preset: str) -> list[int]:
     """The sizes of chunks between which a preset's result must not differ."""
-    block_size = config_of(preset).key.block_size
-    return [chunk for chunk in GATE_CHUNKS if block_size is None or chunk <= GATE_BLOCK_SHARE * block_size]
+    config = config_of(preset)
+    reaches = [tokens for tokens in (config.key.block_size, config.residual_length) if tokens]
+    return [chunk for chunk in GATE_CHUNKS if chunk == 1 or chunk <= GATE_BLOCK_SHARE * min(reaches, default=math.inf)]
 
 
 def check_chunk_sizes(model: PreTrainedModel, text: Tensor, presets: list[str], n0: int) -> dict[str, dict[str, float]]:
@@ -300,8 +325,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare presets with the unquantised cache on a text file.")
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="raw text, such as WikiText-2's test")
     parser.add_argument("--model", type=Path, default=ROOT / "evals/reference_model", metavar="FOLDER")
-    names = [*PRESETS, *(name + UNTRANSFORMED for name in PRESETS if KVQuantConfig.from_preset(name).transforms)]
-    parser.add_argument("--preset", action="append", choices=names, help="repeatable (default: all presets)")
+    parser.add_argument(
+        "--preset",
+        action="append",
+        type=preset_name,
+        metavar="NAME",
+        help=f"repeatable (default: all presets); with {UNTRANSFORMED} behind it, without its transforms; with :4+128 "
+        "behind that, with the first 4 and the newest 128 tokens dense",
+    )
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="calibrate on this text, with defaults")
     parser.add_argument("--calibrate-for", choices=list(PRESETS), default="int4", help="a preset (default: int4)")
     parser.add_argument(

@@ -6,10 +6,12 @@ clock replaced, over tiny shapes, so that everything but the times is real; timi
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -196,6 +198,19 @@ def run_bench(
     printed = capsys.readouterr().out
     assert json.loads(printed.splitlines()[-1]) == results
     return results, printed
+
+
+def test_fidelity_names(fidelity: ModuleType) -> None:
+    config = fidelity.config_of("int4-untransformed:4+128")
+    assert (config.sink_length, config.residual_length, config.transforms) == (4, 128, ())
+    assert fidelity.gate_chunks("int4") == [1, 32, 128] and fidelity.gate_chunks("int4-channel") == [1, 32]
+    assert fidelity.gate_chunks("int4:0+128") == [1, 32] and fidelity.gate_chunks("int4:4+5") == [1]
+    for name, message in (
+        ("int5", "`preset` must be one of ['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'int4-channel', 'fp8']"),
+        ("int4:4-3", "`--preset` must name windows as first and newest tokens, got '4-3'. Such as int4:4+128."),
+    ):
+        with pytest.raises(argparse.ArgumentTypeError, match=re.escape(message)):
+            fidelity.preset_name(name)
 
 
 def test_bench_results(
