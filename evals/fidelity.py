@@ -38,8 +38,8 @@ GATE_TOKENS = 256
 GATE_CHUNKS = (1, 32, 128)
 # Where keys have a scale for every channel, a chunk that fills a block sees all of it as codes; one token at a time,
 # only the last of them does. That is so by definition and the gate must not see it, so its chunks are short against a
-# block (int4-channel, 256 tokens: 1.16e-2 nats in chunks of 1, 1.24e-2 of 32, 1.53e-2 of 128). Likewise with a window of
-# newest tokens, which ends with a chunk, and not with each of its tokens.
+# block (int4-channel, 256 tokens: 1.16e-2 nats in chunks of 1, 1.24e-2 of 32, 1.53e-2 of 128). Likewise with a window
+# of newest tokens, which ends with a chunk, and not with each of its tokens.
 GATE_BLOCK_SHARE = 0.25
 # What the gate allows between chunk sizes, in mean KL divergence from the unquantised cache: a share of it, or so many
 # standard errors of the difference. Not less: sums in another order flip codes at rounding boundaries, layer after
@@ -65,7 +65,8 @@ def config_of(name: str) -> KVQuantConfig:
         found = re.fullmatch(r"(\d+)\+(\d+)", lengths)
         if found is None:
             raise ValueError(
-                f"fidelity: `--preset` must name windows as first and newest tokens, got '{lengths}'. Such as int4:4+128."
+                f"fidelity: `--preset` must name windows as first and newest tokens, got '{lengths}'. "
+                "Such as int4:4+128."
             )
         options = {"sink_length": int(found[1]), "residual_length": int(found[2])}
     if preset.endswith(UNTRANSFORMED):
