@@ -41,6 +41,7 @@ GATE_CHUNKS = (1, 32, 128)
 # block (int4-channel, 256 tokens: 1.16e-2 nats in chunks of 1, 1.24e-2 of 32, 1.53e-2 of 128). Likewise with a window
 # of newest tokens, which ends with a chunk, and not with each of its tokens.
 GATE_BLOCK_SHARE = 0.25
+GATE_WINDOW_SHARE = 0.1
 # What the gate allows between chunk sizes, in mean KL divergence from the unquantised cache: a share of it, or so many
 # standard errors of the difference. Not less: sums in another order flip codes at rounding boundaries, layer after
 # layer, and multiplying the reference model's embeddings by 1 ± 1e-7 already moves int8 by 2.6e-5 nats of some 2e-4.
@@ -97,8 +98,10 @@ def read_windows(tokenizer: Any, path: Path, window: int) -> Tensor:
 def gate_chunks(preset: str) -> list[int]:
     """The sizes of chunks between which a preset's result must not differ."""
     config = config_of(preset)
-    reaches = [tokens for tokens in (config.key.block_size, config.residual_length) if tokens]
-    return [chunk for chunk in GATE_CHUNKS if chunk == 1 or chunk <= GATE_BLOCK_SHARE * min(reaches, default=math.inf)]
+    longest = math.inf if config.key.block_size is None else GATE_BLOCK_SHARE * config.key.block_size
+    if config.residual_length > 0:
+        longest = min(longest, GATE_WINDOW_SHARE * config.residual_length)
+    return [chunk for chunk in GATE_CHUNKS if chunk == 1 or chunk <= longest]
 
 
 def check_chunk_sizes(model: PreTrainedModel, text: Tensor, presets: list[str], n0: int) -> dict[str, dict[str, float]]:

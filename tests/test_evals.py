@@ -204,7 +204,7 @@ def test_fidelity_names(fidelity: ModuleType) -> None:
     config = fidelity.config_of("int4-untransformed:4+128")
     assert (config.sink_length, config.residual_length, config.transforms) == (4, 128, ())
     assert fidelity.gate_chunks("int4") == [1, 32, 128] and fidelity.gate_chunks("int4-channel") == [1, 32]
-    assert fidelity.gate_chunks("int4:0+128") == [1, 32] and fidelity.gate_chunks("int4:4+5") == [1]
+    assert fidelity.gate_chunks("int4:0+320") == [1, 32] and fidelity.gate_chunks("int4:4+5") == [1]
     for name, message in (
         ("int5", "`preset` must be one of ['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'int4-channel', 'fp8']"),
         ("int4:4-3", "`--preset` must name windows as first and newest tokens, got '4-3'. Such as int4:4+128."),

@@ -5,7 +5,7 @@
 // A worker is the 1 to 32 lanes that together hold a row, eight channels each. Workers of a block take tokens in turn;
 // each keeps its own running maximum m, sum l and weighted values, in the manner of online softmax, and they merge at
 // the end of the block's part of the sequence. With several parts a second kernel combines their results.
-// Not decided here: how many parts there are (plan.cpp).
+// Dense windows are attended to here for the other kernels, too. Not decided here: how many parts there are (plan.cpp).
 #include "codes.cuh"
 #include "cuda.h"
 #include "transform.cuh"
@@ -58,9 +58,9 @@ struct Tail {
     return side.tail != nullptr && (token >= begin || is_sink(token, start, sink_length));
   }
 
-  // Eight channels of such a token.
+  // Eight channels of such a token; of any other, eight numbers that are there.
   __device__ void load(const Side& side, int64_t b, int64_t h, int token, int c, float (&x)[kChunk]) const {
-    const int64_t row = tail_row(side, token, start, sink_length);
+    const int64_t row = has(side, token) ? tail_row(side, token, start, sink_length) : 0;
     const int64_t first = b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c;
     load_values(side.tail, side.tail_dtype, first, x);
   }
@@ -73,36 +73,96 @@ __device__ float* partial_row(const DecodeParams& params, float* workspace, int6
   return workspace + row * (params.value_side.head_dim + 2);
 }
 
+// What a thread block works on.
+struct Place {
+  int split, tile, h;
+  int64_t b;
+
+  // From the number of the block.
+  __device__ static Place of(const DecodeParams& params, int num_splits, int num_tiles) {
+    const int64_t block = blockIdx.x, tile = block / num_splits, head = tile / num_tiles;
+    return {static_cast<int>(block % num_splits), static_cast<int>(tile % num_tiles),
+            static_cast<int>(head % params.num_kv_heads), head / params.num_kv_heads};
+  }
+};
+
+// A worker's running softmax of each row, over its own channels of the values.
+template <int kRows>
+struct State {
+  float m[kRows], l[kRows] = {}, sum[kRows][kChunk] = {};
+
+  __device__ State() {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) m[r] = -INFINITY;
+  }
+
+  __device__ void add(int r, float logit, const float (&value)[kChunk]) {
+    const float maximum = fmaxf(m[r], logit);
+    const float kept = exp_below(m[r], maximum), weight = exp_below(logit, maximum);
+    m[r] = maximum;
+    l[r] = l[r] * kept + weight;
+#pragma unroll
+    for (int k = 0; k < kChunk; ++k) sum[r][k] = sum[r][k] * kept + weight * value[k];
+  }
+};
+
+// Merges the workers of a block, and writes its part of the result to the workspace, or the result where there is none.
+template <int kRows>
+__device__ void merge_workers(const DecodeParams& params, const State<kRows>& state, const Place& place,
+                              int num_workers, int worker, int c, bool has_value, int num_rows, float* workspace) {
+  extern __shared__ float shared[];  // [num_workers][kRows][head_dim sums, m, l]
+  const int head_dim = params.value_side.head_dim, stride = head_dim + 2;
+  const int num_q_per_kv = params.num_q_heads / params.num_kv_heads;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float* mine = shared + (worker * kRows + r) * stride;
+    if (has_value) {
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) mine[c + k] = state.sum[r][k];
+    }
+    if (c == 0) mine[head_dim] = state.m[r], mine[head_dim + 1] = state.l[r];
+  }
+  __syncthreads();
+  for (int element = threadIdx.x; element < num_rows * head_dim; element += kNumThreads) {
+    const int r = element / head_dim, channel = element % head_dim;
+    float maximum = -INFINITY, total = 0.f, weights = 0.f;
+    for (int w = 0; w < num_workers; ++w) maximum = fmaxf(maximum, shared[(w * kRows + r) * stride + head_dim]);
+    for (int w = 0; w < num_workers; ++w) {
+      const float* theirs = shared + (w * kRows + r) * stride;
+      const float weight = exp_below(theirs[head_dim], maximum);
+      total += theirs[channel] * weight;
+      weights += theirs[head_dim + 1] * weight;
+    }
+    const int64_t row = int64_t{place.tile} * kRows + r, i = row % params.q_len;
+    const int64_t head = place.h * num_q_per_kv + row / params.q_len;
+    if (workspace == nullptr) {
+      Output{params, place.b, head, i}.write(total, maximum, weights, channel);
+    } else {
+      float* partial = partial_row(params, workspace, place.split, place.b, head, i);
+      partial[channel] = total;
+      if (channel == 0) partial[head_dim] = maximum, partial[head_dim + 1] = weights;
+    }
+  }
+}
+
 // Tails take registers, above all for the query as it came, which their keys want.
 template <int kRows, bool kHasTails>
-__global__ void __launch_bounds__(kNumThreads)
-    attend(const __grid_constant__ DecodeParams params, bool is_of_tails, int num_splits, int num_tiles,
-           int lanes_per_worker, float* workspace) {
+__global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ DecodeParams params, int num_splits,
+                                                      int num_tiles, int lanes_per_worker, float* workspace) {
   // --- which part of which sequence, which queries
-  int64_t block = blockIdx.x;
-  const int split = block % num_splits;
-  block /= num_splits;
-  const int tile = block % num_tiles;
-  block /= num_tiles;
-  const int h = block % params.num_kv_heads;
-  const int64_t b = block / params.num_kv_heads;
-
+  const Place place = Place::of(params, num_splits, num_tiles);
+  const int split = place.split, tile = place.tile, h = place.h;
+  const int64_t b = place.b;
   const int length = min(max(params.lengths[b], 0), params.capacity);
   const int first_position = length - params.q_len;  // of the first query; negative when it attends to nothing
   int begin = params.starts == nullptr ? 0 : max(params.starts[b], 0);
   if (params.sliding_window > 0) begin = max(begin, first_position - params.sliding_window + 1);
 
   const Tail key_tail(params, params.key_side, b, length), value_tail(params, params.value_side, b, length);
-  // Tokens: all from `begin` on, or the first ones and those whose keys are the newest dense ones.
-  int num_first = 0;
-  if (is_of_tails) {
-    num_first = max(min(min(key_tail.start + key_tail.sink_length, key_tail.begin), length) - key_tail.start, 0);
-    begin = max(begin, key_tail.begin);
-  }
-  const int num_tokens = num_first + max(length - begin, 0);
-  const int tokens_per_split = (num_tokens + num_splits - 1) / num_splits;
-  const int64_t split_begin = int64_t{split} * tokens_per_split;
-  const int64_t split_end = min(split_begin + tokens_per_split, int64_t{num_tokens});
+  const int64_t num_tokens = max(length - begin, 0);
+  const int64_t tokens_per_split = (num_tokens + num_splits - 1) / num_splits;
+  const int64_t split_begin = begin + split * tokens_per_split;
+  const int64_t split_end = min(split_begin + tokens_per_split, static_cast<int64_t>(length));
 
   const int num_workers = kNumThreads / lanes_per_worker;
   const int worker = threadIdx.x / lanes_per_worker, c = threadIdx.x % lanes_per_worker * kChunk;
@@ -141,15 +201,12 @@ __global__ void __launch_bounds__(kNumThreads)
   }
 
   // --- tokens
-  float m[kRows], l[kRows] = {}, sum[kRows][kChunk] = {};
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) m[r] = -INFINITY;
+  State<kRows> state;
   // All lanes of a warp go round equally often, since they shuffle together.
 #pragma unroll 2
   for (int64_t base = split_begin; base < split_end; base += num_workers) {
-    const int64_t number = base + worker;
-    const bool is_in_range = number < split_end;
-    const int64_t t = number < num_first ? key_tail.start + number : begin + (number - num_first);
+    const int64_t t = base + worker;
+    const bool is_in_range = t < split_end;
     float key[kChunk] = {}, value[kChunk] = {};
     const auto load = [&](const Side& side, const Tail& tail, float(&x)[kChunk]) {
       if (kHasTails && tail.has(side, static_cast<int>(t))) {
@@ -178,47 +235,85 @@ __global__ void __launch_bounds__(kNumThreads)
       if (!is_visible) continue;
       logit = shape_logit(logit + (is_plain_key ? 0.f : constant[r]), params.softcap, slope[r],
                           static_cast<int>(t) - position[r]);
-      const float maximum = fmaxf(m[r], logit);
-      const float kept = exp_below(m[r], maximum), weight = exp_below(logit, maximum);
-      m[r] = maximum;
-      l[r] = l[r] * kept + weight;
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) sum[r][k] = sum[r][k] * kept + weight * value[k];
+      state.add(r, logit, value);
     }
   }
 
-  // --- merge the workers of the block
-  extern __shared__ float shared[];  // [num_workers][kRows][head_dim sums, m, l]
-  const int head_dim = params.value_side.head_dim, stride = head_dim + 2;
+  merge_workers<kRows>(params, state, place, num_workers, worker, c, has_value, num_rows,
+                       num_splits > 1 ? workspace : nullptr);
+}
+
+// The part of attend that is dense windows, where another kernel takes the codes: the first tokens, and those whose keys
+// are the newest dense ones. A worker asks for several tokens before it uses any, since there are few of them.
+template <int kRows>
+__global__ void __launch_bounds__(kNumThreads)
+    attend_to_tails(const __grid_constant__ DecodeParams params, int num_splits, int num_tiles, int lanes_per_worker,
+                    float* workspace) {
+  constexpr int kAtOnce = 4;
+  const Place place = Place::of(params, num_splits, num_tiles);
+  const int split = place.split, tile = place.tile, h = place.h;
+  const int64_t b = place.b;
+  const Side &keys = params.key_side, &values = params.value_side;
+  const int length = min(max(params.lengths[b], 0), params.capacity), first_position = length - params.q_len;
+  const Tail key_tail(params, keys, b, length), value_tail(params, values, b, length);
+  const int num_first =
+      max(min(key_tail.start + key_tail.sink_length, min(key_tail.begin, length)) - key_tail.start, 0);
+  const int begin = max(key_tail.begin, key_tail.start), num_tokens = num_first + max(length - begin, 0);
+  const int tokens_per_split = (num_tokens + num_splits - 1) / num_splits;
+  const int split_begin = split * tokens_per_split;
+  const int split_end = min(split_begin + tokens_per_split, num_tokens);
+
+  const int num_workers = kNumThreads / lanes_per_worker;
+  const int worker = threadIdx.x / lanes_per_worker, c = threadIdx.x % lanes_per_worker * kChunk;
+  const bool has_key = c < keys.head_dim, has_value = c < values.head_dim;
+  const int num_q_per_kv = params.num_q_heads / params.num_kv_heads;
+  const int num_rows = min(kRows, num_q_per_kv * params.q_len - tile * kRows);
+  float query[kRows][kChunk] = {}, slope[kRows] = {};
+  int position[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    float* mine = shared + (worker * kRows + r) * stride;
-    if (has_value) {
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) mine[c + k] = sum[r][k];
-    }
-    if (c == 0) mine[head_dim] = m[r], mine[head_dim + 1] = l[r];
-  }
-  __syncthreads();
-  for (int element = threadIdx.x; element < num_rows * head_dim; element += kNumThreads) {
-    const int r = element / head_dim, channel = element % head_dim;
-    float maximum = -INFINITY, total = 0.f, weights = 0.f;
-    for (int w = 0; w < num_workers; ++w) maximum = fmaxf(maximum, shared[(w * kRows + r) * stride + head_dim]);
-    for (int w = 0; w < num_workers; ++w) {
-      const float* theirs = shared + (w * kRows + r) * stride;
-      const float weight = exp_below(theirs[head_dim], maximum);
-      total += theirs[channel] * weight;
-      weights += theirs[head_dim + 1] * weight;
-    }
     const int row = tile * kRows + r, head = h * num_q_per_kv + row / params.q_len, i = row % params.q_len;
-    if (num_splits == 1 && !is_of_tails) {
-      Output{params, b, head, i}.write(total, maximum, weights, channel);
-    } else {
-      float* partial = partial_row(params, workspace, split, b, head, i);
-      partial[channel] = total;
-      if (channel == 0) partial[head_dim] = maximum, partial[head_dim + 1] = weights;
+    position[r] = r < num_rows ? first_position + i : -1;
+    if (r >= num_rows) continue;
+    if (params.alibi_slopes != nullptr) slope[r] = params.alibi_slopes[head];
+    if (!has_key) continue;
+    const int64_t first = b * params.query.stride_b + head * params.query.stride_h + i * params.query.stride_t + c;
+    load_values(params.query.data, params.query.dtype, first, query[r]);
+  }
+
+  State<kRows> state;
+  for (int base = split_begin; base < split_end; base += kAtOnce * num_workers) {
+    float key[kAtOnce][kChunk], value[kAtOnce][kChunk];
+    int tokens[kAtOnce];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      const int number = min(base + n * num_workers + worker, split_end - 1);
+      tokens[n] = number < num_first ? key_tail.start + number : begin + (number - num_first);
+      key_tail.load(keys, b, h, tokens[n], has_key ? c : 0, key[n]);
+      value_tail.load(values, b, h, tokens[n], has_value ? c : 0, value[n]);  // what has codes already, below
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      const bool is_in_range = base + n * num_workers + worker < split_end;
+      if (has_value && !value_tail.has(values, tokens[n])) load_channels(values, b, h, tokens[n], c, value[n]);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float logit = 0.f;
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) logit += query[r][k] * key[n][k];
+        if (!has_key) logit = 0.f;
+        for (int distance = lanes_per_worker / 2; distance > 0; distance /= 2) {
+          logit += __shfl_xor_sync(kAllLanes, logit, distance);
+        }
+        const bool is_visible = is_in_range && tokens[n] <= position[r] &&
+                                (params.sliding_window == 0 || tokens[n] > position[r] - params.sliding_window);
+        if (!is_visible) continue;
+        logit = shape_logit(logit * params.softmax_scale, params.softcap, slope[r], tokens[n] - position[r]);
+        state.add(r, logit, value[n]);
+      }
     }
   }
+  merge_workers<kRows>(params, state, place, num_workers, worker, c, has_value, num_rows, workspace);
 }
 
 // One thread block merges the parts of one row.
@@ -242,36 +337,42 @@ __global__ void combine(const __grid_constant__ DecodeParams params, int num_spl
   }
 }
 
-template <int kRows>
-void launch_attend(const DecodeParams& params, bool is_of_tails, int num_splits, float* workspace, void* stream) {
+using AttendParts = void (*)(DecodeParams, int, int, int, float*);
+
+void launch_attend(AttendParts kernel, int rows_per_tile, const DecodeParams& params, int num_splits, float* workspace,
+                   void* stream) {
   const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
-  const int num_tiles = (num_rows + kRows - 1) / kRows;
+  const int num_tiles = (num_rows + rows_per_tile - 1) / rows_per_tile;
   const int num_chunks = max(params.key_side.head_dim, params.value_side.head_dim) / kChunk;
   int lanes_per_worker = 1;
   while (lanes_per_worker < num_chunks) lanes_per_worker *= 2;
   const int num_workers = kNumThreads / lanes_per_worker;
-  const size_t shared_bytes = sizeof(float) * num_workers * kRows * (params.value_side.head_dim + 2);
+  const size_t shared_bytes = sizeof(float) * num_workers * rows_per_tile * (params.value_side.head_dim + 2);
   const int64_t num_blocks = int64_t{num_splits} * num_tiles * params.num_kv_heads * params.batch;
-  const bool has_tails = params.key_side.tail != nullptr || params.value_side.tail != nullptr;
-  launch("decode", has_tails ? attend<kRows, true> : attend<kRows, false>, num_blocks, kNumThreads, shared_bytes,
-         stream, params, is_of_tails, num_splits, num_tiles, lanes_per_worker, workspace);
+  launch("decode", kernel, num_blocks, kNumThreads, shared_bytes, stream, params, num_splits, num_tiles,
+         lanes_per_worker, workspace);
 }
 
 }  // namespace
 
 void decode_tails(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream) {
   const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
-  const auto attend_to = num_rows == 1 ? launch_attend<1> : num_rows <= 4 ? launch_attend<4> : launch_attend<8>;
-  attend_to(params, true, plan.num_tail_parts, workspace, stream);
+  const int rows_per_tile = num_rows == 1 ? 1 : 4;
+  const AttendParts kernel = num_rows == 1 ? attend_to_tails<1> : attend_to_tails<4>;
+  launch_attend(kernel, rows_per_tile, params, plan.num_tail_parts, workspace, stream);
 }
 
 void decode_general(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream) {
   const int num_splits = static_cast<int>(plan.num_splits.value);
-  switch (plan.rows_per_tile) {
-    case 1: launch_attend<1>(params, false, num_splits, workspace, stream); break;
-    case 4: launch_attend<4>(params, false, num_splits, workspace, stream); break;
-    default: launch_attend<8>(params, false, num_splits, workspace, stream);
-  }
+  const bool has_tails = params.key_side.tail != nullptr || params.value_side.tail != nullptr;
+  const auto attend_with = [&](auto rows) -> AttendParts {
+    constexpr int kRows = decltype(rows)::value;
+    return has_tails ? attend<kRows, true> : attend<kRows, false>;
+  };
+  AttendParts kernel = attend_with(std::integral_constant<int, 8>{});
+  if (plan.rows_per_tile == 1) kernel = attend_with(std::integral_constant<int, 1>{});
+  if (plan.rows_per_tile == 4) kernel = attend_with(std::integral_constant<int, 4>{});
+  launch_attend(kernel, plan.rows_per_tile, params, num_splits, workspace, stream);
   if (num_splits > 1) {
     const int64_t num_rows = int64_t{params.batch} * params.num_q_heads * params.q_len;
     launch("decode", combine, num_rows, kNumThreads, 0, stream, params, num_splits, workspace);
