@@ -6,6 +6,9 @@
 // each keeps its own running maximum m, sum l and weighted values, in the manner of online softmax, and they merge at
 // the end of the block's part of the sequence. With several parts a second kernel combines their results.
 // Dense windows are attended to here for the other kernels, too. Not decided here: how many parts there are (plan.cpp).
+#include <algorithm>
+#include <type_traits>
+
 #include "codes.cuh"
 #include "cuda.h"
 #include "transform.cuh"
@@ -244,12 +247,13 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
 }
 
 // The part of attend that is dense windows, where another kernel takes the codes: the first tokens, and those whose keys
-// are the newest dense ones. A worker asks for several tokens before it uses any, since there are few of them.
-template <int kRows>
+// are the newest dense ones. There are few of them, and what takes time is waiting: so a worker asks for several tokens
+// before it uses any, and treats all of them and all rows alike, without branches.
+template <int kRows, int kLanesOfWorker>
 __global__ void __launch_bounds__(kNumThreads)
-    attend_to_tails(const __grid_constant__ DecodeParams params, int num_splits, int num_tiles, int lanes_per_worker,
-                    float* workspace) {
-  constexpr int kAtOnce = 4;
+    attend_to_tails(const __grid_constant__ DecodeParams params, int num_splits, int num_tiles, int, float* workspace) {
+  constexpr int kAtOnce = 4, kNumWorkers = kNumThreads / kLanesOfWorker;
+  constexpr float kLog2E = 1.4426950408889634f;
   const Place place = Place::of(params, num_splits, num_tiles);
   const int split = place.split, tile = place.tile, h = place.h;
   const int64_t b = place.b;
@@ -263,8 +267,7 @@ __global__ void __launch_bounds__(kNumThreads)
   const int split_begin = split * tokens_per_split;
   const int split_end = min(split_begin + tokens_per_split, num_tokens);
 
-  const int num_workers = kNumThreads / lanes_per_worker;
-  const int worker = threadIdx.x / lanes_per_worker, c = threadIdx.x % lanes_per_worker * kChunk;
+  const int worker = threadIdx.x / kLanesOfWorker, c = threadIdx.x % kLanesOfWorker * kChunk;
   const bool has_key = c < keys.head_dim, has_value = c < values.head_dim;
   const int num_q_per_kv = params.num_q_heads / params.num_kv_heads;
   const int num_rows = min(kRows, num_q_per_kv * params.q_len - tile * kRows);
@@ -281,39 +284,73 @@ __global__ void __launch_bounds__(kNumThreads)
     load_values(params.query.data, params.query.dtype, first, query[r]);
   }
 
-  State<kRows> state;
-  for (int base = split_begin; base < split_end; base += kAtOnce * num_workers) {
-    float key[kAtOnce][kChunk], value[kAtOnce][kChunk];
+  State<kRows> state;  // maxima in log2 units
+  for (int base = split_begin; base < split_end; base += kAtOnce * kNumWorkers) {
+    float key[kAtOnce][kChunk], value[kAtOnce][kChunk], logit[kAtOnce][kRows];
     int tokens[kAtOnce];
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
-      const int number = min(base + n * num_workers + worker, split_end - 1);
+      const int number = min(base + n * kNumWorkers + worker, split_end - 1);
       tokens[n] = number < num_first ? key_tail.start + number : begin + (number - num_first);
       key_tail.load(keys, b, h, tokens[n], has_key ? c : 0, key[n]);
-      value_tail.load(values, b, h, tokens[n], has_value ? c : 0, value[n]);  // what has codes already, below
+      value_tail.load(values, b, h, tokens[n], has_value ? c : 0, value[n]);
+    }
+    // Values may have left their window where keys, in blocks, have not.
+    if (keys.has_channel_scales) {
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        if (has_value && !value_tail.has(values, tokens[n])) load_channels(values, b, h, tokens[n], c, value[n]);
+      }
     }
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
-      const bool is_in_range = base + n * num_workers + worker < split_end;
-      if (has_value && !value_tail.has(values, tokens[n])) load_channels(values, b, h, tokens[n], c, value[n]);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        float logit = 0.f;
+        logit[n][r] = 0.f;
 #pragma unroll
-        for (int k = 0; k < kChunk; ++k) logit += query[r][k] * key[n][k];
-        if (!has_key) logit = 0.f;
-        for (int distance = lanes_per_worker / 2; distance > 0; distance /= 2) {
-          logit += __shfl_xor_sync(kAllLanes, logit, distance);
-        }
-        const bool is_visible = is_in_range && tokens[n] <= position[r] &&
-                                (params.sliding_window == 0 || tokens[n] > position[r] - params.sliding_window);
-        if (!is_visible) continue;
-        logit = shape_logit(logit * params.softmax_scale, params.softcap, slope[r], tokens[n] - position[r]);
-        state.add(r, logit, value[n]);
+        for (int k = 0; k < kChunk; ++k) logit[n][r] += query[r][k] * key[n][k];
+        if (!has_key) logit[n][r] = 0.f;
+      }
+    }
+#pragma unroll
+    for (int distance = kLanesOfWorker / 2; distance > 0; distance /= 2) {
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) logit[n][r] += __shfl_xor_sync(kAllLanes, logit[n][r], distance);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float maximum = state.m[r];
+      bool is_visible[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        is_visible[n] = base + n * kNumWorkers + worker < split_end && tokens[n] <= position[r] &&
+                        (params.sliding_window == 0 || tokens[n] > position[r] - params.sliding_window);
+        const float shaped =
+            shape_logit(logit[n][r] * params.softmax_scale, params.softcap, slope[r], tokens[n] - position[r]);
+        logit[n][r] = shaped * kLog2E;
+        if (is_visible[n]) maximum = fmaxf(maximum, logit[n][r]);
+      }
+      const float shift = maximum == -INFINITY ? 0.f : maximum, kept = exp2f(state.m[r] - shift);
+      state.m[r] = maximum;
+      state.l[r] *= kept;
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) state.sum[r][k] *= kept;
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        // What a query must not see is left out, not multiplied by 0: it may be NaN.
+        const float weight = is_visible[n] ? exp2f(logit[n][r] - shift) : 0.f;
+        state.l[r] += weight;
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) state.sum[r][k] += is_visible[n] ? weight * value[n][k] : 0.f;
       }
     }
   }
-  merge_workers<kRows>(params, state, place, num_workers, worker, c, has_value, num_rows, workspace);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) state.m[r] *= 1.f / kLog2E;
+  merge_workers<kRows>(params, state, place, kNumWorkers, worker, c, has_value, num_rows, workspace);
 }
 
 // One thread block merges the parts of one row.
@@ -339,13 +376,17 @@ __global__ void combine(const __grid_constant__ DecodeParams params, int num_spl
 
 using AttendParts = void (*)(DecodeParams, int, int, int, float*);
 
-void launch_attend(AttendParts kernel, int rows_per_tile, const DecodeParams& params, int num_splits, float* workspace,
-                   void* stream) {
+// Lanes that hold a row: a power of two.
+int lanes_for(int head_dim) {
+  int lanes = 1;
+  while (lanes * kChunk < head_dim) lanes *= 2;
+  return lanes;
+}
+
+void launch_attend(AttendParts kernel, int lanes_per_worker, int rows_per_tile, const DecodeParams& params,
+                   int num_splits, float* workspace, void* stream) {
   const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
   const int num_tiles = (num_rows + rows_per_tile - 1) / rows_per_tile;
-  const int num_chunks = max(params.key_side.head_dim, params.value_side.head_dim) / kChunk;
-  int lanes_per_worker = 1;
-  while (lanes_per_worker < num_chunks) lanes_per_worker *= 2;
   const int num_workers = kNumThreads / lanes_per_worker;
   const size_t shared_bytes = sizeof(float) * num_workers * rows_per_tile * (params.value_side.head_dim + 2);
   const int64_t num_blocks = int64_t{num_splits} * num_tiles * params.num_kv_heads * params.batch;
@@ -358,8 +399,17 @@ void launch_attend(AttendParts kernel, int rows_per_tile, const DecodeParams& pa
 void decode_tails(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream) {
   const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
   const int rows_per_tile = num_rows == 1 ? 1 : 4;
-  const AttendParts kernel = num_rows == 1 ? attend_to_tails<1> : attend_to_tails<4>;
-  launch_attend(kernel, rows_per_tile, params, plan.num_tail_parts, workspace, stream);
+  const int head_dim = std::max(params.key_side.head_dim, params.value_side.head_dim);
+  const auto kernel_for = [&](auto rows) -> AttendParts {
+    constexpr int kRows = decltype(rows)::value;
+    return head_dim <= 64    ? attend_to_tails<kRows, 8>
+           : head_dim <= 128 ? attend_to_tails<kRows, 16>
+                             : attend_to_tails<kRows, 32>;
+  };
+  const AttendParts kernel =
+      num_rows == 1 ? kernel_for(std::integral_constant<int, 1>{}) : kernel_for(std::integral_constant<int, 4>{});
+  launch_attend(kernel, lanes_for(std::max(head_dim, 64)), rows_per_tile, params, plan.num_tail_parts, workspace,
+                stream);
 }
 
 void decode_general(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream) {
@@ -372,7 +422,8 @@ void decode_general(const DecodeParams& params, const DecodePlan& plan, float* w
   AttendParts kernel = attend_with(std::integral_constant<int, 8>{});
   if (plan.rows_per_tile == 1) kernel = attend_with(std::integral_constant<int, 1>{});
   if (plan.rows_per_tile == 4) kernel = attend_with(std::integral_constant<int, 4>{});
-  launch_attend(kernel, plan.rows_per_tile, params, num_splits, workspace, stream);
+  const int lanes = lanes_for(std::max(params.key_side.head_dim, params.value_side.head_dim));
+  launch_attend(kernel, lanes, plan.rows_per_tile, params, num_splits, workspace, stream);
   if (num_splits > 1) {
     const int64_t num_rows = int64_t{params.batch} * params.num_q_heads * params.q_len;
     launch("decode", combine, num_rows, kNumThreads, 0, stream, params, num_splits, workspace);
