@@ -37,6 +37,16 @@ __device__ inline void store_value(void* data, Dtype dtype, int64_t index, float
   }
 }
 
+// Eight numbers of 16 bits.
+__device__ inline void widen(const uint4& words, Dtype dtype, float (&x)[kChunk]) {
+  const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    const uint16_t bits = pairs[i / 2] >> (16 * (i % 2));
+    x[i] = dtype == Dtype::fp16 ? half_to_float(bits) : __uint_as_float(uint32_t{bits} << 16);
+  }
+}
+
 // Eight values from element `first` on, at once where they lie at a multiple of 16 bytes.
 __device__ inline void load_values(const void* data, Dtype dtype, int64_t first, float (&x)[kChunk]) {
   const char* from = static_cast<const char*>(data) + first * (dtype == Dtype::fp32 ? 4 : 2);
@@ -53,13 +63,7 @@ __device__ inline void load_values(const void* data, Dtype dtype, int64_t first,
     }
     return;
   }
-  const uint4 word = *reinterpret_cast<const uint4*>(from);
-  const uint32_t pairs[4] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) {
-    const uint16_t bits = pairs[i / 2] >> (16 * (i % 2));
-    x[i] = dtype == Dtype::fp16 ? half_to_float(bits) : __uint_as_float(uint32_t{bits} << 16);
-  }
+  widen(*reinterpret_cast<const uint4*>(from), dtype, x);
 }
 
 __device__ inline uint8_t* code_row(const Side& side, int64_t b, int64_t h, int64_t t) {

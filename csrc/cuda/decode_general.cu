@@ -61,11 +61,21 @@ struct Tail {
     return side.tail != nullptr && (token >= begin || is_sink(token, start, sink_length));
   }
 
-  // Eight channels of such a token; of any other, eight numbers that are there.
-  __device__ void load(const Side& side, int64_t b, int64_t h, int token, int c, float (&x)[kChunk]) const {
+  // The place of channel `c` of such a token; of any other token, a place that exists.
+  __device__ int64_t place_of(const Side& side, int64_t b, int64_t h, int token, int c) const {
     const int64_t row = has(side, token) ? tail_row(side, token, start, sink_length) : 0;
-    const int64_t first = b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c;
-    load_values(side.tail, side.tail_dtype, first, x);
+    return b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c;
+  }
+
+  // Eight channels of such a token.
+  __device__ void load(const Side& side, int64_t b, int64_t h, int token, int c, float (&x)[kChunk]) const {
+    load_values(side.tail, side.tail_dtype, place_of(side, b, h, token, c), x);
+  }
+
+  // The same as they lie there: numbers of 16 bits at a multiple of 16 bytes.
+  __device__ uint4 load_words(const Side& side, int64_t b, int64_t h, int token, int c) const {
+    const uint16_t* numbers = static_cast<const uint16_t*>(side.tail) + place_of(side, b, h, token, c);
+    return *reinterpret_cast<const uint4*>(numbers);
   }
 };
 
@@ -81,9 +91,9 @@ struct Place {
   int split, tile, h;
   int64_t b;
 
-  // From the number of the block.
+  // From the number of the block, in 32 bits: a division of 64 takes longer than a token.
   __device__ static Place of(const DecodeParams& params, int num_splits, int num_tiles) {
-    const int64_t block = blockIdx.x, tile = block / num_splits, head = tile / num_tiles;
+    const unsigned block = blockIdx.x, tile = block / num_splits, head = tile / num_tiles;
     return {static_cast<int>(block % num_splits), static_cast<int>(tile % num_tiles),
             static_cast<int>(head % params.num_kv_heads), head / params.num_kv_heads};
   }
@@ -126,24 +136,33 @@ __device__ void merge_workers(const DecodeParams& params, const State<kRows>& st
     if (c == 0) mine[head_dim] = state.m[r], mine[head_dim + 1] = state.l[r];
   }
   __syncthreads();
-  for (int element = threadIdx.x; element < num_rows * head_dim; element += kNumThreads) {
-    const int r = element / head_dim, channel = element % head_dim;
-    float maximum = -INFINITY, total = 0.f, weights = 0.f;
-    for (int w = 0; w < num_workers; ++w) maximum = fmaxf(maximum, shared[(w * kRows + r) * stride + head_dim]);
-    for (int w = 0; w < num_workers; ++w) {
-      const float* theirs = shared + (w * kRows + r) * stride;
-      const float weight = exp_below(theirs[head_dim], maximum);
-      total += theirs[channel] * weight;
-      weights += theirs[head_dim + 1] * weight;
-    }
-    const int64_t row = int64_t{place.tile} * kRows + r, i = row % params.q_len;
-    const int64_t head = place.h * num_q_per_kv + row / params.q_len;
-    if (workspace == nullptr) {
-      Output{params, place.b, head, i}.write(total, maximum, weights, channel);
-    } else {
-      float* partial = partial_row(params, workspace, place.split, place.b, head, i);
-      partial[channel] = total;
-      if (channel == 0) partial[head_dim] = maximum, partial[head_dim + 1] = weights;
+  // The maximum of a row, and what each worker's sums count, in the place of its maximum.
+  __shared__ float maxima[kRows];
+  if (threadIdx.x < num_rows) {
+    float* const first = shared + threadIdx.x * stride + head_dim;
+    float maximum = -INFINITY;
+    for (int w = 0; w < num_workers; ++w) maximum = fmaxf(maximum, first[w * kRows * stride]);
+    for (int w = 0; w < num_workers; ++w) first[w * kRows * stride] = exp_below(first[w * kRows * stride], maximum);
+    maxima[threadIdx.x] = maximum;
+  }
+  __syncthreads();
+  for (int r = 0; r < num_rows; ++r) {
+    const int row = place.tile * kRows + r, i = row % params.q_len;
+    const int head = place.h * num_q_per_kv + row / params.q_len;
+    for (int channel = threadIdx.x; channel < head_dim; channel += kNumThreads) {
+      float total = 0.f, weights = 0.f;
+      for (int w = 0; w < num_workers; ++w) {
+        const float* theirs = shared + (w * kRows + r) * stride;
+        total += theirs[channel] * theirs[head_dim];
+        weights += theirs[head_dim + 1] * theirs[head_dim];
+      }
+      if (workspace == nullptr) {
+        Output{params, place.b, head, i}.write(total, maxima[r], weights, channel);
+      } else {
+        float* partial = partial_row(params, workspace, place.split, place.b, head, i);
+        partial[channel] = total;
+        if (channel == 0) partial[head_dim] = maxima[r], partial[head_dim + 1] = weights;
+      }
     }
   }
 }
@@ -248,7 +267,8 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
 
 // The part of attend that is dense windows, where another kernel takes the codes: the first tokens, and those whose keys
 // are the newest dense ones. There are few of them, and what takes time is waiting: so a worker asks for several tokens
-// before it uses any, and treats all of them and all rows alike, without branches.
+// before it uses any, and treats all of them and all rows alike, without branches. Tails are of 16 bits and aligned
+// (plan.cpp).
 template <int kRows, int kLanesOfWorker>
 __global__ void __launch_bounds__(kNumThreads)
     attend_to_tails(const __grid_constant__ DecodeParams params, int num_splits, int num_tiles, int, float* workspace) {
@@ -286,30 +306,34 @@ __global__ void __launch_bounds__(kNumThreads)
 
   State<kRows> state;  // maxima in log2 units
   for (int base = split_begin; base < split_end; base += kAtOnce * kNumWorkers) {
-    float key[kAtOnce][kChunk], value[kAtOnce][kChunk], logit[kAtOnce][kRows];
+    uint4 key_words[kAtOnce], value_words[kAtOnce];
+    float value[kAtOnce][kChunk], logit[kAtOnce][kRows];
     int tokens[kAtOnce];
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
       const int number = min(base + n * kNumWorkers + worker, split_end - 1);
       tokens[n] = number < num_first ? key_tail.start + number : begin + (number - num_first);
-      key_tail.load(keys, b, h, tokens[n], has_key ? c : 0, key[n]);
-      value_tail.load(values, b, h, tokens[n], has_value ? c : 0, value[n]);
+      key_words[n] = key_tail.load_words(keys, b, h, tokens[n], has_key ? c : 0);
+      value_words[n] = value_tail.load_words(values, b, h, tokens[n], has_value ? c : 0);
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      float key[kChunk];
+      widen(key_words[n], keys.tail_dtype, key);
+      widen(value_words[n], values.tail_dtype, value[n]);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        logit[n][r] = 0.f;
+#pragma unroll
+        for (int k = 0; k < kChunk; ++k) logit[n][r] += query[r][k] * key[k];
+        if (!has_key) logit[n][r] = 0.f;
+      }
     }
     // Values may have left their window where keys, in blocks, have not.
     if (keys.has_channel_scales) {
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         if (has_value && !value_tail.has(values, tokens[n])) load_channels(values, b, h, tokens[n], c, value[n]);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        logit[n][r] = 0.f;
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) logit[n][r] += query[r][k] * key[n][k];
-        if (!has_key) logit[n][r] = 0.f;
       }
     }
 #pragma unroll

@@ -138,17 +138,20 @@ bool has_copyable_scales(const Side& side) {
     return (reinterpret_cast<int64_t>(data) / 2 | stride_b | stride_h | stride_g) % 8 == 0;
   };
   if (side.has_channel_scales) {
-    // Those of a block, eight channels at a time; and the tail, eight numbers of two bytes.
-    const int64_t tail =
-        reinterpret_cast<int64_t>(side.tail) / 2 | side.tail_stride_b | side.tail_stride_h | side.tail_stride_t;
     return is_aligned(side.scale, side.scale_stride_b, side.scale_stride_h, side.scale_stride_g) &&
-           is_aligned(side.zero, side.zero_stride_b, side.zero_stride_h, side.zero_stride_g) && tail % 8 == 0 &&
-           side.tail_dtype != Dtype::fp32;
+           is_aligned(side.zero, side.zero_stride_b, side.zero_stride_h, side.zero_stride_g);
   }
   if (side.scale_stride_t == 0) return side.zero == nullptr || side.zero_stride_t == 0;
   if (side.scale_stride_t != 1 || (side.zero != nullptr && side.zero_stride_t != 1)) return false;
   return is_aligned(side.scale, side.scale_stride_b, side.scale_stride_h, side.scale_stride_g) &&
          (side.zero == nullptr || is_aligned(side.zero, side.zero_stride_b, side.zero_stride_h, side.zero_stride_g));
+}
+
+// Whether the tail, if there is one, has rows of 16-bit numbers at multiples of 16 bytes.
+bool has_loadable_tail(const Side& side) {
+  const int64_t start = reinterpret_cast<int64_t>(side.tail) / 2;
+  return side.tail == nullptr || (side.tail_dtype != Dtype::fp32 &&
+                                  (start | side.tail_stride_b | side.tail_stride_h | side.tail_stride_t) % 8 == 0);
 }
 
 bool has_groups(const Side& side) { return side.num_groups > 1; }
@@ -161,7 +164,7 @@ AttendKernel choose_kernel(const DecodeParams& params) {
   };
   const bool is_quantized = keys.storage != Storage::none && values.storage != Storage::none;
   if (params.query.dtype == Dtype::fp32 || !is_quantized || !has_copyable_scales(keys) ||
-      !has_copyable_scales(values)) {
+      !has_copyable_scales(values) || !has_loadable_tail(keys) || !has_loadable_tail(values)) {
     return {};
   }
   const int head_dim = std::max(keys.head_dim, values.head_dim);
