@@ -4,9 +4,9 @@
 //
 // Scores are S[token, query] = K · Qᵀ: keys are the A operand. Integer keys stay bytes: u8 codes times a query in 16
 // bits, split into a high and a low s8 byte, is exact and needs hardly any unpacking: int8 none, int4 one mask a nibble
-// (high nibbles are left in place and count sixteenfold). e4m3 keys become float16, keys in groups too. The output is
-// Oᵀ[channel, query] = Vᵀ · Pᵀ: value codes become float16, bytes by a permutation that puts them behind an exponent, and
-// an addition; nibbles by a mask, as subnormal numbers.
+// (high nibbles are left in place and count sixteenfold). e4m3 keys become float16, keys in groups and blocks too. The
+// output is Oᵀ[channel, query] = Vᵀ · Pᵀ: value codes become float16, bytes by a permutation that puts them behind an
+// exponent, and an addition; nibbles by a mask, as subnormal numbers.
 //
 // A step is kTiles tiles of 16 tokens. Lane row g of a tile's half h (rows 8h + g) holds token
 //     2 · kTiles · slot_of_row(g) + b,    b = 2 · tile + h,
