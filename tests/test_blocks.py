@@ -2,7 +2,7 @@
 
 What this format has that others have not: tokens that stay dense until their block is full, scales that padding must
 not enter, and a crop that opens a block again. The reference is compared with loops in float64 here, kernels with the
-reference, caches with the plain model of `models.py`. Random histories are in `test_storage.py`.
+reference. Random histories are in `test_storage.py`, `generate` with and without windows in `test_windows.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from typing import Any
 import compare
 import models
 import pytest
-import tolerances
 import torch
 from cases import Case, clone, name_of, queries, tokens
 from checks import run_decode
 from compare import assert_same, assert_same_planes
-from models import ReferenceCache, greedy, left_padded, logits
+from models import greedy, left_padded
 from torch import Tensor
-from transformers.generation.configuration_utils import CompileConfig
 
 from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, KVQuantConfig, ops, patched, reference
 from hf_kvquant.config import LayerFormats
@@ -378,53 +376,6 @@ def test_padding_does_not_widen_scales() -> None:
 
 def small_model() -> Any:
     return models.llama(max_position_embeddings=512)
-
-
-@pytest.mark.parametrize("kind", ["growing", "static"])
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 60}], ids=str)
-def test_generate_matches_a_simulated_cache(options: dict[str, Any], kind: str) -> None:
-    """Prompts that end just before a border, so that steps, beams and chunks cross it; padding of one row is long."""
-    model = small_model()
-    config: dict[str, Any] = {"preset": "int4-channel", "layers": {1: "none"}, "static": kind == "static"}
-    inputs = left_padded(batch=2, tokens=252, pads=(3, 140))
-    expected = greedy(
-        model, inputs, 8, past_key_values=ReferenceCache(model.config, config, mask=inputs["attention_mask"]), **options
-    )
-    with patched(model, config):
-        output = greedy(model, inputs, 8, **options)
-    assert_same(output.sequences, expected.sequences, "tokens")
-    bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
-    compare.assert_close(logits(output), logits(expected), bound, "logits")
-    assert not any(storage.fallbacks for storage in output.past_key_values.storages)
-
-
-def test_assisted_decoding_crops_across_a_border() -> None:
-    model, config = small_model(), {"preset": "int4-channel", "layers": {1: "none"}}
-    inputs = {"input_ids": torch.tensor([[5, 9, 7] * 42])}
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    options = {"prompt_lookup_num_tokens": 4}
-    expected = greedy(model, inputs, 9, past_key_values=ReferenceCache(model.config, config), **options)
-    with patched(model, config):
-        output = greedy(model, inputs, 9, **options)
-    assert_same(output.sequences, expected.sequences, "tokens")
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_step_crosses_a_border(backend: str) -> None:
-    model, inputs = small_model(), left_padded(batch=2, tokens=124, pads=(3, 40))
-    compiled = CompileConfig(backend=backend, mode=None, fullgraph=True, dynamic=False)
-    compiled._compile_all_devices = True
-    torch._dynamo.reset()
-    with patched(model, {"preset": "int4-channel", "max_cache_len": 160}):
-        expected = greedy(model, inputs, 8)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            output = greedy(model, inputs, 8, compile_config=compiled)
-        again = greedy(model, inputs, 8, compile_config=compiled)
-    torch._dynamo.reset()
-    for each in (output, again):
-        assert_same(each.sequences, expected.sequences, "tokens")
-        bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
-        compare.assert_close(logits(each), logits(expected), bound, "logits")
 
 
 def test_a_fallback_attends_to_the_same_keys() -> None:

@@ -412,14 +412,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "int4": {"preset": "int4", "sink_length": 3, "residual_length": 9, "layers": {1: "none"}},
     "int8": {"preset": "int8", "sink_length": 2, "residual_length": 200},
     "int4-channel": {"preset": "int4-channel", "sink_length": 4, "residual_length": 5, "layers": {1: "none"}},
+    "int4-channel, no window": {"preset": "int4-channel", "layers": {1: "none"}},
 }
+
+
+def before_border(config: dict[str, Any], tokens: int) -> int:
+    """A length so many tokens before a block of `int4-channel` becomes codes, for windows of a few tokens."""
+    return 128 - tokens + min(config.get("residual_length", 0), 9)
 
 
 @pytest.mark.parametrize("kind", ["growing", "static"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prefill_chunk_size": 60}], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_generate_matches_a_simulated_cache(name: str, options: dict[str, Any], kind: str) -> None:
-    """The padding of one row is longer than the first chunk; in `int4-channel`, a block leaves the window."""
+    """The padding of one row is longer than the first chunk; in `int4-channel`, a block becomes codes."""
     model = small_model()
     config = {**CONFIGS[name], "static": kind == "static"}
     inputs = left_padded(batch=2, tokens=252, pads=(3, 140))
@@ -435,8 +441,9 @@ def test_generate_matches_a_simulated_cache(name: str, options: dict[str, Any], 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_assisted_decoding_crops_into_the_window(name: str) -> None:
+    """And across the border of a block."""
     model, config = small_model(), CONFIGS[name]
-    inputs = {"input_ids": torch.tensor([[5, 9, 7] * 44])}
+    inputs = {"input_ids": torch.tensor([[5, 9, 7] * (before_border(config, 2) // 3)])}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     options = {"prompt_lookup_num_tokens": 4}
     expected = greedy(model, inputs, 9, past_key_values=ReferenceCache(model.config, config), **options)
@@ -448,7 +455,8 @@ def test_assisted_decoding_crops_into_the_window(name: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_compiled_step(name: str, backend: str) -> None:
-    model, inputs = small_model(), left_padded(batch=2, tokens=130, pads=(3, 40))
+    tokens = before_border(CONFIGS[name], 4)
+    model, inputs = small_model(), left_padded(batch=2, tokens=tokens, pads=(3, 40))
     compiled = CompileConfig(backend=backend, mode=None, fullgraph=True, dynamic=False)
     compiled._compile_all_devices = True
     torch._dynamo.reset()

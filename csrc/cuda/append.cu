@@ -424,8 +424,9 @@ __global__ void __launch_bounds__(kNumWarps* kLanes) append_side(const __grid_co
   if constexpr (kKeys == Keys::blocks) {
     if (!is_value) return append_blocks(jobs, job, block);
   }
-  if (takes_tokens(job.side)) return append_token < kKeys == Keys::transformed > (jobs, job, block);
-  if constexpr (kKeys == Keys::transformed) {
+  constexpr bool kTransforms = kKeys == Keys::transformed;
+  if (takes_tokens(job.side)) return append_token<kTransforms>(jobs, job, block);
+  if constexpr (kTransforms) {
     if (!is_value) return append_rows<true, Dtype::fp32, kWideRows>(jobs, job, block);
   }
   switch (job.dense.dtype) {

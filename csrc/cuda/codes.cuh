@@ -15,6 +15,7 @@
 namespace hf_kvquant::cuda {
 
 constexpr int kChunk = 8;  // channels of a lane
+constexpr float kLog2E = 1.4426950408889634f;
 constexpr half_bits kHalfNan = 0x7e00;
 
 __device__ inline float half_to_float(half_bits bits) { return __half2float(__ushort_as_half(bits)); }

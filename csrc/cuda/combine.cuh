@@ -12,8 +12,6 @@
 
 namespace hf_kvquant::cuda {
 
-constexpr float kLog2E = 1.4426950408889634f;
-
 // 2^(x - maximum), 0 where nothing has been seen yet (both -inf).
 __device__ __forceinline__ float exp2_below(float x, float maximum) {
   return exp2_approx(x - (maximum == -INFINITY ? 0.f : maximum));

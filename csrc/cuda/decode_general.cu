@@ -273,7 +273,6 @@ template <int kRows, int kLanesOfWorker>
 __global__ void __launch_bounds__(kNumThreads)
     attend_to_tails(const __grid_constant__ DecodeParams params, int num_splits, int num_tiles, int, float* workspace) {
   constexpr int kAtOnce = 4, kNumWorkers = kNumThreads / kLanesOfWorker;
-  constexpr float kLog2E = 1.4426950408889634f;
   const Place place = Place::of(params, num_splits, num_tiles);
   const int split = place.split, tile = place.tile, h = place.h;
   const int64_t b = place.b;
