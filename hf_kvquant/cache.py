@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, QuantizedCache
 
 from .config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
 from .handle import KVHandle, KVLength, KVStep, MaskNotes
+from .lengths import Lengths
 from .storage import LayerStorage
 from .transforms import KeyTransform
 
@@ -235,6 +236,7 @@ class KVQuantCache(QuantizedCache):
         self.quant_config = quant_config
         self._has_transforms = key_transforms is not None
         self.notes = MaskNotes()
+        lengths = Lengths()
         transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
         quantized = [index for index, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
         foreign = [index for index in key_transforms or () if index not in quantized]
@@ -250,6 +252,7 @@ class KVQuantCache(QuantizedCache):
                     max_cache_len=max_cache_len,
                     name=f"layer {index}",
                     key_transform=transforms.get(index),
+                    lengths=lengths,
                 ),
                 self.notes,
             )

@@ -1,10 +1,10 @@
 """One layer's buffers: planes of codes, scales and zeros, and how many tokens they hold. Knows nothing of transformers.
 
-A storage is *growing* (buffers grow geometrically, the length is a Python integer mirrored on the device) or *static*
-(buffers of `max_cache_len` tokens at fixed addresses, the length on the device only, so that a captured or compiled
-step can be replayed). New tokens come in two strokes: `extend` makes room and advances the length at once, the codes
-are written later by the op that also attends to them (`write`, or `attend` for both in one call). Until then they are
-*pending*, and whatever else reads or moves the planes writes them first, so that a token is appended exactly once.
+A storage is *growing* (buffers grow geometrically) or *static* (buffers of `max_cache_len` tokens at fixed addresses,
+so that a captured or compiled step can be replayed). How many tokens it holds is counted in `lengths.py`, for all
+storages of a cache together. New tokens come in two strokes: `extend` makes room and advances the length at once, the
+codes are written later by the op that also attends to them (`flush`, or `attend` for both in one call). Until then they
+are *pending*, and whatever else reads or moves the planes writes them first, so that a token is appended exactly once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from . import ops, reference
 from .config import LayerFormats
 from .formats import KVFormat, Planes
+from .lengths import LengthGroup, Lengths
 from .transforms import KeyTransform
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class LayerStorage:
         max_cache_len: Tokens that a static storage holds; `None` makes a growing one.
         name: What error messages call this storage, such as `layer 3`.
         key_transform: What keys go through before they are quantised; moved to the device of the keys.
+        lengths: Shared by the storages of one cache, which take the same tokens; `None` counts alone.
 
     Raises:
         TypeError: `key_transform` is something else.
@@ -51,6 +53,7 @@ class LayerStorage:
         max_cache_len: int | None = None,
         name: str = "layer",
         key_transform: KeyTransform | None = None,
+        lengths: Lengths | None = None,
     ) -> None:
         self.formats = formats
         self.max_cache_len = max_cache_len
@@ -58,15 +61,15 @@ class LayerStorage:
         self.key_transform = self._checked(key_transform)
         self.key_planes: Planes | None = None
         self.value_planes: Planes | None = None
-        self.lengths: Tensor | None = None  # [batch] int32, on the device of the planes, pending tokens included
         # [batch] int32: first position that is not padding; `None` for 0. Set by whoever knows, before tokens are
         # written; padding must not widen the scales of channels. Attention is told again, with every call.
         self.starts: Tensor | None = None
         # Scratch of the CUDA kernel, zero between calls. Ours and nobody else's: two streams that must not write the
         # same planes at the same time must not share it either.
         self.counters: Tensor | None = None
-        # The same on the host. A static storage forgets it when a compiled step advances the device's copy.
-        self._length: int | None = 0
+        self._shared_lengths = Lengths() if lengths is None else lengths
+        self._group: LengthGroup | None = None  # where our length is kept, once there are buffers ...
+        self._member = 0  # ... and what we are called there
         self.is_empty = True
         self.pending: tuple[Tensor, Tensor] | None = None
         self.dtype: torch.dtype | None = None
@@ -99,7 +102,7 @@ class LayerStorage:
     @property
     def is_allocated(self) -> bool:
         """Whether buffers exist."""
-        return self.lengths is not None
+        return self._group is not None
 
     @property
     def is_quantized(self) -> bool:
@@ -114,16 +117,18 @@ class LayerStorage:
     @property
     def device(self) -> torch.device:
         """Where the buffers are."""
-        assert self.lengths is not None
-        return self.lengths.device
+        assert self.key_planes is not None
+        return self.key_planes.codes.device
 
     @property
     def length(self) -> int:
         """Tokens held per sequence, pending ones included. Waits for the device after a compiled static step."""
-        if self._length is None:
-            assert self.lengths is not None
-            self._length = int(self.lengths.max().item())
-        return self._length
+        return 0 if self._group is None else self._group.length(self._member)
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """The same on the device: `[batch]` int32, to be read only. Mostly a tensor that other storages share."""
+        return None if self._group is None else self._group.tensor_of(self._member)
 
     @property
     def num_bytes(self) -> int:
@@ -177,9 +182,8 @@ class LayerStorage:
         capacity = self._aligned(self.max_cache_len if self.max_cache_len is not None else tokens)
         self.key_planes = self._new_planes(self.formats.key, self.key_head_dim, capacity, key.device)
         self.value_planes = self._new_planes(self.formats.value, self.value_head_dim, capacity, key.device)
-        self.lengths = torch.zeros(self.batch, dtype=torch.int32, device=key.device)
         self.counters = _new_counters(key.device)
-        self._length = 0
+        self._join(0)
         self._pin_addresses()
 
     def set_key_transform(self, key_transform: KeyTransform | None) -> None:
@@ -267,9 +271,7 @@ class LayerStorage:
             return
         self.flush()
         self._make_room(q_len)
-        assert self.lengths is not None
-        self._length = None if self.is_static and torch.compiler.is_compiling() else self.length + q_len
-        self.lengths.add_(q_len)
+        self._counted().advance(self._member, q_len)
         self._freeze_scales(key, value)
         self.pending = (key, value)
         self.is_empty = False
@@ -433,8 +435,17 @@ class LayerStorage:
         return self.key_planes, self.value_planes
 
     def _lengths(self) -> Tensor:
-        assert self.lengths is not None
-        return self.lengths
+        return self._counted().tensor_of(self._member)
+
+    def _counted(self) -> LengthGroup:
+        assert self._group is not None
+        return self._group
+
+    def _join(self, length: int) -> None:
+        """Count `length` tokens with the storages that are where this one is now, and no longer where it was."""
+        if self._group is not None:
+            self._group.leave(self._member)
+        self._group, self._member = self._shared_lengths.join(length, self.batch, self.device)
 
     def _formats(self) -> tuple[KVFormat, KVFormat]:
         return self.formats.key, self.formats.value
@@ -454,23 +465,23 @@ class LayerStorage:
             self._planes(), self._formats(), (self.key_transform, None), strict=True
         ):
             reference.reopen(planes, kv_format, self.length, length, key_transform=transform, **self._windows())
-        self._length = length
-        self._lengths().fill_(length)
+        self._counted().place(self._member, length)
         self.is_empty = length == 0
 
     def reset(self) -> None:
         """Forget all tokens, keep the buffers."""
         self.pending = None
         self.is_empty = True
-        self._length = 0
         self.starts = None
-        if self.lengths is not None:
-            self.lengths.zero_()
+        if self._group is not None:
+            self._group.place(self._member, 0)
 
     def release(self) -> None:
         """Forget all tokens and the buffers, so that the next tokens may have another batch, dtype or device."""
         self.reset()
-        self.key_planes = self.value_planes = self.lengths = self.counters = None
+        if self._group is not None:
+            self._group.leave(self._member)
+        self.key_planes = self.value_planes = self.counters = self._group = None
 
     def select(self, indices: Tensor) -> None:
         """Keep the sequences `indices` (`[new batch]`, int64 or bool mask) of the batch, in that order.
@@ -484,8 +495,9 @@ class LayerStorage:
         if index.dtype == torch.bool:
             index = index.nonzero().flatten()
         if self.is_static and index.numel() == self.batch:
-            for tensor in self._tensors():
-                tensor.copy_(tensor.index_select(0, index))
+            for planes in self._planes():
+                for tensor in planes.tensors():
+                    tensor.copy_(tensor.index_select(0, index))
             self.starts = None if self.starts is None else self.starts.index_select(0, index)
             return
 
@@ -500,9 +512,9 @@ class LayerStorage:
         key_planes, value_planes = self._planes()
         self.key_planes = selected_planes(key_planes, self.formats.key)
         self.value_planes = selected_planes(value_planes, self.formats.value)
-        self.lengths = selected(self._lengths())
         self.starts = None if self.starts is None else selected(self.starts)
         self.batch = index.numel()
+        self._join(self.length)
         self._pin_addresses()
 
     def repeat(self, repeats: int) -> None:
@@ -522,9 +534,9 @@ class LayerStorage:
             return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
 
         self.key_planes, self.value_planes = key_planes.map(moved), value_planes.map(moved)
-        self.lengths = moved(self._lengths())
         self.starts = None if self.starts is None else moved(self.starts)
-        self.counters = _new_counters(self.lengths.device)
+        self.counters = _new_counters(self.device)
+        self._join(self.length)
         if self.key_transform is not None:
             self.key_transform = self.key_transform.to(device)
         self._pin_addresses()
