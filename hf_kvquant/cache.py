@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, QuantizedCache
 from .config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
 from .handle import KVHandle, KVLength, KVStep, MaskNotes
 from .lengths import Lengths
+from .pool import BufferPool
 from .storage import LayerStorage
 from .transforms import KeyTransform
 
@@ -204,6 +205,7 @@ class KVQuantCache(QuantizedCache):
             uses. `None` leaves them to the patched model whose `generate` gets the cache while it is empty. Until then,
             and in a forward without `generate`, keys go through what the config alone can tell: rotation, but neither
             centres nor smoothing factors. That is exact too, but less close on models that have either.
+        pool: Where the buffers of a static cache come from and go to; `generate` of a patched model has one.
 
     Raises:
         NotImplementedError: The model's cache cannot be quantised per head.
@@ -221,6 +223,7 @@ class KVQuantCache(QuantizedCache):
         *,
         max_cache_len: int | None = None,
         key_transforms: Mapping[int, KeyTransform] | None = None,
+        pool: BufferPool | None = None,
     ) -> None:
         quant_config = KVQuantConfig.resolve(preset_or_config)
         if max_cache_len is None:
@@ -236,7 +239,7 @@ class KVQuantCache(QuantizedCache):
         self.quant_config = quant_config
         self._has_transforms = key_transforms is not None
         self.notes = MaskNotes()
-        lengths = Lengths()
+        lengths = Lengths(pool)
         transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
         quantized = [index for index, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
         foreign = [index for index in key_transforms or () if index not in quantized]
@@ -253,6 +256,7 @@ class KVQuantCache(QuantizedCache):
                     name=f"layer {index}",
                     key_transform=transforms.get(index),
                     lengths=lengths,
+                    pool=pool,
                 ),
                 self.notes,
             )

@@ -12,8 +12,12 @@ it leaves are equal, so that nothing in it makes the compiler look again. This f
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from .pool import BufferPool
 
 # Where a storage stands that is behind the tensor by an amount the host does not know in tokens: by the step that is
 # being taken, or by more than that, so that nobody can tell any more.
@@ -26,13 +30,12 @@ class LengthGroup:
 
     Args:
         length: Tokens that its first member holds.
-        batch: Sequences.
-        device: Of the tensor.
+        tensor: `[batch]` int32, overwritten and kept.
     """
 
-    def __init__(self, length: int, batch: int, device: torch.device) -> None:
+    def __init__(self, length: int, tensor: Tensor) -> None:
         # [batch] int32: tokens held per sequence by every member that is level with it, pending tokens included.
-        self.tensor = torch.full((batch,), length, dtype=torch.int32, device=device)
+        self.tensor = tensor.fill_(length)
         self._value: int | None = length  # the same on the host; None after a compiled step
         self._newest = 0  # tokens of the newest step
         # Of each member: None while it is level with the tensor, else the tokens it holds, or one of the two above.
@@ -139,9 +142,14 @@ class LengthGroup:
 
 
 class Lengths:
-    """The length groups of one cache: one for each device and batch that its storages have."""
+    """The length groups of one cache: one for each device and batch that its storages have.
 
-    def __init__(self) -> None:
+    Args:
+        pool: Where tensors come from and go to; `None` makes new ones.
+    """
+
+    def __init__(self, pool: BufferPool | None = None) -> None:
+        self._pool = pool
         self._groups: dict[tuple[torch.device, int], LengthGroup] = {}
 
     def join(self, length: int, batch: int, device: torch.device) -> tuple[LengthGroup, int]:
@@ -154,9 +162,26 @@ class Lengths:
         """
         if torch.compiler.is_compiling():
             # Whoever allocates in a compiled step counts alone: it could not tell others that it has come.
-            group = LengthGroup(length, batch, device)
-            return group, group.join(length)
+            alone = LengthGroup(length, _new_tensor(batch, device))
+            return alone, alone.join(length)
         group = self._groups.get((device, batch))
         if group is None or group.num_members == 0:
-            group = self._groups[device, batch] = LengthGroup(length, batch, device)
+            group = self._groups[device, batch] = self._new_group(length, batch, device)
         return group, group.join(length)
+
+    def _new_group(self, length: int, batch: int, device: torch.device) -> LengthGroup:
+        if self._pool is None:
+            return LengthGroup(length, _new_tensor(batch, device))
+        use = "lengths", device, batch
+        tensor = self._pool.take(use, None)
+        group = LengthGroup(length, _new_tensor(batch, device) if tensor is None else tensor)
+        self._pool.expect(group, use, None, group.tensor)
+        return group
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: copies have tensors of their own."""
+        return {**self.__dict__, "_pool": None}
+
+
+def _new_tensor(batch: int, device: torch.device) -> Tensor:
+    return torch.empty((batch,), dtype=torch.int32, device=device)

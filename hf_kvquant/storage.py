@@ -10,8 +10,10 @@ are *pending*, and whatever else reads or moves the planes writes them first, so
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -22,6 +24,7 @@ from . import ops, reference
 from .config import LayerFormats
 from .formats import KVFormat, Planes
 from .lengths import LengthGroup, Lengths
+from .pool import BufferPool
 from .transforms import KeyTransform
 
 logger = logging.getLogger(__name__)
@@ -29,6 +32,27 @@ logger = logging.getLogger(__name__)
 # Buffers grow by half: at most a third of them is unused, and n tokens cost at most 3n token copies in all.
 GROWTH = 1.5
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferKind:
+    """What a layer's buffers depend on: those of another layer or cache fit where it is equal.
+
+    Attributes:
+        formats: Of keys and values.
+        shape: Batch, key-value heads, head_dim of keys and of values.
+        max_cache_len: Tokens that the buffers hold.
+        dtype: The model's.
+        device: Where they are.
+        transform: Whether keys are centred, smoothed, rotated.
+    """
+
+    formats: LayerFormats
+    shape: tuple[int, int, int, int]
+    max_cache_len: int
+    dtype: torch.dtype
+    device: torch.device
+    transform: tuple[bool, bool, bool]
 
 
 class LayerStorage:
@@ -40,6 +64,7 @@ class LayerStorage:
         name: What error messages call this storage, such as `layer 3`.
         key_transform: What keys go through before they are quantised; moved to the device of the keys.
         lengths: Shared by the storages of one cache, which take the same tokens; `None` counts alone.
+        pool: Where the buffers of a static storage come from and, when the storage dies, go to. `None` makes new ones.
 
     Raises:
         TypeError: `key_transform` is something else.
@@ -54,10 +79,13 @@ class LayerStorage:
         name: str = "layer",
         key_transform: KeyTransform | None = None,
         lengths: Lengths | None = None,
+        pool: BufferPool | None = None,
     ) -> None:
         self.formats = formats
         self.max_cache_len = max_cache_len
         self.name = name
+        self._pool = pool
+        self._loan: weakref.finalize[..., Any] | None = None  # in force while the pool expects our buffers back
         self.key_transform = self._checked(key_transform)
         self.key_planes: Planes | None = None
         self.value_planes: Planes | None = None
@@ -174,17 +202,55 @@ class LayerStorage:
             ValueError: A shape is not served.
         """
         self._check_served(key, value)
-        if self.key_transform is not None:
-            self.key_transform = self.key_transform.to(key.device)
+        self._part_with_buffers()
         self.batch, self.num_kv_heads, tokens, self.key_head_dim = key.shape
         self.value_head_dim = value.shape[-1]
         self.dtype = key.dtype
-        capacity = self._aligned(self.max_cache_len if self.max_cache_len is not None else tokens)
-        self.key_planes = self._new_planes(self.formats.key, self.key_head_dim, capacity, key.device)
-        self.value_planes = self._new_planes(self.formats.value, self.value_head_dim, capacity, key.device)
-        self.counters = _new_counters(key.device)
+        if self.max_cache_len is not None and self._pool is not None and not torch.compiler.is_compiling():
+            self._borrow(self._pool, self.max_cache_len, key.device)
+        else:
+            self._make_buffers(self.max_cache_len if self.max_cache_len is not None else tokens, key.device)
         self._join(0)
         self._pin_addresses()
+
+    def _make_buffers(self, tokens: int, device: torch.device) -> None:
+        capacity = self._aligned(tokens)
+        if self.key_transform is not None:
+            self.key_transform = self.key_transform.to(device)
+        self.key_planes = self._new_planes(self.formats.key, self.key_head_dim, capacity, device)
+        self.value_planes = self._new_planes(self.formats.value, self.value_head_dim, capacity, device)
+        self.counters = _new_counters(device)
+
+    def _borrow(self, pool: BufferPool, max_cache_len: int, device: torch.device) -> None:
+        """Take buffers of a storage that has died, or make some, for the pool to have when we do.
+
+        What they hold needs no clearing: like what a reset leaves behind, it lies beyond the length.
+        """
+        assert self.dtype is not None
+        transform = self.key_transform
+        parts = (False,) * 3
+        if transform is not None:
+            parts = transform.center is not None, transform.smoothing is not None, transform.is_rotated
+        shape = self.batch, self.num_kv_heads, self.key_head_dim, self.value_head_dim
+        kind = BufferKind(self.formats, shape, max_cache_len, self.dtype, device, parts)
+        buffers = pool.take(self.name, kind)
+        if buffers is None:
+            if transform is not None:
+                # The numbers of the next cache are written here, so it cannot be the tensors of a model.
+                self.key_transform = transform.clone(device)
+            self._make_buffers(max_cache_len, device)
+            buffers = self.key_planes, self.value_planes, self.counters, self.key_transform
+        else:
+            self.key_planes, self.value_planes, self.counters, self.key_transform = buffers
+            if self.key_transform is not None and transform is not None:
+                self.key_transform.copy_(transform)
+        self._loan = pool.expect(self, self.name, kind, buffers)
+
+    def _part_with_buffers(self) -> None:
+        """Keep the pool from what is ours no longer, or not all of it."""
+        if self._loan is not None:
+            self._loan.detach()
+            self._loan = None
 
     def set_key_transform(self, key_transform: KeyTransform | None) -> None:
         """Replace the transform of keys, while there are none.
@@ -479,6 +545,7 @@ class LayerStorage:
     def release(self) -> None:
         """Forget all tokens and the buffers, so that the next tokens may have another batch, dtype or device."""
         self.reset()
+        self._part_with_buffers()
         if self._group is not None:
             self._group.leave(self._member)
         self.key_planes = self.value_planes = self.counters = self._group = None
@@ -509,6 +576,7 @@ class LayerStorage:
             tokens = planes.codes.shape[2] if self.is_static else min(self._aligned(self.length), self.capacity)
             return planes.narrow(tokens, kv_format.block_size).map(selected)
 
+        self._part_with_buffers()
         key_planes, value_planes = self._planes()
         self.key_planes = selected_planes(key_planes, self.formats.key)
         self.value_planes = selected_planes(value_planes, self.formats.value)
@@ -527,6 +595,7 @@ class LayerStorage:
         if not self.is_allocated or self.device == torch.device(device):
             return
         self.flush()
+        self._part_with_buffers()
         key_planes, value_planes = self._planes()
 
         def moved(tensor: Tensor) -> Tensor:
@@ -542,9 +611,9 @@ class LayerStorage:
         self._pin_addresses()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: pending tokens are written, and a static copy gets addresses of its own."""
+        """For pickle and deepcopy: pending tokens are written, and a static copy gets buffers of its own."""
         self.flush()
-        return self.__dict__.copy()
+        return {**self.__dict__, "_pool": None, "_loan": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerStorage:
         twin = type(self).__new__(type(self))

@@ -43,7 +43,7 @@ class Launches(TorchDispatchMode):
 
 
 def group_of(count: int, length: int = 0, batch: int = BATCH) -> LengthGroup:
-    group = LengthGroup(length, batch, CPU)
+    group = LengthGroup(length, torch.empty(batch, dtype=torch.int32))
     for _ in range(count):
         group.join(length)
     return group
