@@ -114,17 +114,17 @@ class KVQuantLayer(CacheLayerMixin):
         Raises:
             TypeError, ValueError: See `LayerStorage.extend`. Nothing has changed then.
         """
-        is_first_chunk = self.storage.is_empty
-        self.storage.extend(key_states, value_states)
+        storage = self.storage
+        is_first_chunk = storage.is_empty
+        storage.extend(key_states, value_states)
         if is_first_chunk:
-            self.storage.starts = self.notes.starts  # later chunks come with a call that says it
-        if is_first_chunk:
-            self.storage.flush()
-            if not self.storage.is_quantized:
+            storage.starts = self.notes.starts  # later chunks come with a call that says it
+            storage.flush()
+            if not storage.is_quantized:
                 # What transformers' own layers return, so that matrix products are summed in the same order.
                 return key_states.contiguous(), value_states.contiguous()
             return key_states, value_states
-        step = KVStep(self.storage, key_states.shape[2])
+        step = KVStep(storage)
         return KVHandle(step, 0), KVHandle(step, 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -82,6 +82,7 @@ class LayerStorage:
         pool: BufferPool | None = None,
     ) -> None:
         self.formats = formats
+        self.is_quantized = formats.key.is_quantized or formats.value.is_quantized
         self.max_cache_len = max_cache_len
         self.name = name
         self._pool = pool
@@ -95,12 +96,14 @@ class LayerStorage:
         # Scratch of the CUDA kernel, zero between calls. Ours and nobody else's: two streams that must not write the
         # same planes at the same time must not share it either.
         self.counters: Tensor | None = None
+        self._operands: ops.Operands | None = None  # of the planes and the transform that there are
         self._shared_lengths = Lengths() if lengths is None else lengths
         self._group: LengthGroup | None = None  # where our length is kept, once there are buffers ...
         self._member = 0  # ... and what we are called there
         self.is_empty = True
         self.pending: tuple[Tensor, Tensor] | None = None
         self.dtype: torch.dtype | None = None
+        self._device: torch.device | None = None  # of the planes; not asked of them, which compiled steps would guard
         self.num_kv_heads = self.key_head_dim = self.value_head_dim = self.batch = 0
         self.fallbacks: Counter[str] = Counter()  # reason -> steps that attended to dequantised tensors
 
@@ -133,11 +136,6 @@ class LayerStorage:
         return self._group is not None
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether keys or values are stored as codes."""
-        return self.formats.key.is_quantized or self.formats.value.is_quantized
-
-    @property
     def capacity(self) -> int:
         """Tokens there is room for."""
         return 0 if self.key_planes is None else self.key_planes.codes.shape[2]
@@ -145,8 +143,8 @@ class LayerStorage:
     @property
     def device(self) -> torch.device:
         """Where the buffers are."""
-        assert self.key_planes is not None
-        return self.key_planes.codes.device
+        assert self._device is not None
+        return self._device
 
     @property
     def length(self) -> int:
@@ -205,13 +203,13 @@ class LayerStorage:
         self._part_with_buffers()
         self.batch, self.num_kv_heads, tokens, self.key_head_dim = key.shape
         self.value_head_dim = value.shape[-1]
-        self.dtype = key.dtype
+        self.dtype, self._device = key.dtype, key.device
         if self.max_cache_len is not None and self._pool is not None and not torch.compiler.is_compiling():
             self._borrow(self._pool, self.max_cache_len, key.device)
         else:
             self._make_buffers(self.max_cache_len if self.max_cache_len is not None else tokens, key.device)
         self._join(0)
-        self._pin_addresses()
+        self._planes_changed()
 
     def _make_buffers(self, tokens: int, device: torch.device) -> None:
         capacity = self._aligned(tokens)
@@ -270,7 +268,7 @@ class LayerStorage:
             key_transform = key_transform.to(self.device)
         self.key_transform = key_transform
         if self.is_allocated:
-            self._pin_addresses()
+            self._planes_changed()
 
     def _check_served(self, key: Tensor, value: Tensor) -> None:
         for name, x, kv_format in (("key", key, self.formats.key), ("value", value, self.formats.value)):
@@ -293,8 +291,14 @@ class LayerStorage:
         if self.key_transform is not None:
             self.key_transform.check_fits(self.name, key.shape[1], key.shape[3])
 
-    def _pin_addresses(self) -> None:
-        """Tell the compiler that static buffers stay: it would not put a step that mutates others into a CUDA graph."""
+    def _planes_changed(self) -> None:
+        """Spell out what steps will need of the planes and the transform that there are now.
+
+        And tell the compiler that static buffers stay: it would not put a step that mutates others into a CUDA graph.
+        """
+        self._operands = ops.Operands(
+            *self._planes(), self._formats(), key_transform=self.key_transform, **self._windows()
+        )
         if self.is_static and not torch.compiler.is_compiling():
             transform = [] if self.key_transform is None else self.key_transform.tensors()
             for tensor in (*self._tensors(), *([] if self.counters is None else [self.counters]), *transform):
@@ -325,24 +329,41 @@ class LayerStorage:
         Raises:
             TypeError, ValueError: They do not fit what is stored, or a static storage is full. Nothing has changed.
         """
-        if self.is_allocated:
-            self._check_fits(key, value)
-        else:
+        if self._group is None:
             self._check_served(key, value)
+        elif not self._fits(key, value):
+            self._refuse(key, value)
         q_len = key.shape[2]
         self._check_room(q_len)
-        if not self.is_allocated:
+        if self._group is None:
             self.allocate(key, value)
         if q_len == 0:
             return
-        self.flush()
+        if self.pending is not None:
+            self.flush()
         self._make_room(q_len)
         self._counted().advance(self._member, q_len)
-        self._freeze_scales(key, value)
+        if self.is_empty:
+            self._freeze_scales(key, value)
+            self.is_empty = False
         self.pending = (key, value)
-        self.is_empty = False
 
-    def _check_fits(self, key: Tensor, value: Tensor) -> None:
+    def _fits(self, key: Tensor, value: Tensor) -> bool:
+        """Whether tokens are like those that are held; the short way, for every layer and step."""
+        batch, num_kv_heads, dtype, device = self.batch, self.num_kv_heads, self.dtype, self._device
+        shape = key.shape
+        return (
+            len(shape) == 4
+            and shape == (batch, num_kv_heads, shape[2], self.key_head_dim)
+            and value.shape == (batch, num_kv_heads, shape[2], self.value_head_dim)
+            and key.dtype == dtype
+            and value.dtype == dtype
+            and key.device == device
+            and value.device == device
+        )
+
+    def _refuse(self, key: Tensor, value: Tensor) -> None:
+        """Say what does not fit."""
         expected = (self.batch, self.num_kv_heads)
         for name, x, head_dim in (("key", key, self.key_head_dim), ("value", value, self.value_head_dim)):
             if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (*expected, head_dim):
@@ -371,15 +392,18 @@ class LayerStorage:
             )
 
     def _make_room(self, q_len: int) -> None:
-        if self.is_static or self.length + q_len <= self.capacity:
+        if self.max_cache_len is not None:
             return
         needed = self.length + q_len
+        if needed <= self.capacity:
+            return
         capacity = self._aligned(needed if self.is_empty else max(needed, int(self.capacity * GROWTH)))
         # Assigned together, so that memory which runs out in between leaves both sides as they were.
         self.key_planes, self.value_planes = (
             self._grown(self.key_planes, self.formats.key, self.key_head_dim, capacity),
             self._grown(self.value_planes, self.formats.value, self.value_head_dim, capacity),
         )
+        self._planes_changed()
 
     def _grown(self, planes: Planes | None, kv_format: KVFormat, head_dim: int, capacity: int) -> Planes:
         assert planes is not None
@@ -395,9 +419,7 @@ class LayerStorage:
         return max(1, -(-tokens // alignment)) * alignment
 
     def _freeze_scales(self, key: Tensor, value: Tensor) -> None:
-        """Granularity `tensor`: the first tokens of a sequence decide its scale for good."""
-        if not self.is_empty:
-            return
+        """Granularity `tensor`: these, the first tokens of a sequence, decide its scale for good."""
         for x, planes, kv_format, transform in (
             (key, self.key_planes, self.formats.key, self.key_transform),
             (value, self.value_planes, self.formats.value, None),
@@ -415,41 +437,33 @@ class LayerStorage:
         if self.pending is None:
             return
         key, value = self.pending
-        ops.append(
-            key,
-            value,
-            *self._planes(),
-            self._lengths(),
-            self._formats(),
-            self.key_transform,
-            self.starts,
-            **self._windows(),
-        )
+        assert self._operands is not None
+        self._operands.append(key, value, self._lengths(), self.starts)
         self.pending = None
 
-    def attend(self, query: Tensor, *, softmax_scale: float, **options: Any) -> tuple[Tensor, Tensor]:
-        """Write pending tokens and attend to everything stored, in one op. See `ops.decode` for arguments and results.
+    def attend(
+        self, query: Tensor, *, softmax_scale: float, starts: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write pending tokens and attend to everything stored, in one op. See `ops.Operands.decode`.
 
         Args:
             query: `[batch, num_q_heads, q_len, head_dim]`, the newest `q_len` tokens, as the model makes it.
             softmax_scale: Multiplies query · key.
-            **options: `starts`, `sinks`, `alibi_slopes`, `softcap`, `sliding_window`, `num_splits`.
+            starts: `[batch]` int32: first position that is not padding; `None` for 0.
+            **options: `sinks`, `alibi_slopes`, `softcap`, `sliding_window`, `num_splits`.
         """
-        result = ops.decode(
+        assert self._operands is not None
+        result = self._operands.decode(
             query,
             self.pending,
-            *self._planes(),
             self._lengths(),
-            self._formats(),
             softmax_scale=softmax_scale,
             counters=self.counters,
-            key_transform=self.key_transform,
-            sink_length=self.formats.sink_length,
-            residual_length=self.formats.residual_length,
+            starts=starts,
             **options,
         )
         if not torch.compiler.is_compiling():
-            self.starts = options.get("starts")  # what is dense at the beginning goes by it
+            self.starts = starts  # what is dense at the beginning goes by it
         self.pending = None  # only now: a query that is refused must not lose tokens that `lengths` counts already
         return result
 
@@ -548,7 +562,7 @@ class LayerStorage:
         self._part_with_buffers()
         if self._group is not None:
             self._group.leave(self._member)
-        self.key_planes = self.value_planes = self.counters = self._group = None
+        self.key_planes = self.value_planes = self.counters = self._group = self._operands = None
 
     def select(self, indices: Tensor) -> None:
         """Keep the sequences `indices` (`[new batch]`, int64 or bool mask) of the batch, in that order.
@@ -583,7 +597,7 @@ class LayerStorage:
         self.starts = None if self.starts is None else selected(self.starts)
         self.batch = index.numel()
         self._join(self.length)
-        self._pin_addresses()
+        self._planes_changed()
 
     def repeat(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times in place: a, a, b, b."""
@@ -603,22 +617,28 @@ class LayerStorage:
             return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
 
         self.key_planes, self.value_planes = key_planes.map(moved), value_planes.map(moved)
+        self._device = self.key_planes.codes.device
         self.starts = None if self.starts is None else moved(self.starts)
         self.counters = _new_counters(self.device)
         self._join(self.length)
         if self.key_transform is not None:
             self.key_transform = self.key_transform.to(device)
-        self._pin_addresses()
+        self._planes_changed()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: pending tokens are written, and a static copy gets buffers of its own."""
         self.flush()
-        return {**self.__dict__, "_pool": None, "_loan": None}
+        return {**self.__dict__, "_pool": None, "_loan": None, "_operands": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.is_allocated:
+            self._planes_changed()  # kernels may be other ones where a pickle is opened
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerStorage:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return twin
 
 
