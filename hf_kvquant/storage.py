@@ -595,8 +595,9 @@ class LayerStorage:
         self.key_planes = selected_planes(key_planes, self.formats.key)
         self.value_planes = selected_planes(value_planes, self.formats.value)
         self.starts = None if self.starts is None else selected(self.starts)
-        self.batch = index.numel()
-        self._join(self.length)
+        if index.numel() != self.batch:
+            self.batch = index.numel()
+            self._join(self.length)
         self._planes_changed()
 
     def repeat(self, repeats: int) -> None:
