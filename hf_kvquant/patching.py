@@ -52,7 +52,8 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     """Make `model.generate` keep keys and values as codes and attend to them directly.
 
     A cache that the user passes, `use_cache=False`, any `cache_implementation` of transformers and assistant models
-    keep working as before. Patching again replaces the config.
+    keep working as before. Patching again replaces the config. With `static=True` the buffers of a call stay with the
+    model for the next one, and with them its compiled steps, until `unpatch`.
 
     Args:
         model: A decoder-only model of transformers.

@@ -382,7 +382,8 @@ class LayerStorage:
 
     def _check_room(self, q_len: int) -> None:
         if self.max_cache_len is None or torch.compiler.is_compiling():
-            return  # a compiled step does not know the length; whoever compiles sizes the cache, and CPU ops check
+            # A compiled step does not know the length, and must not wait for it. See `KVQuantCache`.
+            return
         needed = self.length + q_len
         if needed > self.max_cache_len:
             raise ValueError(
