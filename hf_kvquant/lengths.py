@@ -43,9 +43,9 @@ class LengthGroup:
         self._free: list[int] = []  # names of members that have left
 
     @property
-    def is_deserted(self) -> bool:
-        """Whether all members have left."""
-        return len(self._free) == len(self._behind)
+    def num_members(self) -> int:
+        """Storages that have joined and not left."""
+        return len(self._behind) - len(self._free)
 
     def join(self, length: int) -> int:
         """Add a member that holds `length` tokens. Returns what it is called by the other methods."""
@@ -173,7 +173,7 @@ class Lengths:
             alone = LengthGroup(length, _new_tensor(batch, device))
             return alone, alone.join(length)
         group = self._groups.get((device, batch))
-        if group is None or group.is_deserted:
+        if group is None or group.num_members == 0:
             group = self._groups[device, batch] = self._new_group(length, batch, device)
         return group, group.join(length)
 
