@@ -21,7 +21,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from .attention import implementation_name, is_ours
 from .cache import KVQuantCache, check_model, layers_of
 from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig
-from .pool import BufferPool, drop_pool, pool_of
+from .pool import BufferPool, drop_pool, pool_of, pooled_models
 from .storage import BufferKind
 from .transforms.of_model import key_transforms
 
@@ -142,6 +142,9 @@ def disable() -> None:
     """Undo `enable`. Does nothing when it is not in force."""
     if getattr(GenerationMixin, _HOOK) is _hook_for_all:
         setattr(GenerationMixin, _HOOK, _original_hook)
+        for model in pooled_models():
+            if model.__dict__.get(_STATE) is None:
+                drop_pool(model)
 
 
 _original_hook: Callable[..., Any] = getattr(GenerationMixin, _HOOK)

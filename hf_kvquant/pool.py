@@ -88,6 +88,11 @@ def pool_of(model: nn.Module) -> BufferPool:
     return _pools.setdefault(model, BufferPool())
 
 
+def pooled_models() -> list[nn.Module]:
+    """The models that have a pool."""
+    return list(_pools)
+
+
 def drop_pool(model: nn.Module) -> None:
     """Let the idle buffers of a model go."""
     pool = _pools.pop(model, None)

@@ -20,7 +20,7 @@ import torch
 from models import greedy, left_padded, logits
 from transformers.cache_utils import DynamicCache
 
-from hf_kvquant import KVQuantCache, patch, patched, pool, unpatch
+from hf_kvquant import KVQuantCache, disable, enable, patch, patched, pool, unpatch
 from hf_kvquant.pool import BufferPool, drop_pool, pool_of
 from hf_kvquant.storage import BufferKind
 from hf_kvquant.transforms import of_model
@@ -250,6 +250,20 @@ def test_what_undoes_a_patch_frees_the_buffers(undo: str) -> None:
     assert not list(old.kinds()), "what comes back later goes as well"
     assert pool_of(model) is not old
     drop_pool(model)
+
+
+def test_disable_frees_the_buffers_of_models_that_are_not_patched() -> None:
+    flag = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", **STATIC}}
+    plain, ours = models.build("llama"), models.build("llama")
+    patch(ours, STATIC)
+    enable()
+    try:
+        greedy(plain, left_padded(), **flag), greedy(ours, left_padded())
+        pools = [pool_of(model) for model in (plain, ours)]
+        assert all(list(each.kinds()) for each in pools)
+    finally:
+        disable()
+    assert [bool(list(each.kinds())) for each in pools] == [False, True]
 
 
 @pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
