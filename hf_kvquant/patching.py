@@ -185,8 +185,10 @@ def prepare_cache(
             return fall_through(model, generation_config, model_kwargs, *args)
         return getattr(type(model), _HOOK)(model, generation_config, model_kwargs, *args)
     model_kwargs["past_key_values"] = cache
-    if cache.is_compileable and generation_config.prefill_chunk_size is not None:
-        _allocate_early(model, cache, batch, generation_config)
+    if generation_config.prefill_chunk_size is not None:
+        generating: Any = model
+        if generating._valid_auto_compile_criteria(model_kwargs, generation_config):
+            _allocate_early(model, cache, batch, generation_config)
     if _asks_for_us(generation_config):
         # This call's copy of the config goes on to an assistant model, which need not be patched, and transformers' own
         # class does not know our options.

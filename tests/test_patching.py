@@ -500,40 +500,35 @@ def test_static_through_the_flag(spelled: dict[str, Any]) -> None:
         assert not greedy(model, left_padded()).past_key_values.is_compileable
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_buffers_are_there_before_a_prefill_in_chunks(
-    is_known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("case", ["known", "unknown", "not compiled"])
+def test_buffers_are_there_before_a_compiled_prefill_in_chunks(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """transformers compiles the first chunk, and a compiled step cannot allocate. CPUs compile nothing by default."""
+    """transformers compiles the first chunk, and a compiled step cannot allocate. Here it is told that it did."""
     model, seen = models.build("llama"), []
-    if not is_known:
+    if case == "unknown":
         monkeypatch.setattr(model, "_get_static_cache_init_shape", lambda: None, raising=False)
-    criteria = model._valid_auto_compile_criteria
-    monkeypatch.setattr(
-        model,
-        "_valid_auto_compile_criteria",
-        lambda kwargs, config: (
-            seen.append((kwargs["past_key_values"].is_initialized, config.disable_compile)) or criteria(kwargs, config)
-        ),
-        raising=False,
-    )
+
+    def is_compiled(kwargs: dict[str, Any], config: Any) -> bool:
+        seen.append((kwargs["past_key_values"].is_initialized, bool(config.disable_compile)))
+        return case != "not compiled" and not config.disable_compile
+
+    monkeypatch.setattr(model, "_valid_auto_compile_criteria", is_compiled, raising=False)
+    monkeypatch.setattr(model, "get_compiled_call", lambda config: model.__call__, raising=False)
     patching._log_not_compiled.cache_clear()
     with caplog.at_level(logging.WARNING, "hf_kvquant"), patched(model, {"preset": "int8", "static": True}):
         expected = greedy(model, left_padded())
         seen.clear()
-        output = greedy(model, left_padded(), prefill_chunk_size=4, num_beams=1)
+        output = greedy(model, left_padded(), prefill_chunk_size=9)
         compare.assert_same(output.sequences, expected.sequences, "tokens")
-    assert set(seen) == {(is_known, None if is_known else True)}
+    assert seen[0] == (False, False), "asked before there are buffers"
+    assert set(seen[1:]) == {(case == "known", case == "unknown")}
     logged = [record.message for record in caplog.records if "not compiled" in record.message]
-    assert logged == (
-        []
-        if is_known
-        else [
-            "generate: LlamaForCausalLM is not compiled where its prompt comes in chunks, since its layers are on "
-            "several devices, or of shapes that nobody knows before the first tokens. Correct, slower. Leave "
-            "prefill_chunk_size out."
-        ]
-    )
+    assert logged == [
+        "generate: LlamaForCausalLM is not compiled where its prompt comes in chunks, since its layers are on "
+        "several devices, or of shapes that nobody knows before the first tokens. Correct, slower. Leave "
+        "prefill_chunk_size out."
+    ] * (case == "unknown")
 
 
 def test_a_model_outside_the_registry_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
