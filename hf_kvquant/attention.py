@@ -102,6 +102,7 @@ def attention_mask(
         starts = None if attention_mask is None else _num_pads(attention_mask)
         if kv_length.is_first_chunk or not torch.compiler.is_compiling():
             notes.starts = starts
+            notes.has_seen_mask = notes.has_seen_mask or not torch.compiler.is_compiling()
         is_plain = mask_function is causal_mask_function and not kwargs.get("use_vmap", False)
         if is_plain and not kv_length.is_first_chunk and not notes.has_holes:
             return _bounds(starts, **kwargs)

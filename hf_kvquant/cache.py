@@ -130,6 +130,10 @@ class KVQuantLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset for the mask: of the chunk itself while empty, else of everything held."""
         if self.storage.is_empty:
+            if self.notes.has_seen_mask and torch.compiler.is_compiling():
+                # The compiler traces no integer with attributes. Nor is one needed here: transformers has made the mask
+                # of this chunk before, found that it can do without one, and asks again within the step.
+                return query_length, 0
             return KVLength(query_length, self.notes, is_first_chunk=True), 0
         if self.storage.max_cache_len is not None:
             return KVLength(self.storage.max_cache_len, self.notes, is_first_chunk=False), 0
@@ -277,8 +281,7 @@ class KVQuantCache(QuantizedCache):
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()  # type: ignore[no-untyped-call]
-        self.notes.has_holes = False
-        self.notes.starts = None
+        self.notes.forget()
 
     def adopt(self, key_transforms: Mapping[int, KeyTransform]) -> None:
         """Take the transforms of a model, unless the cache was given its own or holds tokens."""

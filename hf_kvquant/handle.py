@@ -28,10 +28,15 @@ class MaskNotes:
             chunk, which is written before attention could say it; masks of later chunks that are traced leave it alone.
         has_holes: Whether a mask hid tokens other than a sequence's first ones. Kernels know left padding as a number
             of tokens only, so from then on masks are dense and attention falls back.
+        has_seen_mask: Whether a mask was made outside a compiled step, so that the others are true of what comes.
     """
 
     def __init__(self) -> None:
-        self.has_holes = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Go back to having seen nothing."""
+        self.has_holes = self.has_seen_mask = False
         self.starts: Tensor | None = None
 
 

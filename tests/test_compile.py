@@ -118,9 +118,20 @@ def test_backends_that_trace_through_the_ops(backend: str, device: str) -> None:
     check_one_graph()
 
 
-@pytest.mark.parametrize("config", [{"preset": "int4", "max_cache_len": 32}, {"preset": "int8", "static": True}])
-def test_chunked_prefill_is_compiled_too(config: dict[str, Any]) -> None:
-    model, inputs, compiled = models.build("llama"), left_padded(tokens=16), compiled_for("eager")
+@pytest.mark.parametrize("pads", [(3, 0, 5), (0,)], ids=["left_pad", "no_pad"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"preset": "int4", "max_cache_len": 32},
+        {"preset": "int8", "static": True},
+        {"preset": "int4-channel", "static": True, "sink_length": 2},
+    ],
+    ids=lambda config: config["preset"],
+)
+def test_chunked_prefill_is_compiled_too(config: dict[str, Any], pads: tuple[int, ...]) -> None:
+    model, inputs = models.build("llama"), left_padded(tokens=16, pads=pads)
+    compiled = compiled_for("eager")
+    compiled["compile_config"].fullgraph = False  # as transformers has it by default; breaks are counted
     with patched(model, config):
         expected = greedy(model, inputs, prefill_chunk_size=4).sequences.cpu()
         with torch._dynamo.config.patch(error_on_recompile=False):  # a chunk has another shape than a token
