@@ -185,8 +185,8 @@ def attention(
         if _is_bounds(attention_mask):  # the model has changed what `update` gave it
             attention_mask = _dense_mask(prev, query, key.shape[2], attention_mask[1, 0, 0, 0], attention_mask)
         return _call(prev, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    for name in _REFUSED & kwargs.keys():
-        if kwargs[name] is not None:
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
             raise NotImplementedError(
                 f"attention: `{name}` must be None over a quantised cache, got a value: {type(module).__name__} picks "
                 "the keys it attends to. Leave the model unpatched."
