@@ -23,6 +23,7 @@ from accelerate import dispatch_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import hf_kvquant
 from hf_kvquant import KVQuantConfig
@@ -65,10 +66,10 @@ class Ranks:
     num_ranks: int
     folder: Path
 
-    def load(self, name: str) -> tuple[Any, Any]:
+    def load(self, name: str, plan: str | dict[str, str] = "auto") -> tuple[Any, Any]:
         """The model whole in this process, and sharded."""
         whole = AutoModelForCausalLM.from_pretrained(self.folder / name)
-        config = DistributedConfig(tp_plan="auto", tp_size=self.num_ranks)
+        config = DistributedConfig(tp_plan=plan, tp_size=self.num_ranks)
         return whole, AutoModelForCausalLM.from_pretrained(self.folder / name, distributed_config=config)
 
     def part(self, tensor: Tensor) -> Tensor:
@@ -153,6 +154,16 @@ def unsharded_heads(ranks: Ranks) -> None:
     assert torch.equal(transform.center, centers[1])
 
 
+def sharded_sinks(ranks: Ranks) -> None:
+    """Sinks are this rank's query heads', in a plan that shards them. transformers 5.17 knows none."""
+    if "local_params" not in ALL_PARALLEL_STYLES:
+        return
+    attention = "model.layers.*.self_attn"
+    plan = {f"{attention}.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "sinks")}
+    whole, sharded = ranks.load("gpt_oss", {**plan, f"{attention}.o_proj": "rowwise", attention: "local_params"})
+    check_tokens(whole, sharded, "int4", NUM_HEADS // ranks.num_ranks)
+
+
 def refused(ranks: Ranks) -> None:
     _, sharded = ranks.load("one_head")
     before = sharded.config._attn_implementation
@@ -181,7 +192,7 @@ def refused(ranks: Ranks) -> None:
             task()
 
 
-SCENARIOS = (plain, centers_of_biases, given_tensors, unsharded_heads, refused)
+SCENARIOS = (plain, centers_of_biases, given_tensors, unsharded_heads, sharded_sinks, refused)
 
 
 def run_rank(rank: int, num_ranks: int, folder: Path) -> None:
