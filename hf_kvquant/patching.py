@@ -22,6 +22,7 @@ from .attention import implementation_name, is_ours
 from .cache import KVQuantCache, check_model, layers_of
 from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig
 from .transforms.of_model import key_transforms
+from .transforms.sharding import check_heads
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +228,7 @@ def cache_for(
             "generate: `output_attentions` must be False with a quantised cache, got True: attention weights are never "
             "formed. Use hf_kvquant.unpatch, or another cache_implementation."
         )
+    check_heads(model, "generate")
     transforms = key_transforms(model, config)
     if max_cache_length is None:
         config = dataclasses.replace(config, static=False, max_cache_len=None)
@@ -281,6 +283,7 @@ def _check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
     text_config = _text_config(model)
     layer_types, _ = layers_of(text_config)
     check_model(text_config, layer_types, config)
+    check_heads(model, "patch")
 
 
 def _route_attention(model: PreTrainedModel, previous: str) -> None:
