@@ -21,6 +21,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, QuantizedCache
 
 from .config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
 from .handle import KVHandle, KVLength, KVStep, MaskNotes
+from .lengths import Lengths
+from .pool import BufferPool
 from .storage import LayerStorage
 from .transforms import KeyTransform
 
@@ -112,17 +114,17 @@ class KVQuantLayer(CacheLayerMixin):
         Raises:
             TypeError, ValueError: See `LayerStorage.extend`. Nothing has changed then.
         """
-        is_first_chunk = self.storage.is_empty
-        self.storage.extend(key_states, value_states)
+        storage = self.storage
+        is_first_chunk = storage.is_empty
+        storage.extend(key_states, value_states)
         if is_first_chunk:
-            self.storage.starts = self.notes.starts  # later chunks come with a call that says it
-        if is_first_chunk:
-            self.storage.flush()
-            if not self.storage.is_quantized:
+            storage.starts = self.notes.starts  # later chunks come with a call that says it
+            storage.flush()
+            if not storage.is_quantized:
                 # What transformers' own layers return, so that matrix products are summed in the same order.
                 return key_states.contiguous(), value_states.contiguous()
             return key_states, value_states
-        step = KVStep(self.storage, key_states.shape[2])
+        step = KVStep(storage)
         return KVHandle(step, 0), KVHandle(step, 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -194,6 +196,12 @@ class KVQuantCache(QuantizedCache):
     Pass it as `past_key_values` to a patched model (`hf_kvquant.patch`). On a model that is not patched it works as
     well, through dequantised tensors: correct, slower, said once in the log.
 
+    A full static cache refuses further tokens before anything changes. Only a compiled step cannot do that, since the
+    host does not know the length then, and asking for it would stop every step. `generate` sizes its caches so that it
+    cannot happen; a loop of your own has to count. On a CPU the op raises when it runs out of buffers, after which the
+    cache is of no use until it is reset. On a GPU tokens without room are left out, and the next step that is not
+    compiled raises.
+
     Args:
         config: The model's config (for a multi-modal model, its own or the text model's).
         preset_or_config: A preset's name, a dictionary or a `KVQuantConfig`.
@@ -203,6 +211,7 @@ class KVQuantCache(QuantizedCache):
             uses. `None` leaves them to the patched model whose `generate` gets the cache while it is empty. Until then,
             and in a forward without `generate`, keys go through what the config alone can tell: rotation, but neither
             centres nor smoothing factors. That is exact too, but less close on models that have either.
+        pool: Where the buffers of a static cache come from and go to; `generate` of a patched model has one.
 
     Raises:
         NotImplementedError: The model's cache cannot be quantised per head.
@@ -220,6 +229,7 @@ class KVQuantCache(QuantizedCache):
         *,
         max_cache_len: int | None = None,
         key_transforms: Mapping[int, KeyTransform] | None = None,
+        pool: BufferPool | None = None,
     ) -> None:
         quant_config = KVQuantConfig.resolve(preset_or_config)
         if max_cache_len is None:
@@ -235,6 +245,7 @@ class KVQuantCache(QuantizedCache):
         self.quant_config = quant_config
         self._has_transforms = key_transforms is not None
         self.notes = MaskNotes()
+        lengths = Lengths(pool)
         transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
         quantized = [index for index, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
         foreign = [index for index in key_transforms or () if index not in quantized]
@@ -250,6 +261,8 @@ class KVQuantCache(QuantizedCache):
                     max_cache_len=max_cache_len,
                     name=f"layer {index}",
                     key_transform=transforms.get(index),
+                    lengths=lengths,
+                    pool=pool,
                 ),
                 self.notes,
             )

@@ -108,7 +108,8 @@ class KVQuantConfig:
         residual_length: The newest tokens that do, likewise.
         layers: Per-layer overrides, by layer index.
         static: Whether buffers are allocated once for `max_cache_len` tokens, so that the decode step can be compiled.
-        max_cache_len: Tokens that a static cache holds. `None` takes what `generate` needs; given, it implies `static`.
+        max_cache_len: Tokens that a static cache holds; given, it implies `static`. `None` takes what `generate` needs,
+            rounded up, or what the buffers of an earlier call hold.
 
     Raises:
         TypeError, ValueError: Naming the argument, what was expected and what came.

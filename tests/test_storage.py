@@ -539,7 +539,7 @@ def test_tokens_are_appended_exactly_once(
     storage, model = filled(formats, [7, 2], device=device)
     appended: list[int] = []
     for name in ("append", "decode"):
-        monkeypatch.setattr(f"hf_kvquant.storage.ops.{name}", counting(name, appended))
+        monkeypatch.setattr(ops.Operands, name, counting(name, appended))
     for consumer in consumers.split():
         if consumer == "attend":
             assert_attends(storage, model, 2)
@@ -552,13 +552,13 @@ def test_tokens_are_appended_exactly_once(
 
 def counting(name: str, appended: list[int]) -> Callable[..., Any]:
     """The op, noting the number of tokens whenever it writes some."""
-    op = getattr(ops, name)
+    op = getattr(ops.Operands, name)
 
-    def call(first: Tensor, second: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: ops.Operands, first: Tensor, second: Any, *args: Any, **kwargs: Any) -> Any:
         new = second if name == "decode" else (first, second)
         if new is not None:
             appended.append(new[0].shape[2])
-        return op(first, second, *args, **kwargs)
+        return op(self, first, second, *args, **kwargs)
 
     return call
 
@@ -806,13 +806,13 @@ def test_counters_stay_with_the_buffers(max_cache_len: int | None, monkeypatch: 
         lambda device: torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=device),
     )
     passed: list[Tensor] = []
-    decode = ops.decode
+    decode = ops.Operands.decode
 
     def noting(*args: Any, **options: Any) -> Any:
         passed.append(options["counters"])
         return decode(*args, **options)
 
-    monkeypatch.setattr(ops, "decode", noting)
+    monkeypatch.setattr(ops.Operands, "decode", noting)
     storage, model = filled(INT8, [30], max_cache_len=max_cache_len, batch=3)
     counters = storage.counters
     assert counters is not None and counters.dtype == torch.int32 and counters.shape == (ops.NUM_COUNTERS,)
