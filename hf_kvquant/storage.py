@@ -126,6 +126,17 @@ class LayerStorage:
         return self._length
 
     @property
+    def room(self) -> int:
+        """Tokens that a static storage takes before it is full. Waits for the device after a compiled static step."""
+        assert self.max_cache_len is not None
+        return self.max_cache_len - self.length
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether tokens stay dense that later have codes, so that a crop cannot give back what they were."""
+        return any(kv_format.tail_rows(**self._windows()) > 0 for kv_format in self._formats())
+
+    @property
     def num_bytes(self) -> int:
         """Bytes allocated for codes, scales and zeros."""
         return sum(planes.num_bytes for planes in (self.key_planes, self.value_planes) if planes is not None)
@@ -226,9 +237,17 @@ class LayerStorage:
     def _pin_addresses(self) -> None:
         """Tell the compiler that static buffers stay: it would not put a step that mutates others into a CUDA graph."""
         if self.is_static and not torch.compiler.is_compiling():
-            transform = [] if self.key_transform is None else self.key_transform.tensors()
-            for tensor in (*self._tensors(), *([] if self.counters is None else [self.counters]), *transform):
+            for tensor in self._step_tensors():
                 torch._dynamo.mark_static_address(tensor)
+
+    def _step_tensors(self) -> list[Tensor]:
+        """Every tensor of ours that a decode step reads or writes."""
+        transform = [] if self.key_transform is None else self.key_transform.tensors()
+        return [*self._tensors(), *([] if self.counters is None else [self.counters]), *transform]
+
+    def addresses(self) -> tuple[tuple[int, torch.Size], ...]:
+        """Where a step finds its tensors: a captured one serves whatever storage has the same."""
+        return tuple((tensor.data_ptr(), tensor.shape) for tensor in self._step_tensors())
 
     def _tensors(self) -> list[Tensor]:
         """What has a row for every sequence of the batch."""
@@ -260,7 +279,7 @@ class LayerStorage:
         else:
             self._check_served(key, value)
         q_len = key.shape[2]
-        self._check_room(q_len)
+        self.check_room(q_len)
         if not self.is_allocated:
             self.allocate(key, value)
         if q_len == 0:
@@ -291,7 +310,12 @@ class LayerStorage:
         if key.shape[2] != value.shape[2]:
             raise ValueError(f"{self.name}: `value` must have {key.shape[2]} tokens like `key`, got {value.shape[2]}.")
 
-    def _check_room(self, q_len: int) -> None:
+    def check_room(self, q_len: int) -> None:
+        """Refuse new tokens that a static storage has no room for.
+
+        Raises:
+            ValueError: It is full.
+        """
         if self.max_cache_len is None or torch.compiler.is_compiling():
             return  # a compiled step does not know the length; whoever compiles sizes the cache, and CPU ops check
         needed = self.length + q_len
@@ -341,6 +365,19 @@ class LayerStorage:
                 planes.scale.copy_(scale)
                 if planes.zero is not None and zero is not None:
                     planes.zero.copy_(zero)
+
+    def note_replayed(self, q_len: int) -> None:
+        """Count on the host tokens that a replayed CUDA graph has appended and counted on the device."""
+        self._length = self.length + q_len
+
+    def forget_capture(self, length: int) -> None:
+        """Undo on the host what a capture that failed half-way did there; nothing has run on the device.
+
+        Args:
+            length: Tokens held before.
+        """
+        self._length = length
+        self.pending = None
 
     def flush(self) -> None:
         """Write pending tokens into the planes, if there are any."""
