@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,9 @@ _LEFT_TO_TRANSFORMERS = (
     "moe",
     "mlp",
 )
+
+# Layers that a CUDA graph may be captured over: ours, whose state is all on the device, and those that have none.
+_CAPTURABLE = frozenset(("full_attention", "dummy", "moe", "mlp"))
 
 # Models that pick the keys to attend to by computing on the mask themselves, where ours means nothing to them.
 _PICK_KEYS = ("doge", "minimax_m3_vl", "minimax_m3_vl_text")
@@ -275,6 +278,20 @@ class KVQuantCache(QuantizedCache):
             if isinstance(layer, KVQuantLayer):
                 layer.storage.set_key_transform(key_transforms.get(index))
 
+    def note_replayed(self, q_len: int) -> None:
+        """Count tokens of a replayed CUDA graph. See `LayerStorage.note_replayed`."""
+        for storage in self.storages:
+            storage.note_replayed(q_len)
+
+    def forget_capture(self, lengths: Sequence[int]) -> None:
+        """Undo a capture that failed half-way. See `LayerStorage.forget_capture`.
+
+        Args:
+            lengths: What each storage held before.
+        """
+        for storage, length in zip(self.storages, lengths, strict=True):
+            storage.forget_capture(length)
+
     @property
     def storages(self) -> list[LayerStorage]:
         """The storages of the quantised layers."""
@@ -339,6 +356,12 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
         raise NotImplementedError(
             f"KVQuantCache: {model_type} has layers of type {unknown}, whose caches are not keys and values per head. "
             "Leave the model unpatched."
+        )
+    uncapturable = sorted(set(layer_types) - _CAPTURABLE)
+    if quant_config.capture and uncapturable:
+        raise NotImplementedError(
+            f"KVQuantCache: `capture` must be False for {model_type}, got True: its layers of type {uncapturable} keep "
+            "their state outside our buffers, some of it on the host. Pass static=True instead: generate compiles."
         )
     beyond = [index for index in quant_config.layers if index >= len(layer_types)]
     if beyond:
