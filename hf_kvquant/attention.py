@@ -34,6 +34,7 @@ _IGNORED = frozenset(
 _SERVED = frozenset(("sliding_window", "softcap", "s_aux"))
 # ... and these cannot be served at all: sparse attention picks keys by itself, and weights are never formed.
 _REFUSED = frozenset(("indices", "block_indices", "sinks"))
+_KNOWN = _IGNORED | _SERVED | _REFUSED
 
 
 def implementation_name(prev: str) -> str:
@@ -185,8 +186,8 @@ def attention(
         if is_bounds(attention_mask):  # the model has changed what `update` gave it
             attention_mask = _dense_mask(prev, query, key.shape[2], attention_mask[1, 0, 0, 0], attention_mask)
         return _call(prev, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    for name in _REFUSED & kwargs.keys():
-        if kwargs[name] is not None:
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
             raise NotImplementedError(
                 f"attention: `{name}` must be None over a quantised cache, got a value: {type(module).__name__} picks "
                 "the keys it attends to. Leave the model unpatched."
@@ -196,10 +197,10 @@ def attention(
             "attention: `output_attentions` must be False over a quantised cache, got True: attention weights are "
             "never formed. Unpatch the model to look at them."
         )
-    step = key.step
-    reason = _why_not_kernel(module, query, attention_mask, step.storage.is_quantized, dropout, kwargs)
+    step, storage = key.step, key.step.storage
+    reason = _why_not_kernel(module, query, attention_mask, storage.is_quantized, dropout, kwargs)
     if reason is None:
-        out, _ = step.storage.attend(
+        out, _ = storage.attend(
             query,
             softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             starts=None if attention_mask is None else attention_mask[0].view(-1),
@@ -210,11 +211,11 @@ def attention(
         )
         return out, None
     if is_bounds(attention_mask) and not torch.compiler.is_compiling():
-        step.storage.starts = attention_mask[0].view(-1)  # padding may be longer than the first chunk was
+        storage.starts = attention_mask[0].view(-1)  # padding may be longer than the first chunk was
     dense_key, dense_value = step.dense(reason)
     mask = attention_mask
     if mask is None or is_bounds(mask):
-        mask = _dense_mask(prev, query, dense_key.shape[2], step.storage.query_offset(query.shape[2]), mask)
+        mask = _dense_mask(prev, query, dense_key.shape[2], storage.query_offset(query.shape[2]), mask)
     return _call(prev, module, query, dense_key, dense_value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
@@ -241,7 +242,7 @@ def _why_not_kernel(
     if kwargs.get("is_causal") is False and query.shape[2] > 1:
         return "attention is not causal"
     for name, value in kwargs.items():
-        if value is not None and value is not False and name not in _SERVED | _IGNORED | _REFUSED:
+        if name not in _KNOWN and value is not None and value is not False:
             if name == "position_bias":
                 return "a position bias is added to the scores"
             if not _is_harmless(name):

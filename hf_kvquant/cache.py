@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, QuantizedCache
 
 from .config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
 from .handle import KVHandle, KVLength, KVStep, MaskNotes
+from .lengths import LengthGroup, Lengths
+from .pool import BufferPool
 from .storage import LayerStorage
 from .transforms import KeyTransform
 
@@ -115,17 +117,17 @@ class KVQuantLayer(CacheLayerMixin):
         Raises:
             TypeError, ValueError: See `LayerStorage.extend`. Nothing has changed then.
         """
-        is_first_chunk = self.storage.is_empty
-        self.storage.extend(key_states, value_states)
+        storage = self.storage
+        is_first_chunk = storage.is_empty
+        storage.extend(key_states, value_states)
         if is_first_chunk:
-            self.storage.starts = self.notes.starts  # later chunks come with a call that says it
-        if is_first_chunk:
-            self.storage.flush()
-            if not self.storage.is_quantized:
+            storage.starts = self.notes.starts  # later chunks come with a call that says it
+            storage.flush()
+            if not storage.is_quantized:
                 # What transformers' own layers return, so that matrix products are summed in the same order.
                 return key_states.contiguous(), value_states.contiguous()
             return key_states, value_states
-        step = KVStep(self.storage, key_states.shape[2])
+        step = KVStep(storage)
         return KVHandle(step, 0), KVHandle(step, 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -206,6 +208,7 @@ class KVQuantCache(QuantizedCache):
             uses. `None` leaves them to the patched model whose `generate` gets the cache while it is empty. Until then,
             and in a forward without `generate`, keys go through what the config alone can tell: rotation, but neither
             centres nor smoothing factors. That is exact too, but less close on models that have either.
+        pool: Where the buffers of a static cache come from and go to; `generate` of a patched model has one.
 
     Raises:
         NotImplementedError: The model's cache cannot be quantised per head.
@@ -223,6 +226,7 @@ class KVQuantCache(QuantizedCache):
         *,
         max_cache_len: int | None = None,
         key_transforms: Mapping[int, KeyTransform] | None = None,
+        pool: BufferPool | None = None,
     ) -> None:
         quant_config = KVQuantConfig.resolve(preset_or_config)
         if max_cache_len is None:
@@ -238,6 +242,7 @@ class KVQuantCache(QuantizedCache):
         self.quant_config = quant_config
         self._has_transforms = key_transforms is not None
         self.notes = MaskNotes()
+        lengths = Lengths(pool)
         transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
         quantized = [index for index, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
         foreign = [index for index in key_transforms or () if index not in quantized]
@@ -253,6 +258,8 @@ class KVQuantCache(QuantizedCache):
                     max_cache_len=max_cache_len,
                     name=f"layer {index}",
                     key_transform=transforms.get(index),
+                    lengths=lengths,
+                    pool=pool,
                 ),
                 self.notes,
             )
@@ -278,19 +285,33 @@ class KVQuantCache(QuantizedCache):
             if isinstance(layer, KVQuantLayer):
                 layer.storage.set_key_transform(key_transforms.get(index))
 
-    def note_replayed(self, q_len: int) -> None:
-        """Count tokens of a replayed CUDA graph. See `LayerStorage.note_replayed`."""
-        for storage in self.storages:
-            storage.note_replayed(q_len)
+    def check_in_step(self) -> None:
+        """Refuse a captured step over layers of different lengths.
 
-    def forget_capture(self, lengths: Sequence[int]) -> None:
-        """Undo a capture that failed half-way. See `LayerStorage.forget_capture`.
+        Raises:
+            ValueError: They are.
+        """
+        for group in self._length_groups():
+            group.check_level()
+
+    def note_replayed(self, q_len: int) -> None:
+        """Count on the host tokens that a replayed CUDA graph has appended and counted on the device."""
+        for group in self._length_groups():
+            group.note_replayed(q_len)
+
+    def forget_capture(self, length: int) -> None:
+        """Undo on the host what a capture that failed half-way did there; nothing has run on the device.
 
         Args:
-            lengths: What each storage held before.
+            length: Tokens held before.
         """
-        for storage, length in zip(self.storages, lengths, strict=True):
-            storage.forget_capture(length)
+        for group in self._length_groups():
+            group.forget_capture(length)
+        for storage in self.storages:
+            storage.forget_pending()
+
+    def _length_groups(self) -> set[LengthGroup]:
+        return {storage.length_group for storage in self.storages if storage.length_group is not None}
 
     @property
     def storages(self) -> list[LayerStorage]:

@@ -58,7 +58,9 @@ class StepRunner(abc.ABC):
 
         Raises:
             RuntimeError: The step cannot be recorded. The cache is as it was before the step.
+            ValueError: Layers of the cache have different lengths.
         """
+        cache.check_in_step()
         if not self._has_run:
             self._has_run = True
             return self._run_once(step)
@@ -70,11 +72,11 @@ class StepRunner(abc.ABC):
         return self._result
 
     def _recorded(self, step: Callable[[], Any], cache: KVQuantCache) -> tuple[Callable[[], None], Any]:
-        lengths = [storage.length for storage in cache.storages]
+        length = cache.storages[0].length
         try:
             return self._record(step)
         except Exception as error:
-            cache.forget_capture(lengths)
+            cache.forget_capture(length)
             raise RuntimeError(
                 "generate: `capture` must be False for this model, got True: its decode step cannot be captured as a "
                 "CUDA graph, probably because it waits for the device. Pass static=True instead: generate compiles."

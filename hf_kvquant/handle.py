@@ -54,15 +54,14 @@ class KVLength(int):
 
 
 class KVStep:
-    """One forward of one layer: the storage, and how many tokens are new. Shared by the handles of key and value.
+    """One forward of one layer. Shared by the handles of key and value.
 
     Several layers may attend through one step (models that share keys and values): the storage appends what is pending
     for the first of them.
     """
 
-    def __init__(self, storage: LayerStorage, q_len: int) -> None:
+    def __init__(self, storage: LayerStorage) -> None:
         self.storage = storage
-        self.q_len = q_len
         self._dense: tuple[Tensor, Tensor] | None = None
 
     def dense(self, reason: str) -> tuple[Tensor, Tensor]:

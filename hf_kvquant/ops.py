@@ -4,9 +4,9 @@
 given new tokens, and then attends to everything stored. The schemas are here and nowhere else; `csrc/` registers
 kernels for them under the CPU and CUDA keys, and `reference.py` serves every device for which there is no kernel, said
 once in the log: behind the same names where a build has none for the whole device type, behind `append_reference` and
-`decode_reference` where the kernels there are do not fit the GPU or the head_dim. `append` and `decode` below are what
-the rest of the package calls: they check arguments, choose, and spell out the planes. Which layer calls them when is
-decided in `handle.py` and `attention.py`.
+`decode_reference` where the kernels there are do not fit the GPU or the head_dim. `Operands` below is what the rest of
+the package calls: it checks arguments, chooses, and spells out the planes. Which layer calls it when is decided in
+`handle.py` and `attention.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import importlib
 import logging
 import re
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -309,6 +310,129 @@ def _log_reference(what: str, reason: str, remedy: str) -> None:
 # --- what the package calls -------------------------------------------------------------------------------------------
 
 
+class Operands:
+    """What `append` and `decode` are told about one layer's planes, spelled out once, since it stays from step to step.
+
+    Args:
+        key_planes: Of one layer.
+        value_planes: The same for values.
+        formats: Of keys and of values.
+        key_transform: What the keys in the planes went through, and what new ones go through; on the same device. The
+            query is transformed by the op. `None` for granularity `channel`.
+        sink_length: Tokens at the beginning that stay as they came; those that the planes were allocated with.
+        residual_length: Tokens at the end that do; likewise.
+    """
+
+    def __init__(
+        self,
+        key_planes: Planes,
+        value_planes: Planes,
+        formats: tuple[KVFormat, KVFormat],
+        key_transform: KeyTransform | None = None,
+        sink_length: int = 0,
+        residual_length: int = 0,
+    ) -> None:
+        key_storage, value_storage = formats[0].storage_id, formats[1].storage_id
+        self._planes = (*_spell(key_planes), *_spell(value_planes))
+        self._kinds = (sink_length, residual_length, *_spell_transform(key_transform), key_storage, value_storage)
+        codes = key_planes.codes
+        self._batch, self._num_kv_heads = codes.shape[:2]
+        head_dims = head_dim_of(codes, key_storage), head_dim_of(value_planes.codes, value_storage)
+        has_kernel = _has_kernel(codes.device, *head_dims)
+        ops = torch.ops.hf_kvquant
+        self._append = ops.append if has_kernel else ops.append_reference
+        self._decode = ops.decode if has_kernel else ops.decode_reference
+
+    def append(self, key: Tensor, value: Tensor, lengths: Tensor, starts: Tensor | None = None) -> None:
+        """Quantise new tokens into the planes, as `reference.append` defines it.
+
+        Args:
+            key: `[batch, num_kv_heads, q_len, head_dim]`, fp32, bf16 or fp16. Read only.
+            value: The same; its head_dim may differ.
+            lengths: `[batch]` int32 on the same device: tokens held, the new ones included, which are written at
+                `lengths - q_len … lengths - 1`.
+            starts: `[batch]` int32 on the same device: first position that is not padding. Matters to granularity
+                `channel`, whose scales padding must not widen, and to the first `sink_length` tokens.
+        """
+        self._append(key, value, *self._planes, lengths, starts, *self._kinds)
+
+    def decode(
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        lengths: Tensor,
+        *,
+        softmax_scale: float,
+        counters: Tensor | None = None,
+        starts: Tensor | None = None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        softcap: float = 0.0,
+        sliding_window: int = 0,
+        num_splits: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """Append new tokens if there are any, then attend to everything stored: see `reference.decode_attention`.
+
+        Codes are dequantised tile by tile; no `[length, head_dim]` tensor is built. Never synchronises with the host.
+
+        Args:
+            query: `[batch, num_q_heads, q_len, head_dim]`, fp32, bf16 or fp16. Read only.
+            new: The key and value of these tokens, appended first; `None` when they have been appended already.
+            lengths: `[batch]` int32: tokens held, those of the query included.
+            softmax_scale: Multiplies query · key.
+            counters: `[NUM_COUNTERS]` int32 on the same device, all zero: scratch of the CUDA kernel, which leaves it
+                zero again. Calls that may run at the same time, on two streams, must not share it. `None` makes the
+                CUDA kernel clear some of its own, one launch more; other devices need none.
+            starts: `[batch]` int32: first position that is not padding; for new tokens too, as in `append`.
+            sinks: `[num_q_heads]`: logits without values in the softmax.
+            alibi_slopes: `[num_q_heads]`.
+            softcap: 0 for none.
+            sliding_window: Positions visible to a query, itself included; 0 for all.
+            num_splits: Parts that a sequence is cut into, for output that is bitwise the same in every batch; 0 lets
+                the kernel choose.
+
+        Returns:
+            out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`, new memory. Zero where nothing is
+                attended.
+            lse: `[batch, num_q_heads, q_len]` float32, natural log. `-inf` where nothing is attended.
+
+        Raises:
+            ValueError: A shape or dtype does not fit; the message names the argument.
+        """
+        self._check_query(query)
+        key, value = (None, None) if new is None else new
+        result: tuple[Tensor, Tensor] = self._decode(
+            query,
+            key,
+            value,
+            *self._planes,
+            lengths,
+            counters,
+            starts,
+            None if sinks is None else sinks.float(),
+            None if alibi_slopes is None else alibi_slopes.float(),
+            softmax_scale,
+            softcap,
+            sliding_window,
+            num_splits,
+            *self._kinds,
+        )
+        return result
+
+    def _check_query(self, query: Tensor) -> None:
+        batch, num_q_heads = query.shape[:2]
+        if batch != self._batch:
+            raise ValueError(
+                f"decode: `query` must have batch {self._batch} like the cache, got {batch}. "
+                "Was this cache filled for another batch? Use batch_select_indices, batch_repeat_interleave or reset."
+            )
+        if num_q_heads % self._num_kv_heads != 0:
+            raise ValueError(
+                f"decode: `query` must have a multiple of {self._num_kv_heads} heads, the cache's key-value heads, "
+                f"got {num_q_heads}. Was this cache filled by another model?"
+            )
+
+
 def append(
     key: Tensor,
     value: Tensor,
@@ -321,37 +445,9 @@ def append(
     sink_length: int = 0,
     residual_length: int = 0,
 ) -> None:
-    """Quantise new tokens into the planes, as `reference.append` defines it.
-
-    Args:
-        key: `[batch, num_kv_heads, q_len, head_dim]`, fp32, bf16 or fp16. Read only.
-        value: The same; its head_dim may differ.
-        key_planes: Written in place at tokens `lengths - q_len … lengths - 1`.
-        value_planes: The same for values.
-        lengths: `[batch]` int32 on the same device: tokens held, the new ones included.
-        formats: Of keys and of values.
-        key_transform: What keys go through before they are quantised; on the same device. `None` for granularity
-            `channel`.
-        starts: `[batch]` int32 on the same device: first position that is not padding. Matters to granularity
-            `channel`, whose scales padding must not widen, and to the first `sink_length` tokens.
-        sink_length: Tokens at the beginning that stay as they came; those that the planes were allocated with.
-        residual_length: Tokens at the end that do; likewise.
-    """
-    has_kernel = _has_kernel(key.device, key.shape[-1], value.shape[-1])
-    op = torch.ops.hf_kvquant.append if has_kernel else torch.ops.hf_kvquant.append_reference
-    op(
-        key,
-        value,
-        *_spell(key_planes),
-        *_spell(value_planes),
-        lengths,
-        starts,
-        sink_length,
-        residual_length,
-        *_spell_transform(key_transform),
-        formats[0].storage_id,
-        formats[1].storage_id,
-    )
+    """`Operands.append`, for whoever calls it once."""
+    operands = Operands(key_planes, value_planes, formats, key_transform, sink_length, residual_length)
+    operands.append(key, value, lengths, starts)
 
 
 def decode(
@@ -362,80 +458,14 @@ def decode(
     lengths: Tensor,
     formats: tuple[KVFormat, KVFormat],
     *,
-    softmax_scale: float,
-    counters: Tensor | None = None,
-    starts: Tensor | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float = 0.0,
-    sliding_window: int = 0,
-    num_splits: int = 0,
     key_transform: KeyTransform | None = None,
     sink_length: int = 0,
     residual_length: int = 0,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Append new tokens if there are any, then attend to everything stored, as `reference.decode_attention` defines it.
-
-    Codes are dequantised tile by tile; no `[length, head_dim]` tensor is built. Never synchronises with the host.
-
-    Args:
-        query: `[batch, num_q_heads, q_len, head_dim]`, fp32, bf16 or fp16. Read only.
-        new: The key and value of these tokens, appended first; `None` when they have been appended already.
-        key_planes: Of one layer; written in place when `new` is given.
-        value_planes: The same for values.
-        lengths: `[batch]` int32: tokens held, those of the query included.
-        formats: Of keys and of values.
-        softmax_scale: Multiplies query · key.
-        counters: `[NUM_COUNTERS]` int32 on the same device, all zero: scratch of the CUDA kernel, which leaves it
-            zero again. Calls that may run at the same time, on two streams, must not share it. `None` makes the CUDA
-            kernel clear some of its own, one launch more; other devices need none.
-        starts: `[batch]` int32: first position that is not padding; for new tokens too, as in `append`.
-        sinks: `[num_q_heads]`: logits without values in the softmax.
-        alibi_slopes: `[num_q_heads]`.
-        softcap: 0 for none.
-        sliding_window: Positions visible to a query, itself included; 0 for all.
-        num_splits: Parts that a sequence is cut into, for output that is bitwise the same in every batch; 0 lets the
-            kernel choose.
-        key_transform: What the keys in the planes went through, and what new ones go through; on the same device. The
-            query is transformed by the op.
-        sink_length: Tokens at the beginning that are dense; those that the planes were allocated with.
-        residual_length: Tokens at the end that are; likewise.
-
-    Returns:
-        out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`, new memory. Zero where nothing is
-            attended.
-        lse: `[batch, num_q_heads, q_len]` float32, natural log. `-inf` where nothing is attended.
-
-    Raises:
-        ValueError: A shape or dtype does not fit; the message names the argument.
-    """
-    _check_query(query, key_planes)
-    key, value = (None, None) if new is None else new
-    value_dim = head_dim_of(value_planes.codes, formats[1].storage_id)
-    has_kernel = _has_kernel(query.device, query.shape[-1], value_dim)
-    op = torch.ops.hf_kvquant.decode if has_kernel else torch.ops.hf_kvquant.decode_reference
-    result: tuple[Tensor, Tensor] = op(
-        query,
-        key,
-        value,
-        *_spell(key_planes),
-        *_spell(value_planes),
-        lengths,
-        counters,
-        starts,
-        None if sinks is None else sinks.float(),
-        None if alibi_slopes is None else alibi_slopes.float(),
-        softmax_scale,
-        softcap,
-        sliding_window,
-        num_splits,
-        sink_length,
-        residual_length,
-        *_spell_transform(key_transform),
-        formats[0].storage_id,
-        formats[1].storage_id,
-    )
-    return result
+    """`Operands.decode`, for whoever calls it once; `options` are its keywords."""
+    operands = Operands(key_planes, value_planes, formats, key_transform, sink_length, residual_length)
+    return operands.decode(query, new, lengths, **options)
 
 
 def _spell(planes: Planes) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -444,20 +474,6 @@ def _spell(planes: Planes) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor
 
 def _spell_transform(transform: KeyTransform | None) -> tuple[Tensor | None, Tensor | None, bool]:
     return (None, None, False) if transform is None else (transform.center, transform.smoothing, transform.is_rotated)
-
-
-def _check_query(query: Tensor, key_planes: Planes) -> None:
-    batch, num_kv_heads = key_planes.codes.shape[:2]
-    if query.shape[0] != batch:
-        raise ValueError(
-            f"decode: `query` must have batch {batch} like the cache, got {query.shape[0]}. "
-            "Was this cache filled for another batch? Use batch_select_indices, batch_repeat_interleave or reset."
-        )
-    if query.shape[1] % num_kv_heads != 0:
-        raise ValueError(
-            f"decode: `query` must have a multiple of {num_kv_heads} heads, the cache's key-value heads, "
-            f"got {query.shape[1]}. Was this cache filled by another model?"
-        )
 
 
 extension()

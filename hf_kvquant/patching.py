@@ -25,6 +25,8 @@ from .cache import KVQuantCache, check_model, layers_of
 from .capture import Captures, captured_call, check_capturable, is_captured
 from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig
 from .decode_loop import generate
+from .pool import BufferPool, drop_pool, pool_of
+from .storage import BufferKind
 from .transforms.of_model import key_transforms
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 _HOOK = "_prepare_cache_for_generation"
 _CAPTURE_HOOKS: dict[str, Callable[..., Any]] = {"generate": generate, "get_compiled_call": captured_call}
 _STATE = "_hf_kvquant"
+# Static caches that `generate` sizes itself hold a multiple of this, so that calls of somewhat other lengths use the
+# same buffers and graphs. It costs 128 tokens on average, 1 % of a cache of 16k; powers of two would cost a third.
+STATIC_STEP = 256
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
@@ -77,6 +82,7 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     _check_patchable(model, config)
     state = state_of(model)
     previous = _text_config(model)._attn_implementation if state is None else state.previous_attention
+    drop_pool(model)
     _route_attention(model, previous)
     if config.capture and not is_ours(_text_config(model)._attn_implementation):
         raise NotImplementedError(  # and nothing has changed: the model took no other attention
@@ -115,6 +121,7 @@ def unpatch(model: Model) -> Model:
         )
     for name in (_HOOK, _STATE, *_CAPTURE_HOOKS):
         model.__dict__.pop(name, None)
+    drop_pool(model)
     _set_attention(model, state.previous_attention)
     return model
 
@@ -133,6 +140,7 @@ def patched(
             unpatch(model)
         else:
             _install(model, before)
+            drop_pool(model)
 
 
 def state_of(model: PreTrainedModel) -> PatchState | None:
@@ -186,16 +194,19 @@ def prepare_cache(
         *args: `generation_mode, batch_size, max_cache_length`, as transformers passes them.
         fall_through: What prepares every other cache; `None` means the model class's own method.
     """
-    generation_mode, _, max_cache_length = args
+    generation_mode, batch, max_cache_length = args
+    batch *= max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
         # Proposals go beyond the length asked for, and one cache of an assistant serves many calls of its `generate`.
         max_cache_length = None
-    cache = cache_for(model, generation_config, model_kwargs, max_cache_length=max_cache_length)
+    cache = cache_for(model, generation_config, model_kwargs, batch=batch, max_cache_length=max_cache_length)
     if cache is None:
         if fall_through is not None:
             return fall_through(model, generation_config, model_kwargs, *args)
         return getattr(type(model), _HOOK)(model, generation_config, model_kwargs, *args)
     model_kwargs["past_key_values"] = cache
+    if cache.is_compileable and not is_captured(cache) and generation_config.prefill_chunk_size is not None:
+        _allocate_early(model, cache, batch, generation_config)
     if _asks_for_us(generation_config):
         # This call's copy of the config goes on to an assistant model, which need not be patched, and transformers' own
         # class does not know our options.
@@ -206,7 +217,12 @@ def prepare_cache(
 
 
 def cache_for(
-    model: PreTrainedModel, generation_config: Any, model_kwargs: Mapping[str, Any], *, max_cache_length: int | None
+    model: PreTrainedModel,
+    generation_config: Any,
+    model_kwargs: Mapping[str, Any],
+    *,
+    batch: int,
+    max_cache_length: int | None,
 ) -> KVQuantCache | None:
     """The cache for one call of `generate`, or `None` where the call is not ours.
 
@@ -214,6 +230,7 @@ def cache_for(
         model: The generating model.
         generation_config: Of this call.
         model_kwargs: Of this call.
+        batch: Sequences that the cache will hold, beams included.
         max_cache_length: Tokens that a static cache has to hold for it; `None` where nobody knows, so that the cache
             grows whatever the config says.
 
@@ -232,6 +249,7 @@ def cache_for(
         given.adopt(key_transforms(model, given.quant_config))
     if is_captured(given):
         _check_capture(model, state, generation_config)
+        given.check_in_step()
     if given is not None or generation_config.use_cache is False:
         return None
     if _asks_for_us(generation_config):
@@ -257,17 +275,54 @@ def cache_for(
     if max_cache_length is None:
         config = dataclasses.replace(config, static=False, max_cache_len=None, capture=False)
         return KVQuantCache(model.config, config, key_transforms=transforms)
+    if not config.static:
+        return KVQuantCache(model.config, config, key_transforms=transforms)
     if config.capture:
         _check_capture(model, state, generation_config)
-    max_cache_len = None
-    if config.static:
-        max_cache_len = config.max_cache_len or max_cache_length
-        if max_cache_len < max_cache_length:
-            raise ValueError(
-                f"generate: `max_cache_len` must be at least {max_cache_length} for this prompt and max_new_tokens, "
-                f"got {max_cache_len}. Raise it in the config, or leave it out and pass static=True."
-            )
-    return KVQuantCache(model.config, config, max_cache_len=max_cache_len, key_transforms=transforms)
+    if config.max_cache_len is not None and config.max_cache_len < max_cache_length:
+        raise ValueError(
+            f"generate: `max_cache_len` must be at least {max_cache_length} for this prompt and max_new_tokens, "
+            f"got {config.max_cache_len}. Raise it in the config, or leave it out and pass static=True."
+        )
+    pool = pool_of(model)
+    pool.reclaim()
+    max_cache_len = config.max_cache_len or _static_length(pool, batch, max_cache_length)
+    return KVQuantCache(model.config, config, max_cache_len=max_cache_len, key_transforms=transforms, pool=pool)
+
+
+def _static_length(pool: BufferPool, batch: int, needed: int) -> int:
+    """Tokens that a static cache is to hold which has to hold `needed`: those of idle buffers, where they suffice.
+
+    Shorter buffers would take less memory only after the idle ones have been let go, and graphs would be captured anew.
+    """
+    kinds = (kind for kind in pool.kinds() if isinstance(kind, BufferKind))
+    idle = max((kind.max_cache_len for kind in kinds if kind.shape[0] == batch), default=0)
+    return idle if idle >= needed else -(-needed // STATIC_STEP) * STATIC_STEP
+
+
+def _allocate_early(model: PreTrainedModel, cache: KVQuantCache, batch: int, generation_config: Any) -> None:
+    """Make the buffers before a prefill in chunks, which transformers compiles from the first chunk on.
+
+    A compiled step cannot make them: they would lie in the memory of its graph. Where nobody knows their shape before
+    the first tokens come, the call is not compiled.
+    """
+    shape_of: Callable[[], tuple[Any, Any] | None] | None = getattr(model, "_get_static_cache_init_shape", None)
+    shape = None if shape_of is None else shape_of()
+    if shape is None:
+        generation_config.disable_compile = True
+        _log_not_compiled(type(model).__name__)
+        return
+    num_heads, head_dim = shape
+    cache.early_initialization(batch, num_heads, head_dim, model.dtype, model.device)
+
+
+@functools.cache
+def _log_not_compiled(name: str) -> None:
+    logger.warning(
+        "generate: %s is not compiled where its prompt comes in chunks, since its layers are on several devices, or of "
+        "shapes that nobody knows before the first tokens. Correct, slower. Leave prefill_chunk_size out.",
+        name,
+    )
 
 
 def _check_capture(model: PreTrainedModel, state: PatchState | None, generation_config: Any) -> None:

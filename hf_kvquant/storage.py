@@ -1,17 +1,19 @@
 """One layer's buffers: planes of codes, scales and zeros, and how many tokens they hold. Knows nothing of transformers.
 
-A storage is *growing* (buffers grow geometrically, the length is a Python integer mirrored on the device) or *static*
-(buffers of `max_cache_len` tokens at fixed addresses, the length on the device only, so that a captured or compiled
-step can be replayed). New tokens come in two strokes: `extend` makes room and advances the length at once, the codes
-are written later by the op that also attends to them (`write`, or `attend` for both in one call). Until then they are
-*pending*, and whatever else reads or moves the planes writes them first, so that a token is appended exactly once.
+A storage is *growing* (buffers grow geometrically) or *static* (buffers of `max_cache_len` tokens at fixed addresses,
+so that a captured or compiled step can be replayed). How many tokens it holds is counted in `lengths.py`, for all
+storages of a cache together. New tokens come in two strokes: `extend` makes room and advances the length at once, the
+codes are written later by the op that also attends to them (`flush`, or `attend` for both in one call). Until then they
+are *pending*, and whatever else reads or moves the planes writes them first, so that a token is appended exactly once.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -21,6 +23,8 @@ from torch import Tensor
 from . import ops, reference
 from .config import LayerFormats
 from .formats import KVFormat, Planes
+from .lengths import LengthGroup, Lengths
+from .pool import BufferPool
 from .transforms import KeyTransform
 
 logger = logging.getLogger(__name__)
@@ -28,6 +32,27 @@ logger = logging.getLogger(__name__)
 # Buffers grow by half: at most a third of them is unused, and n tokens cost at most 3n token copies in all.
 GROWTH = 1.5
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferKind:
+    """What a layer's buffers depend on: those of another layer or cache fit where it is equal.
+
+    Attributes:
+        formats: Of keys and values.
+        shape: Batch, key-value heads, head_dim of keys and of values.
+        max_cache_len: Tokens that the buffers hold.
+        dtype: The model's.
+        device: Where they are.
+        transform: Whether keys are centred, smoothed, rotated.
+    """
+
+    formats: LayerFormats
+    shape: tuple[int, int, int, int]
+    max_cache_len: int
+    dtype: torch.dtype
+    device: torch.device
+    transform: tuple[bool, bool, bool]
 
 
 class LayerStorage:
@@ -38,6 +63,8 @@ class LayerStorage:
         max_cache_len: Tokens that a static storage holds; `None` makes a growing one.
         name: What error messages call this storage, such as `layer 3`.
         key_transform: What keys go through before they are quantised; moved to the device of the keys.
+        lengths: Shared by the storages of one cache, which take the same tokens; `None` counts alone.
+        pool: Where the buffers of a static storage come from and, when the storage dies, go to. `None` makes new ones.
 
     Raises:
         TypeError: `key_transform` is something else.
@@ -51,25 +78,32 @@ class LayerStorage:
         max_cache_len: int | None = None,
         name: str = "layer",
         key_transform: KeyTransform | None = None,
+        lengths: Lengths | None = None,
+        pool: BufferPool | None = None,
     ) -> None:
         self.formats = formats
+        self.is_quantized = formats.key.is_quantized or formats.value.is_quantized
         self.max_cache_len = max_cache_len
         self.name = name
+        self._pool = pool
+        self._loan: weakref.finalize[..., Any] | None = None  # in force while the pool expects our buffers back
         self.key_transform = self._checked(key_transform)
         self.key_planes: Planes | None = None
         self.value_planes: Planes | None = None
-        self.lengths: Tensor | None = None  # [batch] int32, on the device of the planes, pending tokens included
         # [batch] int32: first position that is not padding; `None` for 0. Set by whoever knows, before tokens are
         # written; padding must not widen the scales of channels. Attention is told again, with every call.
         self.starts: Tensor | None = None
         # Scratch of the CUDA kernel, zero between calls. Ours and nobody else's: two streams that must not write the
         # same planes at the same time must not share it either.
         self.counters: Tensor | None = None
-        # The same on the host. A static storage forgets it when a compiled step advances the device's copy.
-        self._length: int | None = 0
+        self._operands: ops.Operands | None = None  # of the planes and the transform that there are
+        self._shared_lengths = Lengths() if lengths is None else lengths
+        self._group: LengthGroup | None = None  # where our length is kept, once there are buffers ...
+        self._member = 0  # ... and what we are called there
         self.is_empty = True
         self.pending: tuple[Tensor, Tensor] | None = None
         self.dtype: torch.dtype | None = None
+        self._device: torch.device | None = None  # of the planes; not asked of them, which compiled steps would guard
         self.num_kv_heads = self.key_head_dim = self.value_head_dim = self.batch = 0
         self.fallbacks: Counter[str] = Counter()  # reason -> steps that attended to dequantised tensors
 
@@ -99,12 +133,7 @@ class LayerStorage:
     @property
     def is_allocated(self) -> bool:
         """Whether buffers exist."""
-        return self.lengths is not None
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether keys or values are stored as codes."""
-        return self.formats.key.is_quantized or self.formats.value.is_quantized
+        return self._group is not None
 
     @property
     def capacity(self) -> int:
@@ -114,16 +143,23 @@ class LayerStorage:
     @property
     def device(self) -> torch.device:
         """Where the buffers are."""
-        assert self.lengths is not None
-        return self.lengths.device
+        assert self._device is not None
+        return self._device
 
     @property
     def length(self) -> int:
         """Tokens held per sequence, pending ones included. Waits for the device after a compiled static step."""
-        if self._length is None:
-            assert self.lengths is not None
-            self._length = int(self.lengths.max().item())
-        return self._length
+        return 0 if self._group is None else self._group.length(self._member)
+
+    @property
+    def length_group(self) -> LengthGroup | None:
+        """Where our length is kept, with those of other storages; `None` before there are buffers."""
+        return self._group
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """The same on the device: `[batch]` int32, to be read only. Mostly a tensor that other storages share."""
+        return None if self._group is None else self._group.tensor_of(self._member)
 
     @property
     def room(self) -> int:
@@ -180,18 +216,55 @@ class LayerStorage:
             ValueError: A shape is not served.
         """
         self._check_served(key, value)
-        if self.key_transform is not None:
-            self.key_transform = self.key_transform.to(key.device)
+        self._part_with_buffers()
         self.batch, self.num_kv_heads, tokens, self.key_head_dim = key.shape
         self.value_head_dim = value.shape[-1]
-        self.dtype = key.dtype
-        capacity = self._aligned(self.max_cache_len if self.max_cache_len is not None else tokens)
-        self.key_planes = self._new_planes(self.formats.key, self.key_head_dim, capacity, key.device)
-        self.value_planes = self._new_planes(self.formats.value, self.value_head_dim, capacity, key.device)
-        self.lengths = torch.zeros(self.batch, dtype=torch.int32, device=key.device)
-        self.counters = _new_counters(key.device)
-        self._length = 0
-        self._pin_addresses()
+        self.dtype, self._device = key.dtype, key.device
+        if self.max_cache_len is not None and self._pool is not None and not torch.compiler.is_compiling():
+            self._borrow(self._pool, self.max_cache_len, key.device)
+        else:
+            self._make_buffers(self.max_cache_len if self.max_cache_len is not None else tokens, key.device)
+        self._join(0)
+        self._planes_changed()
+
+    def _make_buffers(self, tokens: int, device: torch.device) -> None:
+        capacity = self._aligned(tokens)
+        if self.key_transform is not None:
+            self.key_transform = self.key_transform.to(device)
+        self.key_planes = self._new_planes(self.formats.key, self.key_head_dim, capacity, device)
+        self.value_planes = self._new_planes(self.formats.value, self.value_head_dim, capacity, device)
+        self.counters = _new_counters(device)
+
+    def _borrow(self, pool: BufferPool, max_cache_len: int, device: torch.device) -> None:
+        """Take buffers of a storage that has died, or make some, for the pool to have when we do.
+
+        What they hold needs no clearing: like what a reset leaves behind, it lies beyond the length.
+        """
+        assert self.dtype is not None
+        transform = self.key_transform
+        parts = (False,) * 3
+        if transform is not None:
+            parts = transform.center is not None, transform.smoothing is not None, transform.is_rotated
+        shape = self.batch, self.num_kv_heads, self.key_head_dim, self.value_head_dim
+        kind = BufferKind(self.formats, shape, max_cache_len, self.dtype, device, parts)
+        buffers = pool.take(self.name, kind)
+        if buffers is None:
+            if transform is not None:
+                # The numbers of the next cache are written here, so it cannot be the tensors of a model.
+                self.key_transform = transform.clone(device)
+            self._make_buffers(max_cache_len, device)
+            buffers = self.key_planes, self.value_planes, self.counters, self.key_transform
+        else:
+            self.key_planes, self.value_planes, self.counters, self.key_transform = buffers
+            if self.key_transform is not None and transform is not None:
+                self.key_transform.copy_(transform)
+        self._loan = pool.expect(self, self.name, kind, buffers)
+
+    def _part_with_buffers(self) -> None:
+        """Keep the pool from what is ours no longer, or not all of it."""
+        if self._loan is not None:
+            self._loan.detach()
+            self._loan = None
 
     def set_key_transform(self, key_transform: KeyTransform | None) -> None:
         """Replace the transform of keys, while there are none.
@@ -211,7 +284,7 @@ class LayerStorage:
             key_transform = key_transform.to(self.device)
         self.key_transform = key_transform
         if self.is_allocated:
-            self._pin_addresses()
+            self._planes_changed()
 
     def _check_served(self, key: Tensor, value: Tensor) -> None:
         for name, x, kv_format in (("key", key, self.formats.key), ("value", value, self.formats.value)):
@@ -234,8 +307,14 @@ class LayerStorage:
         if self.key_transform is not None:
             self.key_transform.check_fits(self.name, key.shape[1], key.shape[3])
 
-    def _pin_addresses(self) -> None:
-        """Tell the compiler that static buffers stay: it would not put a step that mutates others into a CUDA graph."""
+    def _planes_changed(self) -> None:
+        """Spell out what steps will need of the planes and the transform that there are now.
+
+        And tell the compiler that static buffers stay: it would not put a step that mutates others into a CUDA graph.
+        """
+        self._operands = ops.Operands(
+            *self._planes(), self._formats(), key_transform=self.key_transform, **self._windows()
+        )
         if self.is_static and not torch.compiler.is_compiling():
             for tensor in self._step_tensors():
                 torch._dynamo.mark_static_address(tensor)
@@ -274,26 +353,41 @@ class LayerStorage:
         Raises:
             TypeError, ValueError: They do not fit what is stored, or a static storage is full. Nothing has changed.
         """
-        if self.is_allocated:
-            self._check_fits(key, value)
-        else:
+        if self._group is None:
             self._check_served(key, value)
+        elif not self._fits(key, value):
+            self._refuse(key, value)
         q_len = key.shape[2]
         self.check_room(q_len)
-        if not self.is_allocated:
+        if self._group is None:
             self.allocate(key, value)
         if q_len == 0:
             return
-        self.flush()
+        if self.pending is not None:
+            self.flush()
         self._make_room(q_len)
-        assert self.lengths is not None
-        self._length = None if self.is_static and torch.compiler.is_compiling() else self.length + q_len
-        self.lengths.add_(q_len)
-        self._freeze_scales(key, value)
+        self._counted().advance(self._member, q_len)
+        if self.is_empty:
+            self._freeze_scales(key, value)
+            self.is_empty = False
         self.pending = (key, value)
-        self.is_empty = False
 
-    def _check_fits(self, key: Tensor, value: Tensor) -> None:
+    def _fits(self, key: Tensor, value: Tensor) -> bool:
+        """Whether tokens are like those that are held; the short way, for every layer and step."""
+        batch, num_kv_heads, dtype, device = self.batch, self.num_kv_heads, self.dtype, self._device
+        shape = key.shape
+        return (
+            len(shape) == 4
+            and shape == (batch, num_kv_heads, shape[2], self.key_head_dim)
+            and value.shape == (batch, num_kv_heads, shape[2], self.value_head_dim)
+            and key.dtype == dtype
+            and value.dtype == dtype
+            and key.device == device
+            and value.device == device
+        )
+
+    def _refuse(self, key: Tensor, value: Tensor) -> None:
+        """Say what does not fit."""
         expected = (self.batch, self.num_kv_heads)
         for name, x, head_dim in (("key", key, self.key_head_dim), ("value", value, self.value_head_dim)):
             if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (*expected, head_dim):
@@ -327,15 +421,18 @@ class LayerStorage:
             )
 
     def _make_room(self, q_len: int) -> None:
-        if self.is_static or self.length + q_len <= self.capacity:
+        if self.max_cache_len is not None:
             return
         needed = self.length + q_len
+        if needed <= self.capacity:
+            return
         capacity = self._aligned(needed if self.is_empty else max(needed, int(self.capacity * GROWTH)))
         # Assigned together, so that memory which runs out in between leaves both sides as they were.
         self.key_planes, self.value_planes = (
             self._grown(self.key_planes, self.formats.key, self.key_head_dim, capacity),
             self._grown(self.value_planes, self.formats.value, self.value_head_dim, capacity),
         )
+        self._planes_changed()
 
     def _grown(self, planes: Planes | None, kv_format: KVFormat, head_dim: int, capacity: int) -> Planes:
         assert planes is not None
@@ -351,9 +448,7 @@ class LayerStorage:
         return max(1, -(-tokens // alignment)) * alignment
 
     def _freeze_scales(self, key: Tensor, value: Tensor) -> None:
-        """Granularity `tensor`: the first tokens of a sequence decide its scale for good."""
-        if not self.is_empty:
-            return
+        """Granularity `tensor`: these, the first tokens of a sequence, decide its scale for good."""
         for x, planes, kv_format, transform in (
             (key, self.key_planes, self.formats.key, self.key_transform),
             (value, self.value_planes, self.formats.value, None),
@@ -366,17 +461,8 @@ class LayerStorage:
                 if planes.zero is not None and zero is not None:
                     planes.zero.copy_(zero)
 
-    def note_replayed(self, q_len: int) -> None:
-        """Count on the host tokens that a replayed CUDA graph has appended and counted on the device."""
-        self._length = self.length + q_len
-
-    def forget_capture(self, length: int) -> None:
-        """Undo on the host what a capture that failed half-way did there; nothing has run on the device.
-
-        Args:
-            length: Tokens held before.
-        """
-        self._length = length
+    def forget_pending(self) -> None:
+        """Let go of tokens that only a capture that failed half-way has taken: nothing has run on the device."""
         self.pending = None
 
     def flush(self) -> None:
@@ -384,41 +470,33 @@ class LayerStorage:
         if self.pending is None:
             return
         key, value = self.pending
-        ops.append(
-            key,
-            value,
-            *self._planes(),
-            self._lengths(),
-            self._formats(),
-            self.key_transform,
-            self.starts,
-            **self._windows(),
-        )
+        assert self._operands is not None
+        self._operands.append(key, value, self._lengths(), self.starts)
         self.pending = None
 
-    def attend(self, query: Tensor, *, softmax_scale: float, **options: Any) -> tuple[Tensor, Tensor]:
-        """Write pending tokens and attend to everything stored, in one op. See `ops.decode` for arguments and results.
+    def attend(
+        self, query: Tensor, *, softmax_scale: float, starts: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write pending tokens and attend to everything stored, in one op. See `ops.Operands.decode`.
 
         Args:
             query: `[batch, num_q_heads, q_len, head_dim]`, the newest `q_len` tokens, as the model makes it.
             softmax_scale: Multiplies query · key.
-            **options: `starts`, `sinks`, `alibi_slopes`, `softcap`, `sliding_window`, `num_splits`.
+            starts: `[batch]` int32: first position that is not padding; `None` for 0.
+            **options: `sinks`, `alibi_slopes`, `softcap`, `sliding_window`, `num_splits`.
         """
-        result = ops.decode(
+        assert self._operands is not None
+        result = self._operands.decode(
             query,
             self.pending,
-            *self._planes(),
             self._lengths(),
-            self._formats(),
             softmax_scale=softmax_scale,
             counters=self.counters,
-            key_transform=self.key_transform,
-            sink_length=self.formats.sink_length,
-            residual_length=self.formats.residual_length,
+            starts=starts,
             **options,
         )
         if not torch.compiler.is_compiling():
-            self.starts = options.get("starts")  # what is dense at the beginning goes by it
+            self.starts = starts  # what is dense at the beginning goes by it
         self.pending = None  # only now: a query that is refused must not lose tokens that `lengths` counts already
         return result
 
@@ -470,8 +548,17 @@ class LayerStorage:
         return self.key_planes, self.value_planes
 
     def _lengths(self) -> Tensor:
-        assert self.lengths is not None
-        return self.lengths
+        return self._counted().tensor_of(self._member)
+
+    def _counted(self) -> LengthGroup:
+        assert self._group is not None
+        return self._group
+
+    def _join(self, length: int) -> None:
+        """Count `length` tokens with the storages that are where this one is now, and no longer where it was."""
+        if self._group is not None:
+            self._group.leave(self._member)
+        self._group, self._member = self._shared_lengths.join(length, self.batch, self.device)
 
     def _formats(self) -> tuple[KVFormat, KVFormat]:
         return self.formats.key, self.formats.value
@@ -491,23 +578,24 @@ class LayerStorage:
             self._planes(), self._formats(), (self.key_transform, None), strict=True
         ):
             reference.reopen(planes, kv_format, self.length, length, key_transform=transform, **self._windows())
-        self._length = length
-        self._lengths().fill_(length)
+        self._counted().place(self._member, length)
         self.is_empty = length == 0
 
     def reset(self) -> None:
         """Forget all tokens, keep the buffers."""
         self.pending = None
         self.is_empty = True
-        self._length = 0
         self.starts = None
-        if self.lengths is not None:
-            self.lengths.zero_()
+        if self._group is not None:
+            self._group.place(self._member, 0)
 
     def release(self) -> None:
         """Forget all tokens and the buffers, so that the next tokens may have another batch, dtype or device."""
         self.reset()
-        self.key_planes = self.value_planes = self.lengths = self.counters = None
+        self._part_with_buffers()
+        if self._group is not None:
+            self._group.leave(self._member)
+        self.key_planes = self.value_planes = self.counters = self._group = self._operands = None
 
     def select(self, indices: Tensor) -> None:
         """Keep the sequences `indices` (`[new batch]`, int64 or bool mask) of the batch, in that order.
@@ -521,8 +609,9 @@ class LayerStorage:
         if index.dtype == torch.bool:
             index = index.nonzero().flatten()
         if self.is_static and index.numel() == self.batch:
-            for tensor in self._tensors():
-                tensor.copy_(tensor.index_select(0, index))
+            for planes in self._planes():
+                for tensor in planes.tensors():
+                    tensor.copy_(tensor.index_select(0, index))
             self.starts = None if self.starts is None else self.starts.index_select(0, index)
             return
 
@@ -534,13 +623,14 @@ class LayerStorage:
             tokens = planes.codes.shape[2] if self.is_static else min(self._aligned(self.length), self.capacity)
             return planes.narrow(tokens, kv_format.block_size).map(selected)
 
+        self._part_with_buffers()
         key_planes, value_planes = self._planes()
         self.key_planes = selected_planes(key_planes, self.formats.key)
         self.value_planes = selected_planes(value_planes, self.formats.value)
-        self.lengths = selected(self._lengths())
         self.starts = None if self.starts is None else selected(self.starts)
         self.batch = index.numel()
-        self._pin_addresses()
+        self._join(self.length)
+        self._planes_changed()
 
     def repeat(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times in place: a, a, b, b."""
@@ -552,6 +642,7 @@ class LayerStorage:
         if not self.is_allocated or self.device == torch.device(device):
             return
         self.flush()
+        self._part_with_buffers()
         key_planes, value_planes = self._planes()
 
         def moved(tensor: Tensor) -> Tensor:
@@ -559,22 +650,28 @@ class LayerStorage:
             return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
 
         self.key_planes, self.value_planes = key_planes.map(moved), value_planes.map(moved)
-        self.lengths = moved(self._lengths())
+        self._device = self.key_planes.codes.device
         self.starts = None if self.starts is None else moved(self.starts)
-        self.counters = _new_counters(self.lengths.device)
+        self.counters = _new_counters(self.device)
+        self._join(self.length)
         if self.key_transform is not None:
             self.key_transform = self.key_transform.to(device)
-        self._pin_addresses()
+        self._planes_changed()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: pending tokens are written, and a static copy gets addresses of its own."""
+        """For pickle and deepcopy: pending tokens are written, and a static copy gets buffers of its own."""
         self.flush()
-        return self.__dict__.copy()
+        return {**self.__dict__, "_pool": None, "_loan": None, "_operands": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.is_allocated:
+            self._planes_changed()  # kernels may be other ones where a pickle is opened
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerStorage:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return twin
 
 

@@ -406,6 +406,35 @@ def test_a_step_serves_later_calls_over_the_same_buffers(model: Any) -> None:
     compare.assert_same(longer, generated(model, INT4, left_padded(tokens=20), max_new_tokens=4).cpu(), "longer prompt")
 
 
+def test_a_step_serves_later_calls_whose_caches_come_from_the_pool(model: Any) -> None:
+    """Somewhat longer prompts too: buffers are larger than what a call needs."""
+    inputs = {name: value.to(model.device) for name, value in left_padded().items()}
+    longer = {name: value.to(model.device) for name, value in left_padded(tokens=30).items()}
+    expected = [generated(model, INT4, each) for each in (inputs, longer)]
+    patch(model, {**INT4, "capture": True})
+    for each, sequences in ((inputs, expected[0]), (longer, expected[1]), (inputs, expected[0])):
+        output = model.generate(**each, max_new_tokens=NEW_TOKENS, do_sample=False)
+        compare.assert_same(output, sequences.cpu(), "sequences")
+    assert steps_of(model) == 1
+
+
+def test_layers_of_different_lengths(model: Any) -> None:
+    """A graph would hold the number of tokens of a layer that is behind the others."""
+    cache = KVQuantCache(model.config, {**INT4, "capture": True}, max_cache_len=40)
+    patch(model, {**INT4, "capture": True})
+    output = greedy(model, left_padded(), past_key_values=cache, output_logits=False).sequences
+    cache.layers[1].crop(-1)
+    message = (
+        "lengths: a captured step must find all layers of a cache at one length, got layers of different lengths. "
+        "Reset the cache, or crop all of its layers alike."
+    )
+    lengths = [storage.length for storage in cache.storages]
+    with pytest.raises(ValueError) as raised:
+        model.generate(output, attention_mask=torch.ones_like(output), past_key_values=cache, max_new_tokens=3)
+    assert str(raised.value) == message
+    assert [storage.length for storage in cache.storages] == lengths
+
+
 def test_other_buffers_weights_and_choices_have_steps_of_their_own(model: Any) -> None:
     caches = [KVQuantCache(model.config, {**INT4, "capture": True}, max_cache_len=40) for _ in range(2)]
     patch(model, {**INT4, "capture": True})

@@ -118,13 +118,53 @@ def test_backends_that_trace_through_the_ops(backend: str, device: str) -> None:
     check_one_graph()
 
 
-def test_chunked_prefill_is_compiled_too() -> None:
-    inputs = left_padded(tokens=16)
-    with torch._dynamo.config.patch(error_on_recompile=False):  # a chunk has another shape than a token
-        config = {"preset": "int4", "max_cache_len": 32}
-        model = models.build("llama")
-        check_same_generation(model, config, compiled_for("eager"), inputs=inputs, prefill_chunk_size=4)
+@pytest.mark.parametrize("config", [{"preset": "int4", "max_cache_len": 32}, {"preset": "int8", "static": True}])
+def test_chunked_prefill_is_compiled_too(config: dict[str, Any]) -> None:
+    model, inputs, compiled = models.build("llama"), left_padded(tokens=16), compiled_for("eager")
+    with patched(model, config):
+        expected = greedy(model, inputs, prefill_chunk_size=4).sequences.cpu()
+        with torch._dynamo.config.patch(error_on_recompile=False):  # a chunk has another shape than a token
+            greedy(model, inputs, prefill_chunk_size=4, **compiled)
+        output = greedy(model, inputs, prefill_chunk_size=4, **compiled)
+    compare.assert_same(output.sequences, expected, "tokens")
     assert not counters["graph_break"]
+
+
+def places(output: Any) -> list[int]:
+    return [tensor.data_ptr() for storage in output.past_key_values.storages for tensor in storage._tensors()]
+
+
+def test_calls_of_other_lengths_reuse_graph_and_buffers() -> None:
+    """Within what the first call had room for: longer prompts, other padding, none, more tokens, sampling."""
+    model, compiled = models.build("llama"), compiled_for("eager")
+    with patched(model, {"preset": "int4", "static": True}):
+        first = places(greedy(model, left_padded(), **compiled))
+        for pads, tokens, count in (((0, 4, 9), 20, 5), ((0, 0, 0), 9, 12), ((30, 1, 2), 60, 3)):
+            inputs = left_padded(pads=pads, tokens=tokens)
+            expected = greedy(model, inputs, count).sequences.cpu()
+            output = greedy(model, inputs, count, **compiled)
+            compare.assert_same(output.sequences, expected, "tokens")
+            assert places(output) == first
+            del output
+        greedy(model, left_padded(), do_sample=True, **compiled)
+    check_one_graph()
+
+
+@pytest.mark.parametrize("num_layers", [1, 4])
+def test_a_step_advances_one_length(num_layers: int) -> None:
+    writes: list[list[Any]] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        methods = [node.target for node in graph.graph.nodes if node.op == "call_method"]
+        writes.append([name for name in methods if name.endswith("_") and not name.endswith("__")])
+        return graph.forward
+
+    model = models.build("llama", num_hidden_layers=num_layers)
+    with patched(model, {"preset": "int4", "static": True}):
+        cache = KVQuantCache(model.config, "int4", max_cache_len=32)
+        step = torch.compile(model, fullgraph=True, backend=backend, dynamic=False)
+        decode(step, model, cache, left_padded(), 3)
+    assert writes == [["add_"]]
 
 
 def decode(step: Any, model: Any, cache: KVQuantCache, inputs: dict[str, Tensor], count: int) -> Tensor:

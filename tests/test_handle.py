@@ -37,7 +37,7 @@ def make_handles(
     storage = LayerStorage(formats, max_cache_len=max_cache_len, **options)
     for count in (5, 2):
         storage.extend(torch.randn(2, 2, count, 16).to(device), torch.randn(2, 2, count, 8).to(device))
-    step = KVStep(storage, 2)
+    step = KVStep(storage)
     return KVHandle(step, 0), KVHandle(step, 1)
 
 
@@ -62,7 +62,7 @@ def test_attributes(max_cache_len: int | None, tokens: int, device: str) -> None
     for handle in (key, value):
         assert handle.dtype == torch.float32 and handle.device.type == device and handle.ndim == 4
         assert not isinstance(handle, Tensor)
-        assert handle.step is key.step and handle.step.q_len == 2
+        assert handle.step is key.step
     assert is_untouched(key)
     assert dense_of(key).shape == key.shape and dense_of(value).shape == value.shape
 
@@ -239,7 +239,7 @@ def test_a_step_is_dequantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     _ = key + 1, key[0], torch.cat([key, key]), value.mT, len(value)
     assert len(calls) == 1
     assert key.step.storage.fallbacks == {LOOKED_INSIDE: 1}
-    next_step = KVStep(key.step.storage, 2)
+    next_step = KVStep(key.step.storage)
     KVHandle(next_step, 0).dense()
     assert len(calls) == 2
     assert key.step.storage.fallbacks == {LOOKED_INSIDE: 2}
@@ -290,19 +290,19 @@ def test_tokens_are_appended_once_whoever_comes_first(
     query = torch.randn(2, 4, 2, 16).to(device)
     expected_out, _ = expected.attend(query, softmax_scale=0.25)
     appends = []
-    append, decode = ops.append, ops.decode
+    append, decode = ops.Operands.append, ops.Operands.decode
 
     def counted_append(*args: Any, **kwargs: Any) -> None:
         appends.append("append")
         append(*args, **kwargs)
 
-    def counted_decode(query: Tensor, new: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def counted_decode(self: ops.Operands, query: Tensor, new: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if new is not None:
             appends.append("decode")
-        return decode(query, new, *args, **kwargs)
+        return decode(self, query, new, *args, **kwargs)
 
-    monkeypatch.setattr(ops, "append", counted_append)
-    monkeypatch.setattr(ops, "decode", counted_decode)
+    monkeypatch.setattr(ops.Operands, "append", counted_append)
+    monkeypatch.setattr(ops.Operands, "decode", counted_decode)
     for consumer in consumers.split():
         if consumer == "attend":
             assert_same(storage.attend(query, softmax_scale=0.25)[0], expected_out.cpu(), consumers)

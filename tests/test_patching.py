@@ -27,7 +27,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 
 import hf_kvquant
-from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, unpatch
+from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, patching, unpatch
 from hf_kvquant.patching import state_of
 
 FLAG = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int4"}}
@@ -465,8 +465,75 @@ def test_a_static_cache_is_as_long_as_the_call_needs() -> None:
     with patched(model, {"preset": "int8", "static": True}):
         cache = greedy(model, left_padded()).past_key_values
         beams = greedy(model, left_padded(), num_beams=2).past_key_values
-    assert cache.get_max_length() == 14  # the last of 15 tokens is never an input
+    assert cache.get_max_length() == 256
     assert beams.batch_size == 6, "the batch is that of the first tokens, beams included"
+
+
+@pytest.mark.parametrize(
+    ("needed", "held"), [([1], 256), ([256], 256), ([257], 512), ([300, 20], 512), ([20, 300], 512), ([700, 513], 768)]
+)
+def test_a_static_cache_is_as_long_as_idle_buffers_or_a_multiple_of_256(needed: list[int], held: int) -> None:
+    model = models.build("llama", max_position_embeddings=1024)
+    with patched(model, {"preset": "int8", "static": True}):
+        for tokens in needed:
+            inputs = {"input_ids": torch.randint(3, 90, (1, tokens))}
+            cache = greedy(model, inputs, 1).past_key_values
+            length = cache.get_max_length()
+            del cache
+    assert length == held, "the last new token is never an input, so the prompt is all that has to fit"
+
+
+def test_idle_buffers_of_another_batch_make_no_cache_longer() -> None:
+    model = models.build("llama", max_position_embeddings=1024)
+    with patched(model, {"preset": "int8", "static": True}):
+        greedy(model, {"input_ids": torch.randint(3, 90, (1, 300))}, 1)
+        assert greedy(model, {"input_ids": torch.randint(3, 90, (2, 20))}, 1).past_key_values.get_max_length() == 256
+
+
+@pytest.mark.parametrize("spelled", [{"static": True}, {"max_cache_len": 40}])
+def test_static_through_the_flag(spelled: dict[str, Any]) -> None:
+    model = models.build("llama")
+    flag = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int8", **spelled}}
+    with patched(model, "int4"):
+        cache = greedy(model, left_padded(), **flag).past_key_values
+        assert cache.is_compileable and cache.get_max_length() == spelled.get("max_cache_len", 256)
+        assert not greedy(model, left_padded()).past_key_values.is_compileable
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_buffers_are_there_before_a_prefill_in_chunks(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers compiles the first chunk, and a compiled step cannot allocate. CPUs compile nothing by default."""
+    model, seen = models.build("llama"), []
+    if not is_known:
+        monkeypatch.setattr(model, "_get_static_cache_init_shape", lambda: None, raising=False)
+    criteria = model._valid_auto_compile_criteria
+    monkeypatch.setattr(
+        model,
+        "_valid_auto_compile_criteria",
+        lambda kwargs, config: (
+            seen.append((kwargs["past_key_values"].is_initialized, config.disable_compile)) or criteria(kwargs, config)
+        ),
+        raising=False,
+    )
+    patching._log_not_compiled.cache_clear()
+    with caplog.at_level(logging.WARNING, "hf_kvquant"), patched(model, {"preset": "int8", "static": True}):
+        expected = greedy(model, left_padded())
+        seen.clear()
+        output = greedy(model, left_padded(), prefill_chunk_size=4, num_beams=1)
+        compare.assert_same(output.sequences, expected.sequences, "tokens")
+    assert set(seen) == {(is_known, None if is_known else True)}
+    logged = [record.message for record in caplog.records if "not compiled" in record.message]
+    assert logged == (
+        []
+        if is_known
+        else [
+            "generate: LlamaForCausalLM is not compiled where its prompt comes in chunks, since its layers are on "
+            "several devices, or of shapes that nobody knows before the first tokens. Correct, slower. Leave "
+            "prefill_chunk_size out."
+        ]
+    )
 
 
 def test_a_model_outside_the_registry_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

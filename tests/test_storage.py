@@ -539,7 +539,7 @@ def test_tokens_are_appended_exactly_once(
     storage, model = filled(formats, [7, 2], device=device)
     appended: list[int] = []
     for name in ("append", "decode"):
-        monkeypatch.setattr(f"hf_kvquant.storage.ops.{name}", counting(name, appended))
+        monkeypatch.setattr(ops.Operands, name, counting(name, appended))
     for consumer in consumers.split():
         if consumer == "attend":
             assert_attends(storage, model, 2)
@@ -552,13 +552,13 @@ def test_tokens_are_appended_exactly_once(
 
 def counting(name: str, appended: list[int]) -> Callable[..., Any]:
     """The op, noting the number of tokens whenever it writes some."""
-    op = getattr(ops, name)
+    op = getattr(ops.Operands, name)
 
-    def call(first: Tensor, second: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: ops.Operands, first: Tensor, second: Any, *args: Any, **kwargs: Any) -> Any:
         new = second if name == "decode" else (first, second)
         if new is not None:
             appended.append(new[0].shape[2])
-        return op(first, second, *args, **kwargs)
+        return op(self, first, second, *args, **kwargs)
 
     return call
 
@@ -800,7 +800,7 @@ def test_a_replayed_step_is_counted_on_the_host() -> None:
     eager.flush()
     for tensor, other in zip(replayed._tensors(), eager._tensors(), strict=True):
         tensor.copy_(other)
-    replayed.note_replayed(1)
+    replayed.length_group.note_replayed(1)
     assert (replayed.length, replayed.room) == (10, 54)
     assert_dense(replayed, model)
     replayed.crop(1)
@@ -813,7 +813,8 @@ def test_a_capture_that_fails_leaves_no_tokens_behind() -> None:
     lengths = storage.lengths.clone()
     storage.extend(*new_tokens(2, 1))
     storage.lengths.copy_(lengths)  # the device has not run what a capture records
-    storage.forget_capture(9)
+    storage.length_group.forget_capture(9)
+    storage.forget_pending()
     assert storage.pending is None
     assert_dense(storage, model)
 
@@ -867,13 +868,13 @@ def test_counters_stay_with_the_buffers(max_cache_len: int | None, monkeypatch: 
         lambda device: torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=device),
     )
     passed: list[Tensor] = []
-    decode = ops.decode
+    decode = ops.Operands.decode
 
     def noting(*args: Any, **options: Any) -> Any:
         passed.append(options["counters"])
         return decode(*args, **options)
 
-    monkeypatch.setattr(ops, "decode", noting)
+    monkeypatch.setattr(ops.Operands, "decode", noting)
     storage, model = filled(INT8, [30], max_cache_len=max_cache_len, batch=3)
     counters = storage.counters
     assert counters is not None and counters.dtype == torch.int32 and counters.shape == (ops.NUM_COUNTERS,)

@@ -91,6 +91,19 @@ class KeyTransform:
         object.__setattr__(twin, "smoothing", moved[1])
         return twin
 
+    def clone(self, device: torch.device | str) -> KeyTransform:
+        """The same transform on a device, in tensors of its own."""
+        twin = copy.copy(self)
+        for name in ("center", "smoothing"):
+            tensor: Tensor | None = getattr(self, name)
+            object.__setattr__(twin, name, None if tensor is None else tensor.to(device, copy=True))
+        return twin
+
+    def copy_(self, other: KeyTransform) -> None:
+        """Take the numbers of another transform of the same parts and shapes, in place."""
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            mine.copy_(theirs)
+
     def equals(self, other: KeyTransform) -> bool:
         """Whether both do the same to a key. Equality of the objects is identity, as tensors have no other."""
         if self.is_rotated != other.is_rotated:

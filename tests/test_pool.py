@@ -1,0 +1,286 @@
+"""The pool of buffers by itself, and what it is for: caches of `generate` that follow each other share their memory.
+
+That compiled steps are reused with it is tested in `test_compile.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import pickle
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import compare
+import models
+import pytest
+import torch
+from models import greedy, left_padded, logits
+from transformers.cache_utils import DynamicCache
+
+from hf_kvquant import KVQuantCache, patch, patched, pool, unpatch
+from hf_kvquant.pool import BufferPool, drop_pool, pool_of
+from hf_kvquant.storage import BufferKind
+from hf_kvquant.transforms import of_model
+
+STATIC = {"preset": "int4", "static": True}
+
+
+class Owner:
+    """Something that can die."""
+
+
+@pytest.fixture(autouse=True)
+def no_cycles() -> Iterator[None]:
+    """Buffers come back without the help of the collector."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def addresses(cache: KVQuantCache) -> list[int]:
+    """Of everything that a decode step reads or writes."""
+    tensors = []
+    for storage in cache.storages:
+        transform = storage.key_transform
+        tensors += [*storage._tensors(), *(() if transform is None else transform.tensors())]
+        tensors += [] if storage.counters is None else [storage.counters]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+# --- the pool ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_dead_owner_had_can_be_taken_once() -> None:
+    buffers, idle, owner = torch.zeros(3), BufferPool(), Owner()
+    assert idle.take("layer 0", 5) is None
+    idle.expect(owner, "layer 0", 5, buffers)
+    assert idle.take("layer 0", 5) is None, "the owner lives"
+    del owner
+    assert list(idle.kinds()) == [5]
+    assert idle.take("layer 0", 5) is buffers
+    assert idle.take("layer 0", 5) is None and not list(idle.kinds())
+
+
+def test_what_does_not_fit_is_let_go() -> None:
+    idle, owner, buffers = BufferPool(), Owner(), torch.zeros(3)
+    watched = weakref.ref(buffers)
+    idle.expect(owner, "layer 0", 5, buffers)
+    del owner, buffers
+    assert watched() is not None
+    assert idle.take("layer 0", 6) is None
+    assert watched() is None, "there is never room for both"
+
+
+def test_the_last_to_die_stays() -> None:
+    idle, owners = BufferPool(), [Owner(), Owner()]
+    for number, owner in enumerate(owners):
+        idle.expect(owner, "layer 0", 5, number)
+    del owner
+    owners.clear()
+    assert len(list(idle.kinds())) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_closed_pool_keeps_nothing(when: str) -> None:
+    idle, owner, buffers = BufferPool(), Owner(), torch.zeros(3)
+    watched = weakref.ref(buffers)
+    idle.expect(owner, "layer 0", 5, buffers)
+    del buffers
+    if when == "before":
+        idle.close()
+        del owner
+    else:
+        del owner
+        idle.close()
+    assert watched() is None
+
+
+# --- caches of generate -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel", "none"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_next_call_finds_the_same_addresses(family: str, preset: str) -> None:
+    model = models.build(family)
+    of_model.set_smoothing(model, {0: torch.full((2, models.HEAD_DIM), 2.0)})
+    with patched(model, {"preset": preset, "static": True}):
+        output = greedy(model, left_padded())
+        first, expected = addresses(output.past_key_values), logits(output)
+        storages = [weakref.ref(storage) for storage in output.past_key_values.storages]
+        del output
+        assert not any(storage() for storage in storages)
+        longer = greedy(model, left_padded(pads=(7, 0, 1), tokens=30), 9)
+        assert addresses(longer.past_key_values) == first
+        del longer
+        again = greedy(model, left_padded())
+        assert addresses(again.past_key_values) == first
+    compare.assert_same(logits(again), expected, "logits after another call has used the buffers")
+
+
+def test_transforms_follow_the_model() -> None:
+    """Their tensors stay where they are, their numbers are those of the newest call."""
+    model = models.build("llama")
+    with patched(model, {"preset": "int8", "static": True}):
+        places = []
+        for factor in (2.0, 3.0):
+            factors = torch.full((2, models.HEAD_DIM), factor)
+            of_model.set_smoothing(model, {0: factors})
+            transform = greedy(model, left_padded()).past_key_values.storages[0].key_transform
+            assert torch.equal(transform.smoothing, factors)
+            assert transform.smoothing.data_ptr() != factors.data_ptr(), "the model's own are not written to"
+            places.append(transform.smoothing.data_ptr())
+            del transform
+    assert places[0] == places[1]
+
+
+def test_a_cache_that_somebody_keeps_is_left_alone() -> None:
+    model = models.build("llama")
+    with patched(model, STATIC):
+        kept = greedy(model, left_padded()).past_key_values
+        before = [layer.keys.clone() for layer in kept.layers]
+        other = greedy(model, left_padded(pads=(1, 1, 1))).past_key_values
+        assert not set(addresses(other)) & set(addresses(kept))
+        for layer, expected in zip(kept.layers, before, strict=True):
+            compare.assert_same(layer.keys, expected, "keys of the cache that was kept")
+
+
+def test_a_layer_that_somebody_keeps_is_left_alone() -> None:
+    model = models.build("llama")
+    with patched(model, STATIC):
+        layer = greedy(model, left_padded()).past_key_values.layers[0]
+        before, place = layer.keys.clone(), layer.storage.key_planes.codes.data_ptr()
+        other = greedy(model, left_padded(pads=(1, 1, 1))).past_key_values
+        assert other.storages[0].key_planes.codes.data_ptr() != place
+        compare.assert_same(layer.keys, before, "keys of the layer that was kept")
+
+
+CHANGES = {
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([0, 1])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "release": lambda cache: [storage.release() for storage in cache.storages],
+    "move": lambda cache: [storage.move("meta") for storage in cache.storages],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_cache_that_parts_with_its_buffers_brings_nothing_back(change: str) -> None:
+    model = models.build("llama")
+    with patched(model, STATIC):
+        cache = greedy(model, left_padded()).past_key_values
+        codes = weakref.ref(cache.storages[0].key_planes.codes)
+        CHANGES[change](cache)
+        assert codes() is None
+        del cache
+        assert not any(isinstance(kind, BufferKind) for kind in pool_of(model).kinds())
+        greedy(model, left_padded())
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_of_a_cache_has_buffers_of_its_own(copier: Any) -> None:
+    model = models.build("llama")
+    with patched(model, STATIC):
+        cache = greedy(model, left_padded()).past_key_values
+        twin = copier(cache)
+        before, place = [layer.keys.clone() for layer in twin.layers], addresses(twin)
+        assert not set(place) & set(addresses(cache))
+        del cache
+        other = greedy(model, left_padded(pads=(2, 2, 2))).past_key_values
+        for layer, expected in zip(twin.layers, before, strict=True):
+            compare.assert_same(layer.keys, expected, "keys of the copy")
+        del twin
+        assert not list(pool_of(model).kinds()), "what was copied belongs to no pool"
+        del other
+
+
+def test_another_batch_or_dtype_has_other_buffers() -> None:
+    model = models.build("llama")
+    with patched(model, STATIC):
+        greedy(model, left_padded())
+        alone = greedy(model, {name: x[:1] for name, x in left_padded().items()}).past_key_values
+        assert alone.batch_size == 1
+        del alone
+        model.bfloat16()
+        cast = greedy(model, left_padded()).past_key_values
+        assert cast.storages[0].dtype == torch.bfloat16 and cast.layers[0].keys.dtype == torch.bfloat16
+        del cast
+        kinds = [kind for kind in pool_of(model).kinds() if isinstance(kind, BufferKind)]
+        assert {kind.dtype for kind in kinds} == {torch.bfloat16}, "those of before the cast are gone"
+
+
+def test_a_kind_names_all_that_buffers_depend_on() -> None:
+    model = models.build("llama")
+    with patched(model, STATIC):
+        greedy(model, left_padded())
+        kind = next(kind for kind in pool_of(model).kinds() if isinstance(kind, BufferKind))
+    assert [field.name for field in dataclasses.fields(kind)] == [
+        "formats", "shape", "max_cache_len", "dtype", "device", "transform"
+    ]  # fmt: skip
+    assert kind.shape == (3, 2, models.HEAD_DIM, models.HEAD_DIM) and kind.max_cache_len == 256
+    assert kind.transform == (False, False, True)
+
+
+def test_growing_caches_and_those_of_transformers_leave_nothing() -> None:
+    model = models.build("llama")
+    with patched(model, "int4"):
+        greedy(model, left_padded())
+        greedy(model, left_padded(), past_key_values=DynamicCache(config=model.config))
+        greedy(model, left_padded(), past_key_values=KVQuantCache(model.config, "int4", max_cache_len=30))
+        assert not list(pool_of(model).kinds())
+
+
+@pytest.mark.parametrize("undo", ["unpatch", "patch anew", "leave a block"])
+def test_what_undoes_a_patch_frees_the_buffers(undo: str) -> None:
+    model = models.build("llama")
+    patch(model, STATIC if undo != "leave a block" else "int8")
+    with patched(model, STATIC) if undo == "leave a block" else patched(models.llama(), "int8"):
+        kept = greedy(model, left_padded()).past_key_values
+        greedy(model, left_padded())
+        old = pool_of(model)
+        assert list(old.kinds())
+        if undo == "patch anew":
+            patch(model, STATIC)
+        elif undo == "unpatch":
+            unpatch(model)
+    assert not list(old.kinds())
+    del kept
+    assert not list(old.kinds()), "what comes back later goes as well"
+    assert pool_of(model) is not old
+    drop_pool(model)
+
+
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_has_a_pool_of_its_own(copier: Any) -> None:
+    model = models.build("llama")
+    patch(model, STATIC)
+    greedy(model, left_padded())
+    idle = len(list(pool_of(model).kinds()))
+    twin = copier(model)
+    assert pool_of(twin) is not pool_of(model) and not list(pool_of(twin).kinds())
+    assert len(list(pool_of(model).kinds())) == idle > 0
+
+
+def test_a_pool_dies_with_its_model() -> None:
+    model = models.build("llama")
+    patch(model, STATIC)
+    greedy(model, left_padded())
+    watched = weakref.ref(pool_of(model))
+    del model
+    gc.collect()  # a patched model is in a cycle with its hook
+    assert watched() is None
+
+
+def test_the_garbage_of_the_compiler_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[None] = []
+    monkeypatch.setattr("hf_kvquant.pool.gc.collect", lambda: collected.append(None))
+    number = 3
+    monkeypatch.setattr(pool, "_num_graphs", lambda: number)
+    idle = BufferPool()
+    idle.reclaim()
+    assert not collected
+    number = 4
+    idle.reclaim(), idle.reclaim()
+    assert len(collected) == 1
