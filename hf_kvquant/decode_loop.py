@@ -150,8 +150,6 @@ def _why_not_loop(
     for criteria in stopping_criteria:
         if type(criteria) not in _SERVED_CRITERIA:
             return f"{type(criteria).__name__} decides on the host"
-    if not any(isinstance(criteria, MaxLengthCriteria) for criteria in stopping_criteria):
-        return "nothing bounds the number of tokens"
     for name in ("output_scores", "output_logits", "output_hidden_states"):
         if generation_config.return_dict_in_generate and getattr(generation_config, name):
             return f"{name}=True"

@@ -118,6 +118,10 @@ def check_same_caches(actual: KVQuantCache, expected: KVQuantCache) -> None:
             compare.assert_same(x, y.cpu(), f"{storage.name}, {side}")
 
 
+def slower(reason: str) -> str:
+    return f"generate waits for the device after every captured step: {reason}. Correct, slower."
+
+
 def slower_loop(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name == "hf_kvquant.capture"]
 
@@ -152,10 +156,11 @@ def test_prompts_in_chunks(model: Any) -> None:
     check_same(model, inputs=left_padded(tokens=16), prefill_chunk_size=5)
 
 
-def test_prompts_as_embeddings(model: Any) -> None:
+def test_prompts_as_embeddings(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     inputs = left_padded(pads=(0,))
     embeddings = model.get_input_embeddings()(inputs["input_ids"].to(model.device)).detach()
     check_same(model, inputs={"inputs_embeds": embeddings, "attention_mask": inputs["attention_mask"]})
+    assert slower_loop(caplog) == [slower("the model is fed 'inputs_embeds'")]
 
 
 def test_a_tokenizer_that_nobody_asks(model: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -325,10 +330,19 @@ def test_what_the_loop_does_not_serve(
     with caplog.at_level(logging.WARNING, "hf_kvquant"):
         actual = generated(model, {**INT4, "capture": True}, **options)
     compare.assert_same(actual, expected.cpu(), "sequences")
-    assert slower_loop(caplog) == [
-        f"generate waits for the device after every captured step: {reason}. Correct, slower."
-    ]
+    assert slower_loop(caplog) == [slower(reason)]
     assert model.device.type == "cuda" or (Recorded.made, Recorded.runs) == (1, actual.shape[1] - 9 - 1)
+
+
+def test_models_that_prepare_their_inputs_themselves(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = models.on(device, models.build("phi3", **models.FAMILIES["phi3"].options))
+    expected = generated(model, INT4)
+    monkeypatch.setattr(model, "_valid_auto_compile_criteria", lambda *args: True)
+    compare.assert_same(generated(model, {**INT4, "capture": True}), expected.cpu(), "sequences")
+    assert slower_loop(caplog) == [slower("Phi3ForCausalLM has its own prepare_inputs_for_generation")]
+    assert device == "cuda" or (Recorded.made, Recorded.runs) == (1, NEW_TOKENS - 1)
 
 
 def test_everything_about_the_steps_can_be_returned(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
