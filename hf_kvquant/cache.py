@@ -199,6 +199,12 @@ class KVQuantCache(QuantizedCache):
     Pass it as `past_key_values` to a patched model (`hf_kvquant.patch`). On a model that is not patched it works as
     well, through dequantised tensors: correct, slower, said once in the log.
 
+    A full static cache refuses further tokens before anything changes. Only a compiled step cannot do that, since the
+    host does not know the length then, and asking for it would stop every step. `generate` sizes its caches so that it
+    cannot happen; a loop of your own has to count. On a CPU the op raises when it runs out of buffers, after which the
+    cache is of no use until it is reset. On a GPU tokens without room are left out, and the next step that is not
+    compiled raises.
+
     Args:
         config: The model's config (for a multi-modal model, its own or the text model's).
         preset_or_config: A preset's name, a dictionary or a `KVQuantConfig`.

@@ -108,7 +108,8 @@ class KVQuantConfig:
         residual_length: The newest tokens that do, likewise.
         layers: Per-layer overrides, by layer index.
         static: Whether buffers are allocated once for `max_cache_len` tokens, so that the decode step can be compiled.
-        max_cache_len: Tokens that a static cache holds. `None` takes what `generate` needs; given, it implies `static`.
+        max_cache_len: Tokens that a static cache holds; given, it implies `static`. `None` takes what `generate` needs,
+            rounded up, or what the buffers of an earlier call hold.
         capture: Whether `generate` of a patched model captures the decode step as a CUDA graph as it is, in place of
             transformers' compilation: ready in a second, for one GPU. Implies `static`.
 

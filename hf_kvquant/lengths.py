@@ -40,18 +40,26 @@ class LengthGroup:
         self._newest = 0  # tokens of the newest step
         # Of each member: None while it is level with the tensor, else the tokens it holds, or one of the two above.
         self._behind: list[int | None] = []
-        self.num_members = 0
+        self._free: list[int] = []  # names of members that have left
+
+    @property
+    def num_members(self) -> int:
+        """Storages that have joined and not left."""
+        return len(self._behind) - len(self._free)
 
     def join(self, length: int) -> int:
         """Add a member that holds `length` tokens. Returns what it is called by the other methods."""
-        self._behind.append(None if length == self._known() else length)
-        self.num_members += 1
-        return len(self._behind) - 1
+        if not self._free:
+            self._free.append(len(self._behind))
+            self._behind.append(_LOST)
+        member = self._free.pop()
+        self._behind[member] = None if length == self._known() else length
+        return member
 
     def leave(self, member: int) -> None:
         """Forget a member."""
         self._behind[member] = _LOST
-        self.num_members -= 1
+        self._free.append(member)
 
     def length(self, member: int) -> int:
         """Tokens that a member holds. Waits for the device after a compiled step.

@@ -59,8 +59,9 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     """Make `model.generate` keep keys and values as codes and attend to them directly.
 
     A cache that the user passes, `use_cache=False`, any `cache_implementation` of transformers and assistant models
-    keep working as before. Patching again replaces the config, and forgets captured steps (`capture=True`): these go on
-    doing what the model did when they were captured, so patch again after switching adapters or adding hooks.
+    keep working as before. Patching again replaces the config. With `static=True` the buffers of a call stay with the
+    model for the next one, and with them its compiled steps, until `unpatch`. So does what `capture=True` has captured,
+    which goes on doing what the model did then: patch again after switching adapters or adding hooks.
 
     Args:
         model: A decoder-only model of transformers.

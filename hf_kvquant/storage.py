@@ -411,7 +411,8 @@ class LayerStorage:
             ValueError: It is full.
         """
         if self.max_cache_len is None or torch.compiler.is_compiling():
-            return  # a compiled step does not know the length; whoever compiles sizes the cache, and CPU ops check
+            # A compiled step does not know the length, and must not wait for it. See `KVQuantCache`.
+            return
         needed = self.length + q_len
         if needed > self.max_cache_len:
             raise ValueError(
@@ -628,8 +629,9 @@ class LayerStorage:
         self.key_planes = selected_planes(key_planes, self.formats.key)
         self.value_planes = selected_planes(value_planes, self.formats.value)
         self.starts = None if self.starts is None else selected(self.starts)
-        self.batch = index.numel()
-        self._join(self.length)
+        if index.numel() != self.batch:
+            self.batch = index.numel()
+            self._join(self.length)
         self._planes_changed()
 
     def repeat(self, repeats: int) -> None:

@@ -7,10 +7,12 @@ through the specification (`models.ReferenceCache`): equal to the last bit, what
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import logging
 import pickle
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ import pytest
 import torch
 from models import ReferenceCache, ReferenceLayer, greedy, left_padded, logits
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
@@ -160,6 +163,89 @@ def test_bytes() -> None:
     assert cache.bytes_per_token == per_token
     assert cache.num_bytes_held == per_token * BATCH * 10
     assert cache.num_bytes == per_token * BATCH * 64, "capacities are multiples of 64 tokens"
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made under it took at once, by memory rather than by view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        self._made += [weakref.ref(x) for x in outputs if isinstance(x, Tensor)]
+        self.peak = max(self.peak, self.alive())
+        return result
+
+    def alive(self) -> int:
+        tensors = [x for x in (reference() for reference in self._made) if x is not None]
+        self._made = [weakref.ref(x) for x in tensors]
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+@kinds
+@presets
+def test_raw_tokens_are_not_held(preset: str, kind: str) -> None:
+    """Neither a prompt's nor those of a step that was attended to; what is pending has to be, until then."""
+    cache = make(preset, kind)
+    gc.disable()
+    try:
+        for count in (20, 1):
+            key, value = new_tokens(count)
+            watched = [weakref.ref(x) for x in (key, value)]
+            result = cache.update(key, value, 0)
+            if isinstance(result[0], KVHandle):
+                cache.storages[0].attend(torch.randn(BATCH, 4, count, HEAD_DIM), softmax_scale=0.1)
+            del key, value, result
+            assert [reference() for reference in watched] == [None, None]
+    finally:
+        gc.enable()
+
+
+@presets
+def test_the_first_buffers_are_those_of_the_prompt(preset: str) -> None:
+    cache = make(preset, "growing")
+    with PeakBytes() as memory:
+        chunk = chunks_of(256)
+        given = memory.alive()
+        give(cache, chunk)
+    assert {storage.capacity for storage in cache.storages} == {256}
+    temporary = 2 * BATCH * KV_HEADS * 256 * HEAD_DIM * 4  # keys and values of a layer
+    assert memory.peak <= given + cache.num_bytes + temporary
+
+
+@presets
+def test_buffers_grow_one_layer_after_the_other(preset: str) -> None:
+    config, num_layers = models.build("llama", num_hidden_layers=12).config, 12
+    with PeakBytes() as memory:
+        cache = KVQuantCache(config, preset)
+        for index in range(num_layers):
+            cache.update(*new_tokens(256), index)
+        before, memory.peak = cache.num_bytes, 0
+        for index in range(num_layers):
+            cache.update(*new_tokens(1), index)
+    assert cache.num_bytes > before
+    pending = num_layers * 2 * BATCH * KV_HEADS * HEAD_DIM * 4
+    assert memory.peak <= cache.num_bytes + before / num_layers + pending + 4096, "one layer is there twice at a time"
+
+
+@pytest.mark.parametrize("chunk_size", [None, 50])
+@pytest.mark.parametrize("preset", ["int8", "int4", {"preset": "int4", "static": True}], ids=str)
+def test_a_prefill_takes_less_than_one_that_is_not_quantised(preset: Any, chunk_size: int | None) -> None:
+    model = models.build("llama", num_hidden_layers=6, max_position_embeddings=512)
+    inputs = {"input_ids": torch.randint(3, 90, (2, 256))}
+    one_layer = 2 * 2 * KV_HEADS * 256 * HEAD_DIM * 4
+    with PeakBytes() as unquantized:
+        greedy(model, inputs, 1, prefill_chunk_size=chunk_size)
+    with patched(model, preset), PeakBytes() as memory:
+        greedy(model, inputs, 1, prefill_chunk_size=chunk_size)
+    assert memory.peak <= unquantized.peak + one_layer
 
 
 # --- what is done to a cache ------------------------------------------------------------------------------------------

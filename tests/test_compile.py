@@ -203,6 +203,28 @@ def test_a_compiled_forward_serves_every_cache_of_one_shape() -> None:
     check_one_graph()
 
 
+def test_a_full_cache_in_a_compiled_loop() -> None:
+    """The host does not know the length there. The op does, on a CPU; any step that is not compiled does again."""
+    model, inputs = models.build("llama"), left_padded()
+    with patched(model, "int8"):
+        cache = KVQuantCache(model.config, "int8", max_cache_len=64)
+        step = torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
+        decode(step, model, cache, inputs, 55)
+        assert int(cache.get_seq_length()) == 64
+        full = [layer.keys.clone() for layer in cache.layers]
+        bounds = torch.zeros((2, 3, 1, 1), dtype=torch.int32)
+        token = {"input_ids": torch.ones((3, 1), dtype=torch.long), "attention_mask": bounds, "past_key_values": cache}
+        with torch.no_grad(), pytest.raises(ValueError, match="`lengths` must be between 0 and the cache's capacity"):
+            step(**token, position_ids=torch.full((3, 1), 64), use_cache=True)
+        with torch.no_grad(), pytest.raises(ValueError, match="layer 0: `max_cache_len` must be at least 66"):
+            model(**token, position_ids=torch.full((3, 1), 65), use_cache=True)
+        for layer, expected in zip(cache.layers, full, strict=True):
+            compare.assert_same(layer.keys, expected, "keys of the full cache")
+        cache.reset()
+        expected = greedy(model, inputs, 4).sequences
+        compare.assert_same(greedy(model, inputs, 4, past_key_values=cache).sequences, expected, "tokens after a reset")
+
+
 def test_the_host_reads_lengths_after_compiled_steps() -> None:
     """A compiled step advances the device's length only; cropping and looking ask for it again."""
     model, inputs = models.build("llama"), left_padded()

@@ -273,6 +273,21 @@ def test_storages_of_a_cache_share_one_tensor(max_cache_len: int | None) -> None
     assert [storage.length for storage in storages] == [3, 3, 3]
 
 
+@pytest.mark.parametrize("batch", [BATCH, BATCH + 1])
+def test_the_book_does_not_grow(batch: int) -> None:
+    """Beam search reorders every step; other searches change the batch back and forth."""
+    storages = storages_of(3)
+    extend(storages, 5)
+    for _ in range(4):
+        for rows in (torch.arange(batch) % BATCH, torch.arange(BATCH)):
+            for storage in storages:
+                storage.select(rows)
+            extend(storages, 1, len(rows))
+    groups = storages[0]._shared_lengths._groups.values()
+    assert [len(group._behind) for group in groups] == [3] * len({batch, BATCH})
+    assert [storage.length for storage in storages] == [13] * 3
+
+
 def test_late_tokens_are_written_where_they_belong() -> None:
     """Pending tokens of a layer that nobody attended to, while the others have gone on."""
     storages = storages_of(2)
