@@ -184,7 +184,7 @@ def attention(
         NotImplementedError: The attention weights, or keys picked by the model, were asked for over a quantised cache.
     """
     if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
-        if _is_bounds(attention_mask):  # the model has changed what `update` gave it
+        if is_bounds(attention_mask):  # the model has changed what `update` gave it
             attention_mask = _dense_mask(prev, query, key.shape[2], attention_mask[1, 0, 0, 0], attention_mask)
         return _call(prev, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     for name in _REFUSED:
@@ -211,16 +211,16 @@ def attention(
             sliding_window=kwargs.get("sliding_window") or 0,
         )
         return out, None
-    if _is_bounds(attention_mask) and not torch.compiler.is_compiling():
+    if is_bounds(attention_mask) and not torch.compiler.is_compiling():
         storage.starts = attention_mask[0].view(-1)  # padding may be longer than the first chunk was
     dense_key, dense_value = step.dense(reason)
     mask = attention_mask
-    if mask is None or _is_bounds(mask):
+    if mask is None or is_bounds(mask):
         mask = _dense_mask(prev, query, dense_key.shape[2], storage.query_offset(query.shape[2]), mask)
     return _call(prev, module, query, dense_key, dense_value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-def _is_bounds(mask: Tensor | None) -> TypeGuard[Tensor]:
+def is_bounds(mask: Tensor | None) -> TypeGuard[Tensor]:
     """Whether a mask is one that `attention_mask` makes for handles."""
     return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.ndim == 4 and mask.shape[2:] == (1, 1)
 
@@ -236,7 +236,7 @@ def _why_not_kernel(
     """Why a layer has to attend to dense tensors, or `None` if the kernel serves it."""
     if not is_quantized:
         return "nothing is quantised in this layer"
-    if mask is not None and not _is_bounds(mask):
+    if mask is not None and not is_bounds(mask):
         return "the attention mask is neither causal nor left padding"
     if dropout and module.training:
         return "attention dropout"

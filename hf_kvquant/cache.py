@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, QuantizedCache
 
 from .config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
 from .handle import KVHandle, KVLength, KVStep, MaskNotes
-from .lengths import Lengths
+from .lengths import LengthGroup, Lengths
 from .pool import BufferPool
 from .storage import LayerStorage
 from .transforms import KeyTransform
@@ -40,6 +40,9 @@ _LEFT_TO_TRANSFORMERS = (
     "moe",
     "mlp",
 )
+
+# Layers that a CUDA graph may be captured over: ours, whose state is all on the device, and those that have none.
+_CAPTURABLE = frozenset(("full_attention", "dummy", "moe", "mlp"))
 
 # Models that pick the keys to attend to by computing on the mask themselves, where ours means nothing to them.
 _PICK_KEYS = ("doge", "minimax_m3_vl", "minimax_m3_vl_text")
@@ -291,6 +294,34 @@ class KVQuantCache(QuantizedCache):
             if isinstance(layer, KVQuantLayer):
                 layer.storage.set_key_transform(key_transforms.get(index))
 
+    def check_in_step(self) -> None:
+        """Refuse a captured step over layers of different lengths.
+
+        Raises:
+            ValueError: They are.
+        """
+        for group in self._length_groups():
+            group.check_level()
+
+    def note_replayed(self, q_len: int) -> None:
+        """Count on the host tokens that a replayed CUDA graph has appended and counted on the device."""
+        for group in self._length_groups():
+            group.note_replayed(q_len)
+
+    def forget_capture(self, length: int) -> None:
+        """Undo on the host what a capture that failed half-way did there; nothing has run on the device.
+
+        Args:
+            length: Tokens held before.
+        """
+        for group in self._length_groups():
+            group.forget_capture(length)
+        for storage in self.storages:
+            storage.forget_pending()
+
+    def _length_groups(self) -> set[LengthGroup]:
+        return {storage.length_group for storage in self.storages if storage.length_group is not None}
+
     @property
     def storages(self) -> list[LayerStorage]:
         """The storages of the quantised layers."""
@@ -355,6 +386,12 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
         raise NotImplementedError(
             f"KVQuantCache: {model_type} has layers of type {unknown}, whose caches are not keys and values per head. "
             "Leave the model unpatched."
+        )
+    uncapturable = sorted(set(layer_types) - _CAPTURABLE)
+    if quant_config.capture and uncapturable:
+        raise NotImplementedError(
+            f"KVQuantCache: `capture` must be False for {model_type}, got True: its layers of type {uncapturable} keep "
+            "their state outside our buffers, some of it on the host. Pass static=True instead: generate compiles."
         )
     beyond = [index for index in quant_config.layers if index >= len(layer_types)]
     if beyond:

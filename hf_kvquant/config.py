@@ -53,7 +53,7 @@ _DEFAULT_TRANSFORMS = {"none": (), "int8": TRANSFORMS, "int4": TRANSFORMS, "fp8"
 WINDOWS = ("sink_length", "residual_length")
 
 _SIDES = ("preset", "key", "value", "transforms", *WINDOWS)
-_KEYS = ("backend", *_SIDES, "layers", "static", "max_cache_len")
+_KEYS = ("backend", *_SIDES, "layers", "static", "max_cache_len", "capture")
 _ALIASES = ("nbits", "q_group_size")
 
 
@@ -110,6 +110,8 @@ class KVQuantConfig:
         static: Whether buffers are allocated once for `max_cache_len` tokens, so that the decode step can be compiled.
         max_cache_len: Tokens that a static cache holds; given, it implies `static`. `None` takes what `generate` needs,
             rounded up, or what the buffers of an earlier call hold.
+        capture: Whether `generate` of a patched model captures the decode step as a CUDA graph as it is, in place of
+            transformers' compilation: ready in a second, for one GPU. Implies `static`.
 
     Raises:
         TypeError, ValueError: Naming the argument, what was expected and what came.
@@ -123,6 +125,7 @@ class KVQuantConfig:
     layers: Mapping[int, LayerFormats] = dataclasses.field(default_factory=dict)
     static: bool = False
     max_cache_len: int | None = None
+    capture: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key", "value"):
@@ -134,8 +137,9 @@ class KVQuantConfig:
         object.__setattr__(self, "transforms", _canonical_transforms("KVQuantConfig", self.transforms, self.key))
         _check_value("KVQuantConfig", self.value)
         _check_windows("KVQuantConfig", self.key, self.value, self.sink_length, self.residual_length)
-        if not isinstance(self.static, bool):
-            raise TypeError(f"KVQuantConfig: `static` must be True or False, got {self.static!r}.")
+        for name in ("static", "capture"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"KVQuantConfig: `{name}` must be True or False, got {getattr(self, name)!r}.")
         if self.max_cache_len is not None:
             if isinstance(self.max_cache_len, bool) or not isinstance(self.max_cache_len, int):
                 raise TypeError(f"KVQuantConfig: `max_cache_len` must be an int or None, got {self.max_cache_len!r}.")
@@ -144,6 +148,7 @@ class KVQuantConfig:
                     f"KVQuantConfig: `max_cache_len` must be positive, got {self.max_cache_len}. "
                     "Give the longest sequence in tokens, prompt included."
                 )
+        if self.max_cache_len is not None or self.capture:
             object.__setattr__(self, "static", True)
         if not isinstance(self.layers, Mapping):
             raise TypeError(
@@ -229,8 +234,9 @@ class KVQuantConfig:
         `sink_length` and `residual_length` (tokens at the beginning and at the end that stay as they came; 0 if left
         out), `layers` (layer index to a preset's name or to a dictionary with `preset`, `key`, `value`, `transforms`,
         `sink_length`, `residual_length`; a layer that does not say how many tokens stay dense keeps as many as the
-        others, where it quantises), `static`, `max_cache_len`, `backend` (ignored when it is ours). transformers' own
-        spellings are understood: `nbits` (8 or 4, both sides) and `q_group_size` (channels per scale, both sides).
+        others, where it quantises), `static`, `max_cache_len`, `capture`, `backend` (ignored when it is ours).
+        transformers' own spellings are understood: `nbits` (8 or 4, both sides) and `q_group_size` (channels per scale,
+        both sides).
 
         Raises:
             ValueError: A key is unknown (the nearest known one is suggested) or a value has no meaning.
@@ -265,6 +271,7 @@ class KVQuantConfig:
             },
             static=data.get("static", False),
             max_cache_len=data.get("max_cache_len"),
+            capture=data.get("capture", False),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -288,6 +295,7 @@ class KVQuantConfig:
             },
             "static": self.static,
             "max_cache_len": self.max_cache_len,
+            "capture": self.capture,
         }
 
 

@@ -112,6 +112,32 @@ class LengthGroup:
             self.place(member, self.length(member) + tokens)
             self._newest = tokens
 
+    def check_level(self) -> None:
+        """Refuse a captured step: for a member that is not level with the tensor, it would hold numbers of its own.
+
+        Raises:
+            ValueError: A member is not.
+        """
+        if sum(behind is None for behind in self._behind) != self.num_members:
+            raise ValueError(
+                "lengths: a captured step must find all layers of a cache at one length, got layers of different "
+                "lengths. Reset the cache, or crop all of its layers alike."
+            )
+
+    def note_replayed(self, tokens: int) -> None:
+        """Count what a replayed CUDA graph has added to the tensor, for members that are all level with it."""
+        self._value = self._known() + tokens
+        self._newest = tokens
+
+    def forget_capture(self, length: int) -> None:
+        """Undo what a capture that failed half-way counted; all members were level, and the tensor is as it was.
+
+        Args:
+            length: What it holds.
+        """
+        self._value = length
+        self._behind = [behind if behind == _LOST else None for behind in self._behind]
+
     def place(self, member: int, length: int) -> None:
         """Set a member's length, not in a compiled step."""
         if length != self._value:

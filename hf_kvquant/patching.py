@@ -4,6 +4,8 @@ A patched model has our attention implementation in its config (it passes everyt
 had), and one method of its own: `_prepare_cache_for_generation`, which builds a `KVQuantCache` where `generate` would
 have built a default cache. The choice is made inside that hook and not in `generation_config`, where it would clash
 with `past_key_values=` and leak into the calls of an assistant model. `enable` installs the same hook for all models.
+With `capture=True` a model has two methods more: `generate`, which decodes in the loop of `decode_loop.py`, and
+`get_compiled_call`, which transformers' loops ask for what runs their steps.
 """
 
 from __future__ import annotations
@@ -20,14 +22,18 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .attention import implementation_name, is_ours
 from .cache import KVQuantCache, check_model, layers_of
+from .capture import Captures, captured_call, check_capturable, is_captured
 from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig
+from .decode_loop import generate
 from .pool import BufferPool, drop_pool, pool_of, pooled_models
 from .storage import BufferKind
 from .transforms.of_model import key_transforms
+from .transforms.sharding import check_heads
 
 logger = logging.getLogger(__name__)
 
 _HOOK = "_prepare_cache_for_generation"
+_CAPTURE_HOOKS: dict[str, Callable[..., Any]] = {"generate": generate, "get_compiled_call": captured_call}
 _STATE = "_hf_kvquant"
 # Static caches that `generate` sizes itself hold a multiple of this, so that calls of somewhat other lengths use the
 # same buffers and graphs. It costs 128 tokens on average, 1 % of a cache of 16k; powers of two would cost a third.
@@ -42,10 +48,12 @@ class PatchState:
     Attributes:
         config: How `generate` caches by default.
         previous_attention: The attention implementation to restore.
+        captures: The captured decode steps, where the config asks for them.
     """
 
     config: KVQuantConfig
     previous_attention: str
+    captures: Captures = dataclasses.field(default_factory=Captures, compare=False)
 
 
 def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET) -> Model:
@@ -53,7 +61,8 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
 
     A cache that the user passes, `use_cache=False`, any `cache_implementation` of transformers and assistant models
     keep working as before. Patching again replaces the config. With `static=True` the buffers of a call stay with the
-    model for the next one, and with them its compiled steps, until `unpatch`.
+    model for the next one, and with them its compiled steps, until `unpatch`. So does what `capture=True` has captured,
+    which goes on doing what the model did then: patch again after switching adapters or adding hooks.
 
     Args:
         model: A decoder-only model of transformers.
@@ -63,12 +72,13 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
         The same model.
 
     Raises:
-        NotImplementedError: The model's cache cannot be served; it is left as it was.
+        NotImplementedError: The model's cache cannot be served, or its step not captured; it is left as it was.
         TypeError, ValueError: The config has no meaning or does not fit the model.
 
     Example:
         >>> hf_kvquant.patch(model, "int4")
         >>> model.generate(**inputs, max_new_tokens=100)
+        >>> hf_kvquant.patch(model, {"preset": "int4", "capture": True})  # decode steps as CUDA graphs, on one GPU
     """
     config = KVQuantConfig.resolve(preset_or_config)
     _check_patchable(model, config)
@@ -76,10 +86,25 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     previous = _text_config(model)._attn_implementation if state is None else state.previous_attention
     drop_pool(model)
     _route_attention(model, previous)
-    setattr(model, _STATE, PatchState(config, previous))
+    if config.capture and not is_ours(_text_config(model)._attn_implementation):
+        raise NotImplementedError(  # and nothing has changed: the model took no other attention
+            f"patch: `capture` must be False for {type(model).__name__}, got True: it computes attention by itself, "
+            "over dequantised tensors. Pass static=True instead: generate compiles."
+        )
+    _install(model, PatchState(config, previous))
+    return model
+
+
+def _install(model: PreTrainedModel, state: PatchState) -> None:
+    """Give a model the methods that its state asks for, and no other of ours."""
+    for name in _CAPTURE_HOOKS:
+        model.__dict__.pop(name, None)
+    setattr(model, _STATE, state)
     # A partial of a module-level function survives pickle and deepcopy with the model; a bound method would not.
     setattr(model, _HOOK, functools.partial(prepare_cache, model))
-    return model
+    if state.config.capture:
+        for name, function in _CAPTURE_HOOKS.items():
+            setattr(model, name, functools.partial(function, model, state.captures))
 
 
 def unpatch(model: Model) -> Model:
@@ -96,8 +121,8 @@ def unpatch(model: Model) -> Model:
         raise ValueError(
             f"unpatch: `model` must be patched, got an unpatched {type(model).__name__}. Call patch first."
         )
-    delattr(model, _HOOK)
-    delattr(model, _STATE)
+    for name in (_HOOK, _STATE, *_CAPTURE_HOOKS):
+        model.__dict__.pop(name, None)
     drop_pool(model)
     _set_attention(model, state.previous_attention)
     return model
@@ -116,7 +141,7 @@ def patched(
         if before is None:
             unpatch(model)
         else:
-            setattr(model, _STATE, before)
+            _install(model, before)
             drop_pool(model)
 
 
@@ -185,7 +210,7 @@ def prepare_cache(
             return fall_through(model, generation_config, model_kwargs, *args)
         return getattr(type(model), _HOOK)(model, generation_config, model_kwargs, *args)
     model_kwargs["past_key_values"] = cache
-    if generation_config.prefill_chunk_size is not None:
+    if generation_config.prefill_chunk_size is not None and not is_captured(cache):
         generating: Any = model
         if generating._valid_auto_compile_criteria(model_kwargs, generation_config):
             _allocate_early(model, cache, batch, generation_config)
@@ -229,6 +254,9 @@ def cache_for(
         )
     if isinstance(given, KVQuantCache) and state is not None:
         given.adopt(key_transforms(model, given.quant_config))
+    if is_captured(given):
+        _check_capture(model, state, generation_config)
+        given.check_in_step()
     if given is not None or generation_config.use_cache is False:
         return None
     if _asks_for_us(generation_config):
@@ -250,12 +278,15 @@ def cache_for(
             "generate: `output_attentions` must be False with a quantised cache, got True: attention weights are never "
             "formed. Use hf_kvquant.unpatch, or another cache_implementation."
         )
+    check_heads(model, "generate")
     transforms = key_transforms(model, config)
     if max_cache_length is None:
-        config = dataclasses.replace(config, static=False, max_cache_len=None)
+        config = dataclasses.replace(config, static=False, max_cache_len=None, capture=False)
         return KVQuantCache(model.config, config, key_transforms=transforms)
     if not config.static:
         return KVQuantCache(model.config, config, key_transforms=transforms)
+    if config.capture:
+        _check_capture(model, state, generation_config)
     if config.max_cache_len is not None and config.max_cache_len < max_cache_length:
         raise ValueError(
             f"generate: `max_cache_len` must be at least {max_cache_length} for this prompt and max_new_tokens, "
@@ -302,6 +333,21 @@ def _log_not_compiled(name: str) -> None:
     )
 
 
+def _check_capture(model: PreTrainedModel, state: PatchState | None, generation_config: Any) -> None:
+    """Refuse a cache with `capture=True` where nothing would be captured."""
+    if state is None or not state.config.capture:
+        raise ValueError(
+            "generate: `capture` must be False unless the model is patched with it, got True. "
+            "Call hf_kvquant.patch with capture=True in the config."
+        )
+    if generation_config.compile_config is not None:
+        raise ValueError(
+            "generate: `compile_config` must be None with capture=True, got a CompileConfig. Captured steps are not "
+            "compiled: leave it out, or patch the model with static=True instead of capture=True."
+        )
+    check_capturable(model)
+
+
 def _asks_for_us(generation_config: Any) -> bool:
     """Whether a call names our backend."""
     cache_config = generation_config.cache_config
@@ -341,6 +387,7 @@ def _check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
     text_config = _text_config(model)
     layer_types, _ = layers_of(text_config)
     check_model(text_config, layer_types, config)
+    check_heads(model, "patch")
 
 
 def _route_attention(model: PreTrainedModel, previous: str) -> None:

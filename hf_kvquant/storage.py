@@ -152,9 +152,25 @@ class LayerStorage:
         return 0 if self._group is None else self._group.length(self._member)
 
     @property
+    def length_group(self) -> LengthGroup | None:
+        """Where our length is kept, with those of other storages; `None` before there are buffers."""
+        return self._group
+
+    @property
     def lengths(self) -> Tensor | None:
         """The same on the device: `[batch]` int32, to be read only. Mostly a tensor that other storages share."""
         return None if self._group is None else self._group.tensor_of(self._member)
+
+    @property
+    def room(self) -> int:
+        """Tokens that a static storage takes before it is full. Waits for the device after a compiled static step."""
+        assert self.max_cache_len is not None
+        return self.max_cache_len - self.length
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether tokens stay dense that later have codes, so that a crop cannot give back what they were."""
+        return any(kv_format.tail_rows(**self._windows()) > 0 for kv_format in self._formats())
 
     @property
     def num_bytes(self) -> int:
@@ -300,9 +316,17 @@ class LayerStorage:
             *self._planes(), self._formats(), key_transform=self.key_transform, **self._windows()
         )
         if self.is_static and not torch.compiler.is_compiling():
-            transform = [] if self.key_transform is None else self.key_transform.tensors()
-            for tensor in (*self._tensors(), *([] if self.counters is None else [self.counters]), *transform):
+            for tensor in self._step_tensors():
                 torch._dynamo.mark_static_address(tensor)
+
+    def _step_tensors(self) -> list[Tensor]:
+        """Every tensor of ours that a decode step reads or writes."""
+        transform = [] if self.key_transform is None else self.key_transform.tensors()
+        return [*self._tensors(), *([] if self.counters is None else [self.counters]), *transform]
+
+    def addresses(self) -> tuple[tuple[int, torch.Size], ...]:
+        """Where a step finds its tensors: a captured one serves whatever storage has the same."""
+        return tuple((tensor.data_ptr(), tensor.shape) for tensor in self._step_tensors())
 
     def _tensors(self) -> list[Tensor]:
         """What has a row for every sequence of the batch."""
@@ -334,7 +358,7 @@ class LayerStorage:
         elif not self._fits(key, value):
             self._refuse(key, value)
         q_len = key.shape[2]
-        self._check_room(q_len)
+        self.check_room(q_len)
         if self._group is None:
             self.allocate(key, value)
         if q_len == 0:
@@ -380,7 +404,12 @@ class LayerStorage:
         if key.shape[2] != value.shape[2]:
             raise ValueError(f"{self.name}: `value` must have {key.shape[2]} tokens like `key`, got {value.shape[2]}.")
 
-    def _check_room(self, q_len: int) -> None:
+    def check_room(self, q_len: int) -> None:
+        """Refuse new tokens that a static storage has no room for.
+
+        Raises:
+            ValueError: It is full.
+        """
         if self.max_cache_len is None or torch.compiler.is_compiling():
             # A compiled step does not know the length, and must not wait for it. See `KVQuantCache`.
             return
@@ -432,6 +461,10 @@ class LayerStorage:
                 planes.scale.copy_(scale)
                 if planes.zero is not None and zero is not None:
                     planes.zero.copy_(zero)
+
+    def forget_pending(self) -> None:
+        """Let go of tokens that only a capture that failed half-way has taken: nothing has run on the device."""
+        self.pending = None
 
     def flush(self) -> None:
         """Write pending tokens into the planes, if there are any."""

@@ -139,6 +139,11 @@ def test_max_cache_len_implies_static() -> None:
     assert KVQuantConfig(static=True).max_cache_len is None
 
 
+def test_capture_implies_static() -> None:
+    assert KVQuantConfig(capture=True).static
+    assert KVQuantConfig.from_dict(KVQuantConfig.from_preset("int4", capture=True).to_dict()).capture
+
+
 def test_resolve_passes_configs_through() -> None:
     config = KVQuantConfig.from_preset("int4", static=True)
     assert KVQuantConfig.resolve(config) is config
@@ -212,6 +217,7 @@ def test_dictionary_of_a_config() -> None:
         },
         "static": True,
         "max_cache_len": 64,
+        "capture": False,
     }
 
 
@@ -219,7 +225,7 @@ def test_dictionary_of_a_config() -> None:
 
 KNOWN = (
     "['backend', 'preset', 'key', 'value', 'transforms', 'sink_length', 'residual_length', 'layers', 'static', "
-    "'max_cache_len', 'nbits', 'q_group_size']"
+    "'max_cache_len', 'capture', 'nbits', 'q_group_size']"
 )
 PRESET_NAMES = "['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'int4-channel', 'fp8']"
 STORAGES = "['none', 'int8', 'int4', 'fp8']"
@@ -374,6 +380,11 @@ STORAGES = "['none', 'int8', 'int4', 'fp8']"
             {"static": "yes"},
             TypeError,
             "KVQuantConfig: `static` must be True or False, got 'yes'.",
+        ),
+        (
+            {"capture": 1},
+            TypeError,
+            "KVQuantConfig: `capture` must be True or False, got 1.",
         ),
         (
             {"max_cache_len": 4096.0},

@@ -1,7 +1,8 @@
 """That the scripts in `evals/` measure what they say, and abort where a number would mean nothing.
 
 `fidelity.py` runs on a few tokens. `bench_decode.py` needs a GPU to time anything: here it runs on the CPU with its
-clock replaced, over tiny shapes, so that everything but the times is real; timing decides no test.
+clock replaced, over tiny shapes, so that everything but the times is real. `bench_generate.py` runs on a CPU as it is,
+with a tiny model. Timing decides no test.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import re
 import sys
@@ -20,8 +22,9 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from hf_kvquant import PRESETS
+from hf_kvquant import PRESETS, KVQuantCache
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = """
@@ -385,6 +388,150 @@ def test_bench_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="there is no GPU"):
         bench.main()
+
+
+# --- the benchmark of generate ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def generating(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`bench_generate.py`, where memory reads 10 GB/s."""
+    monkeypatch.syspath_prepend(str(ROOT / "evals"))
+    bench = importlib.import_module("bench_generate")
+    monkeypatch.setattr(bench, "bandwidth_of", lambda device: 10.0)
+    return bench
+
+
+def run_generating(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: Path, *words: str
+) -> tuple[dict[str, Any], str]:
+    """The results of a run on the CPU and what it printed; the JSON line and the file hold the same."""
+    arguments = ["--model", "tiny", "--device", "cpu", "--new-tokens", "8", "--output", str(path), *words]
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "evals" / "bench_generate.py"), *arguments])
+    bench.main()
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    printed = capsys.readouterr().out
+    assert json.loads(printed.splitlines()[-1]) == results
+    return results, printed
+
+
+def test_generate_results(
+    generating: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail(model: Any, capacity: int) -> Any:
+        raise ImportError("no such package in /somewhere/else.so")
+
+    monkeypatch.setitem(generating.SYSTEMS, "absent", fail)
+    words = ("--cases", "1x20,2x12", "--systems", "dynamic,static,absent,int8,int4-static")
+    results, printed = run_generating(generating, monkeypatch, capsys, tmp_path / "generate.json", *words)
+    # Weights of two layers, the last norm and the output; of the embedding a step reads a row.
+    assert results["weight_bytes_read"] == 2 * (2 * (3 * 64 * 128 + 3 * 64 * 96 + 2 * 64) + 64 + 96 * 64)
+    first, second = results["cases"]
+    assert (first["case"], second["batch"], second["context"]) == ("1x20", 2, 12)
+    rows = {row["system"]: row for row in second["rows"]}
+    assert list(rows) == ["dynamic", "static", "int8", "int4-static"]
+    # Two layers, keys and values, two heads of 32: bf16, or codes with scales, and zeros for int4.
+    assert [row["bytes_per_token"] for row in rows.values()] == [512, 512, 8 * (32 + 2), 8 * (16 + 4)]
+    for row in (second["floor"], *rows.values()):
+        context = 64 if row is second["floor"] else 12
+        assert row["cache_bytes"] == 2 * (context + 8) * row["bytes_per_token"]
+        assert row["roofline_ms"] == pytest.approx((results["weight_bytes_read"] + row["cache_bytes"]) / 10e6)
+        assert row["tokens_per_s"] == pytest.approx(2e3 / row["step_ms"]) and row["prefill_ms"] > 0
+        assert row["share"] == pytest.approx(row["roofline_ms"] / row["step_ms"]) and row["calls"] == 2
+        assert row["largest"] is row["prefill_peak_bytes"] is row["prefill_chunk"] is None
+    assert second["failures"] == [{"system": "absent", "reason": "ImportError: no such package in else.so"}]
+    assert "absent: ImportError: no such package in else.so" in printed and "floor (static)" in printed
+    assert results["checks"] == [] and str(tmp_path) not in json.dumps(results)
+    panels = generating.plotted(results)
+    assert list(panels["speed"]) == [f"{name}, batch {batch}" for batch in (1, 2) for name in rows]
+    assert panels["speed"]["int8, batch 2"] == [[12, rows["int8"]["tokens_per_s"]]] and panels["memory"] == {}
+
+
+def test_generate_chunks_what_does_not_fit(
+    generating: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    call = generating.call
+
+    def small(model: Any, case: Any, num_new: int, arguments: Any) -> Any:
+        if case.batch == 2 and arguments.get("prefill_chunk_size", case.context) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return call(model, case, num_new, arguments)
+
+    monkeypatch.setattr(generating, "call", small)
+    words = ("--cases", "2x16,2x64", "--systems", "dynamic,int4-static")
+    results, _ = run_generating(generating, monkeypatch, capsys, tmp_path / "generate.json", *words)
+    fits, does_not = results["cases"]
+    assert [row["prefill_chunk"] for row in fits["rows"]] == [2, 2]
+    reason = "OutOfMemoryError: CUDA out of memory."
+    assert does_not["rows"] == [] and does_not["floor"] is None
+    assert does_not["failures"] == [{"system": name, "reason": reason} for name in ("floor", "dynamic", "int4-static")]
+
+
+def test_generate_refuses_a_fallback(
+    generating: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    @contextlib.contextmanager
+    def unpatched(model: Any, capacity: int) -> Iterator[Any]:
+        yield lambda: {"past_key_values": KVQuantCache(model.config, "int8")}
+
+    monkeypatch.setitem(generating.SYSTEMS, "unpatched", unpatched)
+    words = ("--cases", "1x8", "--systems", "unpatched")
+    results, _ = run_generating(generating, monkeypatch, capsys, tmp_path / "generate.json", *words)
+    (failure,) = results["cases"][0]["failures"]
+    assert failure["reason"].startswith("RuntimeError: attention runs on dequantised tensors: the model or its")
+
+
+def test_generate_goals(generating: ModuleType) -> None:
+    cases = sys.modules["generate_cases"]
+    assert {goal.case for goal in cases.GOALS} == {case.name for case in generating.DEFAULT_CASES}
+    assert all(goal.system in generating.SYSTEMS for goal in cases.GOALS)
+    steps = {"int4-static": 6.7, "int8-static": 6.8, "int4": 10.6, "dynamic": 10.0}
+    rows = [{"system": name, "step_ms": step, "cache_bytes": 4e9} for name, step in steps.items()]
+    found = {"case": "1x2k", "floor": {"step_ms": 6.4}, "rows": rows}
+    results: dict[str, Any] = {"model": cases.GOALS_OF, "cases": [found, {**found, "case": "8x16k", "floor": None}]}
+    results["checks"] = cases.check_goals(results)
+    reached = {(check["case"], check["system"], check["unit"]): check["reached"] for check in results["checks"]}
+    assert reached["1x2k", "int4-static", "over_floor"] is True
+    assert reached["1x2k", "int8-static", "over_floor"] is False
+    assert reached["1x2k", "int4", "times"] is False and reached["8x16k", "int4-static", "cache_gb"] is True
+    assert reached["1x2k", "int4-capture", "ms"] is reached["8x16k", "int4-static", "over_floor"] is None
+    assert reached["64x8k", "int4-static", "over_floor"] is None
+    table, console = generating.goals_table(results), Console(file=io.StringIO(), width=300)
+    assert table.row_count == 4
+    with console.capture() as capture:
+        console.print(table)
+    text = capture.get()
+    assert (
+        "6.70, at most floor + 0.3 ms (6.70): reached" in text and "10.60, at most 1.05 times dynamic (10.50)" in text
+    )
+    assert cases.check_goals({**results, "model": "tiny"}) == []
+
+
+def test_generate_arithmetic(generating: ModuleType) -> None:
+    cases = sys.modules["generate_cases"]
+    case = cases.Case.parse("8x16k")
+    assert (case.batch, case.context, case.name) == (8, 16384, "8x16k") and cases.Case.parse("2x100").name == "2x100"
+    assert cases.roofline_ms(15e9, 5e9, 4000.0) == pytest.approx(5.0) and cases.roofline_ms(15e9, None, 4e3) is None
+    # 100 GB, of which 97 can be filled; 20 are no cache, and a token takes 1 MB.
+    found = cases.largest(cases.Case(2, 900), total_bytes=100e9, peak_bytes=22e9, cache_bytes=2e9, tokens=1000)
+    assert found == {"context": 38500, "batch": 77}
+    assert cases.largest(case, total_bytes=None, peak_bytes=1, cache_bytes=1, tokens=1) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cases", "8k16"], "a case must be batch and context, such as 8x16k or 2x100, got '8k16'"),
+        (["--systems", "int4,int5"], "unknown systems ['int5']"),
+        (["--new-tokens", "7"], "--new-tokens must be at least 8, got 7"),
+    ],
+)
+def test_generate_argument_errors(
+    generating: ModuleType, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        generating.parse(words)
+    assert message in capsys.readouterr().err
 
 
 def test_commit_without_history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -314,3 +314,44 @@ def test_a_storage_dies_with_its_last_reference() -> None:
         assert [reference() for reference in watched] == [None, None]
     finally:
         gc.enable()
+
+
+# --- captured steps ---------------------------------------------------------------------------------------------------
+
+
+def test_a_replayed_step_counts_for_all_members() -> None:
+    group = group_of(3, 5)
+    for tokens in (1, 1, 4):
+        group.tensor.add_(tokens)  # what the graph does
+        group.note_replayed(tokens)
+        group.check_level()
+    check(group, [11, 11, 11])
+    for member in range(3):
+        group.advance(member, 2)
+    check(group, [13, 13, 13])
+
+
+@pytest.mark.parametrize("members", [(), (0,), (0, 1)], ids=str)
+def test_a_capture_that_fails_counts_for_nobody(members: tuple[int, ...]) -> None:
+    group = group_of(4, 5)
+    group.leave(3)
+    for member in members:
+        group.advance(member, 1)
+    group.tensor.fill_(5)  # the device has run nothing
+    group.forget_capture(5)
+    group.check_level()
+    check(group, [5, 5, 5])
+
+
+def test_members_that_are_not_level_cannot_be_captured() -> None:
+    group = group_of(3, 5)
+    group.place(1, 4)
+    with pytest.raises(ValueError) as raised:
+        group.check_level()
+    assert str(raised.value) == (
+        "lengths: a captured step must find all layers of a cache at one length, got layers of different lengths. "
+        "Reset the cache, or crop all of its layers alike."
+    )
+    group.place(0, 4)
+    group.place(2, 4)
+    group.check_level()

@@ -547,7 +547,7 @@ def old_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module = SimpleNamespace(HAS_CPU=1, HAS_CUDA=1, cuda_archs=lambda: "80;90")
     monkeypatch.setattr(ops, "extension", lambda: module)
     monkeypatch.setattr(ops, "has_kernels", lambda device_type: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: ((7, 5), (9, 0))[index])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: ((7, 5), (9, 0))[index])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     ops.serves_gpu.cache_clear()
     ops._log_reference.cache_clear()

@@ -787,6 +787,68 @@ def test_a_compiled_step_advances_the_length_on_the_device_only(device: str) -> 
     assert_dense(compiled, model)
 
 
+# --- captured steps ---------------------------------------------------------------------------------------------------
+
+
+def test_a_replayed_step_is_counted_on_the_host() -> None:
+    """A graph that is replayed does to the device what the step did that was captured."""
+    replayed, model = filled(INT4, [9], max_cache_len=64)
+    new = new_tokens(2, 1)
+    eager = copy.deepcopy(replayed)
+    eager.extend(*new)
+    model.extend(*new)
+    eager.flush()
+    for tensor, other in zip(replayed._tensors(), eager._tensors(), strict=True):
+        tensor.copy_(other)
+    replayed.length_group.note_replayed(1)
+    assert (replayed.length, replayed.room) == (10, 54)
+    assert_dense(replayed, model)
+    replayed.crop(1)
+    assert_same(replayed.lengths, torch.tensor([9, 9], dtype=torch.int32), "lengths after a crop")
+
+
+def test_a_capture_that_fails_leaves_no_tokens_behind() -> None:
+    storage, model = filled(INT4, [9], max_cache_len=64)
+    storage.flush()
+    lengths = storage.lengths.clone()
+    storage.extend(*new_tokens(2, 1))
+    storage.lengths.copy_(lengths)  # the device has not run what a capture records
+    storage.length_group.forget_capture(9)
+    storage.forget_pending()
+    assert storage.pending is None
+    assert_dense(storage, model)
+
+
+@pytest.mark.parametrize("kind", ["", "smooth", "center"])
+def test_addresses_tell_whether_a_captured_step_serves(kind: str, device: str) -> None:
+    """They change with any buffer, and with nothing else."""
+    storage = LayerStorage(INT4, max_cache_len=64, key_transform=new_transform(kind))
+    storage.extend(*new_tokens(2, 9, device=device))
+    before = storage.addresses()
+    assert len(before) == len(storage._tensors()) + (device == "cuda") + bool(kind)
+    storage.reset()
+    storage.extend(*new_tokens(2, 5, device=device))
+    assert storage.addresses() == before
+    twin = copy.deepcopy(storage)
+    assert not set(twin.addresses()) & set(before)
+    storage.repeat(2)
+    assert not set(storage.addresses()[: len(storage._tensors())]) & set(before)
+
+
+@pytest.mark.parametrize(
+    ("formats", "has_tail"),
+    [
+        (INT4, False),
+        (LayerFormats(KVFormat("none"), KVFormat("none")), False),
+        (LayerFormats(INT4.key, INT4.value, residual_length=4), True),
+        (LayerFormats(INT4.key, INT4.value, sink_length=4), True),
+    ],
+    ids=str,
+)
+def test_only_dense_windows_make_a_crop_inexact(formats: LayerFormats, has_tail: bool) -> None:
+    assert LayerStorage(formats, max_cache_len=64).has_tail == has_tail
+
+
 # --- counters ---------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,8 @@
 // manner of Flash-Decoding: it takes one step of every round, streams it through its ring (ring.cuh), and keeps its own
 // maximum, sum and output; the warps merge through shared memory at the end, and blocks through the workspace
 // (combine.cuh). In the loop there are no barriers, only unpacking, tensor-core products and an online softmax; scales,
-// zeros and offsets act on scores and probabilities, outside of the products (fragments.cuh).
+// zeros and offsets act on scores and probabilities, outside of the products (fragments.cuh). Tokens that are kept as
+// they came are taken afterwards (tails.cuh).
 //
 // Instructions are scarce: at 4.5 TB/s, an H200 has 3.7 thread instructions for an int4 code, and power is scarcer.
 // Reading alone takes all of its 700 W and lowers the clock to 1.65 to 1.85 GHz, depending on how few instructions read;
@@ -19,6 +20,7 @@
 #pragma once
 
 #include "quantize.cuh"
+#include "tails.cuh"
 #include "worker.cuh"
 
 namespace hf_kvquant::cuda {
@@ -132,15 +134,17 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   if (fills_block) held.first_step = step_of<Ring::kStepTokens>(held.end - kBlockSize);
   if (!segment.has_rounds() && !held.is_own) return;
   const int first_step = segment.first_step + warp;
-  const int held_step = held.is_own ? held.first_step : segment.last_step;
+  const int held_step = held.is_own ? min(held.first_step, segment.last_step) : segment.last_step;
   const int first_of_tail = Shape::kIsBlocked ? tail_begin(params.key_side, min(max(bounds.length, 0), params.capacity),
                                                            params.residual_length)
                                               : span.end;
   ring.bound(span.begin, span.end, min(first_of_tail, span.end));
   if (first_step != likely_step) ring.seek(plan, segment, first_step);
   if constexpr (Shape::kIsBlocked) {
-    Blocks<Shape>::expect_tail(params.key_side, plan, segment, first_of_tail, span.end, warp, lane);
+    Blocks<Shape>::expect_tail(params, plan, segment, first_of_tail, span.end, warp, lane);
   }
+  const bool has_windows = plan.plain_query_at > 0;
+  if (has_windows) expect_window(params, plan, segment, bounds, warp, lane);
   int stage = 0;
   for (; stage < num_stages - 1 && first_step + stage * stride < held_step; ++stage) {
     ring.fill(params, plan, chunk_list, segment.b, segment.h, stage);
@@ -176,6 +180,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   for (int i = 0; i < kRowsOfWarp; ++i) {
     const int slot = i * num_warps + warp;
     if (slot < Shape::kRows) {
+      if (has_windows) Query<Shape>::write_plain_row(query_bits[i], slot, memory + plan.plain_query_at, lane);
       Query<Shape>::write_row(params, is_transformed, transform, query_bits[i], slot, planes, factors, constants,
                               query_sums, lane);
     }
@@ -227,6 +232,11 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   wait_for_copies<0>();
   __syncwarp();
   worker.share(reinterpret_cast<float*>(stages), sums + warp * Shape::kRows);
+  if (has_windows) {
+    __syncwarp();
+    attend_to_windows<Shape>(params, new_tokens, plan, segment, bounds, memory + plan.plain_query_at, constants,
+                             reinterpret_cast<float*>(stages), sums + warp * Shape::kRows, warp, lane);
+  }
   __syncthreads();
   Combine<Shape::kRows, Shape::kHeadDim>::merge(params, plan, segment, reinterpret_cast<const float*>(rings),
                                                 num_stages * Ring::kStageBytes / 4, Shape::kOutputStride, sums,

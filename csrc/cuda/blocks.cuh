@@ -7,7 +7,8 @@
 // zeros and whose row 1 is the scales.
 //
 // Tokens of the unfinished block have no codes: their keys are in the tail, as they came, and are read from there when
-// their step's turn comes. There are four steps of them at most, so each warp meets one, its last.
+// their step's turn comes. There are four steps of them at most, so each warp meets one, its last. (Where values are
+// dense too, in a window of the newest tokens, the block ends before it: tails.cuh.)
 #pragma once
 
 #include "query.cuh"
@@ -23,15 +24,16 @@ class Blocks {
 
  public:
   // Has the tail's rows of a warp, those tokens from `begin` to `end` - 1 that are of its step, brought nearer.
-  static __device__ __forceinline__ void expect_tail(const Side& side, const DecodePlan& plan, const Segment& segment,
-                                                     int begin, int end, int warp, int lane) {
+  static __device__ __forceinline__ void expect_tail(const DecodeParams& params, const DecodePlan& plan,
+                                                     const Segment& segment, int begin, int end, int warp, int lane) {
     constexpr int kLineBytes = 128, kLines = (Shape::kHeadDim * 2 + kLineBytes - 1) / kLineBytes;
     const int num_warps = 1 << plan.warps_log2, first = begin / Ring::kStepTokens;
     const int step = first + ((warp - first) & (num_warps - 1)), token = step * Ring::kStepTokens + lane;
     if (token >= end || lane >= Ring::kStepTokens || share_of_step(plan, step) != segment.share) return;
-    const char* row =
-        static_cast<const char*>(side.tail) +
-        2 * (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h + token % kBlockSize * side.tail_stride_t);
+    const Side& side = params.key_side;
+    const char* row = static_cast<const char*>(side.tail) +
+                      2 * (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h +
+                           (params.sink_length + token % side.ring) * side.tail_stride_t);
 #pragma unroll
     for (int line = 0; line < kLines; ++line) {
       if (line * kLineBytes < 2 * side.head_dim) prefetch(row + line * kLineBytes);
@@ -62,7 +64,7 @@ class Blocks {
     if (step < tail_step_) {
       multiply_codes(stage, sum, constant);
     } else {
-      multiply_tail(params.key_side, segment, step, sum, constant);
+      multiply_tail(params, segment, step, sum, constant);
     }
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
@@ -139,11 +141,12 @@ class Blocks {
   }
 
   // Keys of the tail become float16, which bfloat16 below 65,520 does without loss that counts.
-  __device__ __forceinline__ void multiply_tail(const Side& side, const Segment& segment, int step, Sums& sum,
+  __device__ __forceinline__ void multiply_tail(const DecodeParams& params, const Segment& segment, int step, Sums& sum,
                                                 float (&constant)[kColumns]) const {
+    const Side& side = params.key_side;
     const uint16_t* tail =
         static_cast<const uint16_t*>(side.tail) + (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h);
-    const int first = step * Ring::kStepTokens % kBlockSize + slot_of_row(g_) * kHalves;
+    const int first = params.sink_length + step * Ring::kStepTokens % side.ring + slot_of_row(g_) * kHalves;
     const bool is_bf16 = side.tail_dtype == Dtype::bf16;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {

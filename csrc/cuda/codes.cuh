@@ -126,6 +126,12 @@ __device__ inline void load_channels(const Side& side, int64_t b, int64_t h, int
   for (int i = 0; i < kChunk; ++i) x[i] = x[i] * scale + zero;
 }
 
+// cap · tanh(x / cap), as cap · (1 - 2 / (exp(2x / cap) + 1)).
+__device__ __forceinline__ float capped(float x, float cap) {
+  const float power = exp2f(x * (2.f * kLog2E / cap));
+  return cap * (1.f - 2.f / (power + 1.f));
+}
+
 // Every kernel is launched here: grid size and launch errors are checked in one place.
 template <class... Parameters, class... Arguments>
 void launch(const char* where, void (*kernel)(Parameters...), int64_t num_blocks, int num_threads, size_t shared_bytes,

@@ -3,8 +3,7 @@
 // A partial result of a row is its maximum m (in log2 units), the sum l of 2^(score - m), and the sum of values under
 // the same weights; several merge as in online softmax. Blocks leave theirs in the workspace and count their arrival at
 // a counter that wraps to 0; whoever completes the count merges all parts, in the order of the sequence, so the result
-// does not depend on who that is. Where there are dense windows, decode_general.cu has left parts of theirs before; they
-// are added to the result.
+// does not depend on who that is.
 #pragma once
 
 #include "codes.cuh"
@@ -53,29 +52,6 @@ __device__ __forceinline__ bool arrive(const DecodeParams& params, const Segment
   return __syncthreads_or(threadIdx.x == 0 && before == last);
 }
 
-// Four channels of a row.
-struct RowPart {
-  float4 total;
-  float maximum, sum;
-};
-
-// Adds `num_parts` results of dense windows, [head_dim values, m, l] of the row each, `stride` apart. Their maxima are
-// natural logarithms, and of whole scores. A function, so that it costs nothing where there are no windows.
-static __device__ __noinline__ RowPart with_tails(RowPart row, const float* from, int64_t stride, int num_parts,
-                                                  int head_dim, int c, float constant) {
-  for (int part = 0; part < num_parts; ++part, from += stride) {
-    const float theirs = from[head_dim] * kLog2E - constant, before = row.maximum;
-    row.maximum = fmaxf(before, theirs);
-    const float kept = exp2_below(before, row.maximum), weight = exp2_below(theirs, row.maximum);
-    row.total.x = fmaf(from[c], weight, row.total.x * kept);
-    row.total.y = fmaf(from[c + 1], weight, row.total.y * kept);
-    row.total.z = fmaf(from[c + 2], weight, row.total.z * kept);
-    row.total.w = fmaf(from[c + 3], weight, row.total.w * kept);
-    row.sum = fmaf(from[head_dim + 1], weight, row.sum * kept);
-  }
-  return row;
-}
-
 // Four channels of a row's output: where they go, found before anybody knows what they are.
 struct Output {
   uint2* values = nullptr;  // nullptr: not an output
@@ -105,18 +81,8 @@ struct Output {
   __device__ __forceinline__ bool exists() const { return values != nullptr; }
 
   // From the weighted sum, the maximum and the sum of weights.
-  __device__ __forceinline__ void write(const DecodeParams& params, const DecodePlan& plan, const float* workspace,
-                                        float4 total, float maximum, float sum) const {
+  __device__ __forceinline__ void write(float4 total, float maximum, float sum) const {
     constexpr float kLn2 = 0.6931471805599453f;
-    if (plan.num_tail_parts > 0) {
-      const int head_dim = params.value_side.head_dim;
-      const int64_t first = (values - static_cast<const uint2*>(params.out)) * 4, row = first / head_dim;
-      const int64_t num_rows = int64_t{params.batch} * params.q_len * params.num_q_heads;
-      const RowPart all =
-          with_tails({total, maximum, sum}, workspace + plan.tails_at + row * (head_dim + 2), num_rows * (head_dim + 2),
-                     plan.num_tail_parts, head_dim, static_cast<int>(first - row * head_dim), constant);
-      total = all.total, maximum = all.maximum, sum = all.sum;
-    }
     if (sink != -INFINITY) {
       const float before = maximum;
       maximum = fmaxf(before, sink);
@@ -179,7 +145,7 @@ class Combine {
         }
       }
       if (is_whole) {
-        output.write(params, plan, workspace, total, maximum, sum);
+        output.write(total, maximum, sum);
       } else {
         __stcg(Slot::values(slot, row, c), total);
         if (c == 0) __stcg(Slot::sums(slot, row), make_float2(maximum, sum));
@@ -198,9 +164,9 @@ class Combine {
     if (!arrive(params, segment, unit)) return;
     slot = slot_of<Slot>(plan, unit, 0, workspace);
     if (segment.num_parts <= kAtOnce / 2 << helpers_log2) {
-      merge_parts<kAtOnce / 2>(params, plan, workspace, outputs, slot, segment.num_parts, helpers_log2);
+      merge_parts<kAtOnce / 2>(outputs, slot, segment.num_parts, helpers_log2);
     } else {
-      merge_parts<kAtOnce>(params, plan, workspace, outputs, slot, segment.num_parts, helpers_log2);
+      merge_parts<kAtOnce>(outputs, slot, segment.num_parts, helpers_log2);
     }
   }
 
@@ -222,9 +188,8 @@ class Combine {
 
   // `kCount` parts at a time are under way together.
   template <int kCount>
-  static __device__ __forceinline__ void merge_parts(const DecodeParams& params, const DecodePlan& plan,
-                                                     const float* workspace, const Output (&outputs)[kItems],
-                                                     float* slots, int num_parts, int helpers_log2) {
+  static __device__ __forceinline__ void merge_parts(const Output (&outputs)[kItems], float* slots, int num_parts,
+                                                     int helpers_log2) {
     const int helpers = 1 << helpers_log2, helper = threadIdx.x & (helpers - 1), last = num_parts - 1;
     float4 total[kItems] = {};
     float maximum[kItems], sum[kItems] = {};
@@ -271,7 +236,7 @@ class Combine {
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
       if (helper != 0 || !outputs[item].exists()) continue;
-      outputs[item].write(params, plan, workspace, total[item], maximum[item], sum[item]);
+      outputs[item].write(total[item], maximum[item], sum[item]);
     }
   }
 

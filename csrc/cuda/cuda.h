@@ -27,7 +27,8 @@ enum class Scales { rows, groups, blocks };
 
 // Warps of its blocks: 4 or 8, by the plan.
 constexpr int kMinAttendWarps = 4, kMaxAttendWarps = 8;
-constexpr int kGroupChannels = 32;  // that have a scale of their own in the kernels for groups
+constexpr int kTailTileTokens = 16;  // tokens of dense windows that a warp takes at a time
+constexpr int kGroupChannels = 32;   // that have a scale of their own in the kernels for groups
 
 // The kernels for a pair of storage types: of the smallest head dim (64, 128 or 256) that holds `head_dim`, and of the
 // fewest rows that hold `num_rows`, or else the most there are.
@@ -114,14 +115,13 @@ struct DecodePlan {
   bool has_gaps;       // copies leave some of a stage as it is, see ring.cuh
   bool appends;        // the attention kernel quantises the new tokens too
   bool appends_pairs;  // one new key and its value side by side in a warp
+  int plain_query_at;  // in shared memory: the query as it came, for dense windows; 0 where there are none
   Origin key_codes, value_codes;
   RowChunks key_chunks, value_chunks;
   PlaneOfScales scales[4];  // in the order in which the kernel copies them, which may be fewer
   uint32_t query_stride_b, query_stride_h, query_stride_t;  // in elements
   int64_t num_counters;      // zeros needed at the place where parts meet; 0 when nothing is combined
   int64_t workspace_floats;  // partial results; 0 when there are none
-  int num_tail_parts;        // in which decode_general.cu takes dense windows where another kernel takes codes
-  int64_t tails_at;          // their place in the workspace
 };
 
 // Makes a device current for this library's CUDA runtime, which is not torch's, and returns torch's stream on it.
@@ -141,8 +141,5 @@ void decode(const DecodeParams& params, const AppendParams* new_tokens, const De
 
 // The kernel for what no other serves: float32 queries, storage type `none`, mixtures of formats.
 void decode_general(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream);
-
-// Leaves plan.num_tail_parts partial results of dense windows at `workspace`, for whoever attends to the codes.
-void decode_tails(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream);
 
 }  // namespace hf_kvquant::cuda

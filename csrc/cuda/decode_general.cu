@@ -4,13 +4,14 @@
 //
 // A worker is the 1 to 32 lanes that together hold a row, eight channels each. Workers of a block take tokens in turn;
 // each keeps its own running maximum m, sum l and weighted values, in the manner of online softmax, and they merge at
-// the end of the block's part of the sequence. With several parts a second kernel combines their results.
-// Dense windows are attended to here for the other kernels, too. Not decided here: how many parts there are (plan.cpp).
+// the end of the block's part of the sequence. With several parts a second kernel combines their results. Not decided
+// here: how many parts there are (plan.cpp).
 #include <algorithm>
 #include <type_traits>
 
 #include "codes.cuh"
 #include "cuda.h"
+#include "tails.cuh"
 #include "transform.cuh"
 
 namespace hf_kvquant::cuda {
@@ -45,37 +46,6 @@ struct Output {
     const int64_t row = (b * params.q_len + i) * params.num_q_heads + head;
     store_value(params.out, params.query.dtype, row * head_dim + c, l == 0.f ? 0.f : sum / l);
     if (c == 0) params.lse[(b * params.num_q_heads + head) * params.q_len + i] = maximum + logf(l);
-  }
-};
-
-// Which tokens of a sequence attention takes from the tail of a side, as they came.
-struct Tail {
-  int start, sink_length, begin;
-
-  __device__ Tail(const DecodeParams& params, const Side& side, int64_t b, int length)
-      : start(params.starts == nullptr ? 0 : max(params.starts[b], 0)),
-        sink_length(params.sink_length),
-        begin(side.tail == nullptr ? length : tail_begin(side, length, params.residual_length)) {}
-
-  __device__ bool has(const Side& side, int token) const {
-    return side.tail != nullptr && (token >= begin || is_sink(token, start, sink_length));
-  }
-
-  // The place of channel `c` of such a token; of any other token, a place that exists.
-  __device__ int64_t place_of(const Side& side, int64_t b, int64_t h, int token, int c) const {
-    const int64_t row = has(side, token) ? tail_row(side, token, start, sink_length) : 0;
-    return b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c;
-  }
-
-  // Eight channels of such a token.
-  __device__ void load(const Side& side, int64_t b, int64_t h, int token, int c, float (&x)[kChunk]) const {
-    load_values(side.tail, side.tail_dtype, place_of(side, b, h, token, c), x);
-  }
-
-  // The same as they lie there: numbers of 16 bits at a multiple of 16 bytes.
-  __device__ uint4 load_words(const Side& side, int64_t b, int64_t h, int token, int c) const {
-    const uint16_t* numbers = static_cast<const uint16_t*>(side.tail) + place_of(side, b, h, token, c);
-    return *reinterpret_cast<const uint4*>(numbers);
   }
 };
 
@@ -177,10 +147,11 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
   const int64_t b = place.b;
   const int length = min(max(params.lengths[b], 0), params.capacity);
   const int first_position = length - params.q_len;  // of the first query; negative when it attends to nothing
-  int begin = params.starts == nullptr ? 0 : max(params.starts[b], 0);
+  const int start = params.starts == nullptr ? 0 : params.starts[b];
+  int begin = max(start, 0);
   if (params.sliding_window > 0) begin = max(begin, first_position - params.sliding_window + 1);
 
-  const Tail key_tail(params, params.key_side, b, length), value_tail(params, params.value_side, b, length);
+  const Tail key_tail(params, params.key_side, length, start), value_tail(params, params.value_side, length, start);
   const int64_t num_tokens = max(length - begin, 0);
   const int64_t tokens_per_split = (num_tokens + num_splits - 1) / num_splits;
   const int64_t split_begin = begin + split * tokens_per_split;
@@ -265,117 +236,6 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
                        num_splits > 1 ? workspace : nullptr);
 }
 
-// The part of attend that is dense windows, where another kernel takes the codes: the first tokens, and those whose keys
-// are the newest dense ones. There are few of them, and what takes time is waiting: so a worker asks for several tokens
-// before it uses any, and treats all of them and all rows alike, without branches. Tails are of 16 bits and aligned
-// (plan.cpp).
-template <int kRows, int kLanesOfWorker>
-__global__ void __launch_bounds__(kNumThreads)
-    attend_to_tails(const __grid_constant__ DecodeParams params, int num_splits, int num_tiles, int, float* workspace) {
-  constexpr int kAtOnce = 4, kNumWorkers = kNumThreads / kLanesOfWorker;
-  const Place place = Place::of(params, num_splits, num_tiles);
-  const int split = place.split, tile = place.tile, h = place.h;
-  const int64_t b = place.b;
-  const Side &keys = params.key_side, &values = params.value_side;
-  const int length = min(max(params.lengths[b], 0), params.capacity), first_position = length - params.q_len;
-  const Tail key_tail(params, keys, b, length), value_tail(params, values, b, length);
-  const int num_first =
-      max(min(key_tail.start + key_tail.sink_length, min(key_tail.begin, length)) - key_tail.start, 0);
-  const int begin = max(key_tail.begin, key_tail.start), num_tokens = num_first + max(length - begin, 0);
-  const int tokens_per_split = (num_tokens + num_splits - 1) / num_splits;
-  const int split_begin = split * tokens_per_split;
-  const int split_end = min(split_begin + tokens_per_split, num_tokens);
-
-  const int worker = threadIdx.x / kLanesOfWorker, c = threadIdx.x % kLanesOfWorker * kChunk;
-  const bool has_key = c < keys.head_dim, has_value = c < values.head_dim;
-  const int num_q_per_kv = params.num_q_heads / params.num_kv_heads;
-  const int num_rows = min(kRows, num_q_per_kv * params.q_len - tile * kRows);
-  float query[kRows][kChunk] = {}, slope[kRows] = {};
-  int position[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int row = tile * kRows + r, head = h * num_q_per_kv + row / params.q_len, i = row % params.q_len;
-    position[r] = r < num_rows ? first_position + i : -1;
-    if (r >= num_rows) continue;
-    if (params.alibi_slopes != nullptr) slope[r] = params.alibi_slopes[head];
-    if (!has_key) continue;
-    const int64_t first = b * params.query.stride_b + head * params.query.stride_h + i * params.query.stride_t + c;
-    load_values(params.query.data, params.query.dtype, first, query[r]);
-  }
-
-  State<kRows> state;  // maxima in log2 units
-  for (int base = split_begin; base < split_end; base += kAtOnce * kNumWorkers) {
-    uint4 key_words[kAtOnce], value_words[kAtOnce];
-    float value[kAtOnce][kChunk], logit[kAtOnce][kRows];
-    int tokens[kAtOnce];
-#pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      const int number = min(base + n * kNumWorkers + worker, split_end - 1);
-      tokens[n] = number < num_first ? key_tail.start + number : begin + (number - num_first);
-      key_words[n] = key_tail.load_words(keys, b, h, tokens[n], has_key ? c : 0);
-      value_words[n] = value_tail.load_words(values, b, h, tokens[n], has_value ? c : 0);
-    }
-#pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      float key[kChunk];
-      widen(key_words[n], keys.tail_dtype, key);
-      widen(value_words[n], values.tail_dtype, value[n]);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        logit[n][r] = 0.f;
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) logit[n][r] += query[r][k] * key[k];
-        if (!has_key) logit[n][r] = 0.f;
-      }
-    }
-    // Values may have left their window where keys, in blocks, have not.
-    if (keys.has_channel_scales) {
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        if (has_value && !value_tail.has(values, tokens[n])) load_channels(values, b, h, tokens[n], c, value[n]);
-      }
-    }
-#pragma unroll
-    for (int distance = kLanesOfWorker / 2; distance > 0; distance /= 2) {
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) logit[n][r] += __shfl_xor_sync(kAllLanes, logit[n][r], distance);
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float maximum = state.m[r];
-      bool is_visible[kAtOnce];
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        is_visible[n] = base + n * kNumWorkers + worker < split_end && tokens[n] <= position[r] &&
-                        (params.sliding_window == 0 || tokens[n] > position[r] - params.sliding_window);
-        const float shaped =
-            shape_logit(logit[n][r] * params.softmax_scale, params.softcap, slope[r], tokens[n] - position[r]);
-        logit[n][r] = shaped * kLog2E;
-        if (is_visible[n]) maximum = fmaxf(maximum, logit[n][r]);
-      }
-      const float shift = maximum == -INFINITY ? 0.f : maximum, kept = exp2f(state.m[r] - shift);
-      state.m[r] = maximum;
-      state.l[r] *= kept;
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) state.sum[r][k] *= kept;
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        // What a query must not see is left out, not multiplied by 0: it may be NaN.
-        const float weight = is_visible[n] ? exp2f(logit[n][r] - shift) : 0.f;
-        state.l[r] += weight;
-#pragma unroll
-        for (int k = 0; k < kChunk; ++k) state.sum[r][k] += is_visible[n] ? weight * value[n][k] : 0.f;
-      }
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) state.m[r] *= 1.f / kLog2E;
-  merge_workers<kRows>(params, state, place, kNumWorkers, worker, c, has_value, num_rows, workspace);
-}
-
 // One thread block merges the parts of one row.
 __global__ void combine(const __grid_constant__ DecodeParams params, int num_splits, float* workspace) {
   const int64_t i = blockIdx.x % params.q_len, head = blockIdx.x / params.q_len % params.num_q_heads;
@@ -397,8 +257,6 @@ __global__ void combine(const __grid_constant__ DecodeParams params, int num_spl
   }
 }
 
-using AttendParts = void (*)(DecodeParams, int, int, int, float*);
-
 // Lanes that hold a row: a power of two.
 int lanes_for(int head_dim) {
   int lanes = 1;
@@ -406,47 +264,24 @@ int lanes_for(int head_dim) {
   return lanes;
 }
 
-void launch_attend(AttendParts kernel, int lanes_per_worker, int rows_per_tile, const DecodeParams& params,
-                   int num_splits, float* workspace, void* stream) {
-  const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
-  const int num_tiles = (num_rows + rows_per_tile - 1) / rows_per_tile;
-  const int num_workers = kNumThreads / lanes_per_worker;
-  const size_t shared_bytes = sizeof(float) * num_workers * rows_per_tile * (params.value_side.head_dim + 2);
-  const int64_t num_blocks = int64_t{num_splits} * num_tiles * params.num_kv_heads * params.batch;
-  launch("decode", kernel, num_blocks, kNumThreads, shared_bytes, stream, params, num_splits, num_tiles,
-         lanes_per_worker, workspace);
-}
-
 }  // namespace
-
-void decode_tails(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream) {
-  const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
-  const int rows_per_tile = num_rows == 1 ? 1 : 4;
-  const int head_dim = std::max(params.key_side.head_dim, params.value_side.head_dim);
-  const auto kernel_for = [&](auto rows) -> AttendParts {
-    constexpr int kRows = decltype(rows)::value;
-    return head_dim <= 64    ? attend_to_tails<kRows, 8>
-           : head_dim <= 128 ? attend_to_tails<kRows, 16>
-                             : attend_to_tails<kRows, 32>;
-  };
-  const AttendParts kernel =
-      num_rows == 1 ? kernel_for(std::integral_constant<int, 1>{}) : kernel_for(std::integral_constant<int, 4>{});
-  launch_attend(kernel, lanes_for(std::max(head_dim, 64)), rows_per_tile, params, plan.num_tail_parts, workspace,
-                stream);
-}
 
 void decode_general(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream) {
   const int num_splits = static_cast<int>(plan.num_splits.value);
   const bool has_tails = params.key_side.tail != nullptr || params.value_side.tail != nullptr;
-  const auto attend_with = [&](auto rows) -> AttendParts {
+  const auto attend_with = [has_tails](auto rows) {
     constexpr int kRows = decltype(rows)::value;
     return has_tails ? attend<kRows, true> : attend<kRows, false>;
   };
-  AttendParts kernel = attend_with(std::integral_constant<int, 8>{});
+  auto kernel = attend_with(std::integral_constant<int, 8>{});
   if (plan.rows_per_tile == 1) kernel = attend_with(std::integral_constant<int, 1>{});
   if (plan.rows_per_tile == 4) kernel = attend_with(std::integral_constant<int, 4>{});
-  const int lanes = lanes_for(std::max(params.key_side.head_dim, params.value_side.head_dim));
-  launch_attend(kernel, lanes, plan.rows_per_tile, params, num_splits, workspace, stream);
+  const int lanes_per_worker = lanes_for(std::max(params.key_side.head_dim, params.value_side.head_dim));
+  const int num_workers = kNumThreads / lanes_per_worker;
+  const size_t shared_bytes = sizeof(float) * num_workers * plan.rows_per_tile * (params.value_side.head_dim + 2);
+  const int64_t num_blocks = int64_t{num_splits} * plan.num_row_tiles * params.num_kv_heads * params.batch;
+  launch("decode", kernel, num_blocks, kNumThreads, shared_bytes, stream, params, num_splits, plan.num_row_tiles,
+         lanes_per_worker, workspace);
   if (num_splits > 1) {
     const int64_t num_rows = int64_t{params.batch} * params.num_q_heads * params.q_len;
     launch("decode", combine, num_rows, kNumThreads, 0, stream, params, num_splits, workspace);

@@ -22,9 +22,6 @@ namespace {
 constexpr int kBlocksPerMultiprocessor = 4;
 constexpr int kMinTokensPerSplit = 128;
 
-// Tokens of dense windows that a thread block takes at least, about, and how many take those of a head at most.
-constexpr int kMinTailTokens = 16, kMaxTailParts = 16;
-
 constexpr int kLanesOfWarp = 32;
 
 // From where on a kernel waits for the launch before itself (`wait_for_launch_before`), and CUDA graphs can record it.
@@ -147,11 +144,17 @@ bool has_copyable_scales(const Side& side) {
          (side.zero == nullptr || is_aligned(side.zero, side.zero_stride_b, side.zero_stride_h, side.zero_stride_g));
 }
 
-// Whether the tail, if there is one, has rows of 16-bit numbers at multiples of 16 bytes.
-bool has_loadable_tail(const Side& side) {
+// Whether the tail, if there is one, has rows of numbers like the query's, at multiples of 16 bytes.
+bool has_loadable_tail(const Side& side, Dtype query_dtype) {
   const int64_t start = reinterpret_cast<int64_t>(side.tail) / 2;
-  return side.tail == nullptr || (side.tail_dtype != Dtype::fp32 &&
+  return side.tail == nullptr || (side.tail_dtype == query_dtype &&
                                   (start | side.tail_stride_b | side.tail_stride_h | side.tail_stride_t) % 8 == 0);
+}
+
+// Whether rows of new tokens, of 16-bit numbers, are at multiples of 16 bytes.
+bool has_aligned_rows(const Dense& dense) {
+  return dense.dtype != Dtype::fp32 &&
+         (reinterpret_cast<int64_t>(dense.data) / 2 | dense.stride_b | dense.stride_h | dense.stride_t) % 8 == 0;
 }
 
 bool has_groups(const Side& side) { return side.num_groups > 1; }
@@ -164,7 +167,8 @@ AttendKernel choose_kernel(const DecodeParams& params) {
   };
   const bool is_quantized = keys.storage != Storage::none && values.storage != Storage::none;
   if (params.query.dtype == Dtype::fp32 || !is_quantized || !has_copyable_scales(keys) ||
-      !has_copyable_scales(values) || !has_loadable_tail(keys) || !has_loadable_tail(values)) {
+      !has_copyable_scales(values) || !has_loadable_tail(keys, params.query.dtype) ||
+      !has_loadable_tail(values, params.query.dtype)) {
     return {};
   }
   const int head_dim = std::max(keys.head_dim, values.head_dim);
@@ -191,7 +195,10 @@ AttendKernel choose_kernel(const DecodeParams& params) {
 // must see all that shares a scale, and all queries of a head.
 bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles, int num_warps) {
   if (new_tokens == nullptr || num_row_tiles > 1 || new_tokens->q_len > kMaxAppended) return false;
-  if (new_tokens->sink_length + new_tokens->residual_length > 0) return false;
+  if (new_tokens->sink_length + new_tokens->residual_length > 0) {
+    // Blocks of keys are then completed by older tokens.
+    if (kernel.is_blocked || !has_aligned_rows(new_tokens->key) || !has_aligned_rows(new_tokens->value)) return false;
+  }
   // Tokens that share the scale of a channel must be of one round, and a second new one might already be of the next.
   if (kernel.is_blocked && (new_tokens->q_len > 1 || kernel.step_tokens * num_warps % kBlockSize != 0)) return false;
   const auto is_own = [](const Side& side) { return !side.is_frozen && !side.is_shared_by_heads; };
@@ -262,11 +269,8 @@ bool has_gaps(const Side& side, bool kernel_has_zero) {
 bool are_pairs(const AppendParams& new_tokens) {
   const Dense &key = new_tokens.key, &value = new_tokens.value;
   const Side &keys = new_tokens.key_side, &values = new_tokens.value_side;
-  const auto is_aligned = [](const Dense& dense) {
-    return (reinterpret_cast<int64_t>(dense.data) / 2 | dense.stride_b | dense.stride_h) % 8 == 0;
-  };
-  return new_tokens.q_len == 1 && key.dtype == value.dtype && key.dtype != Dtype::fp32 && is_aligned(key) &&
-         is_aligned(value) && keys.storage == values.storage && keys.is_symmetric == values.is_symmetric &&
+  return new_tokens.q_len == 1 && key.dtype == value.dtype && has_aligned_rows(key) && has_aligned_rows(value) &&
+         keys.storage == values.storage && keys.is_symmetric == values.is_symmetric &&
          keys.head_dim == values.head_dim && keys.num_groups == values.num_groups && keys.head_dim <= kMaxPairedHeadDim;
 }
 
@@ -405,7 +409,11 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   const RowChunks key_chunks = row_chunks(params.key_side, kernel.step_tokens);
   const RowChunks value_chunks = row_chunks(params.value_side, kernel.step_tokens);
   const bool are_dense = is_dense(params.key_side, kernel.head_dim) && is_dense(params.value_side, kernel.head_dim);
-  if (!are_dense) kernel.fixed_bytes += (key_chunks.num_chunks + value_chunks.num_chunks) * kChunkPlaceBytes;
+  // Behind the rings: a list of chunks, and the query as it came.
+  const int list_bytes = are_dense ? 0 : (key_chunks.num_chunks + value_chunks.num_chunks) * kChunkPlaceBytes;
+  const bool has_windows = params.sink_length + params.residual_length > 0;
+  const int plain_query_bytes = has_windows ? 2 * kernel.rows_per_tile * kernel.head_dim : 0;
+  kernel.fixed_bytes += list_bytes + plain_query_bytes;
   // Trying all cuts takes microseconds, in every layer and step.
   const int64_t wanted_splits = params.num_splits;
   const Cut cut =
@@ -434,6 +442,7 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   plan.query_stride_b = static_cast<uint32_t>(params.query.stride_b);
   plan.query_stride_h = static_cast<uint32_t>(params.query.stride_h);
   plan.query_stride_t = static_cast<uint32_t>(params.query.stride_t);
+  if (has_windows) plan.plain_query_at = bytes_needed(kernel, cut.num_warps, plan.num_stages) - plain_query_bytes;
   list_scales(params, kernel, plan);
   plan.is_dense = are_dense;
   plan.has_gaps = !plan.is_dense || has_gaps(params.key_side, kernel.has_key_zero) ||
@@ -452,14 +461,6 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
     plan.num_counters = num_units;
     plan.workspace_floats = num_units * num_splits * kernel.slot_floats;
   }
-  const int dense_tokens = params.sink_length + params.residual_length;
-  if (dense_tokens > 0) {
-    const int worthwhile = (dense_tokens + kMinTailTokens - 1) / kMinTailTokens;
-    const int64_t wanted = (int64_t{resident.num_multiprocessors} * 2 + num_units - 1) / num_units;
-    plan.num_tail_parts = static_cast<int>(std::clamp<int64_t>(wanted, 1, std::min(worthwhile, kMaxTailParts)));
-    plan.tails_at = (plan.workspace_floats + 1) / 2 * 2;
-    plan.workspace_floats = plan.tails_at + plan.num_tail_parts * part_floats(params);
-  }
   return plan;
 }
 
@@ -470,7 +471,6 @@ void decode(const DecodeParams& params, const AppendParams* new_tokens, const De
     decode_general(params, plan, workspace, stream);
     return;
   }
-  if (plan.num_tail_parts > 0) decode_tails(params, plan, workspace + plan.tails_at, stream);
   NewTokens appended{};
   if (plan.appends) appended = {new_tokens->key, new_tokens->value, new_tokens->q_len};
   void* arguments[] = {const_cast<DecodeParams*>(&params), &appended, const_cast<DecodePlan*>(&plan), &workspace};

@@ -39,6 +39,15 @@ struct Query {
     for (int k = 0; k < kPerLane; ++k) bits[k] = is_held ? values[k] : 0;
   }
 
+  // One warp writes one row as it came, for dense windows: [kRows][kHeadDim] of 16 bits.
+  static __device__ __forceinline__ void write_plain_row(const uint32_t (&bits)[kPerLane], int slot,
+                                                         unsigned char* plain, int lane) {
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      reinterpret_cast<uint16_t*>(plain)[slot * kHeadDim + lane * kPerLane + k] = static_cast<uint16_t>(bits[k]);
+    }
+  }
+
   // One warp writes one row. `sums` are factor · Σ query, or for each group Σ of its float16 numbers; `constants` is what
   // keys that are stored without their center lack in every logit, in log2 units.
   static __device__ __forceinline__ void write_row(const DecodeParams& params, bool is_transformed,

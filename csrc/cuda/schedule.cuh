@@ -30,7 +30,7 @@ struct Bounds {
       : length(params.lengths[b]), start(params.starts == nullptr ? 0 : params.starts[b]) {}
 };
 
-// The tokens that the rows of a unit see.
+// The tokens that the rows of a unit see as codes.
 struct Span {
   int first_position;  // of the chunk's first query; may be negative
   int begin, end;      // tokens that any row sees
@@ -112,10 +112,10 @@ __device__ __forceinline__ Span find_rounds(const DecodeParams& params, const De
   if (params.sliding_window > 0) {
     span.begin = max(span.begin, span.first_position + first_token - params.sliding_window + 1);
   }
-  if (plan.num_tail_parts > 0) {
-    // The rest is decode_general.cu's.
+  if (plan.plain_query_at > 0) {
+    // Tokens of dense windows come later (tails.cuh).
     span.begin = max(span.begin, max(bounds.start, 0) + params.sink_length);
-    span.end = min(span.end, tail_begin(params.key_side, span.first_position + params.q_len, params.residual_length));
+    span.end = min(span.end, max(span.first_position + params.q_len - params.residual_length, 0));
   }
   if (span.begin >= span.end) span.begin = span.end = 0;
   const unsigned last_step = step_of<kStepTokens>(max(span.end - 1, 0));

@@ -400,10 +400,7 @@ class Worker {
           const int token = step * Ring::kStepTokens + slot_ * kHalves + 2 * i + h;
           float x = score[i][h][c];
           if (params.softcap > 0.f) {
-            // cap · tanh(x / cap) = cap · (1 - 2 / (exp(2x / cap) + 1))
-            const float cap = params.softcap * kLog2E;
-            const float power = exp2f((x + shift_[c] + constants[row_of(c)]) * (2.f * kLog2E / cap));
-            x = cap * (1.f - 2.f / (power + 1.f)) - shift_[c];
+            x = capped(x + shift_[c] + constants[row_of(c)], params.softcap * kLog2E) - shift_[c];
           }
           x = fmaf(slope, static_cast<float>(token - position), x);
           is_visible[i][h][c] = token >= span.begin && token < span.end && token <= position && token >= from;

@@ -64,13 +64,26 @@ def bias_centers(model: PreTrainedModel, num_positions: int | None = None) -> di
         raise ValueError(f"bias_centers: `num_positions` must be positive, got {num_positions}.")
     if not has_biases(model):
         return {}
+    with _probed(model, num_positions):
+        keys = _keys_of_a_token(model)
+    centers = {index: key[0, :, 0].float() for index, key in keys.items()}
+    return {index: center for index, center in centers.items() if bool(center.any())}
+
+
+@torch.no_grad()
+def num_kv_heads(model: PreTrainedModel) -> dict[int, int]:
+    """Heads of the keys that a forward in this process makes, by layer index. One token is sent through the model."""
+    return {index: key.shape[1] for index, key in _keys_of_a_token(model).items()}
+
+
+def _keys_of_a_token(model: PreTrainedModel) -> dict[int, Tensor]:
+    """What arrives in the cache for one token: per layer that keeps all keys `[1, num_kv_heads, 1, head_dim]`."""
     cache = DynamicCache(config=_text_config(model))
     token = torch.zeros((1, 1), dtype=torch.long, device="cpu" if model.device.type == "meta" else model.device)
-    with _evaluating(model), _probed(model, num_positions):
+    with _evaluating(model):
         model(input_ids=token, attention_mask=torch.ones_like(token), past_key_values=cache, use_cache=True)
     keys = {index: layer.keys for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer}
-    centers = {index: key[0, :, 0].float() for index, key in keys.items() if key is not None and key.numel() > 0}
-    return {index: center for index, center in centers.items() if bool(center.any())}
+    return {index: key for index, key in keys.items() if key is not None and key.numel() > 0}
 
 
 @torch.inference_mode(False)

@@ -29,6 +29,7 @@ from ..config import KVQuantConfig
 from ..patching import _keeps_cache, _text_config
 from .observation import Observation, forward, observed
 from .rope import POSITIONS, coupled_channels, tie, turn_per_token
+from .sharding import check_whole
 
 # How parameters scale features: the rows of a weight, its columns (GPT-2's Conv1D), the gain of a norm, or a gain that
 # is stored as its difference from 1 (Gemma).
@@ -177,7 +178,7 @@ def check_decoder(model: PreTrainedModel, where: str) -> None:
 
     Raises:
         TypeError: `model` is no model of transformers.
-        NotImplementedError: It is no decoder, or keeps something else.
+        NotImplementedError: It is no decoder, keeps something else, or is sharded over processes.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -191,6 +192,7 @@ def check_decoder(model: PreTrainedModel, where: str) -> None:
         )
     text_config = _text_config(model)
     check_model(text_config, layers_of(text_config)[0], KVQuantConfig.from_preset("none"))
+    check_whole(model, where)
 
 
 def _check_own_keys(model: PreTrainedModel, where: str) -> None:

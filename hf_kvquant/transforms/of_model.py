@@ -21,6 +21,7 @@ from ..cache import layers_of
 from ..config import KVQuantConfig
 from .centering import bias_centers
 from .key_transform import KeyTransform
+from .sharding import of_this_rank
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ _found: weakref.WeakKeyDictionary[PreTrainedModel, dict[int, Tensor]] = weakref.
 @dataclasses.dataclass(frozen=True)
 class ModelTransforms:
     """What somebody gave to a model, kept on it. All tensors `[num_kv_heads, head_dim]` float32, by layer index.
+
+    Where a model is sharded by tensor parallelism, the heads are all of the model's, or those of this rank.
 
     Attributes:
         centers: `None` where nobody has given any, so that those of the biases serve.
@@ -86,7 +89,8 @@ def key_transforms(
     """The transforms of a model's keys, for a cache that is built by hand.
 
     `generate` of a patched model does this by itself. The first call for a config with `"center"` sends one token
-    through a model that has biases.
+    through a model that has biases; so does the first call with given tensors for one under tensor parallelism, whose
+    transforms are those of this rank's heads.
 
     Args:
         model: A decoder that `patch` accepts, patched or not.
@@ -96,7 +100,7 @@ def key_transforms(
         Per layer index; layers whose keys stay as they are are absent.
 
     Raises:
-        TypeError, ValueError: The config has no meaning.
+        TypeError, ValueError: The config has no meaning, or a given tensor is for other heads than the model's.
 
     Example:
         >>> transforms = hf_kvquant.key_transforms(model, "int4")
@@ -109,8 +113,9 @@ def key_transforms(
         for index, layer_type in enumerate(layer_types)
         if layer_type == "full_attention"
     }
-    centers = _centers(model) if any("center" in names for names in wanted.values()) else {}
-    smoothing = transforms_of(model).smoothing
+    named = {name for names in wanted.values() for name in names}
+    centers = _centers(model) if "center" in named else {}
+    smoothing = of_this_rank(model, transforms_of(model).smoothing, "smoothing") if "smooth" in named else {}
     transforms = {
         index: KeyTransform(
             center=centers.get(index) if "center" in names else None,
@@ -125,7 +130,7 @@ def key_transforms(
 def _centers(model: PreTrainedModel) -> dict[int, Tensor]:
     given = transforms_of(model).centers
     if given is not None:
-        return given
+        return of_this_rank(model, given, "centers")
     if model not in _found:
         try:
             _found[model] = bias_centers(model)

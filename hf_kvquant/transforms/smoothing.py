@@ -35,7 +35,7 @@ from ..formats import KVFormat
 from .calibration import Windows, collect, read_windows
 from .folding import exact_exponents, gains_plus_one, hash_of, parameters_of, scale_keys
 from .key_transform import KeyTransform
-from .layout import LayerLayout, find_layouts
+from .layout import LayerLayout, check_decoder, find_layouts
 from .of_model import ModelTransforms, key_transforms, set_centers, set_smoothing, transforms_of
 from .online import find_keys, tensors_of
 from .proof import check_ids, fold, scale_back, settled_exponents
@@ -304,6 +304,7 @@ def _targets(
     Raises:
         TypeError, NotImplementedError: There are none, or none that factors could be folded into.
     """
+    check_decoder(model, where)  # what it refuses, mode='online' would not help
     layouts: dict[int, LayerLayout] = {}
     unscalable: dict[int, str] = {}
     is_smoothing = has_factors and any(

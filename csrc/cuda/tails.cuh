@@ -1,0 +1,315 @@
+// Dense windows: tokens that attention takes as they came, from the tail of a side. Where they lie, and what the warps of
+// the attention kernel do with them when they are done with codes: `attend_to_windows`.
+//
+// A warp takes 16 tokens at a time: keys meet the query as it came on tensor cores, weights stay float32. There are few
+// such tokens, and what takes time is waiting, for memory and for instructions that are in no cache. So everything is asked
+// for at once, and there is little code. Windows of 32 tokens take 13 us beside 135 at 64 x 8k, and 5 beside 9 at 1 x 8k
+// (H200, int4, 2026-11). As thread blocks of their own they took 24 and 2.5: blocks that wait keep others from reading.
+#pragma once
+
+#include "schedule.cuh"
+#include "shape.cuh"
+
+namespace hf_kvquant::cuda {
+
+// Which tokens of a sequence attention takes from the tail of a side.
+struct Tail {
+  int start, sink_length, begin;
+
+  // `length` within the capacity, `start` as Bounds has it.
+  __device__ Tail(const DecodeParams& params, const Side& side, int length, int start)
+      : start(max(start, 0)),
+        sink_length(params.sink_length),
+        begin(side.tail == nullptr ? length : tail_begin(side, length, params.residual_length)) {}
+
+  __device__ bool has(const Side& side, int token) const {
+    return side.tail != nullptr && (token >= begin || is_sink(token, start, sink_length));
+  }
+
+  // The place of channel `c` of such a token; of any other token, a place that exists.
+  __device__ int64_t place_of(const Side& side, int64_t b, int64_t h, int token, int c) const {
+    const int64_t row = has(side, token) ? tail_row(side, token, start, sink_length) : 0;
+    return b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c;
+  }
+
+  // Eight channels of such a token.
+  __device__ void load(const Side& side, int64_t b, int64_t h, int token, int c, float (&x)[kChunk]) const {
+    load_values(side.tail, side.tail_dtype, place_of(side, b, h, token, c), x);
+  }
+};
+
+// The dense tokens of a sequence, counted in this order: the sinks, as far as they have left the window of the newest
+// tokens, then these, padding included.
+struct DenseTokens {
+  int num_sinks, start, newest;  // where sinks begin, and the newest tokens
+  int count;
+
+  __device__ __forceinline__ DenseTokens(const DecodeParams& params, const Bounds& bounds)
+      : start(max(bounds.start, 0)) {
+    const int length = min(max(bounds.length, 0), params.capacity);
+    newest = max(length - params.residual_length, 0);
+    num_sinks = max(min(start + params.sink_length, newest) - start, 0);
+    count = num_sinks + length - newest;
+  }
+
+  // -1 beyond the last.
+  __device__ __forceinline__ int token(int number) const {
+    if (number >= count) return -1;
+    return number < num_sinks ? start + number : newest + (number - num_sinks);
+  }
+};
+
+// The first of a warp's tiles of dense tokens; they are dealt to the warps of all parts in turn.
+__device__ __forceinline__ int first_tile(const DecodePlan& plan, const Segment& segment, int warp) {
+  return (segment.part << plan.warps_log2) + warp;
+}
+
+// Has the rows of a warp's first tile brought nearer.
+static __device__ __noinline__ void expect_window(const DecodeParams& params, const DecodePlan& plan,
+                                                  const Segment& segment, const Bounds& bounds, int warp, int lane) {
+  constexpr int kLineBytes = 128;
+  const DenseTokens tokens(params, bounds);
+  const int token = tokens.token(first_tile(plan, segment, warp) * kTailTileTokens + lane % kTailTileTokens);
+  if (token < 0) return;
+  const Side& side = lane < kTailTileTokens ? params.key_side : params.value_side;
+  const int64_t row = segment.b * side.tail_stride_b + segment.h * side.tail_stride_h +
+                      tail_row(side, token, tokens.start, params.sink_length) * side.tail_stride_t;
+  for (int byte = 0; byte < 2 * side.head_dim; byte += kLineBytes) {
+    prefetch(static_cast<const char*>(side.tail) + 2 * row + byte);
+  }
+}
+
+// Reads kBytes (4, 8 or 16) of 16-bit numbers.
+template <int kBytes>
+__device__ __forceinline__ void load_words(const uint16_t* from, uint32_t (&words)[kBytes / 4]) {
+  if constexpr (kBytes == 16) {
+    const uint4 x = *reinterpret_cast<const uint4*>(from);
+    words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+  } else if constexpr (kBytes == 8) {
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    words[0] = x.x, words[1] = x.y;
+  } else {
+    words[0] = *reinterpret_cast<const uint32_t*>(from);
+  }
+}
+
+// The rows of a side that a warp takes: a lane of each half of the warp knows where one of its tokens is.
+struct DenseRows {
+  const uint16_t* row;  // of this lane's token; where it is new, as the model made it, else in the tail
+  uint16_t* target;     // in the tail, for a token that is new
+
+  __device__ DenseRows(const Side& side, const Dense& dense, const Segment& segment, int token, int start,
+                       int sink_length, int first_new) {
+    target = static_cast<uint16_t*>(side.tail) + (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h +
+                                                  tail_row(side, token, start, sink_length) * side.tail_stride_t);
+    row = target;
+    if (token >= first_new) {
+      row = static_cast<const uint16_t*>(dense.data) + segment.b * dense.stride_b + segment.h * dense.stride_h +
+            (token - first_new) * dense.stride_t;
+    }
+  }
+
+  // Of the token of another lane; all lanes ask.
+  __device__ __forceinline__ const uint16_t* row_of(int lane) const { return from_lane(row, lane); }
+  __device__ __forceinline__ uint16_t* target_of(int lane) const { return from_lane(target, lane); }
+
+ private:
+  template <class Pointer>
+  static __device__ __forceinline__ Pointer from_lane(Pointer pointer, int lane) {
+    return reinterpret_cast<Pointer>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(pointer), lane));
+  }
+};
+
+// Adds 16 dense tokens, from number `first` on, to what a warp has of a unit: the output of every row, and its maximum
+// and sum, in log2 units and without the constants of rows, as for codes. `queries` are [kRows][kHeadDim] of 16 bits as
+// they came. Writes those of the tokens that are new to the tails, where the plan says so.
+template <class Shape>
+__device__ __forceinline__ void attend_to_tile(const DecodeParams& params, const NewTokens& new_tokens,
+                                               const DecodePlan& plan, const Segment& segment, const Bounds& bounds,
+                                               const DenseTokens& tokens, int first, const unsigned char* queries,
+                                               const float* constants, float* outputs, float2* sums, int lane) {
+  constexpr int kHeadDim = Shape::kHeadDim, kChunks = kHeadDim / 32, kPerLane = kHeadDim / kLanes;
+  constexpr int kColumnTiles = Shape::kColumnTiles, kRows = Shape::kRows;
+  const int g = lane >> 2, t = lane & 3;
+  const Side &keys = params.key_side, &values = params.value_side;
+  const int first_position = min(max(bounds.length, 0), params.capacity) - params.q_len;
+  const int first_new = plan.appends ? bounds.length - new_tokens.q_len : INT32_MAX;
+
+  // --- ask for keys, lanes as for a product, and for values, a lane's channels of all tokens
+  const int own = tokens.token(first + lane % kTailTileTokens), exists = max(own, 0);
+  const DenseRows key_rows(keys, new_tokens.key, segment, exists, tokens.start, params.sink_length, first_new);
+  const DenseRows value_rows(values, new_tokens.value, segment, exists, tokens.start, params.sink_length, first_new);
+  uint4 key[2][kChunks];
+  int token[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const uint16_t* row = key_rows.row_of(g + 8 * h);
+    token[h] = __shfl_sync(kAllLanes, own, g + 8 * h);
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+      const int c = 32 * j + 8 * t;
+      key[h][j] = {0, 0, 0, 0};
+      if (token[h] >= 0 && c < keys.head_dim) key[h][j] = *reinterpret_cast<const uint4*>(row + c);
+    }
+  }
+  const bool has_value = lane * kPerLane < values.head_dim;
+  uint32_t value[kTailTileTokens][kPerLane / 2];
+#pragma unroll
+  for (int i = 0; i < kTailTileTokens; ++i) {
+    const uint16_t* row = value_rows.row_of(i);
+#pragma unroll
+    for (int w = 0; w < kPerLane / 2; ++w) value[i][w] = 0;
+    if (first + i < tokens.count && has_value) load_words<2 * kPerLane>(row + lane * kPerLane, value[i]);
+  }
+
+  // --- scores
+  float score[kColumnTiles][4] = {};
+#pragma unroll
+  for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+      uint4 query = {0, 0, 0, 0};
+      if (8 * n + g < kRows) {
+        query = *reinterpret_cast<const uint4*>(queries + ((8 * n + g) * kHeadDim + 32 * j + 8 * t) * 2);
+      }
+      const uint4 &low = key[0][j], &high = key[1][j];
+      if (keys.tail_dtype == Dtype::bf16) {
+        multiply_bfloats(score[n], low.x, high.x, low.y, high.y, query.x, query.y);
+        multiply_bfloats(score[n], low.z, high.z, low.w, high.w, query.z, query.w);
+      } else {
+        multiply_halves(score[n], low.x, high.x, low.y, high.y, query.x, query.y);
+        multiply_halves(score[n], low.z, high.z, low.w, high.w, query.z, query.w);
+      }
+    }
+  }
+
+  // --- weights, below the maximum of this and what there was; -1 for what a row does not see, which may be NaN
+  float kept[kColumnTiles][2];
+#pragma unroll
+  for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int column = 8 * n + 2 * t + k, row = segment.row_tile * kRows + column, i = plan.rows.token(row);
+      const bool is_row = column < kRows && row < plan.rows.num_rows;
+      const int position = is_row ? first_position + i : -1;
+      // A softcap is of scores that have their constants, and so are results.
+      const float constant = is_row && params.softcap == 0.f ? constants[column] : 0.f;
+      const float2 before = is_row ? sums[column] : make_float2(-INFINITY, 0.f);
+      float maximum = before.x, sum = 0.f;
+      bool is_visible[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float& x = score[n][2 * h + k];
+        const int distance = token[h] - position;
+        x = fmaf(x, params.softmax_scale * kLog2E, -constant);
+        if (params.softcap > 0.f) x = capped(x, params.softcap * kLog2E);
+        if (params.alibi_slopes != nullptr && is_row) {
+          const int head = segment.h * static_cast<int>(plan.rows.num_q_per_kv.value) + plan.rows.head(row, i);
+          x = fmaf(params.alibi_slopes[head] * kLog2E, static_cast<float>(distance), x);
+        }
+        is_visible[h] = token[h] >= tokens.start && distance <= 0 && is_row &&
+                        (params.sliding_window == 0 || distance > -params.sliding_window);
+        if (is_visible[h]) maximum = fmaxf(maximum, x);
+      }
+#pragma unroll
+      for (int distance = 4; distance < kLanes; distance *= 2) {
+        maximum = fmaxf(maximum, __shfl_xor_sync(kAllLanes, maximum, distance));
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float& x = score[n][2 * h + k];
+        x = is_visible[h] ? exp2_below(x, maximum) : -1.f;
+        sum += is_visible[h] ? x : 0.f;
+      }
+#pragma unroll
+      for (int distance = 4; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+      kept[n][k] = exp2_below(before.x, maximum);
+      if (g == 0 && is_row) sums[column] = make_float2(maximum, fmaf(before.y, kept[n][k], sum));
+    }
+  }
+
+  // --- values, for two rows at a time
+  const bool is_bf16 = values.tail_dtype == Dtype::bf16;
+#pragma unroll 1
+  for (int pair = 0; pair < kRows / 2; ++pair) {
+    float* to = outputs + 2 * pair * Shape::kOutputStride + lane * kPerLane;
+    float output[2][kPerLane];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const float of_lane = kColumnTiles == 1 || pair < 4 ? kept[0][k] : kept[kColumnTiles - 1][k];
+      const float factor = __shfl_sync(kAllLanes, of_lane, pair % 4);
+#pragma unroll
+      for (int c = 0; c < kPerLane; ++c) output[k][c] = to[k * Shape::kOutputStride + c] * factor;
+    }
+    // Tokens by eights: all at once would take more registers than codes do.
+#pragma unroll 1
+    for (int h = 0; h < 2; ++h) {
+      float of_lane[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const float low = h == 0 ? score[0][k] : score[0][2 + k];
+        const float high = h == 0 ? score[kColumnTiles - 1][k] : score[kColumnTiles - 1][2 + k];
+        of_lane[k] = kColumnTiles == 1 || pair < 4 ? low : high;
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float x[kPerLane];
+#pragma unroll
+        for (int w = 0; w < kPerLane / 2; ++w) {
+          const uint32_t word = h == 0 ? value[i][w] : value[8 + i][w];
+          x[2 * w] = is_bf16 ? __uint_as_float(word << 16) : half_to_float(word & 0xffff);
+          x[2 * w + 1] = is_bf16 ? __uint_as_float(word & 0xffff0000u) : half_to_float(word >> 16);
+        }
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const float weight = __shfl_sync(kAllLanes, of_lane[k], i * 4 + pair % 4);
+          if (weight < 0.f) continue;
+#pragma unroll
+          for (int c = 0; c < kPerLane; ++c) output[k][c] = fmaf(weight, x[c], output[k][c]);
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int c = 0; c < kPerLane; ++c) to[k * Shape::kOutputStride + c] = output[k][c];
+    }
+  }
+
+  // --- new tokens
+  if (!plan.appends) return;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    uint16_t* row = key_rows.target_of(g + 8 * h);
+#pragma unroll
+    for (int j = 0; j < kChunks; ++j) {
+      const int c = 32 * j + 8 * t;
+      if (token[h] >= first_new && c < keys.head_dim) *reinterpret_cast<uint4*>(row + c) = key[h][j];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kTailTileTokens; ++i) {
+    uint16_t* row = value_rows.target_of(i);
+    if (tokens.token(first + i) < first_new || !has_value) continue;
+#pragma unroll
+    for (int w = 0; w < kPerLane / 2; ++w) reinterpret_cast<uint32_t*>(row + lane * kPerLane)[w] = value[i][w];
+  }
+}
+
+// All tiles of a warp.
+template <class Shape>
+__device__ __forceinline__ void attend_to_windows(const DecodeParams& params, const NewTokens& new_tokens,
+                                                  const DecodePlan& plan, const Segment& segment, const Bounds& bounds,
+                                                  const unsigned char* queries, const float* constants, float* outputs,
+                                                  float2* sums, int warp, int lane) {
+  const DenseTokens tokens(params, bounds);
+  const int stride = segment.num_parts << plan.warps_log2;
+#pragma unroll 1
+  for (int tile = first_tile(plan, segment, warp); tile * kTailTileTokens < tokens.count; tile += stride) {
+    attend_to_tile<Shape>(params, new_tokens, plan, segment, bounds, tokens, tile * kTailTileTokens, queries, constants,
+                          outputs, sums, lane);
+    __syncwarp();
+  }
+}
+
+}  // namespace hf_kvquant::cuda

@@ -1,0 +1,522 @@
+"""`generate` end to end: milliseconds a decode step, prefill and memory, of our caches and of transformers'.
+
+    python evals/bench_generate.py --model llama-3-8b --output evals/results/generate.json
+
+The physics: a step reads the weights and the cache once, so their bytes over the read bandwidth, measured in the same
+run, is the roofline that stands beside each figure. No loop gets there: the model's other kernels and the host take
+their time too. How much that is, the floor says: the same model, batch and loop with transformers' static compiled
+cache at hardly any context. A step should cost its floor plus the bytes of the cache.
+
+The method: random prompts, no end token, greedy. A system is warmed up on a short prompt with the same batch and
+capacity, which is where it compiles. Then the whole prompt goes in, and a streamer notes when each token arrives on the
+host: `ms a step` is the difference between two lengths of one call, so that prefill, compilation and set-up cancel
+without the noise of a second prefill; the first token's time is the prefill's. A streamer makes transformers' loop copy
+each token to the host, which it waits for anyway; every system pays that, the floor too. Where the whole prompt does
+not fit, it is prefilled in chunks, and the row says in which. A system that fails is named with its reason, never with
+a number, and so is one of ours that attends to dequantised tensors.
+
+The largest context and batch that fit are computed from what the case took, as `generate_cases.largest` says. Models,
+cases and goals are there, too; the picture of a results file is drawn here (`pip install matplotlib`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_cpu_decode import read_gbps
+from generate_cases import (
+    DEFAULT_CASES,
+    FLOOR_CONTEXT,
+    MODELS,
+    Case,
+    Goal,
+    check_goals,
+    largest,
+    roofline_ms,
+)
+from provenance import card, describe_error, gpu_card, gpu_state
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, StaticCache
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.generation.streamers import BaseStreamer
+
+from hf_kvquant import KVQuantCache, ops, patched
+
+DTYPE = torch.bfloat16
+WARM_UP_CONTEXT = 64
+# Where the whole prompt does not fit, chunks of this part of it.
+CHUNKS = 8
+# Calls that count: two, unless the first took longer than this.
+CALLS, LONG_SECONDS = 2, 10.0
+
+
+# --- the systems ------------------------------------------------------------------------------------------------------
+
+# Sets a model up for a capacity in tokens, and gives what makes the arguments of each call of `generate`.
+System = Callable[[Any, int], contextlib.AbstractContextManager[Callable[[], dict[str, Any]]]]
+
+
+@contextlib.contextmanager
+def transformers_cache(model: Any, capacity: int, **arguments: Any) -> Iterator[Callable[[], dict[str, Any]]]:
+    """A cache that `generate` makes itself."""
+    yield lambda: arguments
+
+
+@contextlib.contextmanager
+def static_cache(model: Any, capacity: int) -> Iterator[Callable[[], dict[str, Any]]]:
+    """One static cache for all calls: so its addresses stay, and graphs of the compiled step are not recorded again."""
+    cache = StaticCache(config=model.config, max_cache_len=capacity)
+
+    def arguments() -> dict[str, Any]:
+        cache.reset()
+        return {"past_key_values": cache}
+
+    yield arguments
+
+
+@contextlib.contextmanager
+def ours(model: Any, capacity: int, *, grows: bool = False, **config: Any) -> Iterator[Callable[[], dict[str, Any]]]:
+    """A patched model."""
+    with patched(model, config if grows else {**config, "max_cache_len": capacity}):
+        yield dict
+
+
+def _quantized(**config: Any) -> System:
+    return functools.partial(transformers_cache, cache_implementation="quantized", cache_config=config)
+
+
+SYSTEMS: dict[str, System] = {
+    "dynamic": transformers_cache,
+    "static": static_cache,
+    "quanto-int4": _quantized(backend="quanto", nbits=4, axis_key=0, axis_value=0),
+    "hqq-int4": _quantized(backend="hqq", nbits=4, axis_key=1, axis_value=1),
+    "int8": functools.partial(ours, preset="int8", grows=True),
+    "int4": functools.partial(ours, preset="int4", grows=True),
+    "int8-static": functools.partial(ours, preset="int8"),
+    "int4-static": functools.partial(ours, preset="int4"),
+    "int8-capture": functools.partial(ours, preset="int8", capture=True),
+    "int4-capture": functools.partial(ours, preset="int4", capture=True),
+}
+FLOOR = "static"
+DEFAULT_SYSTEMS = ["static", "int8-static", "int4-static", "int4-capture"]
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+class Clock(BaseStreamer):  # type: ignore[misc]
+    """Notes when tokens arrive on the host, and how much memory was allocated up to the first and after it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.times: list[float] = []
+        self.peaks: list[int | None] = []
+        self.start = self.now()
+
+    def now(self) -> float:
+        """Seconds, when the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt (`[batch, tokens]`), then each step's tokens (`[batch]`)."""
+        if value.ndim == 1:
+            self.times.append(time.perf_counter() - self.start)
+        if len(self.times) == 1:
+            self._note_peak()
+
+    def end(self) -> None:
+        """Nothing comes any more."""
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        if self.device.type == "cuda":
+            self.peaks.append(torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self.peaks.append(None)
+
+
+def call(model: Any, case: Case, num_new: int, arguments: Mapping[str, Any]) -> tuple[Clock, Any]:
+    """One call of `generate` on random tokens: when they came, and what it returned."""
+    prompt = torch.randint(5, model.config.vocab_size, (case.batch, case.context), device=model.device)
+    if model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    clock = Clock(model.device)
+    result = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        min_new_tokens=num_new,
+        max_new_tokens=num_new,
+        do_sample=False,
+        streamer=clock,
+        **arguments,
+    )
+    if len(clock.times) != num_new:
+        raise RuntimeError(f"{len(clock.times)} tokens arrived instead of {num_new}")
+    return clock, result
+
+
+def bytes_per_token(cache: Cache) -> int | None:
+    """Bytes that one token of one sequence takes in all layers; `None` where a cache does not tell."""
+    if isinstance(cache, KVQuantCache):
+        return cache.bytes_per_token
+    if not all(type(layer) in (DynamicLayer, StaticLayer) for layer in cache.layers):
+        return None
+    sides = [side for layer in cache.layers for side in (layer.keys, layer.values)]
+    return sum(side.shape[1] * side.shape[3] * side.element_size() for side in sides)
+
+
+def check_served(cache: Cache) -> None:
+    """Refuse figures of a cache of ours whose codes were not attended to directly."""
+    if isinstance(cache, KVQuantCache):
+        reasons = sorted({reason for storage in cache.storages for reason in storage.fallbacks})
+        if reasons:
+            raise RuntimeError(f"attention runs on dequantised tensors: {'; '.join(reasons)}")
+
+
+def measure(model: Any, name: str, case: Case, num_new: int) -> dict[str, Any]:
+    """One system at one case: the figures of its row that need no other row.
+
+    Raises:
+        Exception: Whatever the system fails with, also when the prompt fits in chunks no more than whole.
+    """
+    try:
+        return _measure(model, name, case, num_new, chunk=None)
+    except torch.OutOfMemoryError:
+        if case.context < CHUNKS:
+            raise
+    clean_up()  # outside of the handler, which keeps what failed alive
+    return _measure(model, name, case, num_new, chunk=case.context // CHUNKS)
+
+
+def _measure(model: Any, name: str, case: Case, num_new: int, chunk: int | None) -> dict[str, Any]:
+    first, tokens = num_new // 4, case.context + num_new
+    # Without chunks the step is all that compiles, and it does not depend on the prompt.
+    warm_up = case if chunk is not None else Case(case.batch, min(case.context, WARM_UP_CONTEXT))
+    counters.clear()
+    clocks: list[Clock] = []
+    with SYSTEMS[name](model, tokens) as arguments:
+        chunked = {} if chunk is None else {"prefill_chunk_size": chunk}
+        start = time.perf_counter()
+        _, result = call(model, warm_up, first, {"return_dict_in_generate": True, **chunked, **arguments()})
+        check_served(result.past_key_values)
+        token_bytes = bytes_per_token(result.past_key_values)
+        del result  # so that the buffers of a cache that is kept for the next call serve it
+        call(model, warm_up, first, {**chunked, **arguments()})
+        start_s = time.perf_counter() - start
+        while len(clocks) < CALLS and (not clocks or clocks[0].times[-1] < LONG_SECONDS):
+            clocks.append(call(model, case, num_new, {**chunked, **arguments()})[0])
+    steps = [
+        later - earlier
+        for clock in clocks
+        for earlier, later in zip(clock.times[first - 1 :], clock.times[first:], strict=False)
+    ]
+    step_ms = 1e3 * statistics.median(
+        (clock.times[-1] - clock.times[first - 1]) / (num_new - first) for clock in clocks
+    )
+    prefill_peak, decode_peak = clocks[-1].peaks
+    cache_bytes = None if token_bytes is None else case.batch * tokens * token_bytes
+    return {
+        "system": name,
+        "step_ms": step_ms,
+        "p10_ms": 1e3 * sorted(steps)[len(steps) // 10],
+        "p90_ms": 1e3 * sorted(steps)[len(steps) * 9 // 10],
+        "tokens_per_s": 1e3 * case.batch / step_ms,
+        "prefill_ms": 1e3 * clocks[-1].times[0],
+        "prefill_chunk": chunk,
+        "start_s": start_s,
+        "calls": len(clocks),
+        "bytes_per_token": token_bytes,
+        "cache_bytes": cache_bytes,
+        "prefill_peak_bytes": prefill_peak,
+        "decode_peak_bytes": decode_peak,
+        "graphs": counters["stats"]["unique_graphs"],
+        "graph_breaks": sum(counters["graph_break"].values()),
+        "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
+        "largest": largest(
+            case,
+            total_bytes=total_bytes(model.device),
+            peak_bytes=None if prefill_peak is None or decode_peak is None else max(prefill_peak, decode_peak),
+            cache_bytes=cache_bytes,
+            tokens=tokens,
+        ),
+    }
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def clean_up() -> None:
+    """Forget compiled code, its graphs and their memory."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def attempt(model: Any, name: str, case: Case, num_new: int) -> tuple[dict[str, Any] | None, str | None]:
+    """A system's row, or why there is none."""
+    row, reason = None, None
+    try:
+        row = measure(model, name, case, num_new)
+    except Exception as error:  # a system of another package may fail in any way, and must not end the run
+        reason = describe_error(error)
+    clean_up()
+    return row, reason
+
+
+def add_roofline(row: dict[str, Any], weight_bytes: int, bandwidth: float) -> None:
+    """What a row means beside the bytes that a step reads."""
+    row["roofline_ms"] = roofline_ms(weight_bytes, row["cache_bytes"], bandwidth)
+    row["share"] = None if row["roofline_ms"] is None else row["roofline_ms"] / row["step_ms"]
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def load(name: str, device: torch.device) -> Any:
+    """A model with random weights, by its name in `MODELS`, or a checkpoint. Generates without end, greedily."""
+    if name in MODELS:
+        model_type, sizes = MODELS[name]
+        with device:
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes), dtype=DTYPE)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPE).to(device)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model.eval()
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of weights that a step reads: all, but of the embedding a few rows, where it is not the output's too."""
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    total: int = sum(parameter.nbytes for parameter in model.parameters())
+    return total if output is embedding else total - embedding.nbytes
+
+
+def bandwidth_of(device: torch.device) -> float:
+    """GB/s that memory gives to a plain read."""
+    if device.type == "cpu":
+        return read_gbps()
+    from gpu_timing import MAX_READ_BYTES, ReadBandwidth
+
+    gbps = ReadBandwidth(replays=20).gbps(MAX_READ_BYTES)
+    clean_up()
+    return gbps
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def _number(value: float | None, digits: int, unit: float = 1.0) -> str:
+    return "" if value is None else f"{value / unit:.{digits}f}"
+
+
+def case_table(case: dict[str, Any]) -> Table:
+    """One case: the floor, then the systems."""
+    table = Table(title=f"{case['case']}: batch {case['batch']}, {case['context']:,} tokens", title_justify="left")
+    columns = ("", "ms a step", "10 %", "90 %", "tokens/s", "roofline ms", "of it", "over floor", "prefill ms")
+    columns += ("chunk", "cache GB", "peak GB", "largest context", "largest batch", "start s", "graphs")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "" else "right")
+    floor = case["floor"]
+    for row in [*([] if floor is None else [{**floor, "system": f"floor ({FLOOR})"}]), *case["rows"]]:
+        fits = row["largest"] or {}
+        peak = row["prefill_peak_bytes"]
+        table.add_row(
+            row["system"],
+            *(f"{row[key]:.2f}" for key in ("step_ms", "p10_ms", "p90_ms")),
+            f"{row['tokens_per_s']:.0f}",
+            _number(row["roofline_ms"], 2),
+            "" if row["share"] is None else f"{row['share']:.0%}",
+            "" if floor is None else f"{row['step_ms'] - floor['step_ms']:+.2f}",
+            f"{row['prefill_ms']:.0f}",
+            str(row["prefill_chunk"] or ""),
+            _number(row["cache_bytes"], 2, 1e9),
+            _number(None if peak is None else max(peak, row["decode_peak_bytes"]), 1, 1e9),
+            str(fits.get("context", "")),
+            str(fits.get("batch", "")),
+            f"{row['start_s']:.1f}",
+            f"{row['graphs']}, {row['graph_breaks']} breaks, {row['cudagraph_skips']} skips" if row["graphs"] else "",
+        )
+    return table
+
+
+def goals_table(results: dict[str, Any]) -> Table:
+    """A row per case: the floor, and each system with a goal there, whether it was reached or not."""
+    checks = results["checks"]
+    systems = list(dict.fromkeys(check["system"] for check in checks))
+    table = Table(title="goals", title_justify="left")
+    for column in ("batch x context", "floor, ms", *systems):
+        table.add_column(column)
+    for case in dict.fromkeys(check["case"] for check in checks):
+        found = next((each for each in results["cases"] if each["case"] == case), None)
+        floor = None if found is None or found["floor"] is None else found["floor"]["step_ms"]
+        cells = ["\n".join(map(_goal, (c for c in checks if (c["case"], c["system"]) == (case, s)))) for s in systems]
+        table.add_row(case, _number(floor, 2), *cells)
+    return table
+
+
+def _goal(check: dict[str, Any]) -> str:
+    goal = Goal(**{field.name: check[field.name] for field in dataclasses.fields(Goal)})
+    if check["reached"] is None:
+        return f"{goal.describe()}: not measured"
+    verdict = "reached" if check["reached"] else "[bold]missed[/bold]"
+    return f"{check['measured']:.2f}, {goal.describe()} ({check['limit']:.2f}): {verdict}"
+
+
+def plotted(results: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
+    """The numbers in the picture: per panel, system and batch, points from short to long contexts."""
+    panels: dict[str, dict[str, list[list[float]]]] = {"speed": {}, "memory": {}}
+    for case in results["cases"]:
+        for row in case["rows"]:
+            label = f"{row['system']}, batch {case['batch']}"
+            panels["speed"].setdefault(label, []).append([case["context"], row["tokens_per_s"]])
+            if row["prefill_peak_bytes"] is not None:
+                peak = max(row["prefill_peak_bytes"], row["decode_peak_bytes"])
+                panels["memory"].setdefault(label, []).append([case["context"], peak / 1e9])
+    return {panel: {label: sorted(points) for label, points in lines.items()} for panel, lines in panels.items()}
+
+
+def draw(numbers: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
+    """Tokens a second and memory against context, side by side, as SVG with the numbers in its description."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "hf_kvquant", "font.family": "sans-serif"})
+    figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(11.5, 3.6), layout="constrained")
+    for axes, lines in ((speed, numbers["speed"]), (memory, numbers["memory"])):
+        for label, points in lines.items():
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
+        ticks = sorted({context for points in lines.values() for context, _ in points})
+        axes.set(xscale="log", xlabel="context, tokens")
+        axes.set_xticks(ticks, [Case(1, int(tick)).name[2:] for tick in ticks])
+        axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#d8d8d8")
+        axes.set_axisbelow(True)
+    speed.set(title="Decoding", ylabel="tokens/s", yscale="log")
+    memory.set(title="Peak memory, weights included", ylabel="GB", ylim=(0, None))
+    figure.legend(*speed.get_legend_handles_labels(), frameon=False, fontsize="small", loc="outside right center")
+    figure.savefig(path, metadata={"Date": None, "Creator": None, "Description": json.dumps(numbers)})
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line; what is unknown ends the program with what is known."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    models = ", ".join(MODELS)
+    parser.add_argument("--model", default="llama-3-8b", help=f"random weights: {models}; or a checkpoint")
+    parser.add_argument("--device", type=torch.device, default=None, help="cuda where there is one, else cpu")
+    parser.add_argument("--cases", type=_cases, default=DEFAULT_CASES, help="such as 1x2k,8x16k")
+    parser.add_argument("--systems", type=_systems, default=DEFAULT_SYSTEMS, help=f"all, or of {', '.join(SYSTEMS)}")
+    parser.add_argument("--new-tokens", type=int, default=64, help="of a call; the first quarter is not timed")
+    parser.add_argument("--output", type=Path, help="write the JSON here too, after every case")
+    parser.add_argument("--plot", type=Path, help="draw tokens/s and memory against context here, as SVG")
+    arguments = parser.parse_args(words)
+    if arguments.new_tokens < 8:
+        parser.error(f"--new-tokens must be at least 8, got {arguments.new_tokens}")
+    if arguments.device is None:
+        arguments.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return arguments
+
+
+def _cases(words: str) -> list[Case]:
+    try:
+        return [Case.parse(word) for word in words.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _systems(words: str) -> list[str]:
+    names = list(SYSTEMS) if words == "all" else words.split(",")
+    unknown = [name for name in names if name not in SYSTEMS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown systems {unknown}; there are {', '.join(SYSTEMS)}")
+    return names
+
+
+def main() -> None:
+    """Measure every case, and print card, tables, and the results as one JSON line."""
+    arguments = parse()
+    device: torch.device = arguments.device
+    if not ops.has_kernels(device.type):
+        raise SystemExit(f"bench_generate: there are no {device.type} kernels. See the README on installing.")
+    started = time.perf_counter()
+    torch.manual_seed(0)
+    console = Console(width=200)
+    bandwidth = bandwidth_of(device)
+    model = load(arguments.model, device)
+    is_gpu = device.type == "cuda"
+    results: dict[str, Any] = {
+        **card(),
+        **(gpu_card() if is_gpu else {}),
+        "model": arguments.model,
+        "dtype": str(DTYPE).removeprefix("torch."),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "weight_bytes_read": weight_bytes(model),
+        "read_gbps": bandwidth,
+        "new_tokens": arguments.new_tokens,
+        "state_before": gpu_state() if is_gpu else None,
+    }
+    for key, value in results.items():
+        console.print(f"{key:>18}  {value}", highlight=False, markup=False)
+    results |= {"cases": [], "checks": [], "state_after": None}
+
+    def save() -> None:
+        results["checks"] = check_goals(results)
+        results["wall_s"] = time.perf_counter() - started
+        if arguments.output is not None:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+    floors: dict[int, tuple[dict[str, Any] | None, str | None]] = {}
+    for shape in arguments.cases:
+        if shape.batch not in floors:
+            floors[shape.batch] = attempt(model, FLOOR, Case(shape.batch, FLOOR_CONTEXT), arguments.new_tokens)
+        floor, reason = floors[shape.batch]
+        failures = [] if reason is None else [{"system": "floor", "reason": reason}]
+        case = {"case": shape.name, **dataclasses.asdict(shape), "floor": floor, "rows": [], "failures": failures}
+        results["cases"].append(case)
+        for name in arguments.systems:
+            row, reason = attempt(model, name, shape, arguments.new_tokens)
+            if row is not None:
+                case["rows"].append(row)
+            else:
+                failures.append({"system": name, "reason": reason})
+        for row in [*case["rows"], *([] if floor is None else [floor])]:
+            add_roofline(row, results["weight_bytes_read"], bandwidth)
+        console.print(case_table(case))
+        for failure in failures:
+            console.print(f"{failure['system']}: {failure['reason']}", highlight=False, markup=False)
+        save()
+    results["state_after"] = gpu_state() if is_gpu else None
+    save()
+    if arguments.plot is not None:
+        draw(plotted(results), arguments.plot)
+    if results["checks"]:
+        console.print(goals_table(results))
+    console.print(f"{results['wall_s']:.0f} s", highlight=False)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The models and cases of the benchmark of `generate`, the goals for its figures, and what follows from them alone.
+
+Nothing here needs a GPU or a model. `bench_generate.py` measures, and holds the systems that are compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+# transformers' names and sizes, for weights that are drawn at random.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3-8b": (
+        "llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+    ),
+    "llama-3.2-1b": (
+        "llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2.5-7b": (
+        "qwen2",
+        {
+            "vocab_size": 152064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "tiny": (
+        "llama",
+        {
+            "vocab_size": 96,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 4096,
+        },
+    ),
+}
+# The context of the floor: a step that reads hardly any cache.
+FLOOR_CONTEXT = 64
+# Shares of a GPU's memory that can be filled: what is left serves the driver and fragmentation.
+USABLE = 0.97
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """So many sequences with prompts of so many tokens."""
+
+    batch: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        """`8x16k`."""
+        context = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
+        return f"{self.batch}x{context}"
+
+    @staticmethod
+    def parse(name: str) -> Case:
+        """The case of a name like `8x16k` or `2x100`.
+
+        Raises:
+            ValueError: It is no such name.
+        """
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(k?)", name)
+        if match is None:
+            raise ValueError(f"a case must be batch and context, such as 8x16k or 2x100, got {name!r}")
+        return Case(int(match[1]), int(match[2]) * (1024 if match[3] else 1))
+
+
+DEFAULT_CASES = [Case(1, 2048), Case(1, 32768), Case(8, 16384), Case(64, 8192)]
+
+
+# --- goals ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """A figure of the `llama-3-8b` shape, to be reached at most.
+
+    Attributes:
+        case: A case's name.
+        system: A system's name.
+        unit: `"over_floor"` in ms a step more than the floor, `"ms"` a step, `"cache_gb"`, or `"times"` the step of
+            `other`.
+        value: The most that it may be.
+        other: A system's name, for `"times"`.
+    """
+
+    case: str
+    system: str
+    unit: str
+    value: float
+    other: str = ""
+
+    def describe(self) -> str:
+        """For tables."""
+        what = {
+            "over_floor": f"floor + {self.value:g} ms",
+            "ms": f"{self.value:g} ms",
+            "cache_gb": f"{self.value:g} GB of cache",
+            "times": f"{self.value:g} times {self.other}",
+        }
+        return f"at most {what[self.unit]}"
+
+
+GOALS_OF = "llama-3-8b"
+_OVER_FLOOR = {"1x2k": (0.3, 0.35), "1x32k": (0.6, 0.9), "8x16k": (1.5, 2.6), "64x8k": (5.3, 9.3)}
+GOALS = [
+    *(
+        Goal(case, system, "over_floor", value)
+        for case, values in _OVER_FLOOR.items()
+        for system, value in zip(("int4-static", "int8-static"), values, strict=True)
+    ),
+    Goal("1x2k", "int4-capture", "ms", 5.4),
+    Goal("8x16k", "int4-capture", "ms", 6.9),
+    Goal("8x16k", "int4-static", "cache_gb", 4.7),
+    Goal("1x2k", "int4", "times", 1.05, "dynamic"),
+]
+
+
+def check_goals(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every goal with its limit and what was measured; `None` where the run left it out. None for other models."""
+    checks = []
+    for goal in GOALS if results["model"] == GOALS_OF else []:
+        case = next((case for case in results["cases"] if case["case"] == goal.case), None)
+        rows = {} if case is None else {row["system"]: row for row in case["rows"]}
+        row, limit = rows.get(goal.system), goal.value
+        measured = None if row is None else row["cache_bytes"] / 1e9 if goal.unit == "cache_gb" else row["step_ms"]
+        known: float | None = limit
+        if goal.unit == "over_floor":
+            known = None if case is None or case["floor"] is None else case["floor"]["step_ms"] + limit
+        elif goal.unit == "times":
+            known = rows[goal.other]["step_ms"] * limit if goal.other in rows else None
+        is_known = measured is not None and known is not None
+        checks.append(
+            {
+                **dataclasses.asdict(goal),
+                "limit": known,
+                "measured": measured,
+                "reached": measured <= known if is_known else None,
+            }
+        )
+    return checks
+
+
+# --- what follows from bytes ------------------------------------------------------------------------------------------
+
+
+def roofline_ms(weight_bytes: int, cache_bytes: int | None, read_gbps: float) -> float | None:
+    """The time to read weights and cache once; `None` where the bytes of the cache are not known."""
+    return None if cache_bytes is None else (weight_bytes + cache_bytes) / read_gbps / 1e6
+
+
+def largest(
+    case: Case, *, total_bytes: int | None, peak_bytes: int | None, cache_bytes: int | None, tokens: int
+) -> dict[str, int] | None:
+    """The longest context at a case's batch, and the largest batch at its context, by what the case took.
+
+    Whatever is not cache is taken to stay: weights, and what a prefill needs beside them. That holds for prompts that
+    are prefilled in chunks of as many tokens together as the case's.
+
+    Args:
+        case: The case that ran.
+        total_bytes: Of the GPU.
+        peak_bytes: Allocated at the most.
+        cache_bytes: Of that, the cache.
+        tokens: Per sequence in the cache, prompt and new ones.
+
+    Returns:
+        `context` and `batch`; `None` where something is not known.
+    """
+    if total_bytes is None or peak_bytes is None or cache_bytes is None:
+        return None
+    room = total_bytes * USABLE - (peak_bytes - cache_bytes)
+    num_tokens = int(room // (cache_bytes / (case.batch * tokens)))
+    return {"context": num_tokens // case.batch, "batch": num_tokens // tokens}

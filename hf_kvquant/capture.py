@@ -1,0 +1,317 @@
+"""The decode step as a CUDA graph of the model's own kernels: what is captured, and when a capture still holds.
+
+transformers compiles the step of a static cache, which takes a minute. With `capture=True` in the config, the step is
+instead run once as it is, recorded the second time, and replayed from then on: ready in a second, and the host launches
+one graph in place of a thousand kernels. `CudaGraph` does that for any function of static tensors. Here it is applied
+to the model's forward, which transformers' loops call in place of the compiled one; `decode_loop.py` captures the
+choice of the next token along with it, so that the host need not wait.
+
+A graph reads and writes addresses. It is kept on the model, and found again by the addresses of everything that it
+touches and that is not its own: weights, and the buffers of the cache. Where these have moved, another is captured.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils.generic import ModelOutput
+
+from .cache import KVQuantCache
+
+logger = logging.getLogger(__name__)
+
+
+class StepRunner(abc.ABC):
+    """Runs one function of static tensors again and again: the first time as it is, then recorded, then replayed.
+
+    The first run is a step like any other, so nothing that it writes has to be undone; it lets libraries set up what
+    they could not while they are recorded.
+
+    Args:
+        device: Of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._has_run = False
+        self._replay: Callable[[], None] | None = None
+        self._result: Any = None
+
+    def run(self, step: Callable[[], Any], cache: KVQuantCache) -> Any:
+        """Run the step on the current stream.
+
+        Args:
+            step: The function, which appends one token to the cache; once it is recorded it is not called any more.
+            cache: What it appends to, with room for the token.
+
+        Returns:
+            What it returned; tensors in it are overwritten by the next run.
+
+        Raises:
+            RuntimeError: The step cannot be recorded. The cache is as it was before the step.
+            ValueError: Layers of the cache have different lengths.
+        """
+        cache.check_in_step()
+        if not self._has_run:
+            self._has_run = True
+            return self._run_once(step)
+        if self._replay is None:
+            self._replay, self._result = self._recorded(step, cache)
+        else:
+            cache.note_replayed(1)
+        self._replay()
+        return self._result
+
+    def _recorded(self, step: Callable[[], Any], cache: KVQuantCache) -> tuple[Callable[[], None], Any]:
+        length = cache.storages[0].length
+        try:
+            return self._record(step)
+        except Exception as error:
+            cache.forget_capture(length)
+            raise RuntimeError(
+                "generate: `capture` must be False for this model, got True: its decode step cannot be captured as a "
+                "CUDA graph, probably because it waits for the device. Pass static=True instead: generate compiles."
+            ) from error
+
+    @abc.abstractmethod
+    def _run_once(self, step: Callable[[], Any]) -> Any:
+        """Run the step as it is, where it is to be recorded."""
+
+    @abc.abstractmethod
+    def _record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Call the step without running it. Returns what replays it, and what it returned."""
+
+
+class CudaGraph(StepRunner):
+    """A step as a CUDA graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._stream = torch.cuda.Stream(device)  # a capture needs one of its own
+
+    def _run_once(self, step: Callable[[], Any]) -> Any:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = step()
+        current.wait_stream(self._stream)
+        return result
+
+    def _record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads may go on using the GPU: only what this one does has to fit into a graph.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                result = step()
+        except Exception:
+            # Random numbers would be drawn as within a capture from now on, and so raise: let one end as it should.
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
+                torch.zeros(1, device=self._device)
+            raise
+        return graph.replay, result
+
+
+# What runs captured steps, by device. A device that is absent has no graphs.
+RUNNERS: dict[str, type[StepRunner]] = {"cuda": CudaGraph}
+
+
+class Captures:
+    """The captured steps of one model, the latest ones. A copy of the model, or one from a pickle, begins with none."""
+
+    # A model that serves prompts of a few batch sizes in turn keeps a graph for each; its memory is that of one step.
+    LIMIT = 4
+
+    def __init__(self) -> None:
+        self._steps: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Captures:
+        return Captures()
+
+    def __reduce__(self) -> tuple[type[Captures], tuple[()]]:
+        return Captures, ()
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What is kept under a key; made, and the least used dropped, where nothing is."""
+        if key not in self._steps:
+            while len(self._steps) >= self.LIMIT:
+                self._steps.popitem(last=False)
+            self._steps[key] = make()
+        self._steps.move_to_end(key)
+        return self._steps[key]
+
+
+def is_captured(cache: object) -> TypeGuard[KVQuantCache]:
+    """Whether steps over a cache are to be captured."""
+    return isinstance(cache, KVQuantCache) and cache.quant_config.capture
+
+
+def check_capturable(model: PreTrainedModel) -> None:
+    """Refuse to capture where it would fail or, worse, replay what has moved since.
+
+    Raises:
+        NotImplementedError: The model is not on one GPU, or its weights do not stay where they are.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    reason = None
+    if len(devices) > 1:
+        reason = f"the model is spread over {devices}, and a graph is captured on one device"
+    elif model.device.type not in RUNNERS:
+        reason = f"the model is on {devices[0]}, and CUDA graphs need a GPU"
+    elif any(tensor.numel() == 0 or hasattr(tensor, "device_mesh") for tensor in model.parameters()):
+        reason = "its weights are divided among processes"
+    elif not getattr(getattr(model, "hf_quantizer", None), "is_compileable", True):
+        reason = "transformers says that its quantised weights serve no static graph"
+    if reason is not None:
+        raise NotImplementedError(
+            f"generate: `capture` must be False for this {type(model).__name__}, got True: {reason}. "
+            "Patch it without capture; static=True lets generate compile where that is possible."
+        )
+
+
+def key_of(model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any]) -> Hashable:
+    """What a captured step depends on and cannot see change.
+
+    Args:
+        model: Of the step.
+        cache: That it appends to.
+        inputs: Of the model's forward, as for one decode step.
+    """
+    return (
+        tuple(address for tensor in (*model.parameters(), *model.buffers()) for address in _addresses(tensor)),
+        model.training,
+        # A tensor that inference mode made cannot be written outside of it.
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(model.device.type) and torch.get_autocast_dtype(model.device.type),
+        buffers_of(cache),
+        signature_of(inputs),
+    )
+
+
+def buffers_of(cache: KVQuantCache) -> Hashable:
+    """Where the buffers of a cache are."""
+    return tuple(storage.addresses() for storage in cache.storages)
+
+
+def _addresses(tensor: Tensor) -> Iterable[int]:
+    if hasattr(tensor, "__tensor_flatten__"):  # quantised weights are several tensors in the guise of one
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _addresses(getattr(tensor, name))
+    else:
+        yield tensor.data_ptr()
+
+
+def signature_of(value: Any) -> Hashable:
+    """What of a forward's inputs a graph cannot be fed: all but the numbers in tensors, and the cache."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, Mapping):
+        return tuple((name, signature_of(item)) for name, item in value.items())
+    if isinstance(value, Cache):
+        return "cache"
+    return repr(value)
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """`value` with every tensor in its dictionaries, lists and tuples replaced; caches stay."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping) and not isinstance(value, Cache):
+        return {name: map_tensors(function, item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(function, item) for item in value)
+    return value
+
+
+def fill(static: Any, value: Any) -> None:
+    """Copy the tensors of inputs into static ones of the same signature."""
+    if isinstance(static, Tensor):
+        static.copy_(value)
+    elif isinstance(static, Mapping):
+        for name, item in static.items():
+            fill(item, value[name])
+
+
+# --- the forward ------------------------------------------------------------------------------------------------------
+
+
+class _CapturedForward:
+    """The static inputs of a forward, and what runs it."""
+
+    def __init__(self, inputs: Mapping[str, Any], device: torch.device) -> None:
+        without_cache = {name: value for name, value in inputs.items() if not isinstance(value, Cache)}
+        self.inputs = map_tensors(torch.clone, without_cache)
+        self.runner = RUNNERS[device.type](device)
+
+    def run(self, model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any]) -> ModelOutput:
+        fill(self.inputs, inputs)
+
+        def step() -> tuple[type[ModelOutput], dict[str, Any], list[str]]:
+            output = model(**self.inputs, past_key_values=cache)
+            # Kept without the cache, which must not live as long as a graph over its addresses.
+            items = {name: item for name, item in output.items() if item is not cache}
+            return type(output), items, [name for name in output if name not in items]
+
+        output_type, items, cache_names = self.runner.run(step, cache)
+        # The next replay overwrites what this one returned, and callers may keep it.
+        output: ModelOutput = output_type(**map_tensors(torch.clone, items), **dict.fromkeys(cache_names, cache))
+        return output
+
+
+class Forward:
+    """What transformers' loops call for the decode steps of one `generate`, in place of the compiled model.
+
+    Args:
+        model: The generating model.
+        captures: Its captured steps.
+        compile_config: For caches that are not to be captured.
+    """
+
+    def __init__(self, model: PreTrainedModel, captures: Captures, compile_config: Any) -> None:
+        self._model = model
+        self._captures = captures
+        self._compile_config = compile_config
+        self._kept: tuple[Hashable, _CapturedForward] | None = None
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Run the forward. See `PreTrainedModel.forward` for arguments and results."""
+        cache = inputs.get("past_key_values")
+        if not is_captured(cache):
+            return type(self._model).get_compiled_call(self._model, self._compile_config)(**inputs)
+        input_ids = inputs.get("input_ids")
+        if input_ids is None or input_ids.shape[1] != 1 or any(storage.is_empty for storage in cache.storages):
+            return self._model(**inputs)  # a chunk of the prompt
+        for storage in cache.storages:
+            storage.check_room(1)
+        # Weights do not move within one call of `generate`, so that they are looked at once.
+        quick_key = (buffers_of(cache), signature_of(inputs))
+        if self._kept is None or self._kept[0] != quick_key:
+            step = self._captures.get(
+                ("forward", key_of(self._model, cache, inputs)),
+                lambda: _CapturedForward(inputs, self._model.device),
+            )
+            self._kept = quick_key, step
+        return self._kept[1].run(self._model, cache, inputs)
+
+
+def captured_call(model: PreTrainedModel, captures: Captures, compile_config: Any) -> Forward:
+    """What runs in place of `model.get_compiled_call` on a model patched with `capture=True`."""
+    return Forward(model, captures, compile_config)
+
+
+@functools.cache
+def log_slower_loop(reason: str) -> None:
+    """Say once that transformers' own loop runs the captured step, and why."""
+    logger.warning("generate waits for the device after every captured step: %s. Correct, slower.", reason)

@@ -1,0 +1,430 @@
+"""`generate` without the host in the loop: the step captured together with the choice of the next token.
+
+transformers' loop prepares inputs, chooses a token and asks whether to stop, on the host, after every step. The loop
+here feeds the step from the device: the captured function runs the model, chooses the token, notes which sequences are
+finished and advances its own inputs. The host keeps a few steps in flight and reads each one's tokens and flags when
+they have arrived; steps that turn out to lie behind the stop are undone. Results are those of transformers' loop, token
+for token, random ones included.
+
+It serves greedy decoding and sampling by the newest scores alone. What else `generate` can do goes through
+transformers' loop, over the captured forward of `capture.py`; the log says so, and why.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    LogitNormalization,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from .attention import is_bounds
+from .cache import KVQuantCache
+from .capture import RUNNERS, Captures, fill, is_captured, key_of, log_slower_loop, map_tensors
+
+# Steps in flight beyond the one whose flags are awaited. One hides the host's launch of the next behind the device's
+# work; a second one its pauses.
+STEPS_AHEAD = 2
+
+# They look at the newest scores alone, and never make the host wait.
+_SERVED_PROCESSORS = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    LogitNormalization,
+)
+_SERVED_CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
+# Where a model has a method of its own, its inputs may advance in other ways than by one position a step.
+_FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+# Inputs that the loop knows how to advance.
+_ADVANCED = ("attention_mask", "position_ids", "past_key_values")
+
+
+def generate(model: Any, captures: Captures, *args: Any, **kwargs: Any) -> Any:
+    """What runs in place of `model.generate` on a model patched with `capture=True`; takes and returns the same."""
+    method = type(model).generate
+    own = ("generate", "_sample")
+    if any(getattr(type(model), name) is not getattr(GenerationMixin, name) for name in own):
+        return method(model, *args, **kwargs)
+    call = inspect.signature(method).bind(model, *args, **kwargs).arguments
+    options = {**call, **call.get("kwargs", {})}
+    if not _is_sampling(model, options):
+        return method(model, *args, **kwargs)
+    # generate hands no streamer to a method that it is given.
+    loop = functools.partial(decode, captures, streamer=options.get("streamer"))
+    return method(model, *args, **kwargs, custom_generate=loop)
+
+
+def _is_sampling(model: Any, options: Mapping[str, Any]) -> bool:
+    """Whether `generate` would call `_sample`, with nothing that it does not hand to a method given by the caller."""
+    if any(options.get(name) for name in ("custom_generate", "assistant_model", "synced_gpus")):
+        return False
+    config, _ = model._prepare_generation_config(options.get("generation_config"), **options.get("kwargs", {}))
+    if config.stop_strings is not None or config.token_healing:
+        log_slower_loop("stop strings and token healing ask the tokenizer")
+        return False
+    mode = config.get_generation_mode(None)
+    return mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) and not config.disable_compile
+
+
+def decode(
+    captures: Captures,
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: Any,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """A decoding method of `generate`, as `custom_generate` takes it.
+
+    Args:
+        captures: The model's captured steps.
+        model: The generating model.
+        input_ids: `[batch, tokens]` int64: the prompt.
+        logits_processor: Of this call.
+        stopping_criteria: Of this call.
+        generation_config: Of this call.
+        streamer: Of this call.
+        **model_kwargs: What the model is fed besides.
+
+    Returns:
+        The sequences, or a `GenerateDecoderOnlyOutput` where the config asks for it.
+
+    Raises:
+        RuntimeError: The step cannot be captured.
+        ValueError: The cache is full.
+    """
+    cache = model_kwargs.get("past_key_values")
+    if is_captured(cache):
+        reason = _why_not_loop(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        if reason is None:
+            choice = _Choice(input_ids, logits_processor, stopping_criteria, generation_config)
+            max_length = min(each.max_length for each in stopping_criteria if isinstance(each, MaxLengthCriteria))
+            loop = _Loop(captures, model, cache, choice, streamer)
+            return loop.run(input_ids, generation_config, model_kwargs, max_length)
+        log_slower_loop(reason)
+    return type(model)._sample(
+        model,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        streamer=streamer,
+        **model_kwargs,
+    )
+
+
+def _why_not_loop(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: Any,
+    model_kwargs: Mapping[str, Any],
+) -> str | None:
+    """Why transformers' loop has to run, or `None` if this one serves the call."""
+    for processor in logits_processor:
+        if type(processor) not in _SERVED_PROCESSORS:
+            return f"{type(processor).__name__} looks at more than the newest scores"
+    for criteria in stopping_criteria:
+        if type(criteria) not in _SERVED_CRITERIA:
+            return f"{type(criteria).__name__} decides on the host"
+    for name in ("output_scores", "output_logits", "output_hidden_states"):
+        if generation_config.return_dict_in_generate and getattr(generation_config, name):
+            return f"{name}=True"
+    for name in _FEEDING:
+        if getattr(type(model), name) is not getattr(GenerationMixin, name):
+            return f"{type(model).__name__} has its own {name}"
+    for name, value in model_kwargs.items():
+        if name not in _ADVANCED and not isinstance(value, (int, float, str, type(None))):
+            return f"the model is fed '{name}'"
+    if input_ids.device != model.device:
+        return f"the prompt is on {input_ids.device}, the model on {model.device}"
+    mask = model_kwargs.get("attention_mask")
+    has_holes = mask is not None and bool((mask[:, :-1] > mask[:, 1:]).any())
+    if has_holes or model_kwargs["past_key_values"].notes.has_holes:
+        return "the attention mask hides more than left padding"
+    return None
+
+
+# --- on the device ----------------------------------------------------------------------------------------------------
+
+
+class _Choice:
+    """How the next token is chosen from logits, and which tokens end a sequence."""
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: Any,
+    ) -> None:
+        self.device = input_ids.device
+        self.processors = logits_processor
+        self.do_sample: bool = generation_config.do_sample
+        ids = [criteria.eos_token_id for criteria in stopping_criteria if isinstance(criteria, EosTokenCriteria)]
+        self.eos = torch.cat([each.flatten() for each in ids]).to(self.device) if ids else None
+        self.pad = generation_config._pad_token_tensor.to(self.device) if ids else None
+
+    @property
+    def key(self) -> Hashable:
+        """Everything that a captured step has of it."""
+        processors = tuple((type(each), tuple(sorted(vars(each).items()))) for each in self.processors)
+        tokens = tuple(None if each is None else tuple(each.view(-1).tolist()) for each in (self.eos, self.pad))
+        return self.do_sample, processors, tokens
+
+    def __call__(self, logits: Tensor, report: Tensor) -> None:
+        """Choose a token for every sequence.
+
+        Args:
+            logits: `[batch, 1, vocabulary]`.
+            report: `[2, batch]` int64, written: the tokens, and 1 for sequences that are not finished. Finished ones
+                get padding.
+        """
+        token, unfinished = report
+        scores = logits[:, -1].to(copy=True, dtype=torch.float32)
+        scores = self.processors(token[:, None], scores)
+        if self.do_sample:
+            # What torch.multinomial computes for one sample, without its look at the probabilities from the host.
+            probabilities = torch.softmax(scores, dim=-1)
+            scores = probabilities / torch.empty_like(probabilities).exponential_()
+        chosen = scores.argmax(dim=-1)
+        if self.eos is not None and self.pad is not None:
+            chosen = chosen * unfinished + self.pad * (1 - unfinished)
+            unfinished.mul_((chosen[:, None] != self.eos).all(dim=1))
+        token.copy_(chosen)
+
+
+class _Step:
+    """One decode step over static tensors: the model, the choice of the next token, and the inputs of the next step.
+
+    Args:
+        inputs: Of the model's forward for one token, `past_key_values` apart.
+        report: As `_Choice` writes it.
+        choice: Of the next token; its tensors stay as long as a graph reads them.
+    """
+
+    def __init__(self, inputs: Mapping[str, Any], report: Tensor, choice: _Choice) -> None:
+        self.inputs = map_tensors(torch.clone, inputs)
+        self.report = report.clone()
+        self._choice = choice
+        self._runner = RUNNERS[report.device.type](report.device)
+
+    def start(self, inputs: Mapping[str, Any], report: Tensor) -> None:
+        """Begin behind a prompt."""
+        fill(self.inputs, inputs)
+        self.report.copy_(report)
+
+    def run(self, model: Any, cache: KVQuantCache) -> None:
+        """Append the newest token to the cache and choose the next."""
+
+        def step() -> None:
+            output = model(**self.inputs, past_key_values=cache, return_dict=True)
+            self._choice(output.logits, self.report)
+            self.inputs["input_ids"].copy_(self.report[0][:, None])
+            if "position_ids" in self.inputs:
+                self.inputs["position_ids"].add_(1)
+            for bounds in _bounds_of(self.inputs):
+                bounds[1].add_(1)
+
+        self._runner.run(step, cache)
+
+
+def _bounds_of(inputs: Mapping[str, Any]) -> list[Tensor]:
+    """The masks among a forward's inputs, which are a dictionary by kinds of layers in some models."""
+    mask = inputs.get("attention_mask")
+    masks = [each for each in (mask.values() if isinstance(mask, Mapping) else [mask]) if each is not None]
+    assert all(is_bounds(each) for each in masks)
+    return masks
+
+
+# --- on the host ------------------------------------------------------------------------------------------------------
+
+
+class _Mailbox:
+    """Reports on their way to the host, in order.
+
+    Args:
+        report: Whatever is sent has its shape, dtype and device.
+        size: Reports under way at a time.
+    """
+
+    def __init__(self, report: Tensor, size: int) -> None:
+        self._is_cuda = report.device.type == "cuda"
+        self._free = deque(
+            (
+                torch.empty_like(report, device="cpu", pin_memory=self._is_cuda),
+                torch.cuda.Event(blocking=True) if self._is_cuda else None,
+            )
+            for _ in range(size)
+        )
+        self._sent: deque[Any] = deque()
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    def send(self, report: Tensor) -> None:
+        """Have a report copied as soon as the device gets there."""
+        slot, event = self._free.popleft()
+        slot.copy_(report, non_blocking=True)
+        if event is not None:
+            event.record(torch.cuda.current_stream(report.device))
+        self._sent.append((slot, event))
+
+    def receive(self) -> Tensor:
+        """Wait for the oldest report."""
+        slot, event = self._sent.popleft()
+        if event is not None:
+            event.synchronize()
+        self._free.append((slot, event))
+        report: Tensor = slot.clone()
+        return report
+
+
+class _Loop:
+    """One call of `generate`.
+
+    Args:
+        captures: The model's captured steps.
+        model: The generating model.
+        cache: A static one.
+        choice: Of the next token.
+        streamer: Gets tokens as they arrive, or `None`.
+    """
+
+    def __init__(self, captures: Captures, model: Any, cache: KVQuantCache, choice: _Choice, streamer: Any) -> None:
+        self._captures = captures
+        self._model = model
+        self._cache = cache
+        self._choice = choice
+        self._streamer = streamer
+        self._random_states: list[Tensor] = []  # after each token
+
+    def run(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], max_length: int) -> Any:
+        """Prefill, and decode until every sequence is finished.
+
+        Args:
+            input_ids: `[batch, tokens]` int64: the prompt.
+            generation_config: Of this call.
+            model_kwargs: What the model is fed besides.
+            max_length: Of the sequences, prompt included.
+
+        Returns:
+            What `decode` does.
+        """
+        outputs = self._model._prefill(input_ids, generation_config, model_kwargs)
+        report = torch.ones((2, input_ids.shape[0]), dtype=torch.int64, device=input_ids.device)
+        self._choice(outputs.logits, report)
+        model_kwargs = self._model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
+        del outputs  # a prompt's logits may be large
+        returns_cache = generation_config.return_dict_in_generate
+        is_kept = returns_cache or getattr(self._cache, "_is_user_defined", False)
+        # What is undone is cropped, and a crop cannot give back what tokens were that have left a dense window.
+        steps_ahead = 0 if is_kept and any(storage.has_tail for storage in self._cache.storages) else STEPS_AHEAD
+        with self._model._optimize_model_for_decode():
+            received, num_behind = self._run_steps(
+                functools.partial(self._step, input_ids, report, model_kwargs),
+                report,
+                max_new_tokens=max_length - input_ids.shape[1],
+                steps_ahead=steps_ahead,
+            )
+        self._undo(num_behind, is_kept=is_kept)
+        if self._streamer is not None:
+            self._streamer.end()
+        new_ids = torch.stack([tokens for tokens, _ in received], dim=1).to(input_ids.device)
+        sequences: Any = torch.cat([input_ids, new_ids], dim=1)
+        if returns_cache:
+            return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self._cache)
+        return sequences
+
+    def _run_steps(
+        self, make_step: Callable[[], _Step], report: Tensor, *, max_new_tokens: int, steps_ahead: int
+    ) -> tuple[list[Tensor], int]:
+        """Run steps until all sequences are finished.
+
+        Args:
+            make_step: Gives the step, once one is needed.
+            report: Of the token that the prefill led to.
+            max_new_tokens: At most, that one included.
+            steps_ahead: Steps to run beyond the one whose flags are awaited.
+
+        Returns:
+            received: The reports up to the stop.
+            num_behind: Steps that were run behind it.
+        """
+        room = min(storage.room for storage in self._cache.storages)
+        mailbox = _Mailbox(report, steps_ahead + 1)
+        mailbox.send(report)
+        self._note_random_state()
+        num_chosen = 1
+        step: _Step | None = None
+        received: list[Tensor] = []
+        while not received or (len(received) < max_new_tokens and bool(received[-1][1].any())):
+            if len(mailbox) <= steps_ahead and num_chosen < max_new_tokens and num_chosen <= room:
+                step = step or make_step()
+                step.run(self._model, self._cache)
+                mailbox.send(step.report)
+                self._note_random_state()
+                num_chosen += 1
+            elif mailbox:
+                received.append(mailbox.receive())
+                if self._streamer is not None:
+                    self._streamer.put(received[-1][0])
+            else:
+                for storage in self._cache.storages:
+                    storage.check_room(1)  # raises, as the next step would have
+        return received, num_chosen - len(received)
+
+    def _step(self, input_ids: Tensor, report: Tensor, model_kwargs: dict[str, Any]) -> _Step:
+        """The captured step for this call, ready to feed the first new token."""
+        tokens = torch.cat([input_ids, report[0][:, None]], dim=1)
+        inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
+            tokens, next_sequence_length=1, **model_kwargs
+        )
+        del inputs["past_key_values"]
+        key = ("loop", self._choice.key, key_of(self._model, self._cache, inputs))
+        step: _Step = self._captures.get(key, lambda: _Step(inputs, report, self._choice))
+        step.start(inputs, report)
+        return step
+
+    def _note_random_state(self) -> None:
+        if self._choice.do_sample:
+            is_cuda = self._choice.device.type == "cuda"
+            state = torch.cuda.get_rng_state(self._choice.device) if is_cuda else torch.get_rng_state()
+            self._random_states.append(state)
+
+    def _undo(self, num_steps: int, *, is_kept: bool) -> None:
+        """Leave a cache that is kept, and the random numbers, as if the newest steps had not been."""
+        if num_steps == 0:
+            return
+        if is_kept:
+            for storage in self._cache.storages:
+                storage.crop(num_steps)
+        if self._random_states:
+            state = self._random_states[-1 - num_steps]
+            if self._choice.device.type == "cuda":
+                torch.cuda.set_rng_state(state, self._choice.device)
+            else:
+                torch.set_rng_state(state)

@@ -1,0 +1,114 @@
+"""Tensor parallelism: which part of a per-head tensor belongs to this rank, and what cannot be served sharded.
+
+transformers gives every rank whole heads of the key projection, in order, while the model's config keeps the numbers of
+the whole model. A cache needs nothing of this, since it goes by the keys that reach it. Tensors that somebody gives to
+a model by head do: they may be those of all heads, which are cut here, or of this rank's alone. Which of both they are
+is told by their shape and by that of a key, for which one token is sent through the model once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+import torch.distributed
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .centering import num_kv_heads
+
+# As in transformers' own check of a plan: projections whose output is keys, and the style that shards heads.
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+_SHARDS_HEADS = "colwise"
+
+# Key-value heads of this rank by layer, so that a token is sent once per model.
+_seen: weakref.WeakKeyDictionary[PreTrainedModel, dict[int, int]] = weakref.WeakKeyDictionary()
+
+
+def rank_of(model: PreTrainedModel) -> tuple[int, int]:
+    """This process's rank in the tensor parallelism of a model, and the number of ranks: 0 and 1 where there is none.
+
+    Weights that are sharded in another way (FSDP) are whole when they are used, so they do not count.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 0, 1
+    from torch.distributed.tensor import DTensor  # slow to import, and needed by few
+
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            names = mesh.mesh_dim_names
+            if names is None or "tp" in names:
+                dim = 0 if names is None else names.index("tp")
+                return mesh.get_local_rank(dim), mesh.size(dim)
+    return 0, 1
+
+
+def check_heads(model: PreTrainedModel, where: str) -> None:
+    """Refuse a model whose key-value heads are split between ranks.
+
+    Raises:
+        ValueError: Their number is no multiple of the number of ranks.
+    """
+    _, num_ranks = rank_of(model)
+    if num_ranks == 1:
+        return
+    plan: dict[str, str] = model.tp_plan or {}
+    if not any(name.split(".")[-1] in _KEY_PROJECTIONS and style == _SHARDS_HEADS for name, style in plan.items()):
+        return  # every rank computes all keys
+    for layer_config in model.config.get_text_config(decoder=True).per_layer_config:
+        num_heads = getattr(layer_config, "num_key_value_heads", None)
+        if num_heads is not None and num_heads % num_ranks:
+            raise ValueError(
+                f"{where}: `model` must have a multiple of {num_ranks} key-value heads for tensor parallelism over "
+                f"{num_ranks} ranks, got {num_heads}, which would split a head. Load it on fewer ranks."
+            )
+
+
+def check_whole(model: PreTrainedModel, where: str) -> None:
+    """Refuse a model of which this process has only a part, where all heads have to be seen together.
+
+    Raises:
+        NotImplementedError: It is sharded.
+    """
+    _, num_ranks = rank_of(model)
+    if num_ranks > 1:
+        raise NotImplementedError(
+            f"{where}: `model` must be whole in this process, got one that is sharded over {num_ranks} ranks. Do this "
+            "with the model in one process, save it with save_pretrained, and load that with tensor parallelism."
+        )
+
+
+def of_this_rank(model: PreTrainedModel, tensors: Mapping[int, Tensor], name: str) -> dict[int, Tensor]:
+    """The part of per-head tensors that belongs to this rank's keys.
+
+    Where a model is sharded, the first call sends one token through it, so that all ranks have to make it.
+
+    Args:
+        model: The model.
+        tensors: Per layer index `[num_kv_heads, head_dim]`, of all heads or of this rank's.
+        name: What they are, for errors.
+
+    Returns:
+        Per layer index, of this rank's heads; views.
+
+    Raises:
+        ValueError: A tensor is for neither number of heads.
+    """
+    rank, num_ranks = rank_of(model)
+    if num_ranks == 1 or not tensors:
+        return dict(tensors)
+    if model not in _seen:
+        _seen[model] = num_kv_heads(model)
+    parts = {}
+    for index, tensor in tensors.items():
+        num_heads = _seen[model].get(index, tensor.shape[0])
+        if tensor.shape[0] not in (num_heads, num_ranks * num_heads):
+            raise ValueError(
+                f"key_transforms: `{name}` of layer {index} must have {num_heads} heads, like the keys of this rank, "
+                f"or {num_ranks * num_heads}, like those of all {num_ranks}, got {tensor.shape[0]}. "
+                "Was it made for another model?"
+            )
+        is_whole = tensor.shape[0] != num_heads
+        parts[index] = tensor[rank * num_heads : (rank + 1) * num_heads] if is_whole else tensor
+    return parts

@@ -1,0 +1,234 @@
+"""Models over several processes and devices: tensor parallelism on the CPU through gloo, and accelerate's hooks.
+
+Ranks are processes, slow to start, so every number of ranks is started once, and runs all scenarios below in turn. A
+scenario is a function of `Ranks`, which loads a saved model both whole and sharded; what it asserts, it asserts on
+every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from accelerate import dispatch_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+import hf_kvquant
+from hf_kvquant import KVQuantConfig
+from hf_kvquant.transforms import of_model
+
+NEW_TOKENS = 8
+NUM_HEADS = 4
+SAVED: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": NUM_HEADS},
+    "qwen2": {"model_type": "qwen2", "num_attention_heads": 8, "num_key_value_heads": NUM_HEADS},  # with key biases
+    # Its attention is in no plan: every rank has all heads, and the sinks that go with them.
+    "gpt_oss": {**models.FAMILIES["gpt_oss"].options, "model_type": "gpt_oss", "num_key_value_heads": NUM_HEADS},
+    "one_head": {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 1},
+}
+# gpt-oss asks for RoPE factors that no tiny model fits.
+SAVED["gpt_oss"] |= {"num_attention_heads": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+
+
+def save(name: str, folder: Path) -> None:
+    model = models.build(**SAVED[name])
+    if name == "qwen2":
+        with torch.no_grad():  # biases of the last head alone: the other ranks see none in their own weights
+            for module_name, parameter in model.named_parameters():
+                if module_name.endswith("k_proj.bias"):
+                    parameter[: -models.HEAD_DIM] = 0
+    model.save_pretrained(folder / name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """One rank's view.
+
+    Attributes:
+        rank: Its number.
+        num_ranks: Of how many.
+        folder: Where models are saved.
+    """
+
+    rank: int
+    num_ranks: int
+    folder: Path
+
+    def load(self, name: str, plan: str | dict[str, str] = "auto") -> tuple[Any, Any]:
+        """The model whole in this process, and sharded."""
+        whole = AutoModelForCausalLM.from_pretrained(self.folder / name)
+        config = DistributedConfig(tp_plan=plan, tp_size=self.num_ranks)
+        return whole, AutoModelForCausalLM.from_pretrained(self.folder / name, distributed_config=config)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """This rank's heads of `[NUM_HEADS, head_dim]`."""
+        return tensor.chunk(self.num_ranks)[self.rank]
+
+
+def check_tokens(whole: Any, sharded: Any, config: Any, num_heads: int) -> list[Any]:
+    """Both write the same; every quantised layer of the sharded model holds so many heads, attended to from codes.
+
+    Returns:
+        The key transforms of the sharded model's layers.
+    """
+    results = []
+    for model in (whole, sharded):
+        with hf_kvquant.patched(model, config):
+            results.append(models.greedy(model, models.left_padded(), NEW_TOKENS))
+    assert results[0].sequences.tolist() == results[1].sequences.tolist()
+    storages = results[1].past_key_values.storages
+    assert storages and all(storage.num_kv_heads == num_heads for storage in storages)
+    for storage in storages:
+        assert storage.key_planes.codes.shape[1] == storage.value_planes.codes.shape[1] == num_heads
+        assert not storage.fallbacks
+    return [storage.key_transform for storage in storages]
+
+
+def plain(ranks: Ranks) -> None:
+    whole, sharded = ranks.load("llama")
+    windows = {"preset": "int4", "sink_length": 2, "residual_length": 4}
+    for config in ("none", "int8", "int4", "int4-channel", {"preset": "int4", "static": True}, windows):
+        for transform in check_tokens(whole, sharded, config, NUM_HEADS // ranks.num_ranks) if config != "none" else ():
+            assert transform is None or transform.describe() == "rotate"
+
+
+def centers_of_biases(ranks: Ranks) -> None:
+    """They are found on each rank for its own heads, though only the last has any."""
+    whole, sharded = ranks.load("qwen2")
+    found = {}
+    for preset in ("int8", "int4"):
+        found = dict(enumerate(check_tokens(whole, sharded, preset, NUM_HEADS // ranks.num_ranks)))
+    for index, transform in hf_kvquant.key_transforms(whole, "int4").items():
+        part = ranks.part(transform.center)
+        assert bool(part.any()) == (ranks.rank == ranks.num_ranks - 1)
+        torch.testing.assert_close(found[index].center if part.any() else torch.zeros_like(part), part)
+
+
+def given_tensors(ranks: Ranks) -> None:
+    """Centres and factors of all heads are cut to this rank's; those of this rank's heads are taken as they are."""
+    whole, sharded = ranks.load("qwen2")
+    num_heads = NUM_HEADS // ranks.num_ranks
+    shape = (NUM_HEADS, models.HEAD_DIM)
+    centers = {index: torch.randn(shape) for index in range(2)}
+    factors = {0: torch.full(shape, 2.0), 1: 2.0 ** torch.randint(-2, 3, shape)}
+    of_model.set_smoothing(whole, factors)
+    of_model.set_smoothing(sharded, factors)  # beside centres of biases, which are this rank's from the beginning
+    config = KVQuantConfig.resolve({"preset": "int4", "transforms": ["center", "smooth", "rotate"]})
+    check_tokens(whole, sharded, config, num_heads)
+    of_model.set_centers(whole, centers)
+    for cut in (lambda tensor: tensor, ranks.part):
+        of_model.set_centers(sharded, {index: cut(tensor) for index, tensor in centers.items()})
+        of_model.set_smoothing(sharded, {index: cut(tensor) for index, tensor in factors.items()})
+        transforms = check_tokens(whole, sharded, config, num_heads)
+        for index, transform in enumerate(transforms):
+            assert transform.describe() == "center+smooth+rotate"
+            assert torch.equal(transform.center, ranks.part(centers[index]))
+            assert torch.equal(transform.smoothing, ranks.part(factors[index]))
+    of_model.set_centers(sharded, {0: torch.ones(3, models.HEAD_DIM)})
+    message = (
+        f"key_transforms: `centers` of layer 0 must have {num_heads} heads, like the keys of this rank, "
+        f"or {NUM_HEADS}, like those of all {ranks.num_ranks}, got 3. Was it made for another model?"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        hf_kvquant.key_transforms(sharded, config)
+
+
+def unsharded_heads(ranks: Ranks) -> None:
+    whole, sharded = ranks.load("gpt_oss")
+    centers = {1: torch.randn(NUM_HEADS, models.HEAD_DIM)}
+    for model in (whole, sharded):
+        of_model.set_centers(model, centers)
+    (transform,) = check_tokens(whole, sharded, "int4", NUM_HEADS)
+    assert torch.equal(transform.center, centers[1])
+
+
+def sharded_sinks(ranks: Ranks) -> None:
+    """Sinks are this rank's query heads', in a plan that shards them. transformers 5.17 knows none."""
+    if "local_params" not in ALL_PARALLEL_STYLES:
+        return
+    attention = "model.layers.*.self_attn"
+    plan = {f"{attention}.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "sinks")}
+    whole, sharded = ranks.load("gpt_oss", {**plan, f"{attention}.o_proj": "rowwise", attention: "local_params"})
+    check_tokens(whole, sharded, "int4", NUM_HEADS // ranks.num_ranks)
+
+
+def refused(ranks: Ranks) -> None:
+    _, sharded = ranks.load("one_head")
+    before = sharded.config._attn_implementation
+    message = (
+        f"must have a multiple of {ranks.num_ranks} key-value heads for tensor parallelism over {ranks.num_ranks} "
+        "ranks, got 1, which would split a head. Load it on fewer ranks."
+    )
+    with pytest.raises(ValueError, match=re.escape(f"patch: `model` {message}")):
+        hf_kvquant.patch(sharded, "int4")
+    assert sharded.config._attn_implementation == before
+    hf_kvquant.enable()
+    backend = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant"}}
+    with pytest.raises(ValueError, match=re.escape(f"generate: `model` {message}")):
+        models.greedy(sharded, models.left_padded(), NEW_TOKENS, **backend)
+    hf_kvquant.disable()
+    _, sharded = ranks.load("llama")
+    texts = [40 * "Some text. "]
+    tasks: dict[str, Callable[[], Any]] = {
+        "smooth_attention": lambda: hf_kvquant.smooth_attention(sharded, models.tokenizer(), texts, num_tokens=64),
+        "for_model": lambda: hf_kvquant.run_preflight(sharded),
+    }
+    for where, task in tasks.items():
+        with pytest.raises(
+            NotImplementedError, match=f"{where}: `model` must be whole in this process.*tensor parallelism.$"
+        ):
+            task()
+
+
+SCENARIOS = (plain, centers_of_biases, given_tensors, unsharded_heads, sharded_sinks, refused)
+
+
+def run_rank(rank: int, num_ranks: int, folder: Path) -> None:
+    """What a process does."""
+    torch.set_num_threads(1)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    for scenario in SCENARIOS:
+        torch.manual_seed(0)
+        scenario(Ranks(rank, num_ranks, folder))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_tensor_parallel(num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # transformers would give every rank a GPU, and have NCCL join them
+    for name in SAVED:
+        save(name, tmp_path)
+    # A rank that fails ends the others, and its traceback is what this raises.
+    torch.multiprocessing.spawn(run_rank, (num_ranks, tmp_path), nprocs=num_ranks)
+
+
+@pytest.mark.parametrize("offloaded_layers", [(0,), (1,), (0, 1)])
+def test_offloaded_weights(offloaded_layers: tuple[int, ...], tmp_path: Path) -> None:
+    """Weights that are on disk between forwards are not read where they are not."""
+    whole = models.build("qwen2")
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    places |= {f"model.layers.{index}": "disk" if index in offloaded_layers else "cpu" for index in range(2)}
+    offloaded = dispatch_model(copy.deepcopy(whole), places, main_device="cpu", offload_dir=tmp_path)
+    is_away = [parameter.is_meta for parameter in offloaded.model.layers.parameters()]
+    assert any(is_away) and all(is_away) == (len(offloaded_layers) == 2)
+    expected = hf_kvquant.key_transforms(whole, "int4")
+    found = hf_kvquant.key_transforms(offloaded, "int4")
+    assert expected.keys() == found.keys() == {0, 1}
+    for index, transform in found.items():
+        assert transform.center is not None and transform.equals(expected[index])
+    for preset in ("int8", "int4"):
+        check_tokens(whole, offloaded, preset, 2)
