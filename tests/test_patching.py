@@ -514,7 +514,7 @@ def test_buffers_are_there_before_a_compiled_prefill_in_chunks(
         return case != "not compiled" and not config.disable_compile
 
     monkeypatch.setattr(model, "_valid_auto_compile_criteria", is_compiled, raising=False)
-    monkeypatch.setattr(model, "get_compiled_call", lambda config: model.__call__, raising=False)
+    monkeypatch.setattr(type(model), "get_compiled_call", lambda self, config: self.__call__)
     patching._log_not_compiled.cache_clear()
     with caplog.at_level(logging.WARNING, "hf_kvquant"), patched(model, {"preset": "int8", "static": True}):
         expected = greedy(model, left_padded())
