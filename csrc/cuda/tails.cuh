@@ -224,6 +224,7 @@ __device__ __forceinline__ void attend_to_tile(const DecodeParams& params, const
 #pragma unroll
       for (int distance = 4; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
       kept[n][k] = exp2_below(before.x, maximum);
+      __syncwarp();  // all lanes of a column have read what one of them writes
       if (g == 0 && is_row) sums[column] = make_float2(maximum, fmaf(before.y, kept[n][k], sum));
     }
   }
