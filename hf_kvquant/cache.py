@@ -121,7 +121,9 @@ class KVQuantLayer(CacheLayerMixin):
         is_first_chunk = storage.is_empty
         storage.extend(key_states, value_states)
         if is_first_chunk:
-            storage.starts = self.notes.starts  # later chunks come with a call that says it
+            # Later chunks come with a call that says it. The mask is where the first layer is, this one may be elsewhere.
+            starts = self.notes.starts
+            storage.starts = None if starts is None else starts.to(storage.device)
             storage.flush()
             if not storage.is_quantized:
                 # What transformers' own layers return, so that matrix products are summed in the same order.

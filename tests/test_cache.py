@@ -360,6 +360,17 @@ def test_offload_and_prefetch(kind: str) -> None:
     check_same_tokens(cache, expected, "after coming back")
 
 
+def test_padding_is_where_the_tokens_of_a_layer_are() -> None:
+    """Masks are made on one device, and the layers of a model may be on several."""
+    cache = make("int4-channel", "growing")
+    cache.notes.starts = torch.tensor([0, 3, 1], dtype=torch.int32)
+    for index, device in enumerate(("cpu", "meta")):
+        key, value = new_tokens(4)
+        cache.update(key.to(device), value.to(device), index)
+        starts = cache.storages[index].starts
+        assert starts is not None and starts.device.type == device
+
+
 @kinds
 @pytest.mark.parametrize("preset", ["none", "int4"])
 def test_early_initialization(preset: str, kind: str) -> None:
