@@ -1,10 +1,11 @@
 """The decode step as a CUDA graph of the model's own kernels: what is captured, and when a capture still holds.
 
-transformers compiles the step of a static cache, which takes a minute. With `capture=True` in the config, the step is
-instead run once as it is, recorded the second time, and replayed from then on: ready in a second, and the host launches
-one graph in place of a thousand kernels. `CudaGraph` does that for any function of static tensors. Here it is applied
-to the model's forward, which transformers' loops call in place of the compiled one; `decode_loop.py` captures the
-choice of the next token along with it, so that the host need not wait.
+transformers compiles the step of a static cache: 13 s for four layers of Llama-3-8B's shape. With `capture=True` in the
+config, the step is instead run once as it is, recorded the second time, and replayed from then on: the first call takes
+0.7 s longer than the next, for all 32 layers (H200, 2026-11), and the host launches one graph in place of 1,400 kernels.
+`CudaGraph` does that for any function of static tensors. Here it is applied to the model's forward, which transformers'
+loops call in place of the compiled one; `decode_loop.py` captures the choice of the next token along with it, so that
+the host need not wait.
 
 A graph reads and writes addresses. It is kept on the model, and found again by the addresses of everything that it
 touches and that is not its own: weights, and the buffers of the cache. Where these have moved, another is captured.

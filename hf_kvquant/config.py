@@ -111,7 +111,7 @@ class KVQuantConfig:
         max_cache_len: Tokens that a static cache holds; given, it implies `static`. `None` takes what `generate` needs,
             rounded up, or what the buffers of an earlier call hold.
         capture: Whether `generate` of a patched model captures the decode step as a CUDA graph as it is, in place of
-            transformers' compilation: ready in a second, for one GPU. Implies `static`.
+            transformers' compilation: ready at once, for one GPU. Implies `static`.
 
     Raises:
         TypeError, ValueError: Naming the argument, what was expected and what came.
