@@ -121,7 +121,7 @@ class KVQuantLayer(CacheLayerMixin):
         is_first_chunk = storage.is_empty
         storage.extend(key_states, value_states)
         if is_first_chunk:
-            # Later chunks come with a call that says it. The mask is where the first layer is, this one may be elsewhere.
+            # Later chunks come with a call that says it. The mask is where the first layer is, not always this one.
             starts = self.notes.starts
             storage.starts = None if starts is None else starts.to(storage.device)
             storage.flush()

@@ -2,7 +2,7 @@
 
 transformers compiles the step of a static cache: 13 s for four layers of Llama-3-8B's shape. With `capture=True` in the
 config, the step is instead run once as it is, recorded the second time, and replayed from then on: the first call takes
-0.7 s longer than the next, for all 32 layers (H200, 2026-11), and the host launches one graph in place of 1,400 kernels.
+0.7 s longer than the next, for all 32 layers (H200, 2026-11), and the host launches a graph in place of 1,400 kernels.
 `CudaGraph` does that for any function of static tensors. Here it is applied to the model's forward, which transformers'
 loops call in place of the compiled one; `decode_loop.py` captures the choice of the next token along with it, so that
 the host need not wait.

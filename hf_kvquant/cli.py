@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from . import __version__, ops
 from ._errors import did_you_mean
-from .config import PRESETS
+from .config import PRESETS, WINDOWS, KVQuantConfig
 from .generation import UNQUANTIZED, Summary, run_presets
 from .patching import patched
 from .preflight import run_preflight
@@ -95,6 +95,20 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         metavar="NAME",
         help=f"one of {', '.join(PRESETS)}; repeatable (default: {', '.join(COMPARED_PRESETS)})",
+    )
+    generate.add_argument(
+        "--sink-length",
+        type=int,
+        default=0,
+        metavar="N",
+        help="first tokens that presets keep as they came (default: 0)",
+    )
+    generate.add_argument(
+        "--residual-length",
+        type=int,
+        default=0,
+        metavar="N",
+        help="newest tokens that presets keep as they came (default: 0)",
     )
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
     generate.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
@@ -164,7 +178,7 @@ def run_generate(args: argparse.Namespace) -> None:
     Raises:
         UsageError: An argument has no meaning, or does not fit the model.
     """
-    presets = checked_presets(args.preset)
+    presets = {name: with_windows(name, args) for name in checked_presets(args.preset)}
     texts = checked_prompts(args)
     sampling = checked_sampling(args)
     if args.max_new_tokens < 1:
@@ -173,9 +187,9 @@ def run_generate(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model, args.dtype, device)
     load_calibration(model, args.model)
     prompts = tokenize(model, tokenizer, texts, args.max_new_tokens)
-    for preset in presets:
+    for preset, config in presets.items():
         try:
-            with patched(model, preset):
+            with patched(model, config):
                 pass
         except (NotImplementedError, ValueError, TypeError) as error:
             raise UsageError(f"generate: `--preset {preset}` does not fit {args.model}. {error}") from error
@@ -185,7 +199,7 @@ def run_generate(args: argparse.Namespace) -> None:
     def start(index: int, preset: str) -> None:
         if args.no_stream:
             return
-        if preset == presets[0]:
+        if preset == next(iter(presets)):
             console.rule(f"prompt {index + 1} of {len(texts)}", align="left")
             console.out(texts[index], style="italic")
         console.print(f"[bold cyan]{preset:>{max(map(len, presets))}}[/] …", end="")
@@ -207,7 +221,8 @@ def run_generate(args: argparse.Namespace) -> None:
         on_text=show,
     )
     where = f"{model.dtype} on {device}".removeprefix("torch.")
-    show_summaries(console, summaries, title=f"{args.model}, {where}, {len(prompts)} prompts")
+    windows = "".join(f", {name} {length}" for name in WINDOWS if (length := getattr(args, name)))
+    show_summaries(console, summaries, title=f"{args.model}, {where}, {len(prompts)} prompts{windows}")
 
 
 def show_summaries(console: Console, summaries: Sequence[Summary], *, title: str) -> None:
@@ -250,6 +265,15 @@ def checked_presets(names: Sequence[str] | None, where: str = "generate") -> lis
                 f"{where}: `--preset` must be one of {', '.join(PRESETS)}, got '{name}'.{did_you_mean(name, PRESETS)}"
             )
     return list(dict.fromkeys(names or COMPARED_PRESETS))
+
+
+def with_windows(preset: str, args: argparse.Namespace) -> KVQuantConfig:
+    """A preset's config, with dense windows where something is quantised."""
+    windows = {name: getattr(args, name) for name in WINDOWS}
+    for name, length in windows.items():
+        if length < 0:
+            raise UsageError(f"generate: `--{name.replace('_', '-')}` must be at least 0, got {length}.")
+    return KVQuantConfig.from_preset(preset, **({} if preset == UNQUANTIZED else windows))
 
 
 def checked_prompts(args: argparse.Namespace) -> list[str]:

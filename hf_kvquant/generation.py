@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from .cache import KVQuantCache
+from .config import KVQuantConfig
 from .fidelity import Fidelity, compare
 from .patching import patched
 
@@ -77,7 +78,7 @@ def run_presets(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Tensor],
-    presets: Sequence[str],
+    presets: Mapping[str, KVQuantConfig],
     *,
     max_new_tokens: int,
     sampling: Mapping[str, Any],
@@ -91,7 +92,7 @@ def run_presets(
         model: The model, on its device.
         tokenizer: Its tokenizer.
         prompts: `[1, tokens]` int64 each, on the model's device.
-        presets: Names, in the order of the result.
+        presets: Configs by name, in the order of the result.
         max_new_tokens: Per prompt.
         sampling: Further arguments of `generate`, such as `do_sample`.
         seed: Set before each continuation, so that sampling presets draw the same numbers.
@@ -101,24 +102,22 @@ def run_presets(
     Returns:
         One summary per preset.
     """
-    for preset in presets:
-        continue_prompt(model, tokenizer, prompts[0], preset, max_new_tokens=WARM_UP_TOKENS, sampling={})
+    for config in presets.values():
+        continue_prompt(model, tokenizer, prompts[0], config, max_new_tokens=WARM_UP_TOKENS, sampling={})
     written: dict[str, list[Continuation]] = {preset: [] for preset in presets}
     for index, prompt in enumerate(prompts):
-        for preset in presets:
+        for preset, config in presets.items():
             on_start(index, preset)
             torch.manual_seed(seed)
             written[preset].append(
                 continue_prompt(
-                    model, tokenizer, prompt, preset, max_new_tokens=max_new_tokens, sampling=sampling, on_text=on_text
+                    model, tokenizer, prompt, config, max_new_tokens=max_new_tokens, sampling=sampling, on_text=on_text
                 )
             )
     results: dict[str, list[Fidelity]] = {preset: [] for preset in presets}
     for prompt, text in zip(prompts, written.get(UNQUANTIZED, ()), strict=False):
         if text.num_new > 1:  # the first new token comes from the prefill, which is exact
-            for preset, result in compare(
-                model, text.ids, {preset: preset for preset in presets}, first_chunk=prompt.shape[1]
-            ).items():
+            for preset, result in compare(model, text.ids, presets, first_chunk=prompt.shape[1]).items():
                 results[preset].append(result)
     return [_summary(preset, written[preset], results[preset]) for preset in presets]
 
@@ -127,16 +126,16 @@ def continue_prompt(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt: Tensor,
-    preset: str,
+    config: KVQuantConfig,
     *,
     max_new_tokens: int,
     sampling: Mapping[str, Any],
     on_text: Callable[[str], None] | None = None,
 ) -> Continuation:
-    """Continue one prompt (`[1, tokens]` int64) under one preset. See `run_presets` for the arguments."""
+    """Continue one prompt (`[1, tokens]` int64) under one config. See `run_presets` for the arguments."""
     streamer = _Stream(tokenizer, on_text or (lambda text: None))
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    with patched(model, preset):
+    with patched(model, config):
         generate: Any = model.generate
         result = generate(
             prompt,

@@ -66,6 +66,16 @@ def test_generate_with_one_preset_compares_nothing(folder: str, capsys: pytest.C
     assert "add --preset none" in " ".join(output.split())
 
 
+def test_windows_of_everything_lose_nothing(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--dtype", "float32", "--max-new-tokens", "9", "--no-stream", "--sink-length", "2")
+    presets = ("--preset", "none", "--preset", "int4", "--residual-length", "60")
+    _, output, _ = run(capsys, "generate", folder, "--prompt", "Once", *options, *presets)
+    assert "sink_length 2, residual_length 60" in " ".join(output.split())
+    # 62 rows of 2 heads of 64 channels, 4 bytes each, for keys and values of 2 layers, beside the codes.
+    assert rows(output)["int4"][:2] == ["288", f"{18 + 2 * 62:,} KiB"]
+    assert float(rows(output)["int4"][4]) < 1e-6
+
+
 def test_generate_streams_what_generate_writes(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("A prompt\n", encoding="utf-8")
     arguments = ("--preset", "int8", "--max-new-tokens", "12", "--dtype", "float32")
@@ -92,6 +102,7 @@ def test_sampling_is_seeded(folder: str, capsys: pytest.CaptureFixture[str]) -> 
             "`--preset` must be one of none, int8, k8v4, int4, int4-g32, int4-channel, fp8, got 'int9'. Did you ",
         ),
         (["--max-new-tokens", "0"], "`--max-new-tokens` must be at least 1, got 0."),
+        (["--residual-length", "-1"], "`--residual-length` must be at least 0, got -1."),
         (["--prompt", " \n"], "`--prompt` must hold text, got nothing but white space. Write a prompt into it."),
         (["--prompt-file", "EMPTY"], "`--prompt-file` EMPTY must hold text, got nothing but white space."),
         (["--prompt-file", "ABSENT"], "`--prompt-file` must be a text file, got ABSENT: No such file or directory."),
