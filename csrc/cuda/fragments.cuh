@@ -115,9 +115,17 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
   return product;
 }
 
+// Two e4m3 codes, in the lower half of a word, as float16 numbers.
 __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
+#if __CUDA_ARCH__ >= 890
   const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
   return static_cast<uint32_t>(halves.x) | static_cast<uint32_t>(halves.y) << 16;
+#else
+  // By hand, since the header decodes number by number, with branches: the bits are those of a float16 number that is 2^8
+  // times smaller, subnormal ones included. NaN, which is no code, becomes 480.
+  const uint32_t high = __byte_perm(pair, 0, 0x1404);
+  return multiply_halves((high & 0x80008000u) | (high & 0x7f007f00u) >> 1, 0x5c005c00u);
+#endif
 }
 
 // A nibble in the lowest or second lowest bits of a float16 is a subnormal number, this many times smaller: one mask
