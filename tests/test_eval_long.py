@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 import models
 import pytest
 import torch
+from rich.console import Console
 from tokenizers.processors import TemplateProcessing
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from hf_kvquant import KVQuantConfig, cli
 from hf_kvquant.evaluation import long_context
-from hf_kvquant.evaluation.long_context import SUMMARY, Scores, ask, score
+from hf_kvquant.evaluation.long_context import SUMMARY, Cell, Scores, ask, score
 from hf_kvquant.evaluation.prompts import TESTS, Prompt, PromptError, Writer
+from hf_kvquant.evaluation.records import RunRecord
 
 CONTEXT = 512
 FILLER = " ".join(f"Sentence {number} says nothing." for number in range(40))
@@ -258,6 +261,25 @@ def test_only_what_the_model_can_do_is_scored(accuracy: float, text: str) -> Non
         "int4": {"correct": [index < 8 for index in range(10)], "log_likelihood": [-1.5, -1.0] * 5},
     }
     assert long_context._cell(result, "int4") == f"{text}\n-0.250"
+
+
+def test_the_summary_is_over_what_is_scored() -> None:
+    """... but changes of the log-likelihood are over all that was asked."""
+    cells = [Cell("needle", 256, depth) for depth in (0, 100)]
+    record = RunRecord.open(None, {})
+    for cell, is_right in zip(cells, (True, False), strict=True):
+        none = {"correct": [is_right] * 2, "log_likelihood": [-1.0, -2.0]}
+        record.put(cell.part, {"none": none, "int4": {"correct": [True, False], "log_likelihood": [-1.5, -2.0]}})
+    summary = long_context.summarize(record, cells, ("none", "int4"))
+    assert summary["none"] == {
+        "num_cells": 2, "num_scored": 1, "accuracy": 1.0, "log_likelihood_change": 0.0, "standard_error": 0.0
+    }  # fmt: skip
+    assert (summary["int4"]["accuracy"], summary["int4"]["log_likelihood_change"]) == (0.5, -0.25)
+    assert summary["int4"]["standard_error"] == pytest.approx(0.5 / 12**0.5)
+    file = io.StringIO()
+    long_context.show(Console(file=file, width=120), record, cells, summary, title="model")
+    text = " ".join(file.getvalue().split())
+    assert "int4 │ 1 of 2 │ 50.0% │ -0.2500 ± 0.1443 │" in text and "can do none" not in text
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ class Scores:
     Attributes:
         correct: Per prompt, whether greedy decoding gives the answer.
         log_likelihood: Per prompt, of the whole answer behind the question, nats.
-        pairs_read: (Query, token) pairs that were served from codes, summed over layers.
+        pairs_read: (Query, token) pairs that were served from codes, or from what stays dense beside them (of
+            `int4-channel`, tokens of the unfinished block), summed over layers.
         pairs_expected: What that number is where every quantised layer is read as codes.
     """
 
@@ -232,9 +233,9 @@ def run(args: argparse.Namespace) -> None:
     check_context(model, args.model, cells)
     configs = {name: KVQuantConfig.from_preset(name) for name in names}
     writer = Writer(tokenizer, filler, seed=args.seed)
+    for cell in cells:
+        written(writer, cell, 0)
     try:
-        for cell in cells:
-            writer.prompt(cell.test, cell.length, cell.depth, 0)
         if args.inject_outliers:
             inject_key_outliers(model)
         if args.inject_bias:
@@ -242,8 +243,6 @@ def run(args: argparse.Namespace) -> None:
         for config in configs.values():
             with patched(model, config):
                 pass
-    except PromptError as error:
-        raise UsageError(f"{WHERE}: {error}") from error
     except (NotImplementedError, TypeError, ValueError) as error:
         raise UsageError(f"{WHERE}: {args.model} cannot be evaluated so. {error}") from error
     path = Path(args.model).expanduser()
@@ -304,7 +303,7 @@ def measure(
                 parts = []
                 for start in range(0, num_samples, batch_size):
                     samples = range(start, min(start + batch_size, num_samples))
-                    prompts = [writer.prompt(cell.test, cell.length, cell.depth, sample) for sample in samples]
+                    prompts = [written(writer, cell, sample) for sample in samples]
                     parts.append(checked_scores(model, prompts, configs, batch_size))
                     progress.advance(bar, len(prompts) * cell.length)
                 record.put(cell.part, {name: _joined([part[name] for part in parts]) for name in configs})
@@ -312,6 +311,14 @@ def measure(
     except KeyboardInterrupt:
         print(f"{WHERE}: interrupted with {num_done} of {len(cells)} cells measured.", file=sys.stderr)
         raise
+
+
+def written(writer: Writer, cell: Cell, sample: int) -> Prompt:
+    """One prompt of a cell."""
+    try:
+        return writer.prompt(cell.test, cell.length, cell.depth, sample)
+    except PromptError as error:
+        raise UsageError(f"{WHERE}: {error}") from error
 
 
 def checked_scores(
