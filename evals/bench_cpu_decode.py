@@ -30,13 +30,13 @@ from typing import Any
 
 import torch
 from decode_cases import random_transform
-from provenance import card
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_kvquant import PRESETS, KeyTransform, KVQuantConfig, ops, reference
+from hf_kvquant.evaluation.provenance import card
 from hf_kvquant.formats import KVFormat, Planes
 
 # The buffer sets of a contender together, at least: three times the last-level cache of the processors at hand.

@@ -51,13 +51,13 @@ from decode_cases import (
 )
 from decode_peers import measure_peers, peer_versions
 from gpu_timing import ReadBandwidth, Timing, figures, sets_needed, time_calls
-from provenance import card, describe_error, gpu_card, gpu_state
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_kvquant import PRESETS, KeyTransform, KVQuantConfig, ops, reference
+from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu_state
 from hf_kvquant.formats import KVFormat, Planes
 
 REPLAYS = 40

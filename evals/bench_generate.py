@@ -45,7 +45,6 @@ from generate_cases import (
     largest,
     roofline_ms,
 )
-from provenance import card, describe_error, gpu_card, gpu_state
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -55,6 +54,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_kvquant import KVQuantCache, ops, patched
+from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu_state
 
 DTYPE = torch.bfloat16
 WARM_UP_CONTEXT = 64

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from decode_cases import DEVICE, DTYPE, Shape, bytes_held
 from gpu_timing import Forms, ReadBandwidth, best_of, figures, sets_needed
-from provenance import describe_error
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_kvquant import PRESETS
+from hf_kvquant.evaluation.provenance import describe_error
 
 PAGE_SIZE = 64
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import ROOT, card, place, sha256
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -31,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import hf_kvquant
 from hf_kvquant import PRESETS, KVQuantConfig
+from hf_kvquant.evaluation.provenance import ROOT, card, place, sha256
 from hf_kvquant.fidelity import Fidelity, compare
 from hf_kvquant.transforms.injection import inject_key_bias, inject_key_outliers
 

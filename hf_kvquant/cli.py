@@ -2,9 +2,10 @@
 
 `generate` continues prompts under one or more presets and ends with a table; the work is done in `generation.py`.
 `calibrate` finds centres and smoothing factors of keys and saves the model with them (`transforms/smoothing.py`), or,
-with `--check`, only says which preset each layer bears (`preflight.py`). `env` says what is installed, what is missing
-and how to get it. A mistake in the arguments ends with one line on stderr and exit code 2, a preset that is refused
-with one and exit code 1, a bug with a traceback.
+with `--check`, only says which preset each layer bears (`preflight.py`). `eval` measures quality (`evaluation/cli.py`).
+`env` says what is installed, what is missing and how to get it. A mistake in the arguments ends with one line on stderr
+and exit code 2, a preset that is refused, or a measurement that fails its own checks, with one and exit code 1, a bug
+with a traceback.
 """
 
 from __future__ import annotations
@@ -23,29 +24,30 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import __version__, ops
-from ._errors import did_you_mean
+from .arguments import (
+    DTYPES,
+    Refused,
+    UsageError,
+    checked_device,
+    checked_presets,
+    load,
+    load_calibration,
+    read_text,
+)
 from .config import PRESETS, WINDOWS, KVQuantConfig
+from .evaluation import cli as evaluation
 from .generation import UNQUANTIZED, Summary, run_presets
 from .patching import patched
 from .preflight import run_preflight
-from .transforms.smoothing import Mode, load_smoothing, smooth_attention
+from .transforms.smoothing import Mode, smooth_attention
 from .transforms.smoothing_file import FILE_NAME, SmoothingResult
 from .verdict import Preflight, PreflightError, cells
 
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 REINSTALL = "pip install --no-build-isolation --force-reinstall --no-deps ."
-
-
-class UsageError(Exception):
-    """A mistake in what the user gave. Its text is all that is shown."""
-
-
-class Refused(Exception):
-    """A preset that the model does not bear. Its text is shown below the findings."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,6 +166,7 @@ def parser() -> argparse.ArgumentParser:
         "--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)"
     )
     calibrate.set_defaults(run=run_calibrate)
+    evaluation.add_parser(commands)
     env = commands.add_parser("env", help="show versions, kernels and devices, and what is missing")
     env.set_defaults(run=run_env)
     return root
@@ -178,13 +181,13 @@ def run_generate(args: argparse.Namespace) -> None:
     Raises:
         UsageError: An argument has no meaning, or does not fit the model.
     """
-    presets = {name: with_windows(name, args) for name in checked_presets(args.preset)}
+    presets = {name: with_windows(name, args) for name in checked_presets(args.preset, "generate", COMPARED_PRESETS)}
     texts = checked_prompts(args)
     sampling = checked_sampling(args)
     if args.max_new_tokens < 1:
         raise UsageError(f"generate: `--max-new-tokens` must be at least 1, got {args.max_new_tokens}.")
-    device = checked_device(args.device)
-    model, tokenizer = load(args.model, args.dtype, device)
+    device = checked_device(args.device, "generate")
+    model, tokenizer = load(args.model, args.dtype, device, "generate")
     load_calibration(model, args.model)
     prompts = tokenize(model, tokenizer, texts, args.max_new_tokens)
     for preset, config in presets.items():
@@ -257,16 +260,6 @@ def show_summaries(console: Console, summaries: Sequence[Summary], *, title: str
         console.print(note, style="dim")
 
 
-def checked_presets(names: Sequence[str] | None, where: str = "generate") -> list[str]:
-    """The presets to run, each once, in the order given."""
-    for name in names or ():
-        if name not in PRESETS:
-            raise UsageError(
-                f"{where}: `--preset` must be one of {', '.join(PRESETS)}, got '{name}'.{did_you_mean(name, PRESETS)}"
-            )
-    return list(dict.fromkeys(names or COMPARED_PRESETS))
-
-
 def with_windows(preset: str, args: argparse.Namespace) -> KVQuantConfig:
     """A preset's config, with dense windows where something is quantised."""
     windows = {name: getattr(args, name) for name in WINDOWS}
@@ -291,15 +284,6 @@ def checked_prompts(args: argparse.Namespace) -> list[str]:
     return [text.strip() for _, text in prompts]
 
 
-def read_text(name: str, where: str) -> str:
-    """A text file; `where` opens the message when it is none."""
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"{where} must be a text file, got {name}: {reason}.") from error
-
-
 def checked_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `model.generate` that say how the next token is chosen."""
     chosen = {name: value for name in ("temperature", "top_p") if (value := getattr(args, name)) is not None}
@@ -313,61 +297,6 @@ def checked_sampling(args: argparse.Namespace) -> dict[str, Any]:
             expected = "above 0 and at most 1" if name == "top_p" else "positive"
             raise UsageError(f"generate: `--{name.replace('_', '-')}` must be {expected}, got {value}.")
     return {"do_sample": args.sample, **chosen}
-
-
-def checked_device(name: str | None, where: str = "generate") -> torch.device:
-    """The device that a user names, or the best one."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"{where}: `--device` must be a torch device such as cpu or cuda:0, got '{name}'.") from error
-    available = torch.cuda.device_count() if device.type == "cuda" else 1
-    if (device.index or 0) >= available:
-        raise UsageError(
-            f"{where}: `--device` must be there, got '{name}' with {available} CUDA devices. Use --device cpu, or see "
-            "hf-kvquant env."
-        )
-    return device
-
-
-def load(
-    name: str, dtype: str, device: torch.device, where: str = "generate"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model and its tokenizer."""
-    path = Path(name).expanduser()
-    # A hub id has at most one slash and no folder here that it could be meant to lie in.
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and path.parent.exists())
-    if looks_local and not (path / "config.json").is_file():
-        found = "a folder without config.json" if path.is_dir() else "no such folder"
-        raise UsageError(
-            f"{where}: `MODEL` must be a folder with a transformers model or a hub id, got {name}: {found}."
-        )
-    transformers.utils.logging.disable_progress_bar()
-    source = str(path) if path.exists() else name
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(
-            f"{where}: `MODEL` must be a folder with a causal language model and its tokenizer, or a hub id, "
-            f"got {name}: {reason}"
-        ) from error
-    return model.to(device).eval(), tokenizer
-
-
-def load_calibration(model: PreTrainedModel, name: str) -> None:
-    """Give a model the centres and factors that `calibrate` left in its folder, if there are any."""
-    path = Path(name).expanduser() / FILE_NAME
-    if not path.is_file():
-        return
-    try:
-        load_smoothing(model, path)
-    except (NotImplementedError, ValueError) as error:
-        # Results are right without; but it is said, for they are less close.
-        print(f"hf-kvquant: warning: {path} is left out. {error}", file=sys.stderr)
 
 
 def tokenize(
@@ -402,7 +331,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
         if getattr(args, option) and not args.check:
             name = option.replace("_", "-")
             raise UsageError(f"calibrate: `--{name}` must come with --check, got it alone. Add --check.")
-    preset = None if args.preset is None else checked_presets([args.preset], "calibrate")[0]
+    preset = None if args.preset is None else checked_presets([args.preset], "calibrate", ())[0]
     if args.check:
         run_check(args, preset)
         return

@@ -11,6 +11,7 @@ import torch
 
 import hf_kvquant
 from hf_kvquant import cli, ops
+from hf_kvquant.arguments import load, load_calibration
 from hf_kvquant.transforms.injection import inject_key_outliers
 
 CONTEXT = 64
@@ -80,7 +81,7 @@ def test_generate_streams_what_generate_writes(folder: str, capsys: pytest.Captu
     (tmp_path / "prompt.txt").write_text("A prompt\n", encoding="utf-8")
     arguments = ("--preset", "int8", "--max-new-tokens", "12", "--dtype", "float32")
     _, output, _ = run(capsys, "generate", folder, "--prompt-file", str(tmp_path / "prompt.txt"), *arguments)
-    model, tokenizer = cli.load(folder, "float32", torch.device("cpu"))
+    model, tokenizer = load(folder, "float32", torch.device("cpu"), "test")
     hf_kvquant.patch(model, "int8")
     prompt = tokenizer("A prompt", return_tensors="pt")
     ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt.input_ids.shape[1] :]
@@ -189,7 +190,7 @@ def test_calibrate_saves_a_model_and_its_factors(
     folder: str, text_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     outliers = tmp_path / "outliers"
-    model, tokenizer = cli.load(folder, "bfloat16", torch.device("cpu"))
+    model, tokenizer = load(folder, "bfloat16", torch.device("cpu"), "test")
     inject_key_outliers(model, 2, 8.0)
     model.save_pretrained(outliers)
     tokenizer.save_pretrained(outliers)
@@ -206,7 +207,7 @@ def test_calibrate_saves_a_model_and_its_factors(
     assert "Factors are folded into the weights in layers 0, 1." in output
     assert f"Saved the model and kvquant_smoothing.safetensors to {output_folder}." in output
 
-    smoothed, _ = cli.load(str(output_folder), "auto", torch.device("cpu"))
+    smoothed, _ = load(str(output_folder), "auto", torch.device("cpu"), "test")
     ids = tokenizer("Once upon", return_tensors="pt").input_ids
     with torch.no_grad():
         assert torch.equal(model(ids).logits, smoothed(ids).logits)
@@ -275,9 +276,9 @@ def test_calibrate_leaves_the_weights_alone_where_asked(
     code, output, error = run(capsys, *arguments, "--output", str(tmp_path / "centers"), "--no-factors")
     assert code == 0 and error == ""
     assert "No factors were calibrated." in output
-    weights = cli.load(folder, "auto", torch.device("cpu"))[0].state_dict()
+    weights = load(folder, "auto", torch.device("cpu"), "test")[0].state_dict()
     for name in ("online", "centers"):
-        model, _ = cli.load(str(tmp_path / name), "auto", torch.device("cpu"))
+        model, _ = load(str(tmp_path / name), "auto", torch.device("cpu"), "test")
         for key, value in model.state_dict().items():
             assert torch.equal(value, weights[key])
     arguments += ["--no-factors", "--no-centers", "--output", str(tmp_path / "neither")]
@@ -290,9 +291,9 @@ def test_generate_takes_what_calibrate_left(
 ) -> None:
     calibrated = str(tmp_path / "calibrated")
     run(capsys, "calibrate", folder, "--text-file", text_file, "--output", calibrated, "--mode", "online")
-    given = cli.load(calibrated, "auto", torch.device("cpu"))[0]
+    given = load(calibrated, "auto", torch.device("cpu"), "test")[0]
     assert {x.describe() for x in hf_kvquant.key_transforms(given, "int4").values()} == {"rotate"}
-    cli.load_calibration(given, calibrated)
+    load_calibration(given, calibrated)
     assert any(x.center is not None for x in hf_kvquant.key_transforms(given, "int4").values())
     arguments = ["generate", calibrated, "--prompt", "Once", "--preset", "int4", "--max-new-tokens", "2"]
     code, _, error = run(capsys, *arguments)

@@ -537,7 +537,7 @@ def test_generate_argument_errors(
 def test_commit_without_history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A copy without `.git`, or with an older one, is told what it is a copy of."""
     monkeypatch.syspath_prepend(str(ROOT / "evals"))
-    provenance = importlib.import_module("provenance")
+    provenance = importlib.import_module("hf_kvquant.evaluation.provenance")
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     monkeypatch.delenv(provenance.COMMIT_VARIABLE, raising=False)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))

@@ -1,9 +1,9 @@
 """Where a number comes from: what every results file says about code, machine, model and data.
 
-The scripts beside this file put `card` into their results; what they measure is theirs. Nothing here names a path of
-the machine: files appear by name and hash, folders relative to the repository. Where a copy of the tree
-runs without its history, or with an older one, the variable `HF_KVQUANT_COMMIT` says what it is a copy of: the commit,
-then `clean` or `dirty`.
+Whatever measures puts `card` into its results, the scripts of `evals/` as well; what they measure is theirs. Nothing
+here names a path of the machine: files appear by name and hash, folders relative to the repository. Where a copy of the
+tree runs without its history, or with an older one, the variable `HF_KVQUANT_COMMIT` says what it is a copy of: the
+commit, then `clean` or `dirty`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from typing import Any
 import torch
 import transformers
 
-import hf_kvquant
-from hf_kvquant import ops
+from .. import __version__, ops
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]  # of the repository; of an installed package, the folder that it lies in
 COMMIT_VARIABLE = "HF_KVQUANT_COMMIT"
 
 
@@ -39,7 +38,7 @@ def card() -> dict[str, Any]:
         "commit": commit,
         "is_dirty": is_dirty,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "hf_kvquant": hf_kvquant.__version__,
+        "hf_kvquant": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -79,18 +78,24 @@ def gpu_state() -> dict[str, Any]:
 
 
 def checkout() -> tuple[str | None, bool | None]:
-    """The commit of this tree, and whether tracked files differ from it."""
+    """The commit of this tree, and whether tracked files differ from it; `None` each outside a checkout."""
     given = os.environ.get(COMMIT_VARIABLE)
     if given is not None:
         commit, state = given.split()
         return commit, state != "clean"
+    top = _git("rev-parse", "--show-toplevel")
+    if top is None or Path(top) != ROOT:
+        return None, None  # an installed package, perhaps in an environment within somebody else's repository
     head, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
     return head, None if status is None else bool(status)
 
 
 def command() -> str:
     """The command line of this process, files outside the repository by their names."""
-    return " ".join(["python", *(place(Path(word)) if "/" in word else word for word in sys.argv)])
+    program, *words = sys.argv
+    is_ours = Path(program).name == "hf-kvquant" or Path(program).parent.name == "hf_kvquant"
+    opening = ["hf-kvquant"] if is_ours else ["python", place(Path(program)) if "/" in program else program]
+    return " ".join([*opening, *(place(Path(word)) if "/" in word else word for word in words)])
 
 
 def place(path: Path) -> str:

@@ -1,0 +1,25 @@
+"""`hf-kvquant eval`: which evaluations there are. What each takes and does is decided in its own module.
+
+Every such module has `add_parser(commands)` and `run(args)`, and imports what is heavy or optional inside `run`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import long_context
+
+# The modules of the evaluations, in the order of the help.
+EVALUATIONS: tuple[Any, ...] = (long_context,)
+
+
+def add_parser(commands: Any) -> None:
+    """Add `eval` to the commands, the sub-parsers of argparse."""
+    evaluate = commands.add_parser(
+        "eval",
+        help="measure what presets cost in quality",
+        description="Measure what presets cost in quality, against the unquantised cache in the same run.",
+    )
+    evaluations = evaluate.add_subparsers(required=True, metavar="EVALUATION")
+    for module in EVALUATIONS:
+        module.add_parser(evaluations)
