@@ -73,7 +73,9 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
     """A causal language model with a quantised cache, for lm-eval.
 
     Scores do not depend on the batch, but for the order of sums: where tokens share a scale, or the newest ones stay
-    dense, only rows of equal lengths are batched, so that there is no padding to share anything with.
+    dense, only rows of equal lengths are batched, so that there is no padding to share anything with. Sums in another
+    order do flip codes now and then (reference model, float32, PIQA: int8 moves scores by 0.088 nats, batches of 8
+    instead of 1 by 0.005, embeddings that differ in the last bit or two by 0.017; root mean squares).
 
     Args:
         pretrained: A folder, a hub id or a model; it stays patched.
@@ -86,8 +88,11 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         NotImplementedError: The model's cache cannot be quantised.
         TypeError, ValueError: An argument has no meaning.
 
+    lm-eval 0.4.13 knows the name once this module is imported; later versions find it by the entry point.
+
     Example:
-        $ lm_eval --model hf_kvquant --model_args pretrained=MODEL,preset=int4 --tasks piqa
+        >>> lm = KVQuantLM(model, "int4", tokenizer=tokenizer, batch_size=8)
+        >>> lm_eval.simple_evaluate(lm, tasks=["piqa"])
     """
 
     def __init__(
