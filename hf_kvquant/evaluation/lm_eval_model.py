@@ -1,0 +1,390 @@
+"""The lm-eval model class `hf_kvquant`: log-likelihoods that read the quantised cache, and generation that does.
+
+lm-eval's own class scores a text in one forward without a cache, so under it every preset looks lossless. Here a text
+is scored in one of two modes. *decode*: the context without its last token fills the cache, then that token and the
+continuation come as later chunks, through append and the decode kernel, as in a chat. *simulated*: one forward in which
+every key and value, those of the context too, goes through its codes before attention. What was read as codes is
+counted and compared with its closed form, batch by batch. Which tasks run, and what becomes of the scores, is decided
+in `tasks.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from tqdm import tqdm
+
+from ..cache import KVQuantCache, KVQuantLayer
+from ..config import DEFAULT_PRESET, KVQuantConfig
+from ..fidelity import PairCounter, causal_pairs
+from ..patching import patch
+from ..transforms.of_model import key_transforms
+
+MODES = ("decode", "simulated")
+# Tokens of a chunk behind the first, so that the logits of a long text (lm-eval's wikitext) are never held together.
+CHUNK_SIZE = 128
+
+
+class NothingRead(RuntimeError):
+    """Scores that would not be those of the quantised cache."""
+
+
+class Row(NamedTuple):
+    """What one row of a batch is fed: the context, and the continuation but for its last token."""
+
+    context: tuple[int, ...]
+    fed: tuple[int, ...]
+
+    @property
+    def first_chunk(self) -> int:
+        """Tokens that fill the cache before anything reads it."""
+        return max(1, len(self.context) - 1)
+
+
+class SimulatedLayer(KVQuantLayer):
+    """A layer whose `update` returns what the codes of all its tokens stand for, those of the first chunk too.
+
+    Attributes:
+        num_tokens: Tokens that were given back dequantised, over the batch.
+    """
+
+    num_tokens = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take new tokens and return all tokens held, `[batch, num_kv_heads, tokens, head_dim]`, for raw attention."""
+        self.storage.extend(key_states, value_states)
+        if self.storage.is_quantized:
+            self.num_tokens += key_states.shape[0] * key_states.shape[2]
+        return self.storage.dequantize()
+
+
+# lm-eval is typed in part only.
+@register_model("hf_kvquant")
+class KVQuantLM(HFLM):  # type: ignore[misc]
+    """A causal language model with a quantised cache, for lm-eval.
+
+    Scores do not depend on the batch, but for the order of sums: where tokens share a scale, or the newest ones stay
+    dense, only rows of equal lengths are batched, so that there is no padding to share anything with. Sums in another
+    order do flip codes now and then (reference model, float32, PIQA: int8 moves scores by 0.088 nats, batches of 8
+    instead of 1 by 0.005, embeddings that differ in the last bit or two by 0.017; root mean squares).
+
+    Args:
+        pretrained: A folder, a hub id or a model; it stays patched.
+        preset: A preset's name, or a config.
+        mode: How log-likelihoods are computed, `"decode"` or `"simulated"`. Generation always decodes.
+        batch_size: Rows of a forward; a number.
+        **kwargs: As lm-eval's `HFLM` takes them.
+
+    Raises:
+        NotImplementedError: The model's cache cannot be quantised.
+        TypeError, ValueError: An argument has no meaning.
+
+    lm-eval 0.4.13 knows the name once this module is imported; later versions find it by the entry point.
+
+    Example:
+        >>> lm = KVQuantLM(model, "int4", tokenizer=tokenizer, batch_size=8)
+        >>> lm_eval.simple_evaluate(lm, tasks=["piqa"])
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        preset: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET,
+        mode: str = "decode",
+        batch_size: int | str | None = 1,
+        **kwargs: Any,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"KVQuantLM: `mode` must be one of {', '.join(MODES)}, got {mode!r}.")
+        if not str(batch_size).isdigit() or int(str(batch_size)) < 1:
+            raise ValueError(
+                f"KVQuantLM: `batch_size` must be a positive number, got {batch_size!r}. Start with 8 and double it."
+            )
+        super().__init__(pretrained, backend="causal", batch_size=batch_size, **kwargs)
+        self.mode = mode
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and self.world_size == 1 and kwargs.get("tp_plan") is None:
+            # HFLM spreads items over processes for models that it loads itself, to GPUs.
+            self.accelerator = Accelerator()
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        self._takes = frozenset(inspect.signature(type(self.model).forward).parameters)
+        self.use(preset)
+
+    def use(self, preset_or_config: str | KVQuantConfig | Mapping[str, Any]) -> None:
+        """Score with another preset from now on.
+
+        Raises:
+            NotImplementedError, TypeError, ValueError: As for `patch`; nothing has changed.
+        """
+        config = KVQuantConfig.resolve(preset_or_config)
+        patch(self.model, config)
+        self.quant_config = config
+        self._transforms = key_transforms(self.model, config)
+        self.pairs_read = self.pairs_expected = 0
+
+    # --- log-likelihood -----------------------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation, and whether it is the greedy one.
+
+        Args:
+            requests: Texts (`None` within a rolling one), context tokens, continuation tokens.
+            disable_tqdm: Whether to show no progress.
+            override_bs: Unused: rolling texts come in batches already.
+
+        Raises:
+            NothingRead: Some layer did not attend to codes.
+            ValueError: A continuation is empty or longer than the model's context.
+        """
+        # What differs in the last token only (yes and no, say) is fed once.
+        waiting: dict[Row, list[int]] = {}
+        for index, (_, context, continuation) in enumerate(requests):
+            if not 0 < len(continuation) <= self.max_length or not context:
+                raise ValueError(
+                    f"loglikelihood: a continuation must have from 1 to {self.max_length} tokens and a context, got "
+                    f"{len(continuation)} tokens after {len(context)}. Shorten the item, or give max_length."
+                )
+            room = self.max_length + 1 - len(continuation)
+            waiting.setdefault(Row(tuple(context[-room:]), tuple(continuation[:-1])), []).append(index)
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        progress = tqdm(
+            total=len(requests), desc="log-likelihoods", disable=disable_tqdm or self.rank != 0 or self._is_rolling
+        )
+        for rows in self._batches(waiting):
+            scored = self._decode(rows) if self.mode == "decode" else self._simulate(rows)
+            for row, (token_log_probs, is_greedy, last) in zip(rows, scored, strict=True):
+                best = int(last.argmax())
+                for index in waiting[row]:
+                    text, _, continuation = requests[index]
+                    answer = (
+                        float(token_log_probs.sum() + last[continuation[-1]]),
+                        is_greedy and best == continuation[-1],
+                    )
+                    results[index] = answer
+                    if text is not None:
+                        self.cache_hook.add_partial("loglikelihood", text, answer)
+                    progress.update(1)
+        progress.close()
+        return results
+
+    _is_rolling = False
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """As HFLM's, with one progress bar over texts instead of one for every batch of windows."""
+        self._is_rolling = True
+        try:
+            results: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self._is_rolling = False
+        return results
+
+    def _batches(self, rows: Mapping[Row, Any]) -> Iterator[list[Row]]:
+        """Rows to feed together: longest contexts first, so that memory runs out early, and equal ones side by side."""
+        formats = [self.quant_config.formats(index) for index in range(self._num_layers())]
+        sides = itertools.chain.from_iterable((layer.key, layer.value) for layer in formats)
+        is_padded = all(side.granularity not in ("channel", "tensor") for side in sides if side.is_quantized) and all(
+            layer.residual_length == 0 for layer in formats
+        )
+
+        def lengths(row: Row) -> tuple[int, int]:
+            return len(row.context), len(row.fed)
+
+        if is_padded:
+            ordered = sorted(rows, key=lambda row: (-len(row.context), row.context, -len(row.fed), row.fed))
+            groups = [ordered]
+        else:
+            ordered = sorted(rows, key=lambda row: (*(-length for length in lengths(row)), row))
+            groups = [list(group) for _, group in itertools.groupby(ordered, lengths)]
+        for group in groups:
+            for start in range(0, len(group), self.batch_size):
+                yield group[start : start + self.batch_size]
+
+    def _num_layers(self) -> int:
+        return int(self.model.config.get_text_config(decoder=True).num_hidden_layers)
+
+    @torch.inference_mode()
+    def _decode(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:
+        """Score rows through the cache. See `_scores` for what comes back."""
+        cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
+        # Rows of one context fill the cache once, where its layers can be told apart again.
+        can_share = all(isinstance(layer, KVQuantLayer) for layer in cache.layers)
+        contexts = list(dict.fromkeys(row.context for row in rows)) if can_share else [row.context for row in rows]
+        place = torch.tensor(
+            [contexts.index(row.context) if can_share else index for index, row in enumerate(rows)], device=self.device
+        )
+        sizes = torch.tensor([max(1, len(context) - 1) for context in contexts], device=self.device)
+        width = int(sizes.max())
+        columns = torch.arange(width, device=self.device)
+        ids = torch.zeros((len(contexts), width), dtype=torch.int64, device=self.device)
+        for index, context in enumerate(contexts):
+            size = int(sizes[index])
+            ids[index, width - size :] = torch.tensor(context[:size])
+        mask = columns >= (width - sizes).unsqueeze(1)  # [contexts, width]
+        positions = (columns - (width - sizes).unsqueeze(1)).clamp(min=0)
+        is_even = bool(mask.all())
+        first = self._forward(cache, ids, None if is_even else mask.long(), positions, logits_to_keep=1)[:, -1:]
+        if len(contexts) < len(rows):
+            cache.batch_select_indices(place)
+        first, mask, sizes = first[place], mask[place], sizes[place]
+
+        rest = [(row.context + row.fed)[row.first_chunk :] for row in rows]
+        longest = max(map(len, rest))
+        # What follows a short row is never seen by its own queries, and its logits are not looked at.
+        later = torch.zeros((len(rows), longest), dtype=torch.int64, device=self.device)
+        targets = torch.full((len(rows), 1 + longest), -1, dtype=torch.int64, device=self.device)
+        begins = []
+        for index, (row, tokens) in enumerate(zip(rows, rest, strict=True)):
+            later[index, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+            begins.append(len(row.context) - row.first_chunk)
+            targets[index, begins[-1] : begins[-1] + len(row.fed)] = torch.tensor(row.fed, dtype=torch.int64)
+
+        def pieces() -> Iterator[Tensor]:
+            yield first
+            for start in range(0, longest, CHUNK_SIZE):
+                chunk = later[:, start : start + CHUNK_SIZE]
+                ends = torch.arange(start, start + chunk.shape[1], device=self.device)
+                seen = torch.cat((mask, mask.new_ones((len(rows), start + chunk.shape[1]))), dim=1)
+                yield self._forward(cache, chunk, None if is_even else seen.long(), sizes.unsqueeze(1) + ends)
+
+        with PairCounter() as counter:
+            scores = self._scores(pieces(), targets, begins, rows)
+        num_quantized = sum(storage.is_quantized for storage in cache.storages)
+        expected = num_quantized * len(rows) * causal_pairs(width + longest, width)
+        self._count(counter.pairs, expected)
+        return scores
+
+    @torch.inference_mode()
+    def _simulate(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:
+        """Score rows in one forward, over keys and values that went through codes."""
+        cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
+        cache.layers = [
+            SimulatedLayer(layer.storage, layer.notes) if isinstance(layer, KVQuantLayer) else layer
+            for layer in cache.layers
+        ]
+        width = max(len(row.context) + len(row.fed) for row in rows)
+        ids = torch.zeros((len(rows), width), dtype=torch.int64, device=self.device)
+        targets = torch.full((len(rows), width), -1, dtype=torch.int64, device=self.device)
+        begins = []
+        for index, row in enumerate(rows):
+            tokens = row.context + row.fed
+            ids[index, : len(tokens)] = torch.tensor(tokens)
+            begins.append(len(row.context) - 1)
+            targets[index, begins[-1] : begins[-1] + len(row.fed)] = torch.tensor(row.fed, dtype=torch.int64)
+        logits = self._forward(cache, ids, None, torch.arange(width, device=self.device).unsqueeze(0))
+        simulated = [layer for layer in cache.layers if isinstance(layer, SimulatedLayer)]
+        num_quantized = sum(storage.is_quantized for storage in cache.storages)
+        self._count(sum(layer.num_tokens for layer in simulated), num_quantized * ids.numel())
+        return self._scores(iter([logits]), targets, begins, rows)
+
+    def _forward(
+        self, cache: KVQuantCache, ids: Tensor, mask: Tensor | None, positions: Tensor, **options: Any
+    ) -> Tensor:
+        """Logits of one chunk, `[batch, q_len, vocab_size]`, or of its last token where the model can leave others out.
+
+        Args:
+            cache: Takes the chunk.
+            ids: `[batch, q_len]` int64.
+            mask: `[batch, tokens held and new]` int64, 0 for left padding; `None` without padding.
+            positions: `[batch or 1, q_len]` int64.
+            **options: `logits_to_keep`.
+        """
+        options["position_ids"] = positions.expand(ids.shape[0], -1)
+        with torch.autocast(
+            self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
+        ):
+            output = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                **{name: value for name, value in options.items() if name in self._takes},
+            )
+        logits: Tensor = output.logits
+        return logits
+
+    def _scores(
+        self, pieces: Iterator[Tensor], targets: Tensor, begins: Sequence[int], rows: Sequence[Row]
+    ) -> list[tuple[Tensor, bool, Tensor]]:
+        """What is needed of logits that come in pieces.
+
+        Args:
+            pieces: `[rows, columns, vocab_size]` each, one after the other.
+            targets: `[rows, all columns]` int64: the token that a column predicts where the row feeds it, else -1.
+            begins: Per row the column that predicts the first token of the continuation.
+            rows: What was fed.
+
+        Returns:
+            Per row the log-probabilities of the continuation's tokens but the last, `[fed]`; whether all of these are
+            the most likely ones; and the log-probabilities that the last token may have, `[vocab_size]`. float32.
+        """
+        ends = [begin + len(row.fed) for begin, row in zip(begins, rows, strict=True)]
+        lasts: list[Tensor | None] = [None] * len(rows)
+        log_probs, hits = [], []
+        start = 0
+        for logits in pieces:
+            scored = logits.float().log_softmax(-1)
+            stop = start + scored.shape[1]
+            target = targets[:, start:stop]
+            log_probs.append(scored.gather(2, target.clamp(min=0).unsqueeze(-1)).squeeze(-1))
+            hits.append(scored.argmax(-1) == target)
+            for index, end in enumerate(ends):
+                if start <= end < stop:
+                    lasts[index] = scored[index, end - start].cpu()
+            start = stop
+        all_log_probs, all_hits = torch.cat(log_probs, dim=1).cpu(), torch.cat(hits, dim=1).cpu()
+        results = []
+        for index, (begin, end, last) in enumerate(zip(begins, ends, lasts, strict=True)):
+            assert last is not None
+            results.append((all_log_probs[index, begin:end], bool(all_hits[index, begin:end].all()), last))
+        return results
+
+    def _count(self, read: int, expected: int) -> None:
+        """Add to the counters of this preset.
+
+        Raises:
+            NothingRead: Less was read from codes than there was to read.
+        """
+        if read < expected:
+            raise NothingRead(
+                f"loglikelihood: mode '{self.mode}' must read {expected} tokens from codes in this batch, got {read}. "
+                "Some layer attended to something else (the log says why), so scores would not be those of the "
+                "quantised cache."
+                + (" Use mode 'simulated', which needs no kernel." if self.mode == "decode" else " Report this model.")
+            )
+        self.pairs_read += read
+        self.pairs_expected += expected
+
+    # --- generation ---------------------------------------------------------------------------------------------------
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
+        """Continue texts through the quantised cache, and check that it was.
+
+        Raises:
+            NothingRead: It was not.
+        """
+        with PairCounter() as counter:
+            generated: Tensor = super()._model_generate(context, max_length, stop, **generation_kwargs)
+        cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
+        new_tokens = generated.shape[1] - context.shape[1]
+        is_quantized = any(storage.is_quantized for storage in cache.storages)
+        # The prompt's last logits are exact; every later token is one step of one query, at least over the prompt.
+        if is_quantized and counter.pairs < max(0, new_tokens - 1) * context.numel():
+            raise NothingRead(
+                f"generate: {new_tokens} tokens must have been decoded from codes, got {counter.pairs} tokens read. "
+                "Some layer attended to something else; the log says why."
+            )
+        self.pairs_read += counter.pairs
+        return generated

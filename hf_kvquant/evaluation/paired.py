@@ -1,0 +1,102 @@
+"""Statistics of the same items with and without quantisation. Pure functions of numbers; what an item is, others know.
+
+Both runs answer the same items, so that what differs is far less than two independent samples would: only items whose
+answer changes count. `b` items go from right to wrong, `c` from wrong to right, `n` there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+NUM_RESAMPLES = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class PairedAccuracy:
+    """How the accuracy of one run differs from that of another on the same items.
+
+    Attributes:
+        difference: Accuracy minus that of the reference.
+        standard_error: Of the difference.
+        p_value: Of the exact McNemar test: how likely so uneven a change is where neither run is better.
+        lost: Items that only the reference answers right.
+        won: Items that only this run does.
+    """
+
+    difference: float
+    standard_error: float
+    p_value: float
+    lost: int
+    won: int
+
+
+def paired_accuracy(correct: Sequence[float], reference: Sequence[float]) -> PairedAccuracy:
+    """Compare two runs.
+
+    Args:
+        correct: 0 or 1 per item.
+        reference: The same of the other run.
+
+    Raises:
+        ValueError: There are no items, or not as many in both.
+    """
+    num_items = len(reference)
+    if num_items == 0 or len(correct) != num_items:
+        raise ValueError(
+            f"paired_accuracy: `correct` must have as many items as `reference`, at least one, got {len(correct)} and "
+            f"{num_items}."
+        )
+    lost = sum(old > new for new, old in zip(correct, reference, strict=True))
+    won = sum(new > old for new, old in zip(correct, reference, strict=True))
+    variance = lost + won - (lost - won) ** 2 / num_items
+    return PairedAccuracy((won - lost) / num_items, math.sqrt(variance) / num_items, mcnemar(lost, won), lost, won)
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """Two-sided p-value of the exact McNemar test: `lost` of `lost + won` tosses of a fair coin, or a rarer result."""
+    changed = lost + won
+    # In integers, so that nothing underflows, however many items there are.
+    tail = sum(math.comb(changed, count) for count in range(min(lost, won) + 1))
+    return float(min(1.0, 2 * tail / 2**changed))
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and its standard error, `None` for a single value."""
+    array = np.asarray(values, dtype=np.float64)
+    if len(array) < 2:
+        return float(array.mean()), None
+    return float(array.mean()), float(array.std(ddof=1) / math.sqrt(len(array)))
+
+
+def bootstrap_average(
+    tasks: Mapping[str, Sequence[float]], *, level: float = 0.95, seed: int = 0
+) -> tuple[float, float, float]:
+    """The mean over tasks of the mean over items, and its interval by resampling items within tasks.
+
+    Args:
+        tasks: Per task one value per item, out of a few different ones: right or not, or a difference of these.
+        level: Of the interval.
+        seed: Of the resampling.
+
+    Returns:
+        The average, the lower and the upper end of its percentile interval.
+
+    Raises:
+        ValueError: There is no task, or one without items.
+    """
+    if not tasks or not all(len(values) for values in tasks.values()):
+        raise ValueError("bootstrap_average: `tasks` must hold items for at least one task, and for each, got none.")
+    generator = np.random.default_rng(seed)
+    average, resampled = 0.0, np.zeros(NUM_RESAMPLES)
+    for values in tasks.values():
+        # Items of equal value are the same item to a mean, so only how often each value is drawn is drawn.
+        levels, counts = np.unique(np.asarray(values, dtype=np.float64), return_counts=True)
+        drawn = generator.multinomial(len(values), counts / len(values), size=NUM_RESAMPLES)
+        resampled += drawn @ levels / len(values)
+        average += float(counts @ levels) / len(values)
+    low, high = np.quantile(resampled / len(tasks), [(1 - level) / 2, (1 + level) / 2])
+    return average / len(tasks), float(low), float(high)

@@ -1,0 +1,485 @@
+"""`hf-kvquant eval tasks`: log-likelihoods that read codes, whatever the batch; statistics; the command; its errors."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("lm_eval")
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from hf_kvquant import KVQuantCache, KVQuantConfig, cli, fidelity, patching
+from hf_kvquant.evaluation import paired, task_files, tasks
+from hf_kvquant.evaluation.lm_eval_model import MODES, KVQuantLM, NothingRead
+from hf_kvquant.patching import patched
+
+# lm-eval says so of every model that is handed to it, and its dependencies of each other.
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+WORDS = "once upon a time there was some old king who had three sons and no crown".split()
+CONTEXT = 128
+# Sums in another order move keys by an ulp or so, which now and then rounds to another code.
+FLOAT_NOISE = 1e-4
+
+
+def text(seed: int, num_words: int) -> str:
+    """Words by a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (num_words,), generator=generator))
+
+
+def tokenizer() -> Any:
+    return models.tokenizer(model_max_length=CONTEXT, bos_token="!", eos_token="~")
+
+
+def items() -> dict[str, list[dict[str, Any]]]:
+    """A few items of every task."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for task, name in enumerate(task_files.offline_names()):
+        seeds = range(100 * task, 100 * task + 30, 6)
+        if name == "winogrande":
+            found[name] = [
+                {"context_options": [text(s, 2), text(s + 1, 4)], "continuation": text(s + 2, 3), "gold": s % 2}
+                for s in seeds
+            ]
+        elif name == "lambada_openai":
+            found[name] = [{"context": text(s, 5), "continuation": WORDS[s % 7]} for s in seeds]
+        else:
+            found[name] = [
+                {"query": text(s, 1 + s % 5), "choices": [text(s + 1, 2), text(s + 2, 1), "a"], "gold": s % 3}
+                for s in seeds
+            ]
+    return found
+
+
+def requests() -> list[tuple[tuple[str, str], list[int], list[int]]]:
+    """Pairs of tokens: contexts of one token and of many, shared ones, continuations that differ in the last token."""
+    encode = tokenizer().encode
+    pairs = []
+    for seed in range(8):
+        context = encode(text(seed, 1 + seed))
+        pairs += [(context, encode(" " + text(100 + 3 * seed + choice, 1 + choice))) for choice in range(3)]
+        pairs += [(context, [5]), (context, [6])]
+    pairs.append(([1], encode("a time")))
+    return [(("", ""), context, continuation) for context, continuation in pairs]
+
+
+def score(lm: HFLM) -> list[tuple[float, bool]]:
+    return lm._loglikelihood_tokens(requests(), disable_tqdm=True)
+
+
+@functools.cache
+def scores(preset: str, mode: str = "decode", batch_size: int = 1, family: str = "llama") -> list[tuple[float, bool]]:
+    with patched(models.family(family), "none"):
+        lm = KVQuantLM(models.family(family), preset, mode, batch_size=batch_size, tokenizer=tokenizer())
+        result = score(lm)
+        assert lm.pairs_read >= lm.pairs_expected
+        assert (lm.pairs_expected > 0) == (preset != "none")
+    return result
+
+
+def differences(one: list[tuple[float, bool]], other: list[tuple[float, bool]]) -> torch.Tensor:
+    return torch.tensor([abs(a[0] - b[0]) for a, b in zip(one, other, strict=True)])
+
+
+# --- log-likelihoods --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_unquantised_scores_are_those_of_lm_eval(mode: str) -> None:
+    expected = score(HFLM(models.family("llama"), tokenizer=tokenizer(), batch_size=4))
+    found = scores("none", mode, 4)
+    assert differences(found, expected).max() < FLOAT_NOISE
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("preset", ["none", "int8", "int4", "int4-channel", "fp8"])
+def test_batch_size_and_padding_do_not_change_scores(preset: str, mode: str) -> None:
+    one, eight = scores(preset, mode, 1), scores(preset, mode, 8)
+    difference = differences(one, eight)
+    if preset == "none":
+        assert difference.max() < FLOAT_NOISE
+    # Had padding any influence, nearly every row of a batch would differ; what a code flips is far from what codes do.
+    effect = differences(one, scores("none", mode, 1))
+    assert (difference < FLOAT_NOISE).float().mean() > 0.6
+    assert difference.mean() < max(FLOAT_NOISE, 0.05 * float(effect.mean()))
+    assert [greedy for _, greedy in one] == [greedy for _, greedy in eight]
+
+
+@pytest.mark.parametrize("options", [{"sink_length": 2}, {"residual_length": 3}])
+def test_dense_windows_do_not_depend_on_the_batch(options: dict[str, int]) -> None:
+    config = KVQuantConfig.from_preset("int4", **options)
+    one, eight = (scores.__wrapped__(config, batch_size=size) for size in (1, 8))
+    assert (differences(one, eight) < FLOAT_NOISE).float().mean() > 0.6
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4"])
+def test_decode_scores_are_those_of_the_cache(preset: str) -> None:
+    model = models.family("llama")
+    expected = []
+    with patched(model, preset):
+        for _, context, continuation in requests():
+            n0 = max(1, len(context) - 1)
+            ids = torch.tensor([context + continuation])
+            if n0 == ids.shape[1] - 1:  # nothing to read: one token after one
+                expected.append(float(model(ids[:, :-1]).logits[0, -1].log_softmax(-1)[continuation[-1]]))
+                continue
+            cache = KVQuantCache(model.config, preset)
+            pieces = fidelity.feed(model, ids[:, :-1], cache, first_chunk=n0, chunk_size=CONTEXT)
+            log_probs = torch.cat(list(pieces))[-len(continuation) :]
+            expected.append(float(log_probs.gather(1, torch.tensor(continuation)[:, None]).sum()))
+    found = torch.tensor([value for value, _ in scores(preset)])
+    assert ((found - torch.tensor(expected)).abs() < FLOAT_NOISE).float().mean() > 0.6
+    assert (found - torch.tensor(expected)).abs().mean() < 0.01
+
+
+def test_modes_see_the_same_codes() -> None:
+    dense = scores("none")
+    decoded, simulated = scores("int4"), scores("int4", "simulated")
+    # Contexts are exact in one and codes in the other, so they are near each other only as far as both are from dense.
+    assert differences(decoded, dense).mean() > 0.05
+    assert differences(decoded, simulated).mean() < 1.5 * differences(decoded, dense).mean()
+    assert differences(scores("int8"), scores("int8", "simulated")).mean() < 0.1 * differences(decoded, dense).mean()
+
+
+def test_what_differs_in_its_last_token_is_fed_once() -> None:
+    rows: list[int] = []
+    model = models.family("llama")
+    with patched(model, "none"):
+        lm = KVQuantLM(model, "int8", batch_size=8, tokenizer=tokenizer())
+        hook = model.register_forward_pre_hook(
+            lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
+        lm._loglikelihood_tokens([(None, [3, 4, 5], last) for last in ([6], [7], [6, 7])], disable_tqdm=True)
+        hook.remove()
+    assert rows == [1, 2]  # one context, then "" and "6" behind it
+
+
+@pytest.mark.parametrize("family", ["bloom", "gemma2", "qwen3_next"])
+def test_other_families(family: str) -> None:
+    if models.FAMILIES[family].is_served:
+        assert differences(scores("none", "decode", 8, family), scores("none", "decode", 1, family)).max() < 1e-3
+        return
+    with pytest.raises(NothingRead, match=r"must read .* from codes in this batch, got 0.*Use mode 'simulated'"):
+        scores("int8", "decode", 8, family)
+    assert differences(scores("int8", "simulated", 8, family), scores("none", "decode", 8, family)).max() > 0
+
+
+def test_rolling_and_generation_read_the_cache() -> None:
+    long = text(3, 60)
+    assert len(tokenizer().encode(long)) > 1.5 * CONTEXT
+    rolling = [Instance("loglikelihood_rolling", {}, (long,), 0)]
+    until = [Instance("generate_until", {}, (text(n, 2 + n), {"until": ["~"], "max_gen_toks": 9}), n) for n in range(3)]
+    model = models.family("llama")
+    stock = HFLM(model, tokenizer=tokenizer(), batch_size=2)
+    expected = stock.loglikelihood_rolling(rolling, disable_tqdm=True)
+    dense = stock.generate_until(until, disable_tqdm=True)
+    with patched(model, "none"):
+        lm = KVQuantLM(model, "none", batch_size=2, tokenizer=tokenizer())
+        assert lm.loglikelihood_rolling(rolling, disable_tqdm=True) == pytest.approx(expected, abs=0.01)
+        assert lm.generate_until(until, disable_tqdm=True) == dense
+        lm.use("int8")
+        assert lm.loglikelihood_rolling(rolling, disable_tqdm=True) == pytest.approx(expected, rel=0.02)
+        read = lm.pairs_read
+        assert read >= lm.pairs_expected > 0
+        assert all(lm.generate_until(until, disable_tqdm=True))
+        assert lm.pairs_read > read
+
+
+def test_generation_that_reads_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.family("llama")
+    with patched(model, "none"):
+        lm = KVQuantLM(model, "int8", tokenizer=tokenizer())
+        patching.patch(model, "none")
+        with pytest.raises(NothingRead, match="must have been decoded from codes, got 0 tokens read"):
+            lm.generate_until([Instance("generate_until", {}, ("a king", {"until": ["~"], "max_gen_toks": 5}), 0)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "fast"}, "`mode` must be one of decode, simulated, got 'fast'"),
+        ({"batch_size": "auto"}, "`batch_size` must be a positive number, got 'auto'. Start with 8"),
+        ({"batch_size": 0}, "`batch_size` must be a positive number, got 0"),
+        ({"preset": "int5"}, "`preset` must be one of"),
+    ],
+)
+def test_arguments_that_have_no_meaning(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVQuantLM(models.family("llama"), tokenizer=tokenizer(), **options)
+
+
+@pytest.mark.parametrize("tokens", [([3], []), ([], [3]), ([3], [4] * (CONTEXT + 1))])
+def test_continuations_that_cannot_be_scored(tokens: tuple[list[int], list[int]]) -> None:
+    model = models.family("llama")
+    with patched(model, "none"):
+        lm = KVQuantLM(model, "int8", tokenizer=tokenizer())
+        with pytest.raises(ValueError, match="a continuation must have from 1 to 128 tokens and a context"):
+            lm._loglikelihood_tokens([(None, *tokens)], disable_tqdm=True)
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "expected"),
+    [(0, 0, 1.0), (3, 3, 1.0), (0, 1, 1.0), (5, 0, 2 / 32), (1, 5, 2 * 7 / 64), (2000, 2000, 1.0)],
+)
+def test_mcnemar(lost: int, won: int, expected: float) -> None:
+    assert paired.mcnemar(lost, won) == paired.mcnemar(won, lost) == pytest.approx(expected)
+
+
+def test_paired_accuracy() -> None:
+    found = paired.paired_accuracy([1, 0, 0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 0, 1, 0, 1])
+    assert (found.lost, found.won, found.difference) == (3, 1, -0.25)
+    per_item = torch.tensor([0.0, -1, -1, -1, 1, 0, 0, 0])
+    assert found.standard_error == pytest.approx(float(per_item.std(unbiased=False)) / math.sqrt(8))
+    with pytest.raises(ValueError, match="as many items as `reference`, at least one, got 1 and 2"):
+        paired.paired_accuracy([1], [1, 0])
+
+
+def test_bootstrap_average() -> None:
+    right = {"one": [1] * 300 + [0] * 100, "two": [1, 0] * 100}
+    average, low, high = paired.bootstrap_average(right)
+    assert average == pytest.approx(0.625)
+    error = 0.5 * math.sqrt(0.75 * 0.25 / 400 + 0.25 / 200)
+    assert average - low == pytest.approx(1.96 * error, rel=0.1)
+    assert high - average == pytest.approx(1.96 * error, rel=0.1)
+    assert paired.bootstrap_average(right) == (average, low, high)
+    with pytest.raises(ValueError, match="items for at least one task"):
+        paired.bootstrap_average({"one": []})
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model and its tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer().save_pretrained(path)
+    models.build("llama").save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """JSON lines of every task."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # and afterwards whatever it was
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    path = tmp_path / "data"
+    path.mkdir()
+    for name, rows in items().items():
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], folder: str, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command."""
+    code = cli.main(["eval", "tasks", folder, *arguments])
+    captured = capsys.readouterr()
+    return code, " ".join(captured.out.split()), captured.err
+
+
+def test_all_offline_tasks(folder: str, data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    code, shown, error = run(capsys, folder, "--data", str(data), "--preset", "int4", "--output", str(output))
+    assert code == 0, error
+    parts = json.loads(output.read_text(encoding="utf-8"))["parts"]
+    assert list(parts) == [f"{name}/{preset}" for name in task_files.offline_names() for preset in ("none", "int4")]
+    for name, part in parts.items():
+        assert part["num_items"] == 5
+        assert part["pairs_read"] == part["pairs_expected"]
+        assert (part["pairs_read"] > 0) == name.endswith("int4")
+        assert part["metrics"]["acc"] == pytest.approx(sum(part["items"]["acc"]) / 5)
+        assert len(part["items"]["answer"]) == len(part["items"]["gold_log_likelihood"]) == 5
+        row = items()[name.partition("/")[0]]
+        if "gold" in row[0]:
+            right = [int(answer == item["gold"]) for answer, item in zip(part["items"]["answer"], row, strict=True)]
+            assert part["items"]["acc"] == right
+    for name in ("piqa", "hellaswag", "openbook_qa"):
+        assert "acc_norm" in parts[f"{name}/none"]["metrics"]
+    lambada = parts["lambada_openai/none"]
+    golds = lambada["items"]["gold_log_likelihood"]
+    assert lambada["metrics"]["perplexity"] == pytest.approx(math.exp(-sum(golds) / 5), rel=1e-4)
+    for words in ("piqa none 5", "int4 5", "lambada_openai, int4: perplexity", "average, int4:", "exact McNemar test"):
+        assert words in shown
+    assert "1 of 18: arc_challenge, none" in error
+
+
+def test_a_second_run_resumes(
+    folder: str, data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "results.json"
+    arguments = ("--data", str(data), "--tasks", "copa,boolq", "--preset", "int8", "--output", str(output))
+    seen: list[str] = []
+    evaluate = tasks.evaluate
+
+    def interrupted(lm: Any, name: str, *rest: Any) -> Any:
+        seen.append(name)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return evaluate(lm, name, *rest)
+
+    monkeypatch.setattr(tasks, "evaluate", interrupted)
+    code, _, error = run(capsys, folder, *arguments)
+    assert code == 130
+    assert "Interrupted in part 3 of 4" in error and "run the same command again" in " ".join(error.split())
+    assert list(json.loads(output.read_text(encoding="utf-8"))["parts"]) == ["copa/none", "copa/int8"]
+    code, shown, error = run(capsys, folder, *arguments, "--preset", "int4")
+    assert code == 0, error
+    assert seen == ["copa", "copa", "boolq", "copa", "boolq", "boolq", "boolq"]
+    assert "No average" in shown and "piqa" in shown
+    with (data / "copa.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"query": "a", "choices": ["b", "c"], "gold": 0}) + "\n")
+    code, _, error = run(capsys, folder, *arguments)
+    assert code == 2 and "must hold results on the same data, got other data for copa" in error
+    code, _, error = run(capsys, folder, *arguments, "--limit", "2")
+    assert code == 2 and "`limit` was null and is 2" in error
+
+
+@pytest.mark.slow
+def test_items_are_spread_over_processes(
+    folder: str, data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    alone, together = tmp_path / "alone.json", tmp_path / "together.json"
+    arguments = ["--data", str(data), "--tasks", "copa", "--preset", "none", "--device", "cpu", "--output"]
+    assert run(capsys, folder, *arguments, str(alone))[0] == 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*launch, "-m", "hf_kvquant", "eval", "tasks", folder, *arguments, str(together)],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("exact McNemar test") == 1  # one table
+    one, other = (json.loads(path.read_text(encoding="utf-8"))["parts"]["copa/none"] for path in (alone, together))
+    # Three of five items on the first process, the others on the second; in the order of the file again.
+    assert "log-likelihoods" in done.stderr and "/9 " in done.stderr
+    assert other["items"]["answer"] == one["items"]["answer"]
+    assert other["items"]["gold_log_likelihood"] == pytest.approx(one["items"]["gold_log_likelihood"], abs=1e-3)
+
+
+def test_memory_that_runs_out(
+    folder: str, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(tasks, "evaluate", evaluate)
+    code, _, error = run(capsys, folder, "--data", str(data), "--tasks", "copa")
+    assert code == 2
+    assert "`--batch-size` must fit into memory, got 8, which does not for copa under none" in error
+
+
+@pytest.mark.parametrize("injection", [("--inject-outliers", "8"), ("--inject-bias", "100")])
+def test_injections(folder: str, data: Path, capsys: pytest.CaptureFixture[str], injection: tuple[str, str]) -> None:
+    output = data / "results.json"
+    code, _, error = run(
+        capsys, folder, "--data", str(data), "--tasks", "copa", "--preset", "int8", "--output", str(output), *injection
+    )
+    assert code == 0, error
+    settings = json.loads(output.read_text(encoding="utf-8"))["settings"]
+    assert settings[injection[0].removeprefix("--").replace("inject", "injected").replace("-", "_")] == float(
+        injection[1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tasks", "winograde"), "`--tasks` must name a task file, got 'winograde'. Did you mean 'winogrande'?"),
+        (("--preset", "int5"), "`--preset` must be one of"),
+        (("--limit", "0"), "`--limit` must be at least 1, got 0"),
+        (("--batch-size", "0"), "`--batch-size` must be at least 1, got 0"),
+        (("--output", "nowhere/results.json"), "`--output` cannot be used"),
+        (("--inject-outliers", "-1"), "nothing can be injected into"),
+    ],
+)
+def test_mistakes_in_arguments(
+    folder: str, data: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    code, shown, error = run(capsys, folder, "--data", str(data), *arguments)
+    assert (code, shown) == (2, "")
+    assert error.startswith("hf-kvquant: error: eval tasks: ") and message in error
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "`--data` must hold copa.jsonl for task copa, got"),
+        ("", "copa.jsonl must hold items, one JSON object a line, got an empty file"),
+        ("\n\n", "got an empty file"),
+        ("{", "copa.jsonl, line 1, must be a JSON object with query, choices, gold, got no JSON"),
+        ("[]", "got a list"),
+        ('{"query": "a", "choices": ["b", "c"]}', "got no 'gold'"),
+        ('{"query": "a", "choices": "bc", "gold": 0}', "got 'choices' of type str"),
+        ('{"query": "", "choices": ["b"], "gold": 0}', "got an empty 'query'"),
+        ('{"query": "a", "choices": ["b", ""], "gold": 0}', "got an option that is no text"),
+        ('{"query": "a", "choices": ["b", "c"], "gold": 2}', "got 'gold' 2 with 2 options"),
+        (
+            '{"query": "a", "choices": ["b", "c"], "gold": 1}\n{"query": "a", "choices": ["b"], "gold": true}',
+            "copa.jsonl, line 2, must be a JSON object with query, choices, gold, got 'gold' of type bool",
+        ),
+    ],
+)
+def test_data_that_cannot_be_read(data: Path, content: str | None, message: str) -> None:
+    path = data / "copa.jsonl"
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(cli.UsageError) as caught:
+        task_files.check_data(["boolq", "copa"], str(data))
+    assert message in str(caught.value)
+
+
+def test_a_data_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(cli.UsageError, match=r"`--data` must be a folder with JSON lines, got .*: no such folder"):
+        task_files.check_data(["copa"], str(tmp_path / "nowhere"))
+
+
+def test_names_of_lm_eval_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_files, "lm_eval_names", lambda: ["piqa", "openbookqa"])
+    assert task_files.checked_names(["piqa,openbookqa", "piqa"], None) == ["piqa", "openbookqa"]
+    with pytest.raises(
+        cli.UsageError, match=r"must name a task of lm-eval, got 'openbook_qa'. Did you mean 'openbookqa'"
+    ):
+        task_files.checked_names(["openbook_qa"], None)
+
+
+def test_without_a_network_lm_evals_own_data_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Manager:
+        def load(self, specs: Any) -> Any:
+            raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(task_files, "_manager", lambda **_: Manager())
+    with pytest.raises(cli.UsageError, match=r"--tasks` piqa must have its data .* got ConnectionError: no route"):
+        task_files.load_tasks(["piqa"], None)
+
+
+def test_what_is_declared_is_there() -> None:
+    assert set(task_files.AVERAGED) <= set(task_files.offline_names())
+    for path in task_files.FOLDER.iterdir():
+        assert yaml.safe_load(path.read_text(encoding="utf-8"))["task"] == path.stem
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'hf_kvquant = "{KVQuantLM.__module__}:{KVQuantLM.__name__}"' in project
+    assert "evaluation/tasks_offline/*.yaml" in project
+    assert MODES == tasks.MODES
