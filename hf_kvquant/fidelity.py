@@ -26,6 +26,7 @@ from .cache import KVQuantCache
 from .config import KVQuantConfig
 from .patching import patched
 from .simulation import pairs_of, simulated, simulated_cache
+from .storage import LayerStorage
 from .transforms.of_model import key_transforms
 
 
@@ -218,11 +219,14 @@ class Stream:
         return self._counter.pairs + pairs_of(self._cache)[0]
 
     @property
+    def storages(self) -> list[LayerStorage]:
+        """Of the layers that are ours."""
+        return self._cache.storages if isinstance(self._cache, KVQuantCache) else []
+
+    @property
     def num_quantized(self) -> int:
         """Layers that should serve them."""
-        if isinstance(self._cache, KVQuantCache):
-            return pairs_of(self._cache)[1] or sum(storage.is_quantized for storage in self._cache.storages)
-        return 0
+        return pairs_of(self._cache)[1] or sum(storage.is_quantized for storage in self.storages)
 
 
 @torch.inference_mode()

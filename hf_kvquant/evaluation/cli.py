@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import perplexity
+
 # The modules of the evaluations, in the order of the help.
-EVALUATIONS: tuple[Any, ...] = ()
+EVALUATIONS: tuple[Any, ...] = (perplexity,)
 
 
 def add_parser(commands: Any) -> None:
