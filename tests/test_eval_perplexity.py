@@ -54,6 +54,21 @@ def test_all_modes(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert max(gate["between"].values()) <= gate["bound"]
 
 
+def test_controls(
+    folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(perplexity, "CONTROL_AGREEMENT", 1.01)
+    code, found, error = run(capsys, folder, tmp_path, "--controls", "--inject-outliers", "8", "--mode", "simulated")
+    assert code == 0, error
+    controls = found["parts"]["controls"]
+    assert controls["none"] < 1e-6 and list(controls["permuted_scales"]) == ["int8"] and controls["count_of_0_aborts"]
+    assert found["settings"]["injected_outliers"] == 8.0
+    (tmp_path / "out.json").unlink()
+    monkeypatch.setattr(perplexity, "CONTROL_AGREEMENT", 0.0)
+    code, _, error = run(capsys, folder, tmp_path, "--controls")
+    assert code == 1 and "control: int8 with the scales of its tokens permuted must agree" in error
+
+
 def test_overlapping_windows_score_what_is_new(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, found, _ = run(capsys, folder, tmp_path, "--stride", "10", "--mode", "simulated")
     parts = found["parts"]

@@ -378,9 +378,9 @@ def run_controls(model: PreTrainedModel, ids: Tensor, presets: Sequence[str]) ->
                 f"cache in fewer than {CONTROL_AGREEMENT:.0%} of the tokens, got {agreement:.1%}. This text or model "
                 "cannot show an error of that kind."
             )
-    # A window that the first chunk fills reads no code: its count must not pass.
-    whole = compare(model, ids, {name: name for name in presets}, first_chunk=FIRST_CHUNK, chunk_size=32)
-    for name, result in whole.items():
+    # A count of nothing must not pass for the one that there is.
+    counted = compare(model, ids, {name: name for name in presets}, first_chunk=FIRST_CHUNK, chunk_size=32)
+    for name, result in counted.items():
         check_counter(name, result)
         if result.pairs_expected:
             try:
@@ -489,36 +489,31 @@ def show(console: Console, summary: Mapping[str, Mapping[str, Any]], settings: M
         table = Table(
             title=f"{settings['model']}, {settings['dtype']}, {mode}{how}", title_justify="left", title_style="bold"
         )
-        table.add_column("preset")
-        for heading in (
-            "KL, nats/token",
-            "median",
-            "99 %",
-            "max",
-            "agreement",
-            "RMS Δp",
-            "perplexity",
-            "word",
-            "change",
+        likelihoods = Table()
+        for each, headings in (
+            (table, ("KL, nats/token", "median", "99 %", "max", "agreement")),
+            (likelihoods, ("perplexity", "change", "per word", "RMS Δp")),
         ):
-            table.add_column(heading, justify="right")
+            each.add_column("preset")
+            for heading in headings:
+                each.add_column(heading, justify="right")
         for name, row in rows.items():
             divergences = [f"{row[key]:.1e}" for key in ("kld", "kld_median", "kld_p99", "kld_max")]
-            table.add_row(
+            table.add_row(name, *divergences, f"{row['agreement']:.2%}")
+            likelihoods.add_row(
                 name,
-                *divergences,
-                f"{row['agreement']:.2%}",
-                f"{row['rms_delta_p']:.2%}",
                 f"{row['perplexity']:.3f}",
-                f"{row['perplexity_per_word']:.1f}",
                 f"{row['perplexity_change']:+.2%}",
+                f"{row['perplexity_per_word']:.1f}",
+                f"{row['rms_delta_p']:.2%}",
             )
         console.print(table)
+        console.print(likelihoods)
     first = next(iter(summary.values()))[UNQUANTIZED]
     console.print(
         f"{first['scored_tokens']:,} tokens in windows of {settings['window']}, each from an empty cache whose first "
         "token is exact. KL, agreement of the most likely next token and RMS change of the true token's probability: "
-        "against the unquantised cache in the same run. Word: perplexity per white-space word, by its tokens per "
+        "against the unquantised cache in the same run. Per word: of white space, by its tokens per "
         "word. All presets read as many (query, token) pairs from codes as they must, and modes agree.",
         style="dim",
     )
