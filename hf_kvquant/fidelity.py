@@ -3,13 +3,14 @@
 A forward over a whole text never reads a cache, and the first chunk of a cache is exact by design. So a text is fed in
 chunks: a first one of `first_chunk` tokens that fills the cache, then chunks that attend to codes, each in the mode in
 which `generate` or a continued chat would. The unquantised cache (transformers' `DynamicCache`) gets the very same
-chunks in the same run. What was read as codes is counted where the op is called, so that a number that never saw a
-code cannot pass for a good one. `generation.py` uses this for the text that it has just written, `evals/fidelity.py`
-for a text file.
+chunks in the same run. Or one forward does what the chunks would (`simulation.py`): the same function, faster. What was
+read as codes is counted where it is attended to, so that a number that never saw a code cannot pass for a good one.
+`generation.py` uses this for the text that it has just written, `evaluation/perplexity.py` for a text file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from .cache import KVQuantCache
 from .config import KVQuantConfig
 from .patching import patched
+from .simulation import pairs_of, simulated, simulated_cache
+from .storage import LayerStorage
 from .transforms.of_model import key_transforms
 
 
@@ -58,6 +61,7 @@ def compare(
     *,
     first_chunk: int = 1,
     chunk_size: int = 1,
+    simulate: bool = False,
 ) -> dict[str, Fidelity]:
     """Feed one text through the unquantised cache and through one cache per config, and compare the distributions.
 
@@ -69,52 +73,167 @@ def compare(
         configs: What to compare, by name: presets, dictionaries or configs.
         first_chunk: Tokens that fill the cache before the first code is read. They are not scored.
         chunk_size: Tokens fed at a time afterwards; 1 is what `generate` does.
+        simulate: Whether one forward does what the chunks would, without a cache and its kernels (`simulation.py`). All
+            logits of the text are held.
 
     Returns:
         One result per name.
 
     Raises:
+        NotImplementedError: The model's attention cannot be simulated.
+        OutOfMemory: Naming the config.
         ValueError: The text has no token to score, or a chunk has no token.
     """
     fed, targets = input_ids[:, :-1], input_ids[0, 1:]
-    with patched(model, "none"):
-        caches = {
-            name: KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
-            for name, config in configs.items()
-        }
-        streams = {
-            name: feed(model, fed, cache, first_chunk=first_chunk, chunk_size=chunk_size)
-            for name, cache in caches.items()
-        }
-        counters = {name: PairCounter() for name in configs}
+    chunks = Chunks(first_chunk, chunk_size, simulate)
+    with route(model, simulate=simulate):
+        streams = {name: Stream(model, fed, config, chunks, name=name) for name, config in configs.items()}
         pieces: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in configs}
         position = 0
-        for reference in feed(
-            model, fed, DynamicCache(config=model.config), first_chunk=first_chunk, chunk_size=chunk_size
-        ):
+        for reference in Stream(model, fed, None, chunks, name="the unquantised cache"):
             target = targets[position : position + len(reference)]
             position += len(reference)
             reference_nll = F.nll_loss(reference, target, reduction="none")
             for name, stream in streams.items():
-                with counters[name]:
-                    log_probs = next(stream)
-                kld = F.kl_div(log_probs, reference, log_target=True, reduction="none").sum(-1)
+                log_probs = next(stream)
                 agrees = log_probs.argmax(-1) == reference.argmax(-1)
                 nll = F.nll_loss(log_probs, target, reduction="none")
-                pieces[name].append((kld.cpu(), agrees.cpu(), nll.cpu(), reference_nll.cpu()))
+                pieces[name].append((divergence(reference, log_probs), agrees.cpu(), nll.cpu(), reference_nll.cpu()))
     results = {}
-    for name, cache in caches.items():
+    for name, stream in streams.items():
         kld, agrees, nll, reference_nll = (torch.cat(parts) for parts in zip(*pieces[name], strict=True))
-        num_quantized = sum(storage.is_quantized for storage in cache.storages)
         results[name] = Fidelity(
             kld=kld[first_chunk:],
             agrees=agrees[first_chunk:],
             nll=nll,
             reference_nll=reference_nll,
-            pairs_read=counters[name].pairs,
-            pairs_expected=num_quantized * causal_pairs(fed.shape[1], first_chunk),
+            pairs_read=stream.pairs_read,
+            pairs_expected=stream.num_quantized * causal_pairs(fed.shape[1], first_chunk),
         )
     return results
+
+
+def divergence(reference: Tensor, log_probs: Tensor) -> Tensor:
+    """KL divergence of one next-token distribution from another: `[tokens]` float32 on the CPU, nats.
+
+    Args:
+        reference: `[tokens, vocab_size]` log-probabilities.
+        log_probs: The same.
+    """
+    return F.kl_div(log_probs, reference, log_target=True, reduction="none").sum(-1).cpu()
+
+
+class OutOfMemory(MemoryError):
+    """Memory ran out under one config.
+
+    Attributes:
+        name: Of the config.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"compare: memory must suffice for {name}, which it does not. Use a shorter text.")
+        self.name = name
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception of PyTorch says that memory has run out; on a CPU it has no type of its own."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """How a text comes.
+
+    Attributes:
+        first_chunk: Tokens of the first chunk, whose queries find everything as it came.
+        chunk_size: Tokens of each later one.
+        simulate: Whether one forward does what they would.
+    """
+
+    first_chunk: int
+    chunk_size: int
+    simulate: bool = False
+
+
+@contextlib.contextmanager
+def route(model: PreTrainedModel, *, simulate: bool) -> Iterator[None]:
+    """Let a model attend to caches of ours, or to simulated ones, for the length of a `with` block."""
+    with simulated(model) if simulate else patched(model, "none"):
+        yield
+
+
+class Stream:
+    """Log-probabilities of a text under one config, chunk by chunk: `[q_len, vocab_size]` float32 each.
+
+    Args:
+        model: Under `route`.
+        input_ids: `[1, tokens]` int64.
+        config: Of the cache; `None` is transformers' own, unquantised.
+        chunks: How the text comes.
+        name: Of the config.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        config: str | KVQuantConfig | Mapping[str, Any] | None,
+        chunks: Chunks,
+        *,
+        name: str,
+    ) -> None:
+        self.name = name
+        self._counter = PairCounter()
+        first_chunk, chunk_size = chunks.first_chunk, chunks.chunk_size
+        self._cache: Cache
+        if config is None:
+            self._cache = DynamicCache(config=model.config)
+        elif chunks.simulate:
+            self._cache = simulated_cache(model, config, first_chunk=first_chunk, chunk_size=chunk_size)
+        else:
+            self._cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
+        if chunks.simulate:
+            # The same checks, then the whole text as the first chunk.
+            check_chunks(input_ids, first_chunk, chunk_size)
+            self._log_probs = _whole(model, input_ids, self._cache)
+        else:
+            self._log_probs = feed(model, input_ids, self._cache, first_chunk=first_chunk, chunk_size=chunk_size)
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Tensor:
+        try:
+            with self._counter:
+                return next(self._log_probs)
+        except (MemoryError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise OutOfMemory(self.name) from error
+            raise
+
+    @property
+    def pairs_read(self) -> int:
+        """(Query, token) pairs that were served from codes so far, summed over layers."""
+        return self._counter.pairs + pairs_of(self._cache)[0]
+
+    @property
+    def storages(self) -> list[LayerStorage]:
+        """Of the layers that are ours."""
+        return self._cache.storages if isinstance(self._cache, KVQuantCache) else []
+
+    @property
+    def num_quantized(self) -> int:
+        """Layers that should serve them."""
+        return pairs_of(self._cache)[1] or sum(storage.is_quantized for storage in self.storages)
+
+
+@torch.inference_mode()
+def _whole(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Iterator[Tensor]:
+    """All log-probabilities of one forward over a text."""
+    output = model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+    yield output.logits[0].float().log_softmax(-1)
 
 
 @torch.inference_mode()
@@ -136,6 +255,14 @@ def feed(
     Raises:
         ValueError: There is more than one text, it ends with the first chunk, or a chunk has no token.
     """
+    tokens = check_chunks(input_ids, first_chunk, chunk_size)
+    for start, stop in itertools.pairwise([0, *range(first_chunk, tokens, chunk_size), tokens]):
+        output = model(input_ids=input_ids[:, start:stop], past_key_values=cache, use_cache=True)
+        yield output.logits[0].float().log_softmax(-1)
+
+
+def check_chunks(input_ids: Tensor, first_chunk: int, chunk_size: int) -> int:
+    """The tokens of a text, or a ValueError as `feed` raises it."""
     num_texts, tokens = input_ids.shape
     if num_texts != 1:
         raise ValueError(f"feed: `input_ids` must hold one text, got {num_texts}. Call once per text.")
@@ -146,9 +273,7 @@ def feed(
             f"feed: `input_ids` must have more than the {first_chunk} tokens of the first chunk, got {tokens}. "
             "Give a longer text or a smaller first chunk."
         )
-    for start, stop in itertools.pairwise([0, *range(first_chunk, tokens, chunk_size), tokens]):
-        output = model(input_ids=input_ids[:, start:stop], past_key_values=cache, use_cache=True)
-        yield output.logits[0].float().log_softmax(-1)
+    return tokens
 
 
 def causal_pairs(tokens: int, first_chunk: int) -> int:

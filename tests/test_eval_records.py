@@ -83,7 +83,7 @@ def test_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(records, "card", lambda: {**here, "command": "another", "date": "later"})
     RunRecord.open(path, SETTINGS)
     monkeypatch.setattr(records, "card", lambda: {**here, "commit": "another"})
-    with pytest.raises(ValueError, match='results of the same card, got .*: `commit` was .* and is "another"'):
+    with pytest.raises(ValueError, match=r'results of the same card, got .*: `commit` was .* and is "another"'):
         RunRecord.open(path, SETTINGS)
 
 

@@ -1,0 +1,235 @@
+"""Quantised attention in one forward: what each query of a text would see if the text came chunk by chunk.
+
+A forward over a whole text reads no cache. Here it does: keys and values of a layer go through the very storage of a
+`KVQuantCache` (so through the ops that quantise), come back dequantised, and every query attends to codes or to tokens
+as they came, whichever it would find: what came with the first chunk is exact, and so is what a tail holds at the end
+of the query's chunk. That is many times faster than feeding chunks and says what a *format* does; that kernels and
+caches do the same is for `fidelity.py` to find out, which compares both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention import _call
+from .cache import KVQuantCache, KVQuantLayer
+from .config import KVQuantConfig
+from .formats import KVFormat
+from .patching import _set_attention, state_of
+from .storage import LayerStorage
+from .transforms.of_model import key_transforms
+
+# Implementations whose masks say, for every query and key, whether it is seen.
+_SERVED = ("sdpa", "eager")
+
+
+class SimulatedLayer(DynamicLayer):
+    """Keys and values of one layer, as they came and dequantised, of one text.
+
+    Args:
+        storage: Empty; quantises.
+        first_chunk: Tokens of the first chunk.
+        chunk_size: Tokens of each later one.
+    """
+
+    def __init__(self, storage: LayerStorage, first_chunk: int, chunk_size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storage = storage
+        self.first_chunk = first_chunk
+        self.chunk_size = chunk_size
+        self.pairs = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Quantise a whole text.
+
+        Raises:
+            ValueError: There is one already.
+        """
+        if not self.storage.is_empty:
+            raise ValueError(
+                f"{self.storage.name}: a simulated cache takes a text in one forward, got more of it. Make a new one."
+            )
+        for begin, end in ((0, self.first_chunk), (self.first_chunk, key_states.shape[2])):
+            self.storage.extend(key_states[:, :, begin:end], value_states[:, :, begin:end])
+            self.storage.flush()
+        if not self.storage.is_quantized:
+            return key_states, value_states
+        self.raw = key_states, value_states
+        self.dequantized = self.storage.dequantize()
+        return SimulatedHandle(self, 0), SimulatedHandle(self, 1)
+
+    def attend(self, query: Tensor, mask: Tensor, attend: Callable[..., tuple[Tensor, Any]]) -> Tensor:
+        """Attention of a whole text.
+
+        Args:
+            query: `[batch, num_q_heads, tokens, head_dim]`.
+            mask: `[batch, 1, tokens, tokens]`: bool, True for what is seen, or added to scores.
+            attend: Takes query, key, value and mask of the same kind, for fewer queries and more keys.
+
+        Returns:
+            `[batch, tokens, num_q_heads, head_dim]`.
+        """
+        batch, _, tokens, _ = query.shape
+        n0 = min(self.first_chunk, tokens)
+        outs = [attend(query[:, :, :n0], *self.raw, mask[..., :n0, :])[0]]
+        if tokens > n0:
+            sources = [(self.dequantized[0], self.raw[0]), (self.dequantized[1], self.raw[1])]
+            is_exact = [self._is_exact(kv_format, tokens, query.device) for kv_format in self._formats()]
+            is_causal = torch.ones_like(is_exact[0]).tril(n0)
+            keys, values, masks = [], [], []
+            for key_exact in (False, True):
+                for value_exact in (False, True):
+                    chosen = (is_exact[0] == key_exact) & (is_exact[1] == value_exact)  # [tokens - n0, tokens]
+                    if (chosen & is_causal).any():
+                        keys.append(sources[0][key_exact])
+                        values.append(sources[1][value_exact])
+                        masks.append(_only(mask[..., n0:, :], chosen))
+            outs.append(attend(query[:, :, n0:], torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, -1))[0])
+            self.pairs += batch * (tokens * (tokens + 1) - n0 * (n0 + 1)) // 2
+        return torch.cat(outs, dim=1)
+
+    def _formats(self) -> tuple[KVFormat, KVFormat]:
+        return self.storage.formats.key, self.storage.formats.value
+
+    def _is_exact(self, kv_format: KVFormat, tokens: int, device: torch.device) -> Tensor:
+        """Whether a query behind the first chunk finds a token as it came: `[tokens - first_chunk, tokens]` bool."""
+        sink_length, residual_length = self.storage.formats.sink_length, self.storage.formats.residual_length
+        position = torch.arange(tokens, device=device)
+        if not kv_format.is_quantized or kv_format.tail_rows(sink_length, residual_length) == 0:
+            is_dense = torch.full_like(position, not kv_format.is_quantized, dtype=torch.bool)
+            return is_dense.expand(tokens - self.first_chunk, -1)
+        behind = position[self.first_chunk :] - self.first_chunk
+        chunk_end = (self.first_chunk + (behind // self.chunk_size + 1) * self.chunk_size).clamp(max=tokens)
+        begin = kv_format.tail_begin(chunk_end, residual_length)
+        return (position < sink_length) | (position >= begin.unsqueeze(1))
+
+
+class SimulatedHandle:
+    """Keys or values of a simulated layer, which only `simulated_attention` can look into.
+
+    Args:
+        layer: Shared with the other side's handle.
+        side: 0 for keys, 1 for values.
+    """
+
+    def __init__(self, layer: SimulatedLayer, side: int) -> None:
+        self.layer = layer
+        raw = layer.raw[side]
+        self.shape, self.dtype, self.device, self.ndim = raw.shape, raw.dtype, raw.device, raw.ndim
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _looked_inside()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        raise _looked_inside()
+
+
+def _looked_inside() -> NotImplementedError:
+    return NotImplementedError(
+        "simulate: the model must leave keys and values to its attention function, but looks at them itself. "
+        "Feed it in chunks instead."
+    )
+
+
+def simulated_cache(
+    model: PreTrainedModel,
+    config: str | KVQuantConfig | Mapping[str, Any],
+    *,
+    first_chunk: int = 1,
+    chunk_size: int = 1,
+) -> Cache:
+    """A cache for one forward over one text, or several of equal length, in a model under `simulated`.
+
+    Args:
+        model: As for `KVQuantCache`.
+        config: The same.
+        first_chunk: Tokens that would fill the cache; their queries find everything as it came.
+        chunk_size: Tokens that would come at a time afterwards.
+
+    Raises:
+        NotImplementedError, TypeError, ValueError: As for `KVQuantCache`.
+    """
+    cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
+    cache.layers = [
+        SimulatedLayer(layer.storage, first_chunk, chunk_size) if isinstance(layer, KVQuantLayer) else layer
+        for layer in cache.layers
+    ]
+    return cache
+
+
+def pairs_of(cache: Cache) -> tuple[int, int]:
+    """(Query, token) pairs of a simulated cache that were served from codes, and the layers that are quantised."""
+    layers = [layer for layer in cache.layers if isinstance(layer, SimulatedLayer) and layer.storage.is_quantized]
+    return sum(layer.pairs for layer in layers), len(layers)
+
+
+@contextlib.contextmanager
+def simulated(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Let a model attend to simulated caches for the length of a `with` block; everything else goes on as before.
+
+    Raises:
+        NotImplementedError: Its attention is not one of transformers' own that takes a mask.
+    """
+    text_config = model.config.get_text_config(decoder=True)
+    before = text_config._attn_implementation
+    state = state_of(model)
+    prev = before if state is None else state.previous_attention
+    if prev not in _SERVED:
+        raise NotImplementedError(
+            f"simulate: the model's attention implementation must be one of {', '.join(_SERVED)}, got {prev!r}. "
+            "Load it with attn_implementation='sdpa', or feed it in chunks."
+        )
+    name = f"hf_kvquant_simulated-{prev}"
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(name, functools.partial(simulated_attention, prev=prev))
+        AttentionMaskInterface.register(name, functools.partial(simulated_mask, prev=prev))
+    _set_attention(model, name)
+    try:
+        if text_config._attn_implementation != name:
+            raise NotImplementedError(
+                f"simulate: {type(model).__name__} computes attention by itself, outside transformers' registry. "
+                "Feed it in chunks instead."
+            )
+        yield model
+    finally:
+        _set_attention(model, before)
+
+
+def simulated_mask(*, prev: str, **kwargs: Any) -> Any:
+    """The mask of `prev`, never left out."""
+    mask_function: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[prev]
+    return mask_function(**{**kwargs, "allow_is_causal_skip": False})
+
+
+def simulated_attention(
+    module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, *, prev: str, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one layer, as `transformers.AttentionInterface` asks for it."""
+    if not isinstance(key, SimulatedHandle):
+        return _call(prev, module, query, key, value, attention_mask, **kwargs)
+    assert attention_mask is not None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
+        return _call(prev, module, query, key, value, mask, **kwargs)
+
+    return key.layer.attend(query, attention_mask, attend), None
+
+
+def _only(mask: Tensor, chosen: Tensor) -> Tensor:
+    """A mask that shows, of what it showed, the chosen pairs of query and key."""
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)

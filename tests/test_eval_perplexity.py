@@ -1,0 +1,148 @@
+"""`hf-kvquant eval perplexity`: what it measures and keeps, what fails the run, and one line for every mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+
+from hf_kvquant import cli
+from hf_kvquant.evaluation import perplexity
+from hf_kvquant.fidelity import OutOfMemory, causal_pairs
+
+WINDOW = 24
+TEXT = "The river rises in the north of the country and flows south for about three hundred kilometres. " * 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model and its tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    models.tokenizer(model_max_length=64).save_pretrained(path)
+    models.build("llama", max_position_embeddings=64).save_pretrained(path)
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], folder: str, tmp_path: Path, *more: str, text: str = TEXT) -> Any:
+    """Exit code, results and stderr of a short run."""
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    output = tmp_path / "out.json"
+    words = ["--text", str(tmp_path / "text.txt"), "--dtype", "float32", "--window", str(WINDOW), "--tokens", "50"]
+    words += ["--chunk", "5", "--output", str(output), "--preset", "int8", *more]
+    code = cli.main(["eval", "perplexity", folder, *words])
+    found = json.loads(output.read_text(encoding="utf-8")) if output.exists() else None
+    return code, found, capsys.readouterr().err
+
+
+def test_all_modes(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, found, error = run(capsys, folder, tmp_path, "--mode", "all")
+    assert code == 0, error
+    assert str(tmp_path) not in json.dumps(found)
+    modes = found["parts"]["summary"]["modes"]
+    assert list(modes) == ["simulated", "chunked", "decode"]
+    for rows in modes.values():
+        assert list(rows) == ["none", "int8"]
+        assert rows["none"]["kld"] < 1e-6 < rows["int8"]["kld"] <= rows["int8"]["kld_max"]
+        assert rows["int8"]["pairs_read"] == 3 * 2 * causal_pairs(WINDOW - 1, 1) and rows["none"]["pairs_read"] == 0
+        assert rows["int8"]["scored_tokens"] == 3 * (WINDOW - 2)
+        assert rows["none"]["perplexity_per_word"] > rows["none"]["perplexity"]
+    gate = found["parts"]["gate"]["int8"]
+    assert max(gate["between"].values()) <= gate["bound"]
+
+
+def test_controls(
+    folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(perplexity, "CONTROL_AGREEMENT", 1.01)
+    code, found, error = run(capsys, folder, tmp_path, "--controls", "--inject-outliers", "8", "--mode", "simulated")
+    assert code == 0, error
+    controls = found["parts"]["controls"]
+    assert controls["none"] < 1e-6 and list(controls["permuted_scales"]) == ["int8"] and controls["count_of_0_aborts"]
+    assert found["settings"]["injected_outliers"] == 8.0
+    (tmp_path / "out.json").unlink()
+    monkeypatch.setattr(perplexity, "CONTROL_AGREEMENT", 0.0)
+    code, _, error = run(capsys, folder, tmp_path, "--controls")
+    assert code == 1 and "control: int8 with the scales of its tokens permuted must agree" in error
+
+
+def test_overlapping_windows_score_what_is_new(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, found, _ = run(capsys, folder, tmp_path, "--stride", "10", "--mode", "simulated")
+    parts = found["parts"]
+    assert [parts[f"simulated {begin}"]["int8"]["tokens"] for begin in found["settings"]["begins"][:2]] == [23, 10]
+
+
+def test_an_interrupted_run_goes_on(
+    folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def compare(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    original = perplexity.compare
+    monkeypatch.setattr(perplexity, "compare", compare)
+    code, found, _ = run(capsys, folder, tmp_path)
+    assert code == 130 and list(found["parts"]) == ["gate", "chunked 0"]
+    code, found, error = run(capsys, folder, tmp_path)
+    assert code == 0 and len(calls) == 4, error
+    code, _, error = run(capsys, folder, tmp_path, "--chunk", "6")
+    assert code == 2 and "`chunk` was 5 and is 6. Name another file, or remove this one." in error
+
+
+def test_what_fails_the_run(
+    folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = perplexity.compare
+
+    def compare(*args: Any, **kwargs: Any) -> Any:
+        results = original(*args, **kwargs)
+        return {name: dataclasses.replace(result, pairs_read=0) for name, result in results.items()}
+
+    monkeypatch.setattr(perplexity, "compare", compare)
+    code, found, error = run(capsys, folder, tmp_path)
+    assert code == 1 and "preset int8 must read 550 (query, token) pairs from codes, got 0" in error
+    assert list(found["parts"]) == ["gate"]
+
+    def out_of_memory(*args: Any, **kwargs: Any) -> Any:
+        raise OutOfMemory("int8")
+
+    monkeypatch.setattr(perplexity, "compare", out_of_memory)
+    code, _, error = run(capsys, folder, tmp_path)
+    assert code == 1 and "memory must suffice for int8, which it does not. Use a smaller --window" in error
+    (tmp_path / "out.json").unlink()
+    monkeypatch.setattr(perplexity, "GATE_SHARE", 0.0)
+    monkeypatch.setattr(perplexity, "GATE_NONE", 0.0)
+    code, _, error = run(capsys, folder, tmp_path)
+    assert code == 1 and "must give the same distribution " in error
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--preset", "int9"], "`--preset` must be one of none, int8, "),
+        (["--window", "65"], "`--window` must be at least 3 and at most the model's 64 positions, got 65."),
+        (["--stride", "23"], "`--stride` must be the window or less than it by 2, got 23 with 24 tokens."),
+        (["--chunk", "0"], "`--chunk` must be positive, got 0."),
+        (["--tokens", "100000"], "`--tokens` must be at most "),
+        (["--dataset", "x"], "`--text` or `--dataset` must be given, got both. Add --text FILE."),
+        (["--device", "nowhere"], "`--device` must be a torch device"),
+    ],
+)
+def test_argument_errors(
+    folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], message: str
+) -> None:
+    code, found, error = run(capsys, folder, tmp_path, *words)
+    assert code == 2 and found is None and message in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text, message", [(" \n", "must hold text, got nothing but white space."), ("A", "must fill")])
+def test_text_errors(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str) -> None:
+    code, _, error = run(capsys, folder, tmp_path, text=text)
+    assert code == 2 and message in error and len(error.splitlines()) == 1

@@ -1,0 +1,71 @@
+"""That one forward gives every query what it would find in a cache that the text went through chunk by chunk."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+
+from hf_kvquant import KVQuantConfig
+from hf_kvquant.fidelity import Chunks, Stream, causal_pairs, compare, divergence, route
+from hf_kvquant.simulation import simulated, simulated_cache
+
+TOKENS = 41
+CONFIGS = {
+    "none": KVQuantConfig.from_preset("none"),
+    "k8v4": KVQuantConfig.from_preset("k8v4"),
+    "int4-windows": KVQuantConfig.from_preset("int4", sink_length=2, residual_length=9),
+    "fp8": KVQuantConfig.from_preset("fp8"),
+}
+
+
+@torch.inference_mode()
+def log_probs(model: models.PreTrainedModel, ids: torch.Tensor, config: KVQuantConfig, chunks: Chunks) -> torch.Tensor:
+    with route(model, simulate=chunks.simulate):
+        return torch.cat(list(Stream(model, ids, config, chunks, name="test")))
+
+
+@pytest.mark.parametrize("family, implementation", [("llama", "sdpa"), ("llama", "eager"), ("gemma2", "eager")])
+@pytest.mark.parametrize("first_chunk, chunk_size", [(1, 1), (3, 7)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_is_the_cache(family: str, implementation: str, first_chunk: int, chunk_size: int, name: str) -> None:
+    model = models.family(family)
+    model.set_attn_implementation(implementation)
+    ids = torch.randint(3, models.VOCAB_SIZE, (1, TOKENS))
+    simulation, cache = (
+        log_probs(model, ids, CONFIGS[name], Chunks(first_chunk, chunk_size, simulate)) for simulate in (True, False)
+    )
+    # Half of the tokens: sums in another order may flip a code, from where on the others differ.
+    assert divergence(cache, simulation).quantile(0.5) < 1e-5
+    dense = log_probs(model, ids, CONFIGS["none"], Chunks(first_chunk, chunk_size))
+    distance = divergence(dense, cache).mean()
+    assert divergence(cache, simulation).mean() < max(1e-6, 0.1 * distance)
+    assert model.config.get_text_config()._attn_implementation == implementation
+
+
+def test_pairs_are_counted() -> None:
+    ids = torch.randint(3, models.VOCAB_SIZE, (1, TOKENS))
+    results = compare(models.llama(), ids, CONFIGS, first_chunk=2, chunk_size=4, simulate=True)
+    for name, result in results.items():
+        expected = 0 if name == "none" else 2 * causal_pairs(TOKENS - 1, 2)
+        assert result.pairs_read == result.pairs_expected == expected
+
+
+def test_errors() -> None:
+    ids = torch.randint(3, models.VOCAB_SIZE, (1, 8))
+    model = models.llama()
+    with simulated(model):
+        cache = simulated_cache(model, "int8")
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"layer 0: a simulated cache takes a text in one forward, got more"):
+            model(ids, past_key_values=cache)
+    handle, _ = simulated_cache(model, "int8").update(torch.ones(1, 2, 8, 64), torch.ones(1, 2, 8, 64), 0)
+    for look in (lambda: handle.transpose(1, 2), lambda: torch.cat((handle,))):
+        with pytest.raises(NotImplementedError, match="simulate: the model must leave keys and values to its"):
+            look()
+    with pytest.raises(NotImplementedError, match="simulate: GPTJForCausalLM computes attention by itself"):
+        compare(models.family("gptj"), ids, {"int8": "int8"}, simulate=True)
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(NotImplementedError, match="must be one of sdpa, eager, got 'flex_attention'"):
+        with simulated(model):
+            pass
