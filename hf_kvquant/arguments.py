@@ -5,6 +5,7 @@ What a command does is its own module's; `cli.py` turns what is raised here into
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ._errors import did_you_mean
 from .config import PRESETS
+from .transforms.injection import inject_key_bias, inject_key_outliers
 from .transforms.smoothing import load_smoothing
 from .transforms.smoothing_file import FILE_NAME
 
@@ -100,3 +102,31 @@ def load_calibration(model: PreTrainedModel, name: str) -> None:
     except (NotImplementedError, ValueError) as error:
         # Results are right without; but it is said, for they are less close.
         print(f"hf-kvquant: warning: {path} is left out. {error}", file=sys.stderr)
+
+
+def add_injections(parser: argparse.ArgumentParser) -> None:
+    """The options of evaluations that make keys harder to quantise."""
+    parser.add_argument(
+        "--inject-outliers",
+        type=float,
+        metavar="F",
+        help="first make three RoPE pairs of every head of keys F times as large, and queries so much smaller",
+    )
+    parser.add_argument(
+        "--inject-bias", type=float, metavar="NORM", help="first add a constant of this norm to every head of keys"
+    )
+
+
+def inject(model: PreTrainedModel, args: argparse.Namespace, where: str) -> None:
+    """Make a model harder, as far as the arguments ask for that.
+
+    Raises:
+        UsageError: Its keys are not made in a way that is known, or a number has no meaning.
+    """
+    try:
+        if args.inject_outliers is not None:
+            inject_key_outliers(model, factor=args.inject_outliers)
+        if args.inject_bias is not None:
+            inject_key_bias(model, args.inject_bias)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise UsageError(f"{where}: nothing can be injected into {args.model}. {error}") from error

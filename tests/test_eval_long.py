@@ -242,7 +242,7 @@ def test_batches_are_as_large_as_asked(
 def test_difficulties_are_injected(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Outliers leave the unquantised cache as it is, a bias does not; other settings are another record."""
     found = {}
-    for option in ((), ("--inject-outliers",), ("--inject-bias",)):
+    for option in ((), ("--inject-outliers", "8"), ("--inject-bias", "100")):
         path = tmp_path / f"{len(found)}.json"
         assert run(capsys, folder, "--preset", "int8", "--output", str(path), *option)[0] == 0
         found[option] = json.loads(path.read_text())["parts"]["needle/256/0"]["none"]["log_likelihood"]

@@ -34,8 +34,10 @@ from ..arguments import (
     DTYPES,
     Refused,
     UsageError,
+    add_injections,
     checked_device,
     checked_presets,
+    inject,
     load,
     load_calibration,
     read_text,
@@ -45,7 +47,6 @@ from ..config import PRESETS, KVQuantConfig
 from ..fidelity import PairCounter, causal_pairs
 from ..generation import UNQUANTIZED
 from ..patching import patched
-from ..transforms.injection import inject_key_bias, inject_key_outliers
 from ..transforms.of_model import key_transforms
 from ..transforms.smoothing_file import FILE_NAME
 from .prompts import NUM_ANSWERS, TESTS, Prompt, PromptError, Writer
@@ -194,10 +195,7 @@ def add_parser(commands: Any) -> None:
         "--filler-file", metavar="FILE", help="text for needle and recall (default: sentences from a few words)"
     )
     parser.add_argument("--output", metavar="FILE", help="JSON, written cell by cell; a second run resumes it")
-    parser.add_argument(
-        "--inject-outliers", action="store_true", help="first make some key channels ten times as large"
-    )
-    parser.add_argument("--inject-bias", action="store_true", help="first add a constant of norm 100 to all keys")
+    add_injections(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
     parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
     parser.set_defaults(run=run)
@@ -235,11 +233,8 @@ def run(args: argparse.Namespace) -> None:
     writer = Writer(tokenizer, filler, seed=args.seed)
     for cell in cells:
         written(writer, cell, 0)
+    inject(model, args, WHERE)
     try:
-        if args.inject_outliers:
-            inject_key_outliers(model)
-        if args.inject_bias:
-            inject_key_bias(model)
         for config in configs.values():
             with patched(model, config):
                 pass

@@ -23,11 +23,21 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..arguments import DTYPES, Refused, UsageError, checked_device, checked_presets, load, load_calibration, read_text
+from ..arguments import (
+    DTYPES,
+    Refused,
+    UsageError,
+    add_injections,
+    checked_device,
+    checked_presets,
+    inject,
+    load,
+    load_calibration,
+    read_text,
+)
 from ..config import PRESETS, KVQuantConfig
 from ..fidelity import Chunks, Fidelity, OutOfMemory, Stream, compare, divergence, is_out_of_memory, route
 from ..generation import UNQUANTIZED
-from ..transforms.injection import inject_key_bias, inject_key_outliers
 from .provenance import place, sha256
 from .records import RunRecord
 
@@ -36,7 +46,6 @@ MODES = ("simulated", "chunked", "decode")
 WINDOW = 2048
 TOKENS = 16384
 FIRST_CHUNK = 1
-OUTLIER_PAIRS = 3
 GATE_TOKENS = 160  # of which the largest block of any preset is 128
 # What the gate allows between two modes, in mean KL divergence: in float32 without quantisation this much ...
 GATE_NONE = 1e-6
@@ -80,12 +89,7 @@ def add_parser(commands: Any) -> None:
         "--stride", type=int, metavar="N", help="tokens from one window to the next (default: the window)"
     )
     parser.add_argument("--tokens", type=int, metavar="N", help=f"to score, at least (default: {TOKENS} or all)")
-    parser.add_argument(
-        "--inject-outliers", type=float, metavar="F", help="make some channels of keys F times as large beforehand"
-    )
-    parser.add_argument(
-        "--inject-bias", type=float, metavar="NORM", help="add a bias of this norm to every head of keys beforehand"
-    )
+    add_injections(parser)
     parser.add_argument(
         "--controls", action="store_true", help="check that what is exact scores so, and what is broken fails"
     )
@@ -111,7 +115,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         model, tokenizer = load(args.model, args.dtype, device, WHERE)
         load_calibration(model, args.model)
-        inject(model, args)
+        inject(model, args, WHERE)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -241,17 +245,6 @@ def read_rows(args: argparse.Namespace) -> list[str]:
             f"{WHERE}: `--dataset` must be one that can be loaded, with --split {args.split} and --field {args.field}, "
             f"got {args.dataset}: {reason}"
         ) from error
-
-
-def inject(model: PreTrainedModel, args: argparse.Namespace) -> None:
-    """Make a model harder, as far as the arguments ask for that."""
-    try:
-        if args.inject_outliers is not None:
-            inject_key_outliers(model, OUTLIER_PAIRS, args.inject_outliers)
-        if args.inject_bias is not None:
-            inject_key_bias(model, args.inject_bias)
-    except (NotImplementedError, TypeError, ValueError) as error:
-        raise UsageError(f"{WHERE}: {args.model} cannot be made harder. {error}") from error
 
 
 def cut(ids: Tensor, args: argparse.Namespace, model: PreTrainedModel) -> tuple[Tensor, list[int]]:

@@ -21,17 +21,24 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..arguments import DTYPES, UsageError, checked_device, checked_presets, load, load_calibration
+from ..arguments import (
+    DTYPES,
+    UsageError,
+    add_injections,
+    checked_device,
+    checked_presets,
+    inject,
+    load,
+    load_calibration,
+)
 from ..config import PRESETS, KVQuantConfig
 from ..generation import UNQUANTIZED
 from ..patching import patched
-from ..transforms.injection import inject_key_bias, inject_key_outliers
 from .provenance import place, sha256
 from .records import RunRecord
 
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
 MODES = ("decode", "simulated")
-OUTLIER_PAIRS = 3  # RoPE pairs per head of keys that `--inject-outliers` makes larger
 # Metrics of an item that is right or wrong, the first one being what is compared.
 _ACCURACIES = ("acc", "exact_match", "acc_norm")
 
@@ -66,15 +73,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--limit", type=int, metavar="N", help="the first N items of each task only")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts of a forward (default: 8)")
-    parser.add_argument(
-        "--inject-outliers",
-        type=float,
-        metavar="F",
-        help=f"make {OUTLIER_PAIRS} RoPE pairs of every head of keys F times as large, and queries so much smaller",
-    )
-    parser.add_argument(
-        "--inject-bias", type=float, metavar="NORM", help="add a constant of this norm to every head of keys"
-    )
+    add_injections(parser)
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -109,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
     device = checked_device(args.device or this_process_device(), "eval tasks")
     model, tokenizer = load(args.model, args.dtype, device, "eval tasks")
     load_calibration(model, args.model)
-    inject(model, args)
+    inject(model, args, "eval tasks")
     configs = {preset: KVQuantConfig.from_preset(preset) for preset in presets}
     for preset, config in configs.items():
         try:
@@ -189,21 +188,6 @@ def this_process_device() -> str | None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and torch.cuda.is_available():
         return f"cuda:{os.environ['LOCAL_RANK']}"
     return None
-
-
-def inject(model: Any, args: argparse.Namespace) -> None:
-    """Make a model harder, as far as the arguments ask for that.
-
-    Raises:
-        UsageError: Its keys are not made in a way that is known, or a number has no meaning.
-    """
-    try:
-        if args.inject_outliers is not None:
-            inject_key_outliers(model, OUTLIER_PAIRS, args.inject_outliers)
-        if args.inject_bias is not None:
-            inject_key_bias(model, args.inject_bias)
-    except (NotImplementedError, TypeError, ValueError) as error:
-        raise UsageError(f"eval tasks: nothing can be injected into {args.model}. {error}") from error
 
 
 def settings(args: argparse.Namespace, model: Any) -> dict[str, Any]:
