@@ -591,7 +591,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_the_command_picks(folders: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, output, error = run(capsys, folders["easy"], "--check")
     assert code == 0 and error == ""
-    result = run_preflight(cli.load(folders["easy"], "auto", torch.device("cpu"))[0])
+    result = run_preflight(cli.load(folders["easy"], "auto", torch.device("cpu"), "test")[0])
     for layer in result.layers:
         assert f"│ {layer.layer_idx} │ {layer.name} │ 0.00 │" in output
     assert output.endswith(f"Use it with: hf_kvquant.patch(model, {result.spelled()})")
