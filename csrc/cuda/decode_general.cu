@@ -11,7 +11,6 @@
 
 #include "codes.cuh"
 #include "cuda.h"
-#include "tails.cuh"
 #include "transform.cuh"
 
 namespace hf_kvquant::cuda {
@@ -46,6 +45,32 @@ struct Output {
     const int64_t row = (b * params.q_len + i) * params.num_q_heads + head;
     store_value(params.out, params.query.dtype, row * head_dim + c, l == 0.f ? 0.f : sum / l);
     if (c == 0) params.lse[(b * params.num_q_heads + head) * params.q_len + i] = maximum + logf(l);
+  }
+};
+
+// Which tokens of a sequence attention takes from the tail of a side.
+struct Tail {
+  int start, sink_length, begin;
+
+  // `length` within the capacity, `start` as Bounds has it.
+  __device__ Tail(const DecodeParams& params, const Side& side, int length, int start)
+      : start(max(start, 0)),
+        sink_length(params.sink_length),
+        begin(side.tail == nullptr ? length : tail_begin(side, length, params.residual_length)) {}
+
+  __device__ bool has(const Side& side, int token) const {
+    return side.tail != nullptr && (token >= begin || is_sink(token, start, sink_length));
+  }
+
+  // The place of channel `c` of such a token; of any other token, a place that exists.
+  __device__ int64_t place_of(const Side& side, int64_t b, int64_t h, int token, int c) const {
+    const int64_t row = has(side, token) ? tail_row(side, token, start, sink_length) : 0;
+    return b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c;
+  }
+
+  // Eight channels of such a token.
+  __device__ void load(const Side& side, int64_t b, int64_t h, int token, int c, float (&x)[kChunk]) const {
+    load_values(side.tail, side.tail_dtype, place_of(side, b, h, token, c), x);
   }
 };
 

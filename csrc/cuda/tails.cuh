@@ -1,5 +1,5 @@
-// Dense windows: tokens that attention takes as they came, from the tail of a side. Where they lie, and what the warps of
-// the attention kernel do with them when they are done with codes: `attend_to_windows`.
+// Dense windows: tokens that attention takes as they came, from the tail of a side. What the warps of the attention kernel
+// do with them when they are done with codes: `attend_to_windows`.
 //
 // A warp takes 16 tokens at a time: keys meet the query as it came on tensor cores, weights stay float32. There are few
 // such tokens, and what takes time is waiting, for memory and for instructions that are in no cache. So everything is asked
@@ -11,32 +11,6 @@
 #include "shape.cuh"
 
 namespace hf_kvquant::cuda {
-
-// Which tokens of a sequence attention takes from the tail of a side.
-struct Tail {
-  int start, sink_length, begin;
-
-  // `length` within the capacity, `start` as Bounds has it.
-  __device__ Tail(const DecodeParams& params, const Side& side, int length, int start)
-      : start(max(start, 0)),
-        sink_length(params.sink_length),
-        begin(side.tail == nullptr ? length : tail_begin(side, length, params.residual_length)) {}
-
-  __device__ bool has(const Side& side, int token) const {
-    return side.tail != nullptr && (token >= begin || is_sink(token, start, sink_length));
-  }
-
-  // The place of channel `c` of such a token; of any other token, a place that exists.
-  __device__ int64_t place_of(const Side& side, int64_t b, int64_t h, int token, int c) const {
-    const int64_t row = has(side, token) ? tail_row(side, token, start, sink_length) : 0;
-    return b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c;
-  }
-
-  // Eight channels of such a token.
-  __device__ void load(const Side& side, int64_t b, int64_t h, int token, int c, float (&x)[kChunk]) const {
-    load_values(side.tail, side.tail_dtype, place_of(side, b, h, token, c), x);
-  }
-};
 
 // The dense tokens of a sequence, counted in this order: the sinks, as far as they have left the window of the newest
 // tokens, then these, padding included.
