@@ -50,7 +50,7 @@ class Row(NamedTuple):
         return max(1, len(self.context) - 1)
 
 
-class SimulatedLayer(KVQuantLayer):
+class DequantizedLayer(KVQuantLayer):
     """A layer whose `update` returns what the codes of all its tokens stand for, those of the first chunk too.
 
     Attributes:
@@ -271,7 +271,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         """Score rows in one forward, over keys and values that went through codes."""
         cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
         cache.layers = [
-            SimulatedLayer(layer.storage, layer.notes) if isinstance(layer, KVQuantLayer) else layer
+            DequantizedLayer(layer.storage, layer.notes) if isinstance(layer, KVQuantLayer) else layer
             for layer in cache.layers
         ]
         width = max(len(row.context) + len(row.fed) for row in rows)
@@ -284,7 +284,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             begins.append(len(row.context) - 1)
             targets[index, begins[-1] : begins[-1] + len(row.fed)] = torch.tensor(row.fed, dtype=torch.int64)
         logits = self._forward(cache, ids, None, torch.arange(width, device=self.device).unsqueeze(0))
-        simulated = [layer for layer in cache.layers if isinstance(layer, SimulatedLayer)]
+        simulated = [layer for layer in cache.layers if isinstance(layer, DequantizedLayer)]
         num_quantized = sum(storage.is_quantized for storage in cache.storages)
         self._count(sum(layer.num_tokens for layer in simulated), num_quantized * ids.numel())
         return self._scores(iter([logits]), targets, begins, rows)
