@@ -216,6 +216,11 @@ Side side(const char* where, const std::string& name, const PlaneArgs& planes, c
   side.is_symmetric = !planes.zero.has_value();
   KVQ_CHECK(side.is_symmetric || side.storage == Storage::int8 || side.storage == Storage::int4, where, ": `", name,
             "_zero` must be None for storage '", name_of(side.storage), "', got a tensor", kFromThisPackage);
+  const bool can_clip = side.storage == Storage::int8 || side.storage == Storage::int4;
+  KVQ_CHECK(planes.clip_ratio == 1 || (can_clip && planes.clip_ratio > 0 && planes.clip_ratio < 1), where, ": `", name,
+            "_clip_ratio` must be ", can_clip ? "above 0 and at most 1" : "1 where codes are no integers", ", got ",
+            planes.clip_ratio, ". KVFormat.clip_ratio decides it.");
+  side.clip_ratio = static_cast<float>(planes.clip_ratio);
   side.num_groups = 1;
   add_tail(where, name, planes, windows, side);
   if (side.has_channel_scales) {

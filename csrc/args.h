@@ -21,6 +21,7 @@ struct PlaneArgs {
   const std::optional<Tensor>& zero;
   const std::optional<Tensor>& tail;
   int64_t storage;
+  double clip_ratio;
 };
 
 // The dense windows as the ops receive them.

@@ -73,9 +73,10 @@ void append(const Tensor& key, const Tensor& value, const Tensor& key_codes, con
             const std::optional<Tensor>& value_scale, const std::optional<Tensor>& value_zero,
             const std::optional<Tensor>& value_tail, const Tensor& lengths, const std::optional<Tensor>& starts,
             int64_t sink_length, int64_t residual_length, const std::optional<Tensor>& key_center,
-            const std::optional<Tensor>& key_smoothing, bool rotates_key, int64_t key_storage, int64_t value_storage) {
-  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage};
-  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_tail, value_storage};
+            const std::optional<Tensor>& key_smoothing, bool rotates_key, double key_clip_ratio, double value_clip_ratio,
+            int64_t key_storage, int64_t value_storage) {
+  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage, key_clip_ratio};
+  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_tail, value_storage, value_clip_ratio};
   const Tensor key_rows = with_contiguous_channels(key), value_rows = with_contiguous_channels(value);
   const AppendParams params = append_params("append", key_rows, value_rows, key_planes, value_planes, lengths,
                                             starts, {sink_length, residual_length},
@@ -94,9 +95,10 @@ std::tuple<Tensor, Tensor> decode(
     const std::optional<Tensor>& counters, const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
     const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap, int64_t sliding_window,
     int64_t num_splits, int64_t sink_length, int64_t residual_length, const std::optional<Tensor>& key_center,
-    const std::optional<Tensor>& key_smoothing, bool rotates_key, int64_t key_storage, int64_t value_storage) {
-  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage};
-  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_tail, value_storage};
+    const std::optional<Tensor>& key_smoothing, bool rotates_key, double key_clip_ratio, double value_clip_ratio,
+    int64_t key_storage, int64_t value_storage) {
+  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage, key_clip_ratio};
+  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_tail, value_storage, value_clip_ratio};
   const WindowArgs windows{sink_length, residual_length};
   const TransformArgs transform{key_center, key_smoothing, rotates_key};
   const Tensor query_rows = with_contiguous_channels(query);

@@ -11,6 +11,7 @@ the package calls: it checks arguments, chooses, and spells out the planes. Whic
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import logging
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 # Raised whenever a schema below or the meaning of an argument changes, here and in csrc/format.h: a stale build is then
 # refused at load instead of reading its arguments in the wrong order.
-OPS_VERSION = 4
+OPS_VERSION = 5
 
 # Thread blocks of a CUDA decode that share a sequence find out by an atomic counter which of them is the last; that one
 # combines their parts. Mirrored in csrc/format.h.
@@ -41,10 +42,10 @@ _PLANES = (
     "Tensor(a!) key_codes, Tensor(b!)? key_scale, Tensor(c!)? key_zero, Tensor(d!)? key_tail, "
     "Tensor(e!) value_codes, Tensor(f!)? value_scale, Tensor(g!)? value_zero, Tensor(h!)? value_tail"
 )
-# Dense windows, a `KeyTransform` and the storage types of both sides.
+# Dense windows, a `KeyTransform`, and of both sides the ratio that codes are clipped to and the storage type.
 _KINDS = (
     "int sink_length, int residual_length, Tensor? key_center, Tensor? key_smoothing, bool rotates_key, "
-    "int key_storage, int value_storage"
+    "float key_clip_ratio, float value_clip_ratio, int key_storage, int value_storage"
 )
 APPEND_SCHEMA = f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, Tensor? starts, {_KINDS}) -> ()"
 DECODE_SCHEMA = (
@@ -82,17 +83,19 @@ def _append_reference(
     key_center: Tensor | None,
     key_smoothing: Tensor | None,
     rotates_key: bool,
+    key_clip_ratio: float,
+    value_clip_ratio: float,
     key_storage: int,
     value_storage: int,
 ) -> None:
     _warn_reference(key.device, key.shape[-1], value.shape[-1])
     transform = _transform_of(key_center, key_smoothing, rotates_key)
     windows = sink_length, residual_length
-    for x, planes, storage_id, key_transform in (
-        (key, Planes(key_codes, key_scale, key_zero, key_tail), key_storage, transform),
-        (value, Planes(value_codes, value_scale, value_zero, value_tail), value_storage, None),
+    for x, planes, storage_id, clip_ratio, key_transform in (
+        (key, Planes(key_codes, key_scale, key_zero, key_tail), key_storage, key_clip_ratio, transform),
+        (value, Planes(value_codes, value_scale, value_zero, value_tail), value_storage, value_clip_ratio, None),
     ):
-        kv_format = format_of(planes, storage_id, x.shape[-1], *windows)
+        kv_format = dataclasses.replace(format_of(planes, storage_id, x.shape[-1], *windows), clip_ratio=clip_ratio)
         reference.append(x, planes, kv_format, lengths, key_transform, starts, *windows)
 
 
@@ -122,6 +125,8 @@ def _decode_reference(
     key_center: Tensor | None,
     key_smoothing: Tensor | None,
     rotates_key: bool,
+    key_clip_ratio: float,
+    value_clip_ratio: float,
     key_storage: int,
     value_storage: int,
 ) -> tuple[Tensor, Tensor]:
@@ -148,6 +153,8 @@ def _decode_reference(
             key_center,
             key_smoothing,
             rotates_key,
+            key_clip_ratio,
+            value_clip_ratio,
             key_storage,
             value_storage,
         )
@@ -334,7 +341,9 @@ class Operands:
     ) -> None:
         key_storage, value_storage = formats[0].storage_id, formats[1].storage_id
         self._planes = (*_spell(key_planes), *_spell(value_planes))
-        self._kinds = (sink_length, residual_length, *_spell_transform(key_transform), key_storage, value_storage)
+        clip_ratios = formats[0].clip_ratio, formats[1].clip_ratio
+        storages = key_storage, value_storage
+        self._kinds = (sink_length, residual_length, *_spell_transform(key_transform), *clip_ratios, *storages)
         codes = key_planes.codes
         self._batch, self._num_kv_heads = codes.shape[:2]
         head_dims = head_dim_of(codes, key_storage), head_dim_of(value_planes.codes, value_storage)

@@ -2,11 +2,12 @@
 
 Kernels are optimisations of this file. Codes, scales and zeros agree with it bit for bit; attention agrees up to the
 rounding of float32 sums. Everything is float32 inside, whatever the dtype of the input. With a = max|x|, m = min x,
-M = max x over the values that share a scale, rn = round half to even, rn16 = rounding to float16:
+M = max x over the values that share a scale, r = the format's clip_ratio, rn = round half to even, rn16 = rounding to
+float16:
 
-    int8, int4 symmetric     scale = max(rn16(a / L), 2^-24)         q = clamp(rn(x / scale), -L, L), stored q + L + 1
-    int8, int4 asymmetric    scale = max(rn16((M - m) / L), 2^-24)   u = clamp(rn((x - zero) / scale), 0, L), stored u
-                             zero = rn16(m)
+    int8, int4 symmetric     scale = max(rn16(r·a / L), 2^-24)       q = clamp(rn(x / scale), -L, L), stored q + L + 1
+    int8, int4 asymmetric    scale = max(rn16(r·s / L), 2^-24)       u = clamp(rn((x - zero) / scale), 0, L), stored u
+                             zero = rn16(m + (s - r·s) / 2)          with s = M - m
     fp8                      scale = max(rn16(a / 448), 2^-24)       e4m3(clamp(x / scale, -448, 448))
 
 with L = 127 or 7 (symmetric), 255 or 15 (asymmetric). Codes are computed from the scale and zero *as stored*. A NaN, an
@@ -148,8 +149,9 @@ def compute_scale(x: Tensor, kv_format: KVFormat, is_padding: Tensor | None = No
         high, low = _block_range(x.float(), kv_format.block_size, is_padding)
     span = torch.maximum(high.abs(), low.abs()) if kv_format.symmetric else high - low
     # Divided by a tensor: on a GPU, PyTorch divides by a Python number through its reciprocal, which rounds otherwise.
-    scale = (span / torch.full_like(span, max_code(kv_format))).to(torch.float16)
-    zero = None if kv_format.symmetric else low.to(torch.float16)
+    clipped = span * kv_format.clip_ratio
+    scale = (clipped / torch.full_like(span, max_code(kv_format))).to(torch.float16)
+    zero = None if kv_format.symmetric else (low + (span - clipped) * 0.5).to(torch.float16)
     finite = scale.isfinite() if zero is None else scale.isfinite() & zero.isfinite()
     scale = torch.where(finite, scale.clamp(min=MIN_SCALE), torch.nan)
     return scale, None if zero is None else torch.where(finite, zero, torch.nan)

@@ -25,8 +25,8 @@ from hf_kvquant.config import LayerFormats
 from hf_kvquant.formats import BLOCK_SIZE, Planes
 from hf_kvquant.storage import LayerStorage
 
-KEY = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE)
-VALUE = KVFormat("int4", symmetric=False)
+KEY = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE, clip_ratio=0.9)
+VALUE = KVFormat("int4", symmetric=False, clip_ratio=0.9)
 FORMATS = (KEY, VALUE)
 BORDERS = (1, 2, 127, 128, 129, 255, 256, 257, 300)
 
@@ -415,12 +415,12 @@ def test_a_fallback_attends_to_the_same_keys() -> None:
         ),
         (
             lambda: LayerFormats(VALUE, KEY),
-            "LayerFormats: `value` must have another granularity than 'channel', got int4-channel128-asymmetric. "
+            "LayerFormats: `value` must have another granularity than 'channel', got int4-channel128-asymmetric-clip0.9. "
             "Blocks of tokens are for keys, whose outliers are channels; use granularity 'head' or 'group'.",
         ),
         (
             lambda: KVQuantConfig(value=KEY),
-            "KVQuantConfig: `value` must have another granularity than 'channel', got int4-channel128-asymmetric. "
+            "KVQuantConfig: `value` must have another granularity than 'channel', got int4-channel128-asymmetric-clip0.9. "
             "Blocks of tokens are for keys, whose outliers are channels; use granularity 'head' or 'group'.",
         ),
         (
@@ -448,7 +448,7 @@ def test_refuses(make: Any, message: str) -> None:
 def test_a_config_round_trips() -> None:
     config = KVQuantConfig.from_preset("int4-channel", layers={0: "int8"})
     assert KVQuantConfig.from_dict(config.to_dict()) == config and config.transforms == ()
-    assert config.key.describe() == "int4-channel128-asymmetric"
+    assert config.key.describe() == "int4-channel128-asymmetric-clip0.9375"
 
 
 def replaced(planes: Planes, **changes: Any) -> Planes:
