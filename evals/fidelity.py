@@ -15,6 +15,7 @@ the results file, in `render_readme.py`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import re
@@ -50,7 +51,7 @@ GATE_ERRORS = 2.0
 # What is not quantised may differ from the unquantised cache by the order of sums alone, in float32.
 GATE_NONE = 1e-6
 OUTLIER_FACTOR = 10.0  # of the channels that `--inject-outliers` makes larger: about what large models have
-# Formats that show what the transforms of a preset are worth, beside the presets.
+# Formats that show what transforms and clipping of a preset are worth, beside the presets.
 UNTRANSFORMED = "-untransformed"
 
 
@@ -71,7 +72,11 @@ def config_of(name: str) -> KVQuantConfig:
             )
         options = {"sink_length": int(found[1]), "residual_length": int(found[2])}
     if preset.endswith(UNTRANSFORMED):
+        # Clipping is an improvement on naive quantisation like any transform.
         preset, options["transforms"] = preset.removesuffix(UNTRANSFORMED), []
+        for side in ("key", "value"):
+            kv_format = getattr(KVQuantConfig.from_preset(preset), side)
+            options[side] = dataclasses.replace(kv_format, clip_ratio=1.0)
     return KVQuantConfig.from_preset(preset, **options)
 
 

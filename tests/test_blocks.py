@@ -415,13 +415,15 @@ def test_a_fallback_attends_to_the_same_keys() -> None:
         ),
         (
             lambda: LayerFormats(VALUE, KEY),
-            "LayerFormats: `value` must have another granularity than 'channel', got int4-channel128-asymmetric-clip0.9. "
-            "Blocks of tokens are for keys, whose outliers are channels; use granularity 'head' or 'group'.",
+            "LayerFormats: `value` must have another granularity than 'channel', got "
+            "int4-channel128-asymmetric-clip0.9. Blocks of tokens are for keys, whose outliers are channels; use "
+            "granularity 'head' or 'group'.",
         ),
         (
             lambda: KVQuantConfig(value=KEY),
-            "KVQuantConfig: `value` must have another granularity than 'channel', got int4-channel128-asymmetric-clip0.9. "
-            "Blocks of tokens are for keys, whose outliers are channels; use granularity 'head' or 'group'.",
+            "KVQuantConfig: `value` must have another granularity than 'channel', got "
+            "int4-channel128-asymmetric-clip0.9. Blocks of tokens are for keys, whose outliers are channels; use "
+            "granularity 'head' or 'group'.",
         ),
         (
             lambda: KVQuantConfig.from_preset("int4-channel", transforms=["rotate"]),

@@ -276,12 +276,14 @@ STORAGES = "['none', 'int8', 'int4', 'fp8']"
         (
             {"storage": "int4", "clip_ratio": 1.1},
             ValueError,
-            "KVFormat: `clip_ratio` must be above 0 and at most 1, got 1.1. 1 spans the whole range; 0.9 to 1 are common.",
+            "KVFormat: `clip_ratio` must be above 0 and at most 1, got 1.1. "
+            "1 spans the whole range; 0.9 to 1 are common.",
         ),
         (
             {"storage": "int4", "clip_ratio": math.nan},
             ValueError,
-            "KVFormat: `clip_ratio` must be above 0 and at most 1, got nan. 1 spans the whole range; 0.9 to 1 are common.",
+            "KVFormat: `clip_ratio` must be above 0 and at most 1, got nan. "
+            "1 spans the whole range; 0.9 to 1 are common.",
         ),
         (
             {"storage": "fp8", "clip_ratio": 0.9},
