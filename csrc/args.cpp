@@ -469,27 +469,35 @@ void check_new_tokens(const std::optional<Tensor>& key, const std::optional<Tens
             query.size(2), " tokens like the query, got ", key->size(2), ". Append other tokens beforehand.");
 }
 
-RmsNormParams rms_norm_params(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& mean, double eps) {
+RmsNormParams rms_norm_params(const char* where, const Tensor& x, const Tensor* other, const Tensor& weight,
+                              const std::optional<Tensor>& mean, double eps) {
   RmsNormParams params{};
-  params.dtype = dense_dtype("rms_norm", "x", x);
-  KVQ_CHECK(x.dim() >= 1, "rms_norm: `x` must have rows of channels, got a number.");
+  params.dtype = dense_dtype(where, "x", x);
+  KVQ_CHECK(x.dim() >= 1, where, ": `x` must have rows of channels, got a number.");
   const int64_t num_channels = x.size(x.dim() - 1);
   KVQ_CHECK(num_channels > 0 && num_channels % kFusedVector == 0 && num_channels <= kMaxNormChannels,
-            "rms_norm: `x` must have a multiple of ", kFusedVector, " channels, at most ", kMaxNormChannels, ", got ",
+            where, ": `x` must have a multiple of ", kFusedVector, " channels, at most ", kMaxNormChannels, ", got ",
             num_channels, ". Use the model's own norm.");
-  KVQ_CHECK(mean.has_value() || num_channels >= kMinSummedChannels, "rms_norm: `x` must have at least ",
+  KVQ_CHECK(mean.has_value() || num_channels >= kMinSummedChannels, where, ": `x` must have at least ",
             kMinSummedChannels, " channels without `mean`, got ", num_channels, ". Give the mean of the squares.");
-  check_vectors("rms_norm", "x", x);
-  check_like("rms_norm", "weight", weight, "x", x);
-  KVQ_CHECK(weight.dim() == 1 && weight.size(0) == num_channels, "rms_norm: `weight` must be [", num_channels,
+  check_vectors(where, "x", x);
+  if (other != nullptr) {
+    check_like(where, "other", *other, "x", x);
+    KVQ_CHECK(shape_of(*other) == shape_of(x), where, ": `other` must be ", shape_of(x), " like `x`, got ",
+              shape_of(*other), ".");
+    check_vectors(where, "other", *other);
+    params.other = other->const_data_ptr();
+  }
+  check_like(where, "weight", weight, "x", x);
+  KVQ_CHECK(weight.dim() == 1 && weight.size(0) == num_channels, where, ": `weight` must be [", num_channels,
             "] like the channels of `x`, got ", shape_of(weight), ".");
-  check_vectors("rms_norm", "weight", weight);
+  check_vectors(where, "weight", weight);
   params.num_channels = static_cast<int>(num_channels);
   params.num_rows = x.numel() / num_channels;
   if (mean.has_value()) {
     KVQ_CHECK(is_on(*mean, x) && mean->scalar_type() == ScalarType::Float && mean->numel() == params.num_rows &&
                   mean->is_contiguous(),
-              "rms_norm: `mean` must be ", params.num_rows, " contiguous float32 numbers on the device of `x`, one for ",
+              where, ": `mean` must be ", params.num_rows, " contiguous float32 numbers on the device of `x`, one for ",
               "each row, got ", torch::headeronly::toString(mean->scalar_type()), " ", shape_of(*mean), ".");
     params.mean = static_cast<const float*>(mean->const_data_ptr());
   }

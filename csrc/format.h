@@ -152,36 +152,4 @@ struct DecodeParams {
   float* lse;                 // [batch, num_q_heads, q_len], contiguous, natural log
 };
 
-// What lies between the linear layers of a model, CUDA only; reference.rms_norm, rotary and silu_mul define it, rounding
-// by rounding. Everything has one dtype but the mean.
-constexpr int kFusedVector = 4;          // numbers that are loaded at a time
-constexpr int kMinSummedChannels = 128;  // from here on the kernel sums a row itself
-constexpr int kMaxNormChannels = 16384;
-constexpr int kMaxRotaryHeadDim = 1024;
-
-struct RmsNormParams {
-  const void* x;       // [num_rows, num_channels], contiguous
-  const void* weight;  // [num_channels]
-  const float* mean;   // [num_rows], of the squares; nullptr: the kernel's to compute
-  void* out;           // like x
-  Dtype dtype;
-  int64_t num_rows;
-  int num_channels;  // a multiple of kFusedVector
-  float eps;
-};
-
-struct RotaryParams {
-  int batch, num_q_heads, num_kv_heads, q_len, head_dim;  // the latter even
-  Dense query, key;          // [batch, heads, q_len, head_dim]
-  Dense cos, sin;            // [batch, 1, q_len, head_dim]; stride 0 where sequences share them
-  Dense out_query, out_key;  // like query and key
-};
-
-struct SiluMulParams {
-  const void *gate, *up;  // contiguous
-  void* out;
-  Dtype dtype;
-  int64_t numel;  // a multiple of kFusedVector
-};
-
 }  // namespace hf_kvquant

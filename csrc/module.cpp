@@ -132,12 +132,22 @@ std::tuple<Tensor, Tensor> decode(
 
 #ifdef HF_KVQUANT_CUDA_ARCHS
 Tensor rms_norm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& mean, double eps) {
-  RmsNormParams params = rms_norm_params(x, weight, mean, eps);
+  RmsNormParams params = rms_norm_params("rms_norm", x, nullptr, weight, mean, eps);
   const CudaDevice device(x);
   Tensor out = torch::stable::empty_like(x);
   params.out = out.data_ptr();
   if (params.num_rows > 0) cuda::rms_norm(params, device.stream);
   return out;
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& other, const Tensor& weight, double eps) {
+  RmsNormParams params = rms_norm_params("add_rms_norm", x, &other, weight, std::nullopt, eps);
+  const CudaDevice device(x);
+  Tensor total = torch::stable::empty_like(x), out = torch::stable::empty_like(x);
+  params.total = total.data_ptr();
+  params.out = out.data_ptr();
+  if (params.num_rows > 0) cuda::rms_norm(params, device.stream);
+  return {total, out};
 }
 
 std::tuple<Tensor, Tensor> rotary(const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin) {
@@ -199,6 +209,7 @@ STABLE_TORCH_LIBRARY_IMPL(hf_kvquant, CUDA, library) {
   library.impl("append", TORCH_BOX(&hf_kvquant::append<hf_kvquant::CudaDevice>));
   library.impl("decode", TORCH_BOX(&hf_kvquant::decode<hf_kvquant::CudaDevice>));
   library.impl("rms_norm", TORCH_BOX(&hf_kvquant::rms_norm));
+  library.impl("add_rms_norm", TORCH_BOX(&hf_kvquant::add_rms_norm));
   library.impl("rotary", TORCH_BOX(&hf_kvquant::rotary));
   library.impl("silu_mul", TORCH_BOX(&hf_kvquant::silu_mul));
 }

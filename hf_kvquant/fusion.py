@@ -1,13 +1,14 @@
 """A decode step in fewer kernels: what lies between linear layers, fused while a step is captured, with the same bits.
 
 Run as it is, a step of Llama launches some thirty small kernels a layer: eight for each RMSNorm, ten for the rotary
-embedding, two for the product within an MLP. While `capture.py` runs and records a step, `fused` has each of these
-done by one kernel, through forwards of instances and through `apply_rotary_pos_emb` in the globals of the model's own
-code, and puts everything back. Captured tokens stay those of uncaptured steps, because nothing is replaced on trust:
-the run before the recording compares each replacement with what it replaces, on the step's own tensors and on random
-ones laid out like them, in their dtype and in float32, which shows what rounding to 16 bits would hide. Whatever
-differs in one bit stays as it is, and the log says what became of each (level INFO). Modules with hooks, with several
-parameters or with forwards of their own are left alone, and so is everything under autograd and autocast.
+embedding, two for the product within an MLP, two for residual additions. While `capture.py` runs and records a step,
+`fused` has each of these done by one kernel, additions by that of the norm behind them, and then puts everything back.
+It replaces forwards of instances and `apply_rotary_pos_emb` in the globals of the model's own code, and watches
+additions. Captured tokens stay those of uncaptured steps, because nothing is replaced on trust: the run before the
+recording compares each replacement with what it replaces, on the step's own tensors and on random ones laid out like
+them, in their dtype and in float32, which shows what rounding to 16 bits would hide. Whatever differs in one bit stays
+as it is, and the log says what became of each (level INFO). Modules with hooks, with several parameters or with
+forwards of their own are left alone, and so is everything under autograd and autocast.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from . import ops
 
@@ -60,15 +62,17 @@ def fused(model: nn.Module) -> Iterator[None]:
         return
     with _lock, contextlib.ExitStack() as stack:
         chooser = _choosers.setdefault(model, _Chooser())
+        additions = _Additions(chooser)
         for module in model.modules():
             if _is_norm(module):
-                stack.enter_context(_forward(module, functools.partial(_norm, chooser, module)))
+                stack.enter_context(_forward(module, functools.partial(_norm, chooser, additions, module)))
             elif _is_mlp(module):
                 stack.enter_context(_forward(module, functools.partial(_mlp, chooser, module)))
         for namespace in _namespaces(model):
             original = vars(namespace)[ROTARY]
             stack.callback(setattr, namespace, ROTARY, original)
             setattr(namespace, ROTARY, functools.partial(_rotary, chooser, original, threading.get_ident()))
+        stack.enter_context(additions)
         yield
 
 
@@ -103,9 +107,16 @@ class _Trial:
 
 
 class _Chooser:
-    """Which function serves which tensors, for one model."""
+    """Which function serves which tensors, for one model.
+
+    Attributes:
+        norms: By the number of an addition within a step: the norm that takes its sum.
+        is_trying: Whether what runs is no part of a step.
+    """
 
     def __init__(self) -> None:
+        self.norms: dict[int, Any] = {}
+        self.is_trying = False
         self._choices: dict[Hashable, Function | None] = {}
         self._said: set[str] = set()
 
@@ -129,7 +140,11 @@ class _Chooser:
                 return None
             shapes = " ".join(str(list(tensor.shape)) for tensor in tensors)
             what = f"{name} of {shapes} {str(tensors[0].dtype).removeprefix('torch.')}"
-            self._choices[key] = self._try(what, trial())
+            self.is_trying = True
+            try:
+                self._choices[key] = self._try(what, trial())
+            finally:
+                self.is_trying = False
         return self._choices[key]
 
     def _try(self, what: str, trial: _Trial) -> Function | None:
@@ -226,33 +241,139 @@ def _is_norm(module: nn.Module) -> bool:
     )
 
 
-def _norm(chooser: _Chooser, module: Any, *args: Any, **kwargs: Any) -> Any:
+def _norm(chooser: _Chooser, additions: _Additions, module: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of an RMSNorm."""
     original = functools.partial(type(module).forward, module)
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
         return original(*args, **kwargs)
     x, weight = args[0], module.weight
-    eps = next(vars(module)[name] for name in _EPS if name in vars(module))
-    rms_norm = torch.ops.hf_kvquant.rms_norm
-
-    def with_weight(x: Tensor, weight: Tensor) -> Any:
-        twin = copy.copy(module)
-        twin.__dict__["_parameters"] = {"weight": weight}
-        return type(module).forward(twin, x)
+    normed = additions.normed(module, x)
+    if normed is not None:
+        return normed
+    eps, rms_norm = _eps_of(module), torch.ops.hf_kvquant.rms_norm
 
     def trial() -> _Trial:
         candidates = {
             "one kernel": lambda x, weight: rms_norm(x, weight, None, eps),
             "one kernel behind torch's mean": lambda x, weight: rms_norm(x, weight, _mean_of_squares(x), eps),
         }
-        return _Trial((x, weight), with_weight, candidates, lambda: _random(x, weight))
+        original = functools.partial(_norm_with, module)
+        return _Trial((x, weight), original, candidates, lambda: _random(x, weight))
 
     function = chooser.choose(type(module).__name__, _identity(module), (x, weight), trial)
     return original(x) if function is None else function(x, weight)
 
 
+def _eps_of(module: nn.Module) -> float:
+    eps: float = next(vars(module)[name] for name in _EPS if name in vars(module))
+    return eps
+
+
+def _norm_with(module: nn.Module, x: Tensor, weight: Tensor) -> Any:
+    """What the class of a norm does, with another weight."""
+    twin = copy.copy(module)
+    twin.__dict__["_parameters"] = {"weight": weight}
+    return type(module).forward(twin, x)
+
+
 def _mean_of_squares(x: Tensor) -> Tensor:
     return x.float().pow(2).mean(-1, keepdim=True)
+
+
+@dataclasses.dataclass
+class _Addition:
+    """One of a step.
+
+    Attributes:
+        number: Of those in the step before it.
+        addends: Two.
+        total: Their sum.
+        version: Of the sum when it was new.
+        norm: Whose output for the sum is known already.
+        normed: That output.
+    """
+
+    number: int
+    addends: tuple[Tensor, Tensor]
+    total: Tensor
+    version: int
+    norm: nn.Module | None = None
+    normed: Tensor | None = None
+
+
+class _Additions(TorchFunctionMode):
+    """Has a sum computed along with the norm that takes it, which is what residual connections come to.
+
+    At an addition it is not known what becomes of the sum, so the run before the recording takes notes. They are hints:
+    a norm gets what was computed ahead if it comes with that very sum, untouched since; else it computes by itself, and
+    the note is crossed out.
+    """
+
+    def __init__(self, chooser: _Chooser) -> None:
+        super().__init__()
+        self._chooser = chooser
+        self._count = 0
+        self._last: _Addition | None = None
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        is_ours = func is torch.Tensor.add and not kwargs and _are_alike(*args)
+        # A tensor made in inference mode does not know whether it was changed.
+        is_unknown = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+        if not is_ours or is_unknown or self._chooser.is_trying:
+            return func(*args, **(kwargs or {}))
+        if self._last is not None and self._last.normed is not None:
+            del self._chooser.norms[self._last.number]  # nobody came for it
+        self._last = self._add(self._count, *args)
+        self._count += 1
+        return self._last.total
+
+    def _add(self, number: int, x: Tensor, other: Tensor) -> _Addition:
+        norm = self._chooser.norms.get(number)
+        function = None if norm is None else self._function(norm, x, other)
+        if norm is not None and function is not None:
+            total, normed = function(x, other, norm.weight)
+            return _Addition(number, (x, other), total, total._version, norm, normed)
+        total = torch.add(x, other)
+        return _Addition(number, (x, other), total, total._version)
+
+    def _function(self, norm: Any, x: Tensor, other: Tensor) -> Function | None:
+        eps, add_rms_norm = _eps_of(norm), torch.ops.hf_kvquant.add_rms_norm
+
+        def original(x: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
+            total = x + other
+            return total, _norm_with(norm, total, weight)
+
+        def trial() -> _Trial:
+            candidates = {"one kernel with it": lambda x, other, weight: add_rms_norm(x, other, weight, eps)}
+            return _Trial((x, other, norm.weight), original, candidates, lambda: _random(x, other, norm.weight))
+
+        name = f"the addition before {type(norm).__name__}"
+        function: Function | None = self._chooser.choose(name, _identity(norm), (x, other, norm.weight), trial)
+        return function
+
+    def normed(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        """What a norm gives for `x`, where it has been computed along with `x`."""
+        last, self._last = self._last, None
+        if last is None:
+            return None
+        if last.total is not x or x._version != last.version:
+            if last.normed is not None:
+                del self._chooser.norms[last.number]
+            return None
+        if last.norm is module:
+            return last.normed
+        if self._function(module, *last.addends) is not None:
+            self._chooser.norms[last.number] = module
+        return None
+
+
+def _are_alike(*args: Any) -> bool:
+    """Whether these are two plain tensors of one shape and dtype."""
+    if len(args) != 2 or any(type(each) is not Tensor for each in args):
+        return False
+    return bool(args[0].shape == args[1].shape and args[0].dtype == args[1].dtype)
 
 
 # --- gated MLPs -------------------------------------------------------------------------------------------------------

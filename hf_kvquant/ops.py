@@ -8,8 +8,8 @@ once in the log: behind the same names where a build has none for the whole devi
 the package calls: it checks arguments, chooses, and spells out the planes. Which layer calls it when is decided in
 `handle.py` and `attention.py`.
 
-`rms_norm`, `rotary` and `silu_mul` are what a model computes between its linear layers, in one CUDA kernel each, with
-every rounding of the kernels that they stand for; `fusion.py` alone calls them.
+`rms_norm`, `add_rms_norm`, `rotary` and `silu_mul` are what a model computes between its linear layers, in one CUDA
+kernel each, with every rounding of the kernels that they stand for; `fusion.py` alone calls them.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ DECODE_SCHEMA = (
 )
 FUSED_SCHEMAS = (
     "rms_norm(Tensor x, Tensor weight, Tensor? mean, float eps) -> Tensor",
+    "add_rms_norm(Tensor x, Tensor other, Tensor weight, float eps) -> (Tensor total, Tensor normed)",
     "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor query, Tensor key)",
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
 )
@@ -198,6 +199,7 @@ for _name in ("append", "append_reference"):
 for _name in ("decode", "decode_reference"):
     _library.impl(_name, _decode_reference, "CompositeExplicitAutograd")
 _library.impl("rms_norm", reference.rms_norm, "CompositeExplicitAutograd")
+_library.impl("add_rms_norm", reference.add_rms_norm, "CompositeExplicitAutograd")
 _library.impl("rotary", reference.rotary, "CompositeExplicitAutograd")
 _library.impl("silu_mul", reference.silu_mul, "CompositeExplicitAutograd")
 
@@ -224,9 +226,10 @@ def _like_first_fake(x: Tensor, *args: object) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.register_fake("hf_kvquant::add_rms_norm", lib=_library)
 @torch.library.register_fake("hf_kvquant::rotary", lib=_library)
-def _rotary_fake(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key)
+def _like_both_fake(x: Tensor, y: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(y)
 
 
 def head_dim_of(codes: Tensor, storage_id: int) -> int:

@@ -552,6 +552,14 @@ def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tens
     return weight * (wide * torch.rsqrt(mean + eps)).to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of two tensors of one shape, rounded to their dtype, and its RMSNorm. New memory."""
+    if other.shape != x.shape:
+        raise ValueError(f"add_rms_norm: `other` must be {list(x.shape)} like `x`, got {list(other.shape)}.")
+    total = x + other
+    return total, rms_norm(total, weight, None, eps)
+
+
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary embedding of halves of heads, each product and sum rounded to the dtype.
 

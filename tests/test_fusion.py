@@ -51,6 +51,10 @@ def test_rms_norm_sums_rows_as_torch_does(rows: int, channels: int, dtype: torch
         x, weight = randn(rows, channels, dtype=dtype, scale=scale), randn(channels, dtype=dtype)
         what = f"{rows} rows of {channels} {dtype} around {scale}"
         same_bits(FUSED.rms_norm(x, weight, None, 1e-6), reference.rms_norm(x, weight, None, 1e-6), what)
+        other = randn(rows, channels, dtype=dtype, scale=scale)
+        total, normed = FUSED.add_rms_norm(x, other, weight, 1e-6)
+        same_bits(total, x + other, f"the sum, {what}")
+        same_bits(normed, reference.rms_norm(x + other, weight, None, 1e-6), f"of the sum, {what}")
 
 
 @CUDA_ONLY
@@ -101,12 +105,16 @@ def arguments(device: str) -> dict[str, tuple[Any, ...]]:
     cos, sin = randn(1, 1, 8, device=device), randn(1, 1, 8, device=device)
     return {
         "rms_norm": (x, weight, mean, 1e-6),
+        "add_rms_norm": (x, randn(2, 1, 256, device=device), weight, 1e-6),
         "rotary": (query, key, cos, sin),
         "silu_mul": (randn(2, 1, 8, device=device), randn(2, 1, 8, device=device)),
     }
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "rotary", "silu_mul"])
+OPS = ["rms_norm", "add_rms_norm", "rotary", "silu_mul"]
+
+
+@pytest.mark.parametrize("name", OPS)
 def test_opcheck(device: str, name: str) -> None:
     torch.library.opcheck(getattr(FUSED, name).default, arguments(device)[name])
 
@@ -132,6 +140,12 @@ def check_refused(device: str, name: str, index: int, change: Callable[[Tensor],
     ("name", "index", "change", "message"),
     [
         ("rms_norm", 1, lambda x: x[:8], "rms_norm: `weight` must be [256] like the channels of `x`, got [8]."),
+        (
+            "add_rms_norm",
+            1,
+            lambda x: x[:1],
+            "add_rms_norm: `other` must be [2, 1, 256] like `x`, got [1, 1, 256].",
+        ),
         ("rotary", 0, lambda x: x[0], "rotary: `query` must be [batch, heads, tokens, head_dim], got [4, 1, 8]."),
         ("rotary", 1, lambda x: x[:1], "rotary: `key` must be [2, heads, 1, 8] like `query`, got [1, 2, 1, 8]."),
         ("rotary", 2, lambda x: x[..., :4], "rotary: `cos` must be [2 or 1, 1, 8] like `query`, got [1, 1, 4]."),
@@ -211,6 +225,7 @@ def test_shapes_that_do_not_fit(
             "rotary: `cos` must have contiguous channels, got stride 2. Call .contiguous().",
         ),
         ("rotary", 3, lambda x: x.half(), "rotary: `sin` must be Float like `query`, got Half. Cast it."),
+        ("add_rms_norm", 1, lambda x: x.half(), "add_rms_norm: `other` must be Float like `x`, got Half. Cast it."),
         ("silu_mul", 1, lambda x: x.half(), "silu_mul: `up` must be Float like `gate`, got Half. Cast it."),
     ],
 )
@@ -271,16 +286,21 @@ def built(family: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     return models.build(models.FAMILIES[family].model_type, dtype, **models.FAMILIES[family].options).to(device)
 
 
+# Of two layers: the first norm, those behind residual connections, and the rest.
+NORMS = {"rms_norm": 1, "add_rms_norm": 4}
+ALL = {**NORMS, "rotary": 2, "silu_mul": 2}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        ("llama", {"rms_norm": 5, "rotary": 2, "silu_mul": 2}),
-        ("mistral", {"rms_norm": 5, "rotary": 2, "silu_mul": 2}),
-        ("qwen3", {"rms_norm": 9, "rotary": 2, "silu_mul": 2}),
-        ("phi3", {"rms_norm": 5, "rotary": 2}),  # one projection for gate and up
+        ("llama", ALL),
+        ("mistral", ALL),
+        ("qwen3", {**ALL, "rms_norm": 5}),
+        ("phi3", {**NORMS, "rotary": 2}),  # one projection for gate and up
         ("gemma2", {"rotary": 2}),  # norms multiply by 1 + weight
-        ("glm", {"rms_norm": 5}),  # half of a head is turned, in pairs
+        ("glm", NORMS),  # half of a head is turned, in pairs
         ("cohere", {"silu_mul": 2}),
         ("gpt2", {}),
     ],
@@ -359,6 +379,8 @@ def test_the_log_says_what_became_of_each(caplog: pytest.LogCaptureFixture) -> N
         "its bits are others.",
         "captured steps run apply_rotary_pos_emb of [2, 4, 1, 64] [2, 2, 1, 64] [1, 1, 64] [1, 1, 64] bfloat16 as one "
         "kernel.",
+        f"captured steps do not run the addition before Gemma2RMSNorm {of} [2, 1, 128] [128] bfloat16 as one kernel "
+        "with it: its bits are others.",
         f"captured steps do not run Gemma2MLP {of} bfloat16 as one kernel between its linear layers: "
         "its bits are others.",
     ]
@@ -381,7 +403,7 @@ class OffByOne:
         return out
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "rotary", "silu_mul"])
+@pytest.mark.parametrize("name", OPS)
 def test_one_bit_is_enough(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -389,7 +411,7 @@ def test_one_bit_is_enough(
     model = built("llama", device)
     with caplog.at_level(logging.INFO, "hf_kvquant"):
         logits, calls = fused_step(model)
-    assert name not in calls and len(calls) == 2
+    assert name not in calls and len(calls) == 3
     same_bits(logits, step(model), name)
     assert any("its bits are others." in line for line in lines(caplog))
 
@@ -407,7 +429,7 @@ def test_what_a_kernel_refuses_stays(monkeypatch: pytest.MonkeyPatch, caplog: py
     model = built("llama", "cpu")
     with caplog.at_level(logging.INFO, "hf_kvquant"):
         _, calls = fused_step(model)
-    assert calls["rms_norm"] == 5
+    assert calls == ALL
     what = "LlamaRMSNorm of [2, 1, 128] [128] bfloat16 as one kernel"
     assert lines(caplog)[:2] == [
         f"captured steps do not run {what}: ValueError: rms_norm: `x` must be longer.",
@@ -477,14 +499,14 @@ def wrapped(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (as_class("input_layernorm", DoubledNorm), {"rms_norm": 3, "rotary": 2, "silu_mul": 2}),
-        (as_class("mlp", ScaledMLP), {"rms_norm": 5, "rotary": 2}),
-        (as_class("mlp", LeakyMLP), {"rms_norm": 5, "rotary": 2}),
-        (as_class("mlp", PickyMLP), {"rms_norm": 5, "rotary": 2}),
-        (as_class("mlp", ShiftedMLP), {"rms_norm": 5, "rotary": 2}),
-        (hooked("mlp.act_fn"), {"rms_norm": 5, "rotary": 2}),
-        (hooked("post_attention_layernorm"), {"rms_norm": 3, "rotary": 2, "silu_mul": 2}),
-        (wrapped, {"rms_norm": 5, "rotary": 2}),
+        (as_class("input_layernorm", DoubledNorm), {"add_rms_norm": 3, "rotary": 2, "silu_mul": 2}),
+        (as_class("mlp", ScaledMLP), {**NORMS, "rotary": 2}),
+        (as_class("mlp", LeakyMLP), {**NORMS, "rotary": 2}),
+        (as_class("mlp", PickyMLP), {**NORMS, "rotary": 2}),
+        (as_class("mlp", ShiftedMLP), {**NORMS, "rotary": 2}),
+        (hooked("mlp.act_fn"), {**NORMS, "rotary": 2}),
+        (hooked("post_attention_layernorm"), {**ALL, "add_rms_norm": 2}),
+        (wrapped, {**NORMS, "rotary": 2}),
     ],
     ids=["norm", "scaled", "leaky", "picky", "shifted", "activation_hook", "norm_hook", "forward"],
 )
@@ -508,7 +530,7 @@ def test_weights_of_one_do_not_hide_what_a_norm_does(device: str) -> None:
     model = built("llama", device)
     as_class("input_layernorm", Late)(model)
     assert all(bool((layer.input_layernorm.weight == 1).all()) for layer in model.model.layers)
-    assert fused_step(model)[1]["rms_norm"] == 3
+    assert fused_step(model)[1] == {"add_rms_norm": 3, "rotary": 2, "silu_mul": 2}
 
 
 def test_norms_differ_in_epsilon(device: str) -> None:
@@ -516,8 +538,62 @@ def test_norms_differ_in_epsilon(device: str) -> None:
     for layer, eps in zip(model.model.layers, (1e-6, 0.5), strict=True):
         layer.input_layernorm.variance_epsilon = eps
     logits, calls = fused_step(model)
-    assert calls["rms_norm"] == 5
+    assert calls == ALL
     same_bits(logits, step(model), "logits")
+
+
+class Sums(nn.Module):
+    """A sum and its norm, which does not always get the sum as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(modeling_llama.LlamaRMSNorm(128, eps) for eps in (1e-6, 0.1))
+
+    def forward(self, x: Tensor, which: int, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        total = x + x.flip(0)
+        return self.norms[which](change(total)), total
+
+
+@pytest.mark.parametrize(
+    ("which", "change"),
+    [
+        (0, lambda total: total.mul_(2)),
+        (0, lambda total: total + total.flip(0)),
+        (0, lambda total: total[:1]),
+        (1, lambda total: total),
+    ],
+    ids=["changed", "another", "part", "norm"],
+)
+def test_a_norm_takes_nothing_but_its_sum(which: int, change: Callable[[Tensor], Tensor], device: str) -> None:
+    """A step that goes another way than the one before is as right, and what comes then begins anew."""
+    model, x = Sums().to(device), randn(3, 1, 128, device=device)
+
+    def run(which: int, change: Callable[[Tensor], Tensor]) -> dict[str, int]:
+        with torch.no_grad():
+            expected = model(x, which, change)
+            with fused(model), Ops() as mode:
+                actual = model(x, which, change)
+        for a, e, name in zip(actual, expected, ("norm", "sum"), strict=True):
+            same_bits(a, e, name)
+        return mode.fused()
+
+    def same(total: Tensor) -> Tensor:
+        return total
+
+    run(0, same)
+    assert run(0, same) == {"add_rms_norm": 1}
+    run(which, change)
+    run(0, same)
+    assert run(0, same) == {"add_rms_norm": 1}
+
+
+def test_inference_mode_keeps_additions_apart(device: str) -> None:
+    model = built("llama", device)
+    before = step(model)
+    with torch.inference_mode():
+        logits, calls = fused_step(model)
+    assert calls == {"rms_norm": 5, "rotary": 2, "silu_mul": 2}
+    same_bits(logits, before, "logits")
 
 
 def test_autograd_and_autocast_go_their_own_way(device: str) -> None:

@@ -142,10 +142,6 @@ void decode(const DecodeParams& params, const AppendParams* new_tokens, const De
 // Whether a kernel may start while the launch before is ending, which it then has to wait for itself.
 bool may_overlap(const void* function);
 
-void rms_norm(const RmsNormParams& params, void* stream);
-void rotary(const RotaryParams& params, void* stream);
-void silu_mul(const SiluMulParams& params, void* stream);
-
 // The kernel for what no other serves: float32 queries, storage type `none`, mixtures of formats.
 void decode_general(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream);
 

@@ -1,4 +1,5 @@
-// What a decode step computes between its linear layers, in one launch each: RMSNorm, rotary embedding, silu · up.
+// What a decode step computes between its linear layers, in one launch each: RMSNorm, with the addition before it where
+// there is one, rotary embedding, silu · up.
 // Every rounding is that of the separate PyTorch kernels that they stand for: fusion.py uses them only where they give
 // the same bits, so that a captured step chooses the tokens of an uncaptured one.
 //
@@ -13,6 +14,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "../fused.h"
 #include "codes.cuh"
 #include "cuda.h"
 
@@ -144,12 +146,20 @@ __device__ __forceinline__ float summed(float sum, SummingThreads threads) {
 }
 
 // kPerThread: vectors, at most.
-template <Dtype kDtype, int kPerThread>
+template <Dtype kDtype, int kPerThread, bool kAdds>
 __global__ void __launch_bounds__(kMaxThreads)
     norm_row(const __grid_constant__ RmsNormParams params, SummingThreads threads, float factor) {
   const int num_vectors = params.num_channels / kFusedVector, t = threadIdx.x, num_threads = blockDim.x;
   const int64_t first = int64_t{blockIdx.x} * num_vectors;
-  const Vector<kDtype>* row = static_cast<const Vector<kDtype>*>(params.x) + first;
+  const auto row = [&params, first](int v) {
+    Vector<kDtype> x = static_cast<const Vector<kDtype>*>(params.x)[first + v];
+    if constexpr (kAdds) {
+      const Vector<kDtype> other = static_cast<const Vector<kDtype>*>(params.other)[first + v];
+#pragma unroll
+      for (int i = 0; i < kFusedVector; ++i) x.elements[i] = narrowed<kDtype>(__fadd_rn(x[i], other[i]));
+    }
+    return x;
+  };
 
   // Weights come from memory, what the launch before has written from the L2 cache.
   Vector<kDtype> weight[kPerThread], x[kPerThread];
@@ -162,7 +172,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
     const int v = t + k * num_threads;
-    if (v < num_vectors) x[k] = row[v];
+    if (v < num_vectors) x[k] = row(v);
   }
 
   float mean;
@@ -175,7 +185,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     if (t < num_summing) {
 #pragma unroll 4
       for (int v = t; v < num_vectors; v += num_summing) {
-        const Vector<kDtype> numbers = row[v];
+        const Vector<kDtype> numbers = row(v);
 #pragma unroll
         for (int i = 0; i < kFusedVector; ++i) sums[i] = __fadd_rn(sums[i], __fmul_rn(numbers[i], numbers[i]));
       }
@@ -194,7 +204,10 @@ __global__ void __launch_bounds__(kMaxThreads)
       const float normed = rounded<kDtype>(__fmul_rn(x[k][i], inverse));
       out.elements[i] = narrowed<kDtype>(__fmul_rn(weight[k][i], normed));
     }
-    if (v < num_vectors) static_cast<Vector<kDtype>*>(params.out)[first + v] = out;
+    if (v < num_vectors) {
+      static_cast<Vector<kDtype>*>(params.out)[first + v] = out;
+      if constexpr (kAdds) static_cast<Vector<kDtype>*>(params.total)[first + v] = x[k];
+    }
   }
 }
 
@@ -259,7 +272,10 @@ void rms_norm(const RmsNormParams& params, void* stream) {
   const float factor = static_cast<float>(params.num_rows) / static_cast<float>(params.num_rows * params.num_channels);
   for_dtype(params.dtype, [&](auto dtype) {
     constexpr Dtype kDtype = decltype(dtype)::value;
-    const auto kernel = num_vectors <= kFew * num_threads ? norm_row<kDtype, kFew> : norm_row<kDtype, kMany>;
+    const bool is_short = num_vectors <= kFew * num_threads;
+    const auto kernel = params.other == nullptr
+                            ? (is_short ? norm_row<kDtype, kFew, false> : norm_row<kDtype, kMany, false>)
+                            : (is_short ? norm_row<kDtype, kFew, true> : norm_row<kDtype, kMany, true>);
     const dim3 grid(static_cast<unsigned>(params.num_rows));
     launch_early("rms_norm", kernel, grid, num_threads, stream, params, threads, factor);
   });
