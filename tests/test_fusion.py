@@ -83,6 +83,27 @@ def test_rotary(head_dim: int, num_heads: tuple[int, int], dtype: torch.dtype) -
 
 
 @CUDA_ONLY
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_kernel_at_a_small_size(dtype: torch.dtype) -> None:
+    for rows, channels in ((3, 132), (17, 4100), (1, 16384)):
+        x, other, weight = (randn(*shape, dtype=dtype) for shape in ((rows, channels), (rows, channels), (channels,)))
+        mean = x.float().pow(2).mean(-1, keepdim=True)
+        expected = reference.add_rms_norm(x, other, weight, 1e-6)
+        for actual, y in zip(FUSED.add_rms_norm(x, other, weight, 1e-6), expected, strict=True):
+            same_bits(actual, y, f"{rows} rows of {channels}")
+        for given in (None, mean):
+            actual = FUSED.rms_norm(x, weight, given, 1e-6)
+            same_bits(actual, reference.rms_norm(x, weight, given, 1e-6), f"{rows} rows of {channels}")
+        same_bits(FUSED.silu_mul(x, other), reference.silu_mul(x, other), f"{rows} rows of {channels}")
+    query, key, cos, sin = (
+        randn(*shape, dtype=dtype) for shape in ((2, 3, 2, 10), (2, 1, 2, 10), (1, 2, 10), (2, 2, 10))
+    )
+    for actual, y in zip(FUSED.rotary(query, key, cos, sin), reference.rotary(query, key, cos, sin), strict=True):
+        same_bits(actual, y, "rotary")
+
+
+@CUDA_ONLY
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_silu_of_every_number(dtype: torch.dtype) -> None:
     gate = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(dtype)

@@ -1,7 +1,7 @@
 // What a decode step computes between its linear layers, in one launch each: RMSNorm, with the addition before it where
-// there is one, rotary embedding, silu · up.
-// Every rounding is that of the separate PyTorch kernels that they stand for: fusion.py uses them only where they give
-// the same bits, so that a captured step chooses the tokens of an uncaptured one.
+// there is one, rotary embedding, silu · up. Every rounding is that of the separate PyTorch kernels that they replace;
+// fusion.py uses them only where they give the same bits, so that a captured step chooses the tokens of an uncaptured
+// one.
 //
 // Products and sums are spelled as intrinsics, since the compiler would contract them. That leaves the order in which a
 // row is summed. PyTorch (2.10 and later, ATen/native/cuda/Reduce.cuh) has a row of squares read by `width` x `height`
@@ -16,7 +16,7 @@
 
 #include "../fused.h"
 #include "codes.cuh"
-#include "cuda.h"
+#include "cuda.h"  // may_overlap
 
 namespace hf_kvquant::cuda {
 namespace {
