@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Raised whenever a schema below or the meaning of an argument changes, here and in csrc/format.h: a stale build is then
 # refused at load instead of reading its arguments in the wrong order.
-OPS_VERSION = 5
+OPS_VERSION = 6
 
 # Thread blocks of a CUDA decode that share a sequence find out by an atomic counter which of them is the last; that one
 # combines their parts. Mirrored in csrc/format.h.
