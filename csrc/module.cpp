@@ -39,8 +39,8 @@ struct CpuDevice {
 // Kernels run on the tensors' device, on torch's current stream, and take scratch from torch's allocator, so that a
 // CUDA graph can capture them.
 struct CudaDevice {
-  explicit CudaDevice(const Tensor& codes)
-      : device(codes.device()), guard(device.index()), stream(cuda::current_stream(device.index())) {}
+  explicit CudaDevice(const Tensor& tensor)
+      : device(tensor.device()), guard(device.index()), stream(cuda::current_stream(device.index())) {}
 
   template <class Params>
   void check(const char* where, const Params& params) const {
@@ -130,6 +130,46 @@ std::tuple<Tensor, Tensor> decode(
   return {out, lse};
 }
 
+#ifdef HF_KVQUANT_CUDA_ARCHS
+Tensor rms_norm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& mean, double eps) {
+  RmsNormParams params = rms_norm_params("rms_norm", x, nullptr, weight, mean, eps);
+  const CudaDevice device(x);
+  Tensor out = torch::stable::empty_like(x);
+  params.out = out.data_ptr();
+  if (params.num_rows > 0) cuda::rms_norm(params, device.stream);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& other, const Tensor& weight, double eps) {
+  RmsNormParams params = rms_norm_params("add_rms_norm", x, &other, weight, std::nullopt, eps);
+  const CudaDevice device(x);
+  Tensor total = torch::stable::empty_like(x), out = torch::stable::empty_like(x);
+  params.total = total.data_ptr();
+  params.out = out.data_ptr();
+  if (params.num_rows > 0) cuda::rms_norm(params, device.stream);
+  return {total, out};
+}
+
+std::tuple<Tensor, Tensor> rotary(const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin) {
+  RotaryParams params = rotary_params(query, key, cos, sin);
+  const CudaDevice device(query);
+  const Tensor out_query = torch::stable::empty_like(query), out_key = torch::stable::empty_like(key);
+  params.out_query = dense_of(out_query, params.query.dtype);
+  params.out_key = dense_of(out_key, params.key.dtype);
+  if (params.batch > 0 && params.q_len > 0) cuda::rotary(params, device.stream);
+  return {out_query, out_key};
+}
+
+Tensor silu_mul(const Tensor& gate, const Tensor& up) {
+  SiluMulParams params = silu_mul_params(gate, up);
+  const CudaDevice device(gate);
+  Tensor out = torch::stable::empty_like(gate);
+  params.out = out.data_ptr();
+  if (params.numel > 0) cuda::silu_mul(params, device.stream);
+  return out;
+}
+#endif
+
 PyObject* cpu_capability(PyObject*, PyObject*) { return PyUnicode_FromString(cpu::capability()); }
 
 PyObject* set_cpu_capability(PyObject*, PyObject* name) {
@@ -168,6 +208,10 @@ STABLE_TORCH_LIBRARY_IMPL(hf_kvquant, CPU, library) {
 STABLE_TORCH_LIBRARY_IMPL(hf_kvquant, CUDA, library) {
   library.impl("append", TORCH_BOX(&hf_kvquant::append<hf_kvquant::CudaDevice>));
   library.impl("decode", TORCH_BOX(&hf_kvquant::decode<hf_kvquant::CudaDevice>));
+  library.impl("rms_norm", TORCH_BOX(&hf_kvquant::rms_norm));
+  library.impl("add_rms_norm", TORCH_BOX(&hf_kvquant::add_rms_norm));
+  library.impl("rotary", TORCH_BOX(&hf_kvquant::rotary));
+  library.impl("silu_mul", TORCH_BOX(&hf_kvquant::silu_mul));
 }
 #endif
 

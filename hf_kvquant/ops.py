@@ -1,4 +1,4 @@
-"""The two ops of the package, their fakes, and the loading of the compiled extension.
+"""The ops of the package, their fakes, and the loading of the compiled extension.
 
 `torch.ops.hf_kvquant.append` quantises new tokens into planes; `torch.ops.hf_kvquant.decode` does that too when it is
 given new tokens, and then attends to everything stored. The schemas are here and nowhere else; `csrc/` registers
@@ -7,6 +7,9 @@ once in the log: behind the same names where a build has none for the whole devi
 `decode_reference` where the kernels there are do not fit the GPU or the head_dim. `Operands` below is what the rest of
 the package calls: it checks arguments, chooses, and spells out the planes. Which layer calls it when is decided in
 `handle.py` and `attention.py`.
+
+`rms_norm`, `add_rms_norm`, `rotary` and `silu_mul` are what a model computes between its linear layers, in one CUDA
+kernel each, with every rounding of the kernels that they stand for; `fusion.py` alone calls them.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Raised whenever a schema below or the meaning of an argument changes, here and in csrc/format.h: a stale build is then
 # refused at load instead of reading its arguments in the wrong order.
-OPS_VERSION = 5
+OPS_VERSION = 6
 
 # Thread blocks of a CUDA decode that share a sequence find out by an atomic counter which of them is the last; that one
 # combines their parts. Mirrored in csrc/format.h.
@@ -53,6 +56,12 @@ DECODE_SCHEMA = (
     "Tensor? starts, Tensor? sinks, Tensor? alibi_slopes, float softmax_scale, float softcap, int sliding_window, "
     f"int num_splits, {_KINDS}) -> (Tensor out, Tensor lse)"
 )
+FUSED_SCHEMAS = (
+    "rms_norm(Tensor x, Tensor weight, Tensor? mean, float eps) -> Tensor",
+    "add_rms_norm(Tensor x, Tensor other, Tensor weight, float eps) -> (Tensor total, Tensor normed)",
+    "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor query, Tensor key)",
+    "silu_mul(Tensor gate, Tensor up) -> Tensor",
+)
 
 _library = torch.library.Library("hf_kvquant", "DEF")
 _library.define(APPEND_SCHEMA)
@@ -60,6 +69,8 @@ _library.define(DECODE_SCHEMA)
 # Ops of their own rather than Python functions, so that the compiler sees a call and no data-dependent branch.
 for _schema in (APPEND_SCHEMA, DECODE_SCHEMA):
     _library.define(_schema.replace("(", "_reference(", 1), tags=torch.Tag.cudagraph_unsafe)
+for _schema in FUSED_SCHEMAS:
+    _library.define(_schema)
 
 
 # --- the specification behind the same names --------------------------------------------------------------------------
@@ -187,6 +198,10 @@ for _name in ("append", "append_reference"):
     _library.impl(_name, _append_reference, "CompositeExplicitAutograd")
 for _name in ("decode", "decode_reference"):
     _library.impl(_name, _decode_reference, "CompositeExplicitAutograd")
+_library.impl("rms_norm", reference.rms_norm, "CompositeExplicitAutograd")
+_library.impl("add_rms_norm", reference.add_rms_norm, "CompositeExplicitAutograd")
+_library.impl("rotary", reference.rotary, "CompositeExplicitAutograd")
+_library.impl("silu_mul", reference.silu_mul, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("hf_kvquant::append", lib=_library)
@@ -203,6 +218,18 @@ def _decode_fake(query: Tensor, key: Tensor | None, value: Tensor | None, *args:
     assert isinstance(value_codes, Tensor) and isinstance(value_storage, int)
     out = query.new_empty(batch, q_len, num_q_heads, head_dim_of(value_codes, value_storage))
     return out, query.new_empty((batch, num_q_heads, q_len), dtype=torch.float32)
+
+
+@torch.library.register_fake("hf_kvquant::rms_norm", lib=_library)
+@torch.library.register_fake("hf_kvquant::silu_mul", lib=_library)
+def _like_first_fake(x: Tensor, *args: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("hf_kvquant::add_rms_norm", lib=_library)
+@torch.library.register_fake("hf_kvquant::rotary", lib=_library)
+def _like_both_fake(x: Tensor, y: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(y)
 
 
 def head_dim_of(codes: Tensor, storage_id: int) -> int:

@@ -523,3 +523,80 @@ def decode_attention(
         out = out.masked_fill(seen.float() @ is_bad.float() > 0, torch.nan)
     out = out.view(batch, num_q_heads, q_len, -1)
     return out.transpose(1, 2).to(query.dtype).contiguous(), lse
+
+
+# --- what lies between linear layers ----------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm as Llama has it, rounding by rounding.
+
+    Args:
+        x: `[..., channels]`.
+        weight: `[channels]`, dtype of `x`.
+        mean: `[..., 1]` float32: of the squares of each row; `None` has it computed, in the order of `torch.mean`.
+        eps: Added to the mean.
+
+    Returns:
+        Like `x`, new memory.
+
+    Raises:
+        ValueError: A shape does not fit.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm: `weight` must be {list(x.shape[-1:])} like the channels of `x`, got {list(weight.shape)}."
+        )
+    wide = x.float()
+    mean = wide.pow(2).mean(-1, keepdim=True) if mean is None else mean
+    return weight * (wide * torch.rsqrt(mean + eps)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of two tensors of one shape, rounded to their dtype, and its RMSNorm. New memory."""
+    if other.shape != x.shape:
+        raise ValueError(f"add_rms_norm: `other` must be {list(x.shape)} like `x`, got {list(other.shape)}.")
+    total = x + other
+    return total, rms_norm(total, weight, None, eps)
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of halves of heads, each product and sum rounded to the dtype.
+
+    Args:
+        query: `[batch, num_q_heads, q_len, head_dim]`.
+        key: `[batch, num_kv_heads, q_len, head_dim]`.
+        cos: `[batch or 1, q_len, head_dim]`, dtype of `query`.
+        sin: The same.
+
+    Returns:
+        query, key: New memory.
+
+    Raises:
+        ValueError: A shape does not fit.
+    """
+    if query.ndim != 4:
+        raise ValueError(f"rotary: `query` must be [batch, heads, tokens, head_dim], got {list(query.shape)}.")
+    batch, _, q_len, head_dim = query.shape
+    if key.ndim != 4 or (key.shape[0], *key.shape[2:]) != (batch, q_len, head_dim):
+        raise ValueError(
+            f"rotary: `key` must be [{batch}, heads, {q_len}, {head_dim}] like `query`, got {list(key.shape)}."
+        )
+    for name, x in (("cos", cos), ("sin", sin)):
+        if x.ndim != 3 or x.shape[0] not in (batch, 1) or x.shape[1:] != (q_len, head_dim):
+            raise ValueError(
+                f"rotary: `{name}` must be [{batch} or 1, {q_len}, {head_dim}] like `query`, got {list(x.shape)}."
+            )
+
+    def turned(x: Tensor) -> Tensor:
+        low, high = x.chunk(2, dim=-1)
+        return x * cos.unsqueeze(1) + torch.cat((-high, low), dim=-1) * sin.unsqueeze(1)
+
+    return turned(query), turned(key)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate)`, rounded to the dtype, times `up`, which has its shape. New memory."""
+    if up.shape != gate.shape:
+        raise ValueError(f"silu_mul: `up` must be {list(gate.shape)} like `gate`, got {list(up.shape)}.")
+    return torch.nn.functional.silu(gate) * up
