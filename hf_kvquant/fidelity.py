@@ -25,7 +25,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from .cache import KVQuantCache
 from .config import KVQuantConfig
 from .patching import patched
-from .simulation import pairs_of, simulated, simulated_cache
+from .simulation import causal_pairs, pairs_of, simulated, simulated_cache
 from .storage import LayerStorage
 from .transforms.of_model import key_transforms
 
@@ -274,11 +274,6 @@ def check_chunks(input_ids: Tensor, first_chunk: int, chunk_size: int) -> int:
             "Give a longer text or a smaller first chunk."
         )
     return tokens
-
-
-def causal_pairs(tokens: int, first_chunk: int) -> int:
-    """(Query, token) pairs that one layer serves from codes for a text fed in chunks, however large they are."""
-    return (tokens * (tokens + 1) - first_chunk * (first_chunk + 1)) // 2
 
 
 class PairCounter(TorchDispatchMode):

@@ -12,7 +12,8 @@ import pytest
 
 from hf_kvquant import cli
 from hf_kvquant.evaluation import perplexity
-from hf_kvquant.fidelity import OutOfMemory, causal_pairs
+from hf_kvquant.fidelity import OutOfMemory
+from hf_kvquant.simulation import causal_pairs
 
 WINDOW = 24
 TEXT = "The river rises in the north of the country and flows south for about three hundred kilometres. " * 8

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hf_kvquant
-from hf_kvquant.fidelity import causal_pairs, compare, feed
+from hf_kvquant.fidelity import compare, feed
+from hf_kvquant.simulation import causal_pairs
 
 TOKENS = 41
 

@@ -44,9 +44,10 @@ from ..arguments import (
 )
 from ..cache import KVQuantCache, KVQuantLayer
 from ..config import PRESETS, KVQuantConfig
-from ..fidelity import PairCounter, causal_pairs
+from ..fidelity import PairCounter
 from ..generation import UNQUANTIZED
 from ..patching import patched
+from ..simulation import causal_pairs
 from ..transforms.of_model import key_transforms
 from ..transforms.smoothing_file import FILE_NAME
 from .prompts import NUM_ANSWERS, TESTS, Prompt, PromptError, Writer

@@ -69,7 +69,7 @@ def add_parser(commands: Any) -> None:
         choices=MODES,
         default=MODES[0],
         help="decode: the context but for its last token fills the cache, what follows reads it through the kernels; "
-        "simulated: one forward in which keys and values of all tokens go through codes (default: decode)",
+        "simulated: one forward does what that would, without kernels (default: decode)",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="the first N items of each task only")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts of a forward (default: 8)")
