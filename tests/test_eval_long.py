@@ -212,7 +212,7 @@ def test_what_is_interrupted_is_resumed(
 
     monkeypatch.setattr(long_context, "score", counted)
     code, _, error = run(capsys, folder, *arguments)
-    assert code == 130 and "eval long: interrupted with 1 of 2 cells measured." in error
+    assert code == 130 and "eval long ended in cell 2 of 2 (needle 256 at 100 %). What was measured is in" in error
     first = json.loads((tmp_path / "long.json").read_text())["parts"]
     assert list(first) == ["needle/256/0"]
     assert run(capsys, folder, *arguments)[0] == 0
@@ -324,7 +324,7 @@ def test_what_is_not_read_as_codes_is_refused(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     "raised, code, message",
     [
-        (torch.OutOfMemoryError("CUDA out of memory"), 2, "must fit the memory of cpu, which is full. Lower --batch"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 2, "`--batch-size` must fit into memory, got 8, "),
         (None, 1, "preset none must give finite log-likelihoods, got [nan]. Use --dtype float32 or bfloat16."),
     ],
     ids=["memory", "nan"],

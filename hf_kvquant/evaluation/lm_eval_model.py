@@ -40,6 +40,10 @@ class NothingRead(RuntimeError):
     """Scores that would not be those of the quantised cache."""
 
 
+class CannotScore(ValueError):
+    """An item that a model has no place for."""
+
+
 class Row(NamedTuple):
     """What one row of a batch is fed: the context, and the continuation but for its last token."""
 
@@ -136,13 +140,13 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
 
         Raises:
             NothingRead: Some layer did not attend to codes.
-            ValueError: A continuation is empty or longer than the model's context.
+            CannotScore: A continuation is empty or longer than the model's context.
         """
         # What differs in the last token only (yes and no, say) is fed once.
         waiting: dict[Row, list[int]] = {}
         for index, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length or not context:
-                raise ValueError(
+                raise CannotScore(
                     f"loglikelihood: a continuation must have from 1 to {self.max_length} tokens and a context, got "
                     f"{len(continuation)} tokens after {len(context)}. Shorten the item, or give max_length."
                 )
