@@ -186,6 +186,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--filler-file", metavar="FILE", help="text for needle and recall (default: sentences from a few words)"
     )
+    parser.add_argument(
+        "--chat-template", action="store_true", help="wrap prompts with the tokenizer's chat template, for chat models"
+    )
     parser.add_argument("--output", metavar="FILE", help="JSON, written cell by cell; a second run resumes it")
     preparation.add_options(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
@@ -222,7 +225,10 @@ def run(args: argparse.Namespace) -> None:
     device = checked_device(args.device, WHERE)
     model, tokenizer = load(args.model, args.dtype, device, WHERE)
     check_context(model, args.model, cells)
-    writer = Writer(tokenizer, filler, seed=args.seed)
+    try:
+        writer = Writer(tokenizer, filler, seed=args.seed, is_chat=args.chat_template)
+    except PromptError as error:
+        raise UsageError(f"{WHERE}: {error}") from error
     for cell in cells:
         written(writer, cell, 0)
     prepared = preparation.prepare(model, tokenizer, args, WHERE)
@@ -241,7 +247,8 @@ def run(args: argparse.Namespace) -> None:
         "presets": {name: config.to_dict() for name, config in configs.items()},
         "samples": args.samples,
         "seed": args.seed,
-        "filler": None if filler is None else hashlib.sha256(filler.encode()).hexdigest(),
+        "chat_template": None if not args.chat_template else digest(str(tokenizer.chat_template)),
+        "filler": None if filler is None else digest(filler),
         **prepared,
     }
     record = open_record(args.output, settings, WHERE)
@@ -401,14 +408,19 @@ def check_context(model: PreTrainedModel, name: str, cells: Sequence[Cell]) -> N
         )
 
 
+def digest(text: str) -> str:
+    """The SHA-256 of a text, hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def fingerprint(model: PreTrainedModel) -> str:
     """A hash of a sample of every weight: enough to tell checkpoints apart, also those of the same name."""
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     for name, weight in model.state_dict().items():
         flat = weight.detach().flatten()
         sample = flat[:: max(1, flat.numel() // 256)].float().cpu()
-        digest.update(f"{name} {list(weight.shape)}".encode() + sample.numpy().tobytes())
-    return digest.hexdigest()
+        found.update(f"{name} {list(weight.shape)}".encode() + sample.numpy().tobytes())
+    return found.hexdigest()
 
 
 # --- what came of it --------------------------------------------------------------------------------------------------
