@@ -119,7 +119,7 @@ def test_chat_templates_wrap_prompts(test: str) -> None:
     [
         (
             None,
-            "`--chat-template` needs a tokenizer whose chat template takes what a user says, got none. Leave it out, or",
+            "`--chat-template` needs a tokenizer whose chat template takes what a user says, got none. Leave it",
         ),
         (
             "{{ raise_exception('no user') }}",

@@ -153,24 +153,19 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             room = self.max_length + 1 - len(continuation)
             waiting.setdefault(Row(tuple(context[-room:]), tuple(continuation[:-1])), []).append(index)
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        progress = tqdm(
-            total=len(requests), desc="log-likelihoods", disable=disable_tqdm or self.rank != 0 or self._is_rolling
-        )
-        for rows in self._batches(waiting):
-            scored = self._decode(rows) if self.mode == "decode" else self._simulate(rows)
-            for row, (token_log_probs, is_greedy, last) in zip(rows, scored, strict=True):
-                best = int(last.argmax())
-                for index in waiting[row]:
-                    text, _, continuation = requests[index]
-                    answer = (
-                        float(token_log_probs.sum() + last[continuation[-1]]),
-                        is_greedy and best == continuation[-1],
-                    )
-                    results[index] = answer
-                    if text is not None:
-                        self.cache_hook.add_partial("loglikelihood", text, answer)
-                    progress.update(1)
-        progress.close()
+        is_quiet = disable_tqdm or self.rank != 0 or self._is_rolling
+        with tqdm(total=len(requests), desc="log-likelihoods", disable=is_quiet) as progress:
+            for rows in self._batches(waiting):
+                scored = self._decode(rows) if self.mode == "decode" else self._simulate(rows)
+                for row, (token_log_probs, is_greedy, last) in zip(rows, scored, strict=True):
+                    best = int(last.argmax())
+                    for index in waiting[row]:
+                        text, _, continuation = requests[index]
+                        log_likelihood = float(token_log_probs.sum() + last[continuation[-1]])
+                        results[index] = answer = (log_likelihood, is_greedy and best == continuation[-1])
+                        if text is not None:
+                            self.cache_hook.add_partial("loglikelihood", text, answer)
+                        progress.update(1)
         return results
 
     _is_rolling = False

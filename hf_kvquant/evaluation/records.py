@@ -28,6 +28,10 @@ _FREE = ("command", "date", "threads")
 _REMEDY = "Name another file, or remove this one."
 
 
+class CannotKeep(OSError):
+    """A record's file that cannot be written."""
+
+
 class RunRecord:
     """One run's results. `open` makes or resumes one.
 
@@ -81,7 +85,11 @@ class RunRecord:
         return found
 
     def put(self, part: str, result: Mapping[str, Any]) -> None:
-        """Keep a part's result, and write the file."""
+        """Keep a part's result, and write the file.
+
+        Raises:
+            CannotKeep: It cannot be written; what it held before, it holds.
+        """
         self._content["parts"][part] = _plain(result)
         if self._path is not None:
             # Whoever reads the file, or resumes after an interruption, finds the whole of the old or of the new one.
@@ -89,6 +97,8 @@ class RunRecord:
             try:
                 beside.write_text(_spell(self._content), encoding="utf-8")
                 beside.replace(self._path)
+            except OSError as error:
+                raise CannotKeep(error.strerror or str(error)) from error
             finally:
                 beside.unlink(missing_ok=True)
 
@@ -126,7 +136,7 @@ class Ongoing:
 
 @contextlib.contextmanager
 def early_end(record: RunRecord, where: str, *, lower: str, value: object, more: str = "") -> Iterator[Ongoing]:
-    """Tell in a line what is left of a run that is interrupted, or has not enough memory.
+    """Tell in a line what is left of a run that is interrupted, or lacks memory or room for its results.
 
     Args:
         record: Of the run.
@@ -137,13 +147,18 @@ def early_end(record: RunRecord, where: str, *, lower: str, value: object, more:
 
     Raises:
         Interrupted: The run is; the text says what was kept.
-        UsageError: Memory has run out.
+        UsageError: Memory has run out, or what was measured cannot be written.
     """
     ongoing = Ongoing()
     try:
         yield ongoing
     except KeyboardInterrupt as error:
         raise Interrupted(f"{where} ended in {ongoing.part}. {record.kept()}") from error
+    except CannotKeep as error:
+        raise UsageError(
+            f"{where}: `--output` must be a file that can be written, got {error} in {ongoing.part}. Make room, then "
+            "run the same command again: it goes on with what was written before."
+        ) from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

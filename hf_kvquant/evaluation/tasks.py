@@ -99,6 +99,11 @@ def run(args: argparse.Namespace) -> None:
         check_data(names, args.data)
     device = checked_device(args.device or this_process_device(), WHERE)
     model, tokenizer = load(args.model, args.dtype, device, WHERE)
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise UsageError(
+            f"{WHERE}: `MODEL` must have a tokenizer with a token that begins or ends a text, for lm-eval, got "
+            f"{args.model} without. Set bos_token or eos_token in its tokenizer_config.json."
+        )
     prepared = preparation.prepare(model, tokenizer, args, WHERE)
     for preset, config in configs.items():
         try:
