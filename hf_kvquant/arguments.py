@@ -1,4 +1,4 @@
-"""What the commands of `hf-kvquant` share: checked arguments, loading a model, and how one ends early.
+"""What the commands of `hf-kvquant` share: checked arguments, names of configs, loading a model, early ends.
 
 What a command does is its own module's; `cli.py` turns what is raised here into a line on stderr and an exit code.
 """
@@ -6,8 +6,10 @@ What a command does is its own module's; `cli.py` turns what is raised here into
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ._errors import did_you_mean
-from .config import PRESETS
-from .transforms.injection import inject_key_bias, inject_key_outliers
+from .config import PRESETS, WINDOWS, KVQuantConfig
+from .fidelity import is_out_of_memory
 from .transforms.smoothing import load_smoothing
 from .transforms.smoothing_file import FILE_NAME
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Behind a preset's name: the naive baseline, which shows what transforms and clipping are worth.
+UNTRANSFORMED = "-untransformed"
 
 
 class UsageError(Exception):
@@ -32,14 +36,96 @@ class Refused(Exception):
     """A preset that the model does not bear. Its text is shown below the findings."""
 
 
-def checked_presets(names: Sequence[str] | None, where: str, default: Sequence[str]) -> list[str]:
-    """The presets to run, each once, in the order given; `default` where none is."""
-    for name in names or ():
-        if name not in PRESETS:
+class Interrupted(KeyboardInterrupt):
+    """An interruption, with what is left of the run as its text."""
+
+
+def add_presets(parser: argparse.ArgumentParser, default: Iterable[str], more: str = "") -> None:
+    """The options that say which configs a command runs. `checked_configs` reads them.
+
+    Args:
+        parser: Gets them.
+        default: Presets of a run that names none.
+        more: What else is to be said of them.
+    """
+    parser.add_argument(
+        "--preset",
+        action="append",
+        metavar="NAME",
+        help=f"one of {', '.join(PRESETS)}; with {UNTRANSFORMED} behind it, its formats alone; with :4+128 behind "
+        f"that, the first 4 and the newest 128 tokens dense; repeatable (default: {', '.join(default)}){more}",
+    )
+    for name, which in zip(WINDOWS, ("first", "newest"), strict=True):
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            default=0,
+            metavar="N",
+            help=f"{which} tokens that presets keep as they came, unless their names say (default: 0)",
+        )
+
+
+def checked_configs(args: argparse.Namespace, where: str, default: Iterable[str]) -> dict[str, KVQuantConfig]:
+    """The configs to run by name, each once, in the order given; `default` where none is.
+
+    Raises:
+        UsageError: A name or a length has no meaning.
+    """
+    windows = {name: getattr(args, name) for name in WINDOWS}
+    for name, length in windows.items():
+        if length < 0:
+            raise UsageError(f"{where}: `--{name.replace('_', '-')}` must be at least 0, got {length}.")
+    return {name: config_of(name, where, windows) for name in dict.fromkeys(args.preset or default)}
+
+
+def config_of(name: str, where: str, windows: Mapping[str, int] | None = None) -> KVQuantConfig:
+    """The config of a name: a preset, or its formats alone, either one with dense windows: `int4-untransformed:4+128`.
+
+    Args:
+        name: As typed.
+        where: Opens the message.
+        windows: Of a name that says nothing of them, where something is quantised.
+
+    Raises:
+        UsageError: The name has no meaning.
+    """
+    formats, has_windows, lengths = name.partition(":")
+    preset = formats.removesuffix(UNTRANSFORMED)
+    checked_preset(preset, where, spelled=formats)
+    options: dict[str, Any] = {}
+    if has_windows:
+        found = re.fullmatch(r"(\d+)\+(\d+)", lengths)
+        if found is None:
             raise UsageError(
-                f"{where}: `--preset` must be one of {', '.join(PRESETS)}, got '{name}'.{did_you_mean(name, PRESETS)}"
+                f"{where}: `--preset` must name windows as first and newest tokens, got '{lengths}'. Such as "
+                f"{formats}:4+128."
             )
-    return list(dict.fromkeys(names or default))
+        options = dict(zip(WINDOWS, map(int, found.groups()), strict=True))
+    elif any(side.is_quantized for side in PRESETS[preset]):
+        options = dict(windows or {})
+    if formats != preset:
+        options.update(untransformed(preset))
+    try:
+        return KVQuantConfig.from_preset(preset, **options)
+    except ValueError as error:
+        raise UsageError(f"{where}: `--preset {name}` has no meaning. {error}") from error
+
+
+def untransformed(preset: str) -> dict[str, Any]:
+    """What the config of a preset's naive baseline says: clipping is an improvement on it like any transform."""
+    key, value = (dataclasses.replace(side, clip_ratio=1.0) for side in PRESETS[preset])
+    return {"transforms": [], "key": key, "value": value}
+
+
+def checked_preset(name: str, where: str, *, spelled: str | None = None) -> str:
+    """A preset's name; `spelled` is what it was taken from."""
+    if name not in PRESETS:
+        known = [*PRESETS, *(preset + UNTRANSFORMED for preset in PRESETS)]
+        spelled = spelled or name
+        raise UsageError(
+            f"{where}: `--preset` must be one of {', '.join(PRESETS)}, got '{spelled}'.{did_you_mean(spelled, known)}"
+        )
+    return name
 
 
 def read_text(name: str, where: str) -> str:
@@ -83,13 +169,20 @@ def load(name: str, dtype: str, device: torch.device, where: str) -> tuple[PreTr
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        return model.to(device).eval(), tokenizer
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(
             f"{where}: `MODEL` must be a folder with a causal language model and its tokenizer, or a hub id, "
             f"got {name}: {reason}"
         ) from error
-    return model.to(device).eval(), tokenizer
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UsageError(
+            f"{where}: `MODEL` must fit into the memory of {device}, got {name}, which does not. Use --dtype bfloat16, "
+            "another --device or a smaller model."
+        ) from error
 
 
 def load_calibration(model: PreTrainedModel, name: str) -> None:
@@ -102,31 +195,3 @@ def load_calibration(model: PreTrainedModel, name: str) -> None:
     except (NotImplementedError, ValueError) as error:
         # Results are right without; but it is said, for they are less close.
         print(f"hf-kvquant: warning: {path} is left out. {error}", file=sys.stderr)
-
-
-def add_injections(parser: argparse.ArgumentParser) -> None:
-    """The options of evaluations that make keys harder to quantise."""
-    parser.add_argument(
-        "--inject-outliers",
-        type=float,
-        metavar="F",
-        help="first make three RoPE pairs of every head of keys F times as large, and queries so much smaller",
-    )
-    parser.add_argument(
-        "--inject-bias", type=float, metavar="NORM", help="first add a constant of this norm to every head of keys"
-    )
-
-
-def inject(model: PreTrainedModel, args: argparse.Namespace, where: str) -> None:
-    """Make a model harder, as far as the arguments ask for that.
-
-    Raises:
-        UsageError: Its keys are not made in a way that is known, or a number has no meaning.
-    """
-    try:
-        if args.inject_outliers is not None:
-            inject_key_outliers(model, factor=args.inject_outliers)
-        if args.inject_bias is not None:
-            inject_key_bias(model, args.inject_bias)
-    except (NotImplementedError, TypeError, ValueError) as error:
-        raise UsageError(f"{where}: nothing can be injected into {args.model}. {error}") from error

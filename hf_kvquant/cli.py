@@ -29,15 +29,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from . import __version__, ops
 from .arguments import (
     DTYPES,
+    Interrupted,
     Refused,
     UsageError,
+    add_presets,
+    checked_configs,
     checked_device,
-    checked_presets,
+    checked_preset,
     load,
     load_calibration,
     read_text,
 )
-from .config import PRESETS, WINDOWS, KVQuantConfig
+from .config import PRESETS, WINDOWS
 from .evaluation import cli as evaluation
 from .generation import UNQUANTIZED, Summary, run_presets
 from .patching import patched
@@ -59,7 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 1 for a preset that is refused, 2 for a mistake in the arguments, 130 when interrupted.
     """
-    args = parser().parse_args(argv)
+    return run(parser().parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what parsed arguments say, `args.run`, and tell in a line why it ended early. Returns the exit code."""
     try:
         args.run(args)
     except UsageError as error:
@@ -68,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Refused as error:
         print(f"hf-kvquant: refused: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        left = f" {interrupt}" if isinstance(interrupt, Interrupted) else ""
+        print(f"hf-kvquant: interrupted.{left}", file=sys.stderr)
         return 130
     return 0
 
@@ -92,26 +101,7 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--prompt-file", action="append", default=[], metavar="FILE", help="a file that holds one prompt; repeatable"
     )
-    generate.add_argument(
-        "--preset",
-        action="append",
-        metavar="NAME",
-        help=f"one of {', '.join(PRESETS)}; repeatable (default: {', '.join(COMPARED_PRESETS)})",
-    )
-    generate.add_argument(
-        "--sink-length",
-        type=int,
-        default=0,
-        metavar="N",
-        help="first tokens that presets keep as they came (default: 0)",
-    )
-    generate.add_argument(
-        "--residual-length",
-        type=int,
-        default=0,
-        metavar="N",
-        help="newest tokens that presets keep as they came (default: 0)",
-    )
+    add_presets(generate, COMPARED_PRESETS)
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
     generate.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
     generate.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
@@ -181,7 +171,7 @@ def run_generate(args: argparse.Namespace) -> None:
     Raises:
         UsageError: An argument has no meaning, or does not fit the model.
     """
-    presets = {name: with_windows(name, args) for name in checked_presets(args.preset, "generate", COMPARED_PRESETS)}
+    presets = checked_configs(args, "generate", COMPARED_PRESETS)
     texts = checked_prompts(args)
     sampling = checked_sampling(args)
     if args.max_new_tokens < 1:
@@ -260,15 +250,6 @@ def show_summaries(console: Console, summaries: Sequence[Summary], *, title: str
         console.print(note, style="dim")
 
 
-def with_windows(preset: str, args: argparse.Namespace) -> KVQuantConfig:
-    """A preset's config, with dense windows where something is quantised."""
-    windows = {name: getattr(args, name) for name in WINDOWS}
-    for name, length in windows.items():
-        if length < 0:
-            raise UsageError(f"generate: `--{name.replace('_', '-')}` must be at least 0, got {length}.")
-    return KVQuantConfig.from_preset(preset, **({} if preset == UNQUANTIZED else windows))
-
-
 def checked_prompts(args: argparse.Namespace) -> list[str]:
     """The prompts of `--prompt` and `--prompt-file`, without white space at their ends."""
     prompts = [("`--prompt`", text) for text in args.prompt]
@@ -331,7 +312,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
         if getattr(args, option) and not args.check:
             name = option.replace("_", "-")
             raise UsageError(f"calibrate: `--{name}` must come with --check, got it alone. Add --check.")
-    preset = None if args.preset is None else checked_presets([args.preset], "calibrate", ())[0]
+    preset = None if args.preset is None else checked_preset(args.preset, "calibrate")
     if args.check:
         run_check(args, preset)
         return

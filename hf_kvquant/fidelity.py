@@ -25,7 +25,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from .cache import KVQuantCache
 from .config import KVQuantConfig
 from .patching import patched
-from .simulation import pairs_of, simulated, simulated_cache
+from .simulation import causal_pairs, pairs_of, simulated, simulated_cache
 from .storage import LayerStorage
 from .transforms.of_model import key_transforms
 
@@ -123,6 +123,10 @@ def divergence(reference: Tensor, log_probs: Tensor) -> Tensor:
     return F.kl_div(log_probs, reference, log_target=True, reduction="none").sum(-1).cpu()
 
 
+# Of PyTorch's CPU allocator, of CUDA calls and of cuBLAS, which allocate outside PyTorch's GPU allocator.
+_OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
 class OutOfMemory(MemoryError):
     """Memory ran out under one config.
 
@@ -136,9 +140,9 @@ class OutOfMemory(MemoryError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception of PyTorch says that memory has run out; on a CPU it has no type of its own."""
+    """Whether an exception says that memory has run out, on a GPU or on a CPU, where it has no type of its own."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
     )
 
 
@@ -274,11 +278,6 @@ def check_chunks(input_ids: Tensor, first_chunk: int, chunk_size: int) -> int:
             "Give a longer text or a smaller first chunk."
         )
     return tokens
-
-
-def causal_pairs(tokens: int, first_chunk: int) -> int:
-    """(Query, token) pairs that one layer serves from codes for a text fed in chunks, however large they are."""
-    return (tokens * (tokens + 1) - first_chunk * (first_chunk + 1)) // 2
 
 
 class PairCounter(TorchDispatchMode):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,32 +35,33 @@ _SERVED = ("sdpa", "eager")
 
 
 class SimulatedLayer(DynamicLayer):
-    """Keys and values of one layer, as they came and dequantised, of one text.
+    """Keys and values of one layer, as they came and dequantised, of some texts.
 
     Args:
         storage: Empty; quantises.
-        first_chunk: Tokens of the first chunk.
+        first_chunks: Tokens of the first chunk of every text, or of all texts.
         chunk_size: Tokens of each later one.
     """
 
-    def __init__(self, storage: LayerStorage, first_chunk: int, chunk_size: int) -> None:
+    def __init__(self, storage: LayerStorage, first_chunks: Sequence[int], chunk_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storage = storage
-        self.first_chunk = first_chunk
+        self.first_chunks = tuple(first_chunks)
         self.chunk_size = chunk_size
         self.pairs = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Quantise a whole text.
+        """Quantise whole texts.
 
         Raises:
-            ValueError: There is one already.
+            ValueError: There are some already.
         """
         if not self.storage.is_empty:
             raise ValueError(
                 f"{self.storage.name}: a simulated cache takes a text in one forward, got more of it. Make a new one."
             )
-        for begin, end in ((0, self.first_chunk), (self.first_chunk, key_states.shape[2])):
+        tokens = key_states.shape[2]
+        for begin, end in itertools.pairwise(dict.fromkeys((0, min(*self.first_chunks, tokens), tokens))):
             self.storage.extend(key_states[:, :, begin:end], value_states[:, :, begin:end])
             self.storage.flush()
         if not self.storage.is_quantized:
@@ -69,7 +71,7 @@ class SimulatedLayer(DynamicLayer):
         return SimulatedHandle(self, 0), SimulatedHandle(self, 1)
 
     def attend(self, query: Tensor, mask: Tensor, attend: Callable[..., tuple[Tensor, Any]]) -> Tensor:
-        """Attention of a whole text.
+        """Attention of whole texts.
 
         Args:
             query: `[batch, num_q_heads, tokens, head_dim]`.
@@ -80,38 +82,40 @@ class SimulatedLayer(DynamicLayer):
             `[batch, tokens, num_q_heads, head_dim]`.
         """
         batch, _, tokens, _ = query.shape
-        n0 = min(self.first_chunk, tokens)
+        n0 = min(*self.first_chunks, tokens)
         outs = [attend(query[:, :, :n0], *self.raw, mask[..., :n0, :])[0]]
         if tokens > n0:
             sources = [(self.dequantized[0], self.raw[0]), (self.dequantized[1], self.raw[1])]
-            is_exact = [self._is_exact(kv_format, tokens, query.device) for kv_format in self._formats()]
-            is_causal = torch.ones_like(is_exact[0]).tril(n0)
+            is_exact = [self._is_exact(kv_format, n0, tokens, query.device) for kv_format in self._formats()]
+            is_causal = torch.ones((tokens - n0, tokens), dtype=torch.bool, device=query.device).tril(n0)
             keys, values, masks = [], [], []
             for key_exact in (False, True):
                 for value_exact in (False, True):
-                    chosen = (is_exact[0] == key_exact) & (is_exact[1] == value_exact)  # [tokens - n0, tokens]
+                    chosen = (is_exact[0] == key_exact) & (is_exact[1] == value_exact)
                     if (chosen & is_causal).any():
                         keys.append(sources[0][key_exact])
                         values.append(sources[1][value_exact])
-                        masks.append(_only(mask[..., n0:, :], chosen))
+                        masks.append(_only(mask[..., n0:, :], chosen.unsqueeze(1)))
             outs.append(attend(query[:, :, n0:], torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, -1))[0])
-            self.pairs += batch * (tokens * (tokens + 1) - n0 * (n0 + 1)) // 2
+        firsts = self.first_chunks * (batch // len(self.first_chunks))
+        self.pairs += sum(causal_pairs(tokens, min(first, tokens)) for first in firsts)
         return torch.cat(outs, dim=1)
 
     def _formats(self) -> tuple[KVFormat, KVFormat]:
         return self.storage.formats.key, self.storage.formats.value
 
-    def _is_exact(self, kv_format: KVFormat, tokens: int, device: torch.device) -> Tensor:
-        """Whether a query behind the first chunk finds a token as it came: `[tokens - first_chunk, tokens]` bool."""
+    def _is_exact(self, kv_format: KVFormat, n0: int, tokens: int, device: torch.device) -> Tensor:
+        """Whether queries from `n0` on find a token as it came: `[batch or 1, tokens - n0, tokens]` bool."""
         sink_length, residual_length = self.storage.formats.sink_length, self.storage.formats.residual_length
         position = torch.arange(tokens, device=device)
+        first = torch.tensor(self.first_chunks, device=device).unsqueeze(1)
+        behind = position[n0:] - first  # [batch or 1, tokens - n0]
+        is_exact = (behind < 0).unsqueeze(2)
         if not kv_format.is_quantized or kv_format.tail_rows(sink_length, residual_length) == 0:
-            is_dense = torch.full_like(position, not kv_format.is_quantized, dtype=torch.bool)
-            return is_dense.expand(tokens - self.first_chunk, -1)
-        behind = position[self.first_chunk :] - self.first_chunk
-        chunk_end = (self.first_chunk + (behind // self.chunk_size + 1) * self.chunk_size).clamp(max=tokens)
+            return (is_exact | (not kv_format.is_quantized)).expand(-1, -1, tokens)
+        chunk_end = (first + (behind.clamp(min=0) // self.chunk_size + 1) * self.chunk_size).clamp(max=tokens)
         begin = kv_format.tail_begin(chunk_end, residual_length)
-        return (position < sink_length) | (position >= begin.unsqueeze(1))
+        return is_exact | (position < sink_length) | (position >= begin.unsqueeze(2))
 
 
 class SimulatedHandle:
@@ -150,7 +154,7 @@ def simulated_cache(
     model: PreTrainedModel,
     config: str | KVQuantConfig | Mapping[str, Any],
     *,
-    first_chunk: int = 1,
+    first_chunk: int | Sequence[int] = 1,
     chunk_size: int = 1,
 ) -> Cache:
     """A cache for one forward over one text, or several of equal length, in a model under `simulated`.
@@ -158,18 +162,25 @@ def simulated_cache(
     Args:
         model: As for `KVQuantCache`.
         config: The same.
-        first_chunk: Tokens that would fill the cache; their queries find everything as it came.
+        first_chunk: Tokens that would fill the cache, of all texts or of each; their queries find everything as it
+            came. Where tokens share a scale, or the newest ones stay dense, they must be equal.
         chunk_size: Tokens that would come at a time afterwards.
 
     Raises:
         NotImplementedError, TypeError, ValueError: As for `KVQuantCache`.
     """
     cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
+    first_chunks = (first_chunk,) if isinstance(first_chunk, int) else first_chunk
     cache.layers = [
-        SimulatedLayer(layer.storage, first_chunk, chunk_size) if isinstance(layer, KVQuantLayer) else layer
+        SimulatedLayer(layer.storage, first_chunks, chunk_size) if isinstance(layer, KVQuantLayer) else layer
         for layer in cache.layers
     ]
     return cache
+
+
+def causal_pairs(tokens: int, first_chunk: int) -> int:
+    """(Query, token) pairs that one layer serves from codes for a text fed in chunks, however large they are."""
+    return (tokens * (tokens + 1) - first_chunk * (first_chunk + 1)) // 2
 
 
 def pairs_of(cache: Cache) -> tuple[int, int]:

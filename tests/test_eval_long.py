@@ -94,6 +94,47 @@ def test_a_text_begins_as_the_tokenizer_says() -> None:
     assert len(prompts[1].ids) == 300 and prompts[1].needle.start == prompts[0].needle.start + 1
 
 
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content | trim }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("test", TESTS)
+def test_chat_templates_wrap_prompts(test: str) -> None:
+    tokenizer = models.tokenizer()
+    plain = Writer(tokenizer).prompt(test, 300, 50, 1)
+    tokenizer.chat_template = TEMPLATE
+    prompt = Writer(tokenizer, is_chat=True).prompt(test, 300, 50, 1)
+    assert prompt.ids.shape == (300,)
+    context, question, answer = map(tokenizer.decode, (prompt.context, prompt.question, prompt.answer))
+    said, lead = tokenizer.decode(plain.question).split("? ")
+    assert context.startswith("<user>") and question == f"{said}?</><assistant>{lead}"
+    assert answer == tokenizer.decode(plain.answer)
+    assert answer.strip() in tokenizer.decode(prompt.context[list(prompt.needle)])
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        (
+            None,
+            "`--chat-template` needs a tokenizer whose chat template takes what a user says, got none. Leave it",
+        ),
+        (
+            "{{ raise_exception('no user') }}",
+            "takes what a user says, got no user. Leave it out, or name a chat model.",
+        ),
+        ("{{ messages[0].content | upper }}", "that has what a user says in it once, got it 0 times. Leave it out."),
+    ],
+)
+def test_chat_templates_that_cannot_be_used(template: str | None, message: str) -> None:
+    tokenizer = models.tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(PromptError, match=message):
+        Writer(tokenizer, is_chat=True)
+
+
 @pytest.mark.parametrize(
     "filler, length, message",
     [
@@ -212,7 +253,7 @@ def test_what_is_interrupted_is_resumed(
 
     monkeypatch.setattr(long_context, "score", counted)
     code, _, error = run(capsys, folder, *arguments)
-    assert code == 130 and "eval long: interrupted with 1 of 2 cells measured." in error
+    assert code == 130 and "eval long ended in cell 2 of 2 (needle 256 at 100 %). What was measured is in" in error
     first = json.loads((tmp_path / "long.json").read_text())["parts"]
     assert list(first) == ["needle/256/0"]
     assert run(capsys, folder, *arguments)[0] == 0
@@ -250,6 +291,29 @@ def test_difficulties_are_injected(folder: str, capsys: pytest.CaptureFixture[st
     assert outliers == pytest.approx(plain, abs=1e-2) and bias != pytest.approx(plain, abs=1e-2)
     code, _, error = run(capsys, folder, "--preset", "int8", "--output", str(tmp_path / "0.json"), "--seed", "1")
     assert code == 2 and "`seed` was 0 and is 1" in error
+
+
+def test_dense_windows_and_chat_templates_are_settings(
+    capsys: pytest.CaptureFixture[str], folder: str, tmp_path: Path
+) -> None:
+    chat = tmp_path / "chat"
+    tokenizer = models.tokenizer(model_max_length=CONTEXT)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(chat)
+    models.build("llama", max_position_embeddings=CONTEXT).save_pretrained(chat)
+    words = ("--preset", "int4", "--preset", "int4:0+9", "--sink-length", "2", "--residual-length", "300")
+    code, _, error = run(capsys, str(chat), *words, "--chat-template", "--output", str(tmp_path / "long.json"))
+    assert code == 0, error
+    content = json.loads((tmp_path / "long.json").read_text())
+    configs = content["settings"]["presets"]
+    lengths = {name: (config["sink_length"], config["residual_length"]) for name, config in configs.items()}
+    assert lengths == {"none": (0, 0), "int4": (2, 300), "int4:0+9": (0, 9)}
+    assert len(content["settings"]["chat_template"]) == 64
+    changes = {name: abs(row["log_likelihood_change"]) for name, row in content["parts"][SUMMARY].items()}
+    # All tokens stay dense in one of them.
+    assert changes["int4"] < 1e-3 < changes["int4:0+9"]
+    code, _, error = run(capsys, folder, "--chat-template")
+    assert code == 2 and "eval long: `--chat-template` needs a tokenizer" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -324,7 +388,7 @@ def test_what_is_not_read_as_codes_is_refused(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     "raised, code, message",
     [
-        (torch.OutOfMemoryError("CUDA out of memory"), 2, "must fit the memory of cpu, which is full. Lower --batch"),
+        (torch.OutOfMemoryError("CUDA out of memory"), 2, "`--batch-size` must fit into memory, got 8, "),
         (None, 1, "preset none must give finite log-likelihoods, got [nan]. Use --dtype float32 or bfloat16."),
     ],
     ids=["memory", "nan"],

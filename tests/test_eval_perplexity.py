@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import models
 import pytest
+import torch
 
 from hf_kvquant import cli
-from hf_kvquant.evaluation import perplexity
-from hf_kvquant.fidelity import OutOfMemory, causal_pairs
+from hf_kvquant.evaluation import gate, perplexity, windows
+from hf_kvquant.fidelity import OutOfMemory
+from hf_kvquant.simulation import causal_pairs
 
 WINDOW = 24
 TEXT = "The river rises in the north of the country and flows south for about three hundred kilometres. " * 8
@@ -50,23 +53,66 @@ def test_all_modes(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Pa
         assert rows["int8"]["pairs_read"] == 3 * 2 * causal_pairs(WINDOW - 1, 1) and rows["none"]["pairs_read"] == 0
         assert rows["int8"]["scored_tokens"] == 3 * (WINDOW - 2)
         assert rows["none"]["perplexity_per_word"] > rows["none"]["perplexity"]
-    gate = found["parts"]["gate"]["int8"]
-    assert max(gate["between"].values()) <= gate["bound"]
+    checked = found["parts"]["gate"]["int8"]
+    assert max(checked["between"].values()) <= checked["bound"]
 
 
 def test_controls(
     folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(perplexity, "CONTROL_AGREEMENT", 1.01)
+    monkeypatch.setattr(gate, "CONTROL_AGREEMENT", 1.01)
     code, found, error = run(capsys, folder, tmp_path, "--controls", "--inject-outliers", "8", "--mode", "simulated")
     assert code == 0, error
     controls = found["parts"]["controls"]
     assert controls["none"] < 1e-6 and list(controls["permuted_scales"]) == ["int8"] and controls["count_of_0_aborts"]
     assert found["settings"]["injected_outliers"] == 8.0
     (tmp_path / "out.json").unlink()
-    monkeypatch.setattr(perplexity, "CONTROL_AGREEMENT", 0.0)
+    monkeypatch.setattr(gate, "CONTROL_AGREEMENT", 0.0)
     code, _, error = run(capsys, folder, tmp_path, "--controls")
     assert code == 1 and "control: int8 with the scales of its tokens permuted must agree" in error
+
+
+def test_windows_and_the_naive_baseline(
+    folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... are presets like others, and the modes agree on them too."""
+    monkeypatch.setattr(gate, "CONTROL_AGREEMENT", 1.01)
+    names = ("int4:2+6", "int4-untransformed", "int4-channel:0+3")
+    words = [word for name in names for word in ("--preset", name)]
+    code, found, error = run(capsys, folder, tmp_path, *words, "--sink-length", "1", "--mode", "all", "--controls")
+    assert code == 0, error
+    configs = found["settings"]["presets"]
+    assert list(configs) == ["none", "int8", *names]
+    lengths = {name: (config["sink_length"], config["residual_length"]) for name, config in configs.items()}
+    assert lengths == dict(zip(configs, [(0, 0), (1, 0), (2, 6), (1, 0), (0, 3)], strict=True))
+    for rows in found["parts"]["summary"]["modes"].values():
+        assert rows["int4:2+6"]["kld"] < rows["int4-untransformed"]["kld"]
+        assert rows["none"]["bits_per_value"] == 32 and 4 < rows["int4:2+6"]["bits_per_value"] < 5
+
+
+def test_rows_follow_the_convention(tmp_path: Path) -> None:
+    """Lines keep their newline, blank ones become empty, two newlines join them; the rest of a window is dropped."""
+    (tmp_path / "text.raw").write_text(" a\n \nb\n", encoding="utf-8")
+    words = ["--text", str(tmp_path / "text.raw"), "--window", "4"]
+    parser = argparse.ArgumentParser()
+    perplexity.add_options(parser)
+    assert windows.read_source(parser.parse_args(words))[1] == " a\n \nb\n"
+    args = parser.parse_args([*words, "--rows"])
+    source, text = windows.read_source(args)
+    assert text == " a\n\n\n\n\nb\n" and source["convention"] == "rows joined by two newlines"
+    pieces, begins = windows.cut(torch.arange(len(text)), args, models.llama())
+    assert pieces.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and begins == [0, 4]
+
+
+def test_calibration_is_told(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("Another text, of which there is enough.\n" * 40, encoding="utf-8")
+    words = ("--calibrate", str(tmp_path / "other.txt"), "--calibrate-for", "int8", "--mode", "simulated")
+    code, found, error = run(capsys, folder, tmp_path, *words)
+    assert code == 0, error
+    told = found["settings"]["calibration"]
+    assert told["data"] == "other.txt" and told["preset"] == "int8" and list(told["layers"]) == ["0", "1"]
+    code, _, error = run(capsys, folder, tmp_path, "--mode", "simulated")
+    assert code == 2 and "`--output` cannot be used" in error
 
 
 def test_overlapping_windows_score_what_is_new(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -115,10 +161,10 @@ def test_what_fails_the_run(
 
     monkeypatch.setattr(perplexity, "compare", out_of_memory)
     code, _, error = run(capsys, folder, tmp_path)
-    assert code == 1 and "memory must suffice for int8, which it does not. Use a smaller --window" in error
+    assert code == 2 and "`--window` must fit into memory, got 24, which does not in chunked, window 1" in error
     (tmp_path / "out.json").unlink()
-    monkeypatch.setattr(perplexity, "GATE_SHARE", 0.0)
-    monkeypatch.setattr(perplexity, "GATE_NONE", 0.0)
+    monkeypatch.setattr(gate, "GATE_SHARE", 0.0)
+    monkeypatch.setattr(gate, "GATE_NONE", 0.0)
     code, _, error = run(capsys, folder, tmp_path)
     assert code == 1 and "must give the same distribution " in error
 
@@ -130,6 +176,7 @@ def test_what_fails_the_run(
         (["--window", "65"], "`--window` must be at least 3 and at most the model's 64 positions, got 65."),
         (["--stride", "23"], "`--stride` must be the window or less than it by 2, got 23 with 24 tokens."),
         (["--chunk", "0"], "`--chunk` must be positive, got 0."),
+        (["--inject-outliers", "0"], "nothing can be injected into "),
         (["--tokens", "100000"], "`--tokens` must be at most "),
         (["--dataset", "x"], "`--text` or `--dataset` must be given, got both. Add --text FILE."),
         (["--device", "nowhere"], "`--device` must be a torch device"),

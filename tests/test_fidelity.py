@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hf_kvquant
-from hf_kvquant.fidelity import causal_pairs, compare, feed
+from hf_kvquant.fidelity import compare, feed, is_out_of_memory
+from hf_kvquant.simulation import causal_pairs
 
 TOKENS = 41
 
@@ -98,3 +99,12 @@ def test_errors(shape: tuple[int, int], chunks: tuple[int, int], message: str) -
     with pytest.raises(ValueError) as error:
         next(stream)
     assert str(error.value) == message
+
+
+def test_what_says_that_memory_has_run_out() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60, dtype=torch.int8)
+    assert is_out_of_memory(raised.value)
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes differ")) and not is_out_of_memory(ValueError("out of memory"))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_kvquant import KVQuantConfig
-from hf_kvquant.fidelity import Chunks, Stream, causal_pairs, compare, divergence, route
-from hf_kvquant.simulation import simulated, simulated_cache
+from hf_kvquant.fidelity import Chunks, Stream, compare, divergence, route
+from hf_kvquant.simulation import causal_pairs, pairs_of, simulated, simulated_cache
 
 TOKENS = 41
 CONFIGS = {
@@ -51,7 +51,25 @@ def test_pairs_are_counted() -> None:
         assert result.pairs_read == result.pairs_expected == expected
 
 
-def test_errors() -> None:
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("preset", ["k8v4", "fp8"])
+def test_texts_may_have_first_chunks_of_their_own(implementation: str, preset: str) -> None:
+    model = models.llama()
+    model.set_attn_implementation(implementation)
+    ids = torch.randint(3, models.VOCAB_SIZE, (3, TOKENS))
+    firsts = [5, 1, TOKENS]
+    with torch.inference_mode(), simulated(model):
+        together = simulated_cache(model, preset, first_chunk=firsts)
+        logits = model(ids, past_key_values=together).logits
+        for index, first in enumerate(firsts):
+            alone = simulated_cache(model, preset, first_chunk=first)
+            expected = model(ids[index : index + 1], past_key_values=alone).logits[0]
+            # Sums in another order may flip a code.
+            assert (logits[index] - expected).abs().amax(-1).quantile(0.5) < 1e-4
+    assert pairs_of(together) == (2 * sum(causal_pairs(TOKENS, first) for first in firsts), 2)
+
+
+def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(3, models.VOCAB_SIZE, (1, 8))
     model = models.llama()
     with simulated(model):
@@ -65,7 +83,7 @@ def test_errors() -> None:
             look()
     with pytest.raises(NotImplementedError, match="simulate: GPTJForCausalLM computes attention by itself"):
         compare(models.family("gptj"), ids, {"int8": "int8"}, simulate=True)
-    model.config._attn_implementation = "flex_attention"
+    monkeypatch.setattr(model.config, "_attn_implementation", "flex_attention")
     with pytest.raises(NotImplementedError, match="must be one of sdpa, eager, got 'flex_attention'"):
         with simulated(model):
             pass

@@ -2,10 +2,10 @@
 
 lm-eval's own class scores a text in one forward without a cache, so under it every preset looks lossless. Here a text
 is scored in one of two modes. *decode*: the context without its last token fills the cache, then that token and the
-continuation come as later chunks, through append and the decode kernel, as in a chat. *simulated*: one forward in which
-every key and value, those of the context too, goes through its codes before attention. What was read as codes is
-counted and compared with its closed form, batch by batch. Which tasks run, and what becomes of the scores, is decided
-in `tasks.py`.
+continuation come as later chunks, through append and the decode kernel, as in a chat. *simulated*: one forward does
+what these chunks would, without cache and kernels (`simulation.py`): the same function, for whatever a kernel does not
+serve. What was read as codes is counted and compared with its closed form, batch by batch. Which tasks run, and what
+becomes of the scores, is decided in `tasks.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
+from transformers import Cache
 
 from ..cache import KVQuantCache, KVQuantLayer
 from ..config import DEFAULT_PRESET, KVQuantConfig
-from ..fidelity import PairCounter, causal_pairs
+from ..fidelity import PairCounter
 from ..patching import patch
+from ..simulation import causal_pairs, pairs_of, simulated, simulated_cache
 from ..transforms.of_model import key_transforms
 
 MODES = ("decode", "simulated")
@@ -36,6 +38,10 @@ CHUNK_SIZE = 128
 
 class NothingRead(RuntimeError):
     """Scores that would not be those of the quantised cache."""
+
+
+class CannotScore(ValueError):
+    """An item that a model has no place for."""
 
 
 class Row(NamedTuple):
@@ -48,23 +54,6 @@ class Row(NamedTuple):
     def first_chunk(self) -> int:
         """Tokens that fill the cache before anything reads it."""
         return max(1, len(self.context) - 1)
-
-
-class DequantizedLayer(KVQuantLayer):
-    """A layer whose `update` returns what the codes of all its tokens stand for, those of the first chunk too.
-
-    Attributes:
-        num_tokens: Tokens that were given back dequantised, over the batch.
-    """
-
-    num_tokens = 0
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take new tokens and return all tokens held, `[batch, num_kv_heads, tokens, head_dim]`, for raw attention."""
-        self.storage.extend(key_states, value_states)
-        if self.storage.is_quantized:
-            self.num_tokens += key_states.shape[0] * key_states.shape[2]
-        return self.storage.dequantize()
 
 
 # lm-eval is typed in part only.
@@ -113,7 +102,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         self.mode = mode
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and self.world_size == 1 and kwargs.get("tp_plan") is None:
             # HFLM spreads items over processes for models that it loads itself, to GPUs.
-            self.accelerator = Accelerator()
+            self.accelerator = Accelerator(cpu=self.device.type == "cpu")
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self._takes = frozenset(inspect.signature(type(self.model).forward).parameters)
         self.use(preset)
@@ -122,9 +111,13 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         """Score with another preset from now on.
 
         Raises:
-            NotImplementedError, TypeError, ValueError: As for `patch`; nothing has changed.
+            NotImplementedError, TypeError, ValueError: As for `patch`, or the model's attention cannot be simulated;
+                nothing has changed.
         """
         config = KVQuantConfig.resolve(preset_or_config)
+        if self.mode == "simulated":
+            with simulated(self.model):
+                pass
         patch(self.model, config)
         self.quant_config = config
         self._transforms = key_transforms(self.model, config)
@@ -147,37 +140,32 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
 
         Raises:
             NothingRead: Some layer did not attend to codes.
-            ValueError: A continuation is empty or longer than the model's context.
+            CannotScore: A continuation is empty or longer than the model's context.
         """
         # What differs in the last token only (yes and no, say) is fed once.
         waiting: dict[Row, list[int]] = {}
         for index, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length or not context:
-                raise ValueError(
+                raise CannotScore(
                     f"loglikelihood: a continuation must have from 1 to {self.max_length} tokens and a context, got "
                     f"{len(continuation)} tokens after {len(context)}. Shorten the item, or give max_length."
                 )
             room = self.max_length + 1 - len(continuation)
             waiting.setdefault(Row(tuple(context[-room:]), tuple(continuation[:-1])), []).append(index)
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        progress = tqdm(
-            total=len(requests), desc="log-likelihoods", disable=disable_tqdm or self.rank != 0 or self._is_rolling
-        )
-        for rows in self._batches(waiting):
-            scored = self._decode(rows) if self.mode == "decode" else self._simulate(rows)
-            for row, (token_log_probs, is_greedy, last) in zip(rows, scored, strict=True):
-                best = int(last.argmax())
-                for index in waiting[row]:
-                    text, _, continuation = requests[index]
-                    answer = (
-                        float(token_log_probs.sum() + last[continuation[-1]]),
-                        is_greedy and best == continuation[-1],
-                    )
-                    results[index] = answer
-                    if text is not None:
-                        self.cache_hook.add_partial("loglikelihood", text, answer)
-                    progress.update(1)
-        progress.close()
+        is_quiet = disable_tqdm or self.rank != 0 or self._is_rolling
+        with tqdm(total=len(requests), desc="log-likelihoods", disable=is_quiet) as progress:
+            for rows in self._batches(waiting):
+                scored = self._decode(rows) if self.mode == "decode" else self._simulate(rows)
+                for row, (token_log_probs, is_greedy, last) in zip(rows, scored, strict=True):
+                    best = int(last.argmax())
+                    for index in waiting[row]:
+                        text, _, continuation = requests[index]
+                        log_likelihood = float(token_log_probs.sum() + last[continuation[-1]])
+                        results[index] = answer = (log_likelihood, is_greedy and best == continuation[-1])
+                        if text is not None:
+                            self.cache_hook.add_partial("loglikelihood", text, answer)
+                        progress.update(1)
         return results
 
     _is_rolling = False
@@ -268,12 +256,9 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
 
     @torch.inference_mode()
     def _simulate(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:
-        """Score rows in one forward, over keys and values that went through codes."""
-        cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
-        cache.layers = [
-            DequantizedLayer(layer.storage, layer.notes) if isinstance(layer, KVQuantLayer) else layer
-            for layer in cache.layers
-        ]
+        """Score rows in one forward, in which every query sees what it would in `_decode`."""
+        first_chunks = [row.first_chunk for row in rows]
+        cache = simulated_cache(self.model, self.quant_config, first_chunk=first_chunks, chunk_size=CHUNK_SIZE)
         width = max(len(row.context) + len(row.fed) for row in rows)
         ids = torch.zeros((len(rows), width), dtype=torch.int64, device=self.device)
         targets = torch.full((len(rows), width), -1, dtype=torch.int64, device=self.device)
@@ -283,15 +268,14 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             ids[index, : len(tokens)] = torch.tensor(tokens)
             begins.append(len(row.context) - 1)
             targets[index, begins[-1] : begins[-1] + len(row.fed)] = torch.tensor(row.fed, dtype=torch.int64)
-        logits = self._forward(cache, ids, None, torch.arange(width, device=self.device).unsqueeze(0))
-        simulated = [layer for layer in cache.layers if isinstance(layer, DequantizedLayer)]
-        num_quantized = sum(storage.is_quantized for storage in cache.storages)
-        self._count(sum(layer.num_tokens for layer in simulated), num_quantized * ids.numel())
+        # Padding on the right, which no query of a text sees.
+        with simulated(self.model):
+            logits = self._forward(cache, ids, None, torch.arange(width, device=self.device).unsqueeze(0))
+        pairs, num_quantized = pairs_of(cache)
+        self._count(pairs, num_quantized * sum(causal_pairs(width, first_chunk) for first_chunk in first_chunks))
         return self._scores(iter([logits]), targets, begins, rows)
 
-    def _forward(
-        self, cache: KVQuantCache, ids: Tensor, mask: Tensor | None, positions: Tensor, **options: Any
-    ) -> Tensor:
+    def _forward(self, cache: Cache, ids: Tensor, mask: Tensor | None, positions: Tensor, **options: Any) -> Tensor:
         """Logits of one chunk, `[batch, q_len, vocab_size]`, or of its last token where the model can leave others out.
 
         Args:
@@ -359,10 +343,9 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         """
         if read < expected:
             raise NothingRead(
-                f"loglikelihood: mode '{self.mode}' must read {expected} tokens from codes in this batch, got {read}. "
-                "Some layer attended to something else (the log says why), so scores would not be those of the "
-                "quantised cache."
-                + (" Use mode 'simulated', which needs no kernel." if self.mode == "decode" else " Report this model.")
+                f"loglikelihood: mode '{self.mode}' must read {expected} (query, token) pairs from codes in this "
+                f"batch, got {read}. Some layer attended to something else (the log says why), so scores would not be "
+                "those of the quantised cache. Use another model."
             )
         self.pairs_read += read
         self.pairs_expected += expected

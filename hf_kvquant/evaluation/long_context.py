@@ -16,7 +16,6 @@ import inspect
 import math
 import re
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,24 +33,23 @@ from ..arguments import (
     DTYPES,
     Refused,
     UsageError,
-    add_injections,
+    add_presets,
+    checked_configs,
     checked_device,
-    checked_presets,
-    inject,
     load,
-    load_calibration,
     read_text,
 )
 from ..cache import KVQuantCache, KVQuantLayer
-from ..config import PRESETS, KVQuantConfig
-from ..fidelity import PairCounter, causal_pairs
+from ..config import KVQuantConfig
+from ..fidelity import PairCounter
 from ..generation import UNQUANTIZED
 from ..patching import patched
+from ..simulation import causal_pairs
 from ..transforms.of_model import key_transforms
-from ..transforms.smoothing_file import FILE_NAME
+from . import preparation
 from .prompts import NUM_ANSWERS, TESTS, Prompt, PromptError, Writer
-from .provenance import place, sha256
-from .records import RunRecord
+from .provenance import place
+from .records import RunRecord, early_end, open_record
 
 WHERE = "eval long"
 DEFAULT_PRESETS = (UNQUANTIZED, "int8", "int4")
@@ -169,13 +167,7 @@ def add_parser(commands: Any) -> None:
         "answer is compared everywhere.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
-    parser.add_argument(
-        "--preset",
-        action="append",
-        metavar="NAME",
-        help=f"one of {', '.join(PRESETS)}; repeatable (default: {', '.join(DEFAULT_PRESETS)}); "
-        f"'{UNQUANTIZED}' is always there",
-    )
+    add_presets(parser, DEFAULT_PRESETS, f"; '{UNQUANTIZED}' is always there")
     parser.add_argument(
         "--tests", default=",".join(TESTS), metavar="LIST", help=f"of {', '.join(TESTS)} (default: all)"
     )
@@ -194,8 +186,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--filler-file", metavar="FILE", help="text for needle and recall (default: sentences from a few words)"
     )
+    parser.add_argument(
+        "--chat-template", action="store_true", help="wrap prompts with the tokenizer's chat template, for chat models"
+    )
     parser.add_argument("--output", metavar="FILE", help="JSON, written cell by cell; a second run resumes it")
-    add_injections(parser)
+    preparation.add_options(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
     parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
     parser.set_defaults(run=run)
@@ -219,21 +214,24 @@ def run(args: argparse.Namespace) -> None:
     """`hf-kvquant eval long`.
 
     Raises:
+        Interrupted: The text says what was kept.
         Refused: A preset was not read as codes.
-        UsageError: An argument has no meaning, or does not fit the model or the record.
+        UsageError: An argument has no meaning, or does not fit the model, the record or memory.
     """
-    names = list(dict.fromkeys((UNQUANTIZED, *checked_presets(args.preset, WHERE, DEFAULT_PRESETS))))
+    configs = checked_configs(args, WHERE, DEFAULT_PRESETS)
+    configs = {UNQUANTIZED: KVQuantConfig.from_preset(UNQUANTIZED), **configs}
     cells = checked_cells(args)
     filler = checked_filler(args.filler_file)
     device = checked_device(args.device, WHERE)
     model, tokenizer = load(args.model, args.dtype, device, WHERE)
-    load_calibration(model, args.model)
     check_context(model, args.model, cells)
-    configs = {name: KVQuantConfig.from_preset(name) for name in names}
-    writer = Writer(tokenizer, filler, seed=args.seed)
+    try:
+        writer = Writer(tokenizer, filler, seed=args.seed, is_chat=args.chat_template)
+    except PromptError as error:
+        raise UsageError(f"{WHERE}: {error}") from error
     for cell in cells:
         written(writer, cell, 0)
-    inject(model, args, WHERE)
+    prepared = preparation.prepare(model, tokenizer, args, WHERE)
     try:
         for config in configs.values():
             with patched(model, config):
@@ -241,24 +239,19 @@ def run(args: argparse.Namespace) -> None:
     except (NotImplementedError, TypeError, ValueError) as error:
         raise UsageError(f"{WHERE}: {args.model} cannot be evaluated so. {error}") from error
     path = Path(args.model).expanduser()
-    smoothing = path / FILE_NAME
     settings = {
         "evaluation": "long",
         "model": place(path) if path.exists() else args.model,
         "weights": fingerprint(model),
-        "smoothing": sha256(smoothing) if smoothing.is_file() else None,
         "dtype": str(model.dtype).removeprefix("torch."),
         "presets": {name: config.to_dict() for name, config in configs.items()},
         "samples": args.samples,
         "seed": args.seed,
-        "filler": None if filler is None else hashlib.sha256(filler.encode()).hexdigest(),
-        "inject_outliers": args.inject_outliers,
-        "inject_bias": args.inject_bias,
+        "chat_template": None if not args.chat_template else digest(str(tokenizer.chat_template)),
+        "filler": None if filler is None else digest(filler),
+        **prepared,
     }
-    try:
-        record = RunRecord.open(None if args.output is None else Path(args.output), settings)
-    except ValueError as error:
-        raise UsageError(f"{WHERE}: `--output` cannot be used. {error}") from error
+    record = open_record(args.output, settings, WHERE)
     measure(model, writer, cells, configs, record, num_samples=args.samples, batch_size=args.batch_size)
     summary = summarize(record, cells, configs)
     record.put(SUMMARY, summary)
@@ -289,23 +282,20 @@ def measure(
         transient=True,
         disable=not console.is_terminal,
     )
-    num_done = len(cells) - len(missing)
-    try:
-        with progress:
-            bar = progress.add_task("", total=num_samples * sum(cell.length for cell in missing))
-            for cell in missing:
-                progress.update(bar, description=f"{cell.test} {cell.length:,} at {cell.depth:g} %")
-                parts = []
-                for start in range(0, num_samples, batch_size):
-                    samples = range(start, min(start + batch_size, num_samples))
-                    prompts = [written(writer, cell, sample) for sample in samples]
-                    parts.append(checked_scores(model, prompts, configs, batch_size))
-                    progress.advance(bar, len(prompts) * cell.length)
-                record.put(cell.part, {name: _joined([part[name] for part in parts]) for name in configs})
-                num_done += 1
-    except KeyboardInterrupt:
-        print(f"{WHERE}: interrupted with {num_done} of {len(cells)} cells measured.", file=sys.stderr)
-        raise
+    ending = early_end(record, WHERE, lower="--batch-size", value=batch_size, more=", or ask for shorter --lengths")
+    with ending as ongoing, progress:
+        bar = progress.add_task("", total=num_samples * sum(cell.length for cell in missing))
+        for number, cell in enumerate(missing, len(cells) - len(missing) + 1):
+            what = f"{cell.test} {cell.length:,} at {cell.depth:g} %"
+            ongoing.part = f"cell {number} of {len(cells)} ({what})"
+            progress.update(bar, description=what)
+            parts = []
+            for start in range(0, num_samples, batch_size):
+                samples = range(start, min(start + batch_size, num_samples))
+                prompts = [written(writer, cell, sample) for sample in samples]
+                parts.append(checked_scores(model, prompts, configs))
+                progress.advance(bar, len(prompts) * cell.length)
+            record.put(cell.part, {name: _joined([part[name] for part in parts]) for name in configs})
 
 
 def written(writer: Writer, cell: Cell, sample: int) -> Prompt:
@@ -317,22 +307,14 @@ def written(writer: Writer, cell: Cell, sample: int) -> Prompt:
 
 
 def checked_scores(
-    model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[str, KVQuantConfig], batch_size: int
+    model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[str, KVQuantConfig]
 ) -> dict[str, Scores]:
     """`score`, refused where its numbers would mean nothing.
 
     Raises:
         Refused: Quantised layers were not read as codes, or log-likelihoods are no numbers.
-        UsageError: The device has not enough memory.
     """
-    try:
-        results = score(model, prompts, configs)
-    except torch.OutOfMemoryError as error:
-        remedy = "Lower --batch-size." if batch_size > 1 else "Ask for shorter --lengths."
-        raise UsageError(
-            f"{WHERE}: {len(prompts)} prompts of {len(prompts[0].ids):,} tokens must fit the memory of {model.device}, "
-            f"which is full. {remedy}"
-        ) from error
+    results = score(model, prompts, configs)
     for name, scores in results.items():
         # Layers that attend to the keys and values of another one read its codes too, so that more may be read.
         if scores.pairs_read < scores.pairs_expected:
@@ -426,14 +408,19 @@ def check_context(model: PreTrainedModel, name: str, cells: Sequence[Cell]) -> N
         )
 
 
+def digest(text: str) -> str:
+    """The SHA-256 of a text, hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def fingerprint(model: PreTrainedModel) -> str:
     """A hash of a sample of every weight: enough to tell checkpoints apart, also those of the same name."""
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     for name, weight in model.state_dict().items():
         flat = weight.detach().flatten()
         sample = flat[:: max(1, flat.numel() // 256)].float().cpu()
-        digest.update(f"{name} {list(weight.shape)}".encode() + sample.numpy().tobytes())
-    return digest.hexdigest()
+        found.update(f"{name} {list(weight.shape)}".encode() + sample.numpy().tobytes())
+    return found.hexdigest()
 
 
 # --- what came of it --------------------------------------------------------------------------------------------------

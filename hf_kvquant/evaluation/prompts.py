@@ -6,7 +6,8 @@ decided what is written and where; `long_context.py` decides what a model makes 
 
 Pieces are tokenised one by one and their ids joined, so that a prompt has the length that was asked for to the token,
 with any tokenizer. All prompts of a test have questions and answers of the same number of tokens (others are drawn
-again), so that those of one length make a batch without padding.
+again), so that those of one length make a batch without padding. For a chat model, context and question are what the
+user says, and the answer begins with words that are the assistant's already.
 """
 
 from __future__ import annotations
@@ -104,11 +105,12 @@ class Prompt:
 
 
 class _Task(NamedTuple):
-    """What is hidden and asked, of which the latter has the answer behind it."""
+    """What is hidden and asked, and the words that the answer, a number, stands behind."""
 
     subject: str
     needle: str
     question: str
+    lead: str
     answer: str
 
 
@@ -120,9 +122,15 @@ class Writer:
         filler: Text for `needle`, and for what is left over in `recall`; `None` for sentences made from a few words.
             White space in it becomes single spaces.
         seed: Of all that is drawn. Prompts of equal seed and arguments are equal.
+        is_chat: Whether prompts are wrapped with the tokenizer's chat template.
+
+    Raises:
+        PromptError: There is no chat template, or none that a prompt can be put into.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, filler: str | None = None, *, seed: int = 0) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, filler: str | None = None, *, seed: int = 0, is_chat: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.seed = seed
         # Some tokenizers put a space before everything that they are given, others want to be told.
@@ -131,6 +139,9 @@ class Writer:
         with_special = list(tokenizer("x").input_ids)
         bos = tokenizer.bos_token_id
         self._start = [bos] if bos is not None and with_special[:1] == [bos] else []
+        self._turn: list[int] | None = None  # from the end of what the user says to the beginning of the answer
+        if is_chat:
+            self._start, self._turn = map(self._encode, _parts_of_template(tokenizer))
         self._noise = [self._encode(self._space + sentence) for sentence in _NOISE]
         self._filler = None if filler is None else self._sentences(filler)
         self._shapes = {test: self._usual_shape(test) for test in TESTS}
@@ -175,8 +186,13 @@ class Writer:
 
     def _asked(self, task: _Task) -> tuple[list[int], list[int]]:
         """Ids of a question and its answer, the latter as they are behind the former."""
-        question = self._encode(self._space + task.question)
-        return question, self._encode(f"{self._space}{task.question} {task.answer}")[len(question) :]
+        opening: list[int] = []
+        lead = f"{self._space}{task.question} {task.lead}"
+        if self._turn is not None:
+            opening = self._encode(self._space + task.question) + self._turn
+            lead = task.lead
+        question = self._encode(lead)
+        return opening + question, self._encode(f"{lead} {task.answer}")[len(question) :]
 
     def _usual_shape(self, test: str) -> tuple[int, int]:
         """Tokens of question and answer in most of some draws, whatever the seed."""
@@ -250,14 +266,36 @@ def _split(sentences: Iterator[list[int]], room: int, depth: float) -> tuple[lis
     return ids[cut : cut + border], ids[cut + border :]
 
 
+def _parts_of_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """What a chat template puts before and behind what a user says first, up to where the answer begins."""
+    mark = "hf-kvquant-prompt"
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template is a program, whose errors are of any type
+        reason = " ".join(str(error).split()) if tokenizer.chat_template else "none"
+        raise PromptError(
+            f"`--chat-template` needs a tokenizer whose chat template takes what a user says, got {reason}. Leave it "
+            "out, or name a chat model."
+        ) from error
+    parts = str(text).split(mark)
+    if len(parts) != 2:
+        raise PromptError(
+            "`--chat-template` needs a chat template that has what a user says in it once, got it "
+            f"{len(parts) - 1} times. Leave it out."
+        )
+    return parts[0], parts[1]
+
+
 def _task(test: str, rng: random.Random) -> _Task:
     number = _number(rng)
     if test == "passkey":
         needle = f"The pass key is {number}. Remember it. {number} is the pass key."
-        return _Task("", needle, "What is the pass key? The pass key is", number)
+        return _Task("", needle, "What is the pass key?", "The pass key is", number)
     subject = rng.choice(_CITIES) if test == "needle" else _subject(rng)
     what = f"secret number of {subject}" if test == "needle" else f"number of the {subject}"
-    return _Task(subject, f"The {what} is {number}.", f"What is the {what}? The {what} is", number)
+    return _Task(subject, f"The {what} is {number}.", f"What is the {what}?", f"The {what} is", number)
 
 
 def _number(rng: random.Random) -> str:

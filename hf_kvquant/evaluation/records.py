@@ -2,26 +2,34 @@
 
 A record holds the card of the run (`provenance.py`), its settings, and its parts, results by name. What a part is, the
 evaluation decides; here is decided when a file may be gone on with: where its settings are equal, and so are the code
-and the machine that its parts come from.
+and the machine that its parts come from. And what a user is told of a run that ends before its time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..arguments import Interrupted, UsageError
+from ..fidelity import OutOfMemory, is_out_of_memory
 from .provenance import card, gpu_card
 
 # What may differ between the runs that fill one record.
 _FREE = ("command", "date", "threads")
 _REMEDY = "Name another file, or remove this one."
+
+
+class CannotKeep(OSError):
+    """A record's file that cannot be written."""
 
 
 class RunRecord:
@@ -45,15 +53,19 @@ class RunRecord:
             settings: JSON-serialisable: whatever results depend on.
 
         Raises:
-            ValueError: The file is no record, or one of other settings, or of other code or another machine; or its
-                folder is not there.
+            ValueError: The file is no record, or one of other settings, or of other code or another machine; or it
+                cannot be written.
         """
         where = {**card(), **(gpu_card() if torch.cuda.is_available() else {})}
         content = {"card": where, "settings": _plain(settings), "parts": {}}
         if path is None:
             return cls(None, content)
-        if path.is_dir() or not path.parent.is_dir():
-            found = "a folder" if path.is_dir() else f"no folder {path.parent} to write into"
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            found = f"no folder {path.parent} to write into"
+            if path.is_dir():
+                found = "a folder"
+            elif path.parent.is_dir():
+                found = f"{path.parent} cannot be written to"
             raise ValueError(f"RunRecord: `path` must be a file's in a folder that is there, got {path}: {found}.")
         if not path.exists():
             return cls(path, content)
@@ -73,7 +85,11 @@ class RunRecord:
         return found
 
     def put(self, part: str, result: Mapping[str, Any]) -> None:
-        """Keep a part's result, and write the file."""
+        """Keep a part's result, and write the file.
+
+        Raises:
+            CannotKeep: It cannot be written; what it held before, it holds.
+        """
         self._content["parts"][part] = _plain(result)
         if self._path is not None:
             # Whoever reads the file, or resumes after an interruption, finds the whole of the old or of the new one.
@@ -81,12 +97,76 @@ class RunRecord:
             try:
                 beside.write_text(_spell(self._content), encoding="utf-8")
                 beside.replace(self._path)
+            except OSError as error:
+                raise CannotKeep(error.strerror or str(error)) from error
             finally:
                 beside.unlink(missing_ok=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Card, settings and parts."""
         return self._content
+
+    def kept(self) -> str:
+        """Where what was measured is, and how to go on, for a run that ends early."""
+        if self._path is None:
+            return "Nothing is kept: add --output FILE to keep what was measured."
+        if not self._content["parts"]:
+            return "Nothing was measured yet."
+        return f"What was measured is in {self._path}: run the same command again to go on."
+
+
+def open_record(output: str | None, settings: Mapping[str, Any], where: str) -> RunRecord:
+    """The record of `--output`; `where` opens the message where it cannot be used.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    try:
+        return RunRecord.open(None if output is None else Path(output).expanduser(), settings)
+    except ValueError as error:
+        raise UsageError(f"{where}: `--output` cannot be used. {error}") from error
+
+
+@dataclasses.dataclass
+class Ongoing:
+    """What is being measured, in words, for whoever has to be told that it was not."""
+
+    part: str = "the first steps"
+
+
+@contextlib.contextmanager
+def early_end(record: RunRecord, where: str, *, lower: str, value: object, more: str = "") -> Iterator[Ongoing]:
+    """Tell in a line what is left of a run that is interrupted, or lacks memory or room for its results.
+
+    Args:
+        record: Of the run.
+        where: Opens the message.
+        lower: The option that takes the most memory.
+        value: What was given for it.
+        more: What else to do, opening with a comma.
+
+    Raises:
+        Interrupted: The run is; the text says what was kept.
+        UsageError: Memory has run out, or what was measured cannot be written.
+    """
+    ongoing = Ongoing()
+    try:
+        yield ongoing
+    except KeyboardInterrupt as error:
+        raise Interrupted(f"{where} ended in {ongoing.part}. {record.kept()}") from error
+    except CannotKeep as error:
+        raise UsageError(
+            f"{where}: `--output` must be a file that can be written, got {error} in {ongoing.part}. Make room, then "
+            "run the same command again: it goes on with what was written before."
+        ) from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        under = f" under {error.name}" if isinstance(error, OutOfMemory) else ""
+        raise UsageError(
+            f"{where}: `{lower}` must fit into memory, got {value}, which does not in {ongoing.part}{under}. Lower it"
+            f"{more}. {record.kept()}"
+        ) from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -9,8 +9,10 @@ run loses one part and everything can be paired later.
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,22 +23,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..arguments import (
-    DTYPES,
-    UsageError,
-    add_injections,
-    checked_device,
-    checked_presets,
-    inject,
-    load,
-    load_calibration,
-)
-from ..config import PRESETS, KVQuantConfig
+from ..arguments import DTYPES, Refused, UsageError, add_presets, checked_configs, checked_device, load
+from ..config import WINDOWS, KVQuantConfig
 from ..generation import UNQUANTIZED
 from ..patching import patched
+from . import preparation
 from .provenance import place, sha256
-from .records import RunRecord
+from .records import early_end, open_record
 
+WHERE = "eval tasks"
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
 MODES = ("decode", "simulated")
 # Metrics of an item that is right or wrong, the first one being what is compared.
@@ -51,29 +46,24 @@ def add_parser(commands: Any) -> None:
         description="Zero-shot accuracy through lm-eval. Every preset answers the same items as the unquantised cache "
         f"('{UNQUANTIZED}', always run), so that the difference has an error of its own. Without --data, lm-eval's own "
         "tasks run by name, and download their data; with it, the task files of the package read JSON lines. Under "
-        "accelerate launch, items are spread over processes.",
+        "accelerate launch (on CPUs: torchrun), items are spread over processes.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     parser.add_argument(
         "--tasks", nargs="+", metavar="NAME", help="with --data, any of its files by name (default: all that there are)"
     )
     parser.add_argument("--data", metavar="DIR", help="a folder with NAME.jsonl for every task")
-    parser.add_argument(
-        "--preset",
-        action="append",
-        metavar="NAME",
-        help=f"one of {', '.join(PRESETS)}; repeatable (default: {', '.join(COMPARED_PRESETS)})",
-    )
+    add_presets(parser, COMPARED_PRESETS)
     parser.add_argument(
         "--mode",
         choices=MODES,
         default=MODES[0],
         help="decode: the context but for its last token fills the cache, what follows reads it through the kernels; "
-        "simulated: one forward in which keys and values of all tokens go through codes (default: decode)",
+        "simulated: one forward does what that would, without kernels (default: decode)",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="the first N items of each task only")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts of a forward (default: 8)")
-    add_injections(parser)
+    preparation.add_options(parser)
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -92,73 +82,75 @@ def run(args: argparse.Namespace) -> None:
     """`hf-kvquant eval tasks`.
 
     Raises:
+        Interrupted: The text says what was kept.
+        Refused: Scores were not those of the quantised cache.
         UsageError: An argument has no meaning or does not fit, data are not there, or memory does not suffice.
     """
-    presets = list(dict.fromkeys([UNQUANTIZED, *checked_presets(args.preset, "eval tasks", COMPARED_PRESETS)]))
+    configs = checked_configs(args, WHERE, COMPARED_PRESETS)
+    configs = {UNQUANTIZED: KVQuantConfig.from_preset(UNQUANTIZED), **configs}
     for option in ("limit", "batch_size"):
         value = getattr(args, option)
         if value is not None and value < 1:
-            raise UsageError(f"eval tasks: `--{option.replace('_', '-')}` must be at least 1, got {value}.")
+            raise UsageError(f"{WHERE}: `--{option.replace('_', '-')}` must be at least 1, got {value}.")
     import_lm_eval(is_offline=args.data is not None)
     from .task_files import check_data, checked_names, data_file, load_tasks
 
     names = checked_names(args.tasks, args.data)
     if args.data is not None:
         check_data(names, args.data)
-    device = checked_device(args.device or this_process_device(), "eval tasks")
-    model, tokenizer = load(args.model, args.dtype, device, "eval tasks")
-    load_calibration(model, args.model)
-    inject(model, args, "eval tasks")
-    configs = {preset: KVQuantConfig.from_preset(preset) for preset in presets}
+    tell_one_process()
+    device = checked_device(args.device or this_process_device(), WHERE)
+    model, tokenizer = load(args.model, args.dtype, device, WHERE)
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise UsageError(
+            f"{WHERE}: `MODEL` must have a tokenizer with a token that begins or ends a text, for lm-eval, got "
+            f"{args.model} without. Set bos_token or eos_token in its tokenizer_config.json."
+        )
+    prepared = preparation.prepare(model, tokenizer, args, WHERE)
     for preset, config in configs.items():
         try:
             with patched(model, config):
                 pass
         except (NotImplementedError, ValueError, TypeError) as error:
-            raise UsageError(f"eval tasks: `--preset {preset}` does not fit {args.model}. {error}") from error
-    path = None if args.output is None else Path(args.output).expanduser()
-    try:
-        record = RunRecord.open(path, settings(args, model))
-    except ValueError as error:
-        raise UsageError(f"eval tasks: `--output` cannot be used. {error}") from error
+            raise UsageError(f"{WHERE}: `--preset {preset}` does not fit {args.model}. {error}") from error
+    record = open_record(args.output, {**settings(args, model), **prepared}, WHERE)
     tasks = load_tasks(names, args.data)
     hashes = {name: None if args.data is None else sha256(data_file(name, args.data)) for name in tasks}
 
-    from .lm_eval_model import KVQuantLM
+    from .lm_eval_model import CannotScore, KVQuantLM, NothingRead
 
-    lm = KVQuantLM(model, tokenizer=tokenizer, mode=args.mode, batch_size=args.batch_size)
+    try:
+        lm = KVQuantLM(model, tokenizer=tokenizer, mode=args.mode, batch_size=args.batch_size)
+    except NotImplementedError as error:
+        raise UsageError(f"{WHERE}: {args.model} cannot be evaluated so. {error}") from error
     console = Console(highlight=False, quiet=lm.rank != 0, stderr=True)
-    total, started = len(tasks) * len(presets), time.monotonic()
-    for number, (name, preset) in enumerate(((name, preset) for name in tasks for preset in presets), 1):
-        done = record.get(part_name(name, preset))
-        if done is not None:
-            if done["data_sha256"] != hashes[name]:
-                raise UsageError(
-                    f"eval tasks: `--output` {args.output} must hold results on the same data, got other data for "
-                    f"{name}. Name another file."
-                )
-            continue
-        console.print(f"{number} of {total}: {name}, {preset} ({time.monotonic() - started:.0f} s so far)")
-        lm.use(configs[preset])
-        try:
-            result = evaluate(lm, name, tasks[name], args.limit)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise UsageError(
-                f"eval tasks: `--batch-size` must fit into memory, got {args.batch_size}, which does not for {name} "
-                f"under {preset}. {resume_hint(args)} with a smaller one."
-            ) from error
-        except KeyboardInterrupt:
-            console.print(f"Interrupted in part {number} of {total}. {resume_hint(args)}.")
-            raise
-        if result is not None:
-            record.put(part_name(name, preset), {**result, "data_sha256": hashes[name]})
+    total, started = len(tasks) * len(configs), time.monotonic()
+    with early_end(record, WHERE, lower="--batch-size", value=args.batch_size) as ongoing:
+        for number, (name, preset) in enumerate(itertools.product(tasks, configs), 1):
+            done = record.get(part_name(name, preset))
+            if done is not None:
+                if done["data_sha256"] != hashes[name]:
+                    raise UsageError(
+                        f"{WHERE}: `--output` {args.output} must hold results on the same data, got other data for "
+                        f"{name}. Name another file."
+                    )
+                continue
+            ongoing.part = f"part {number} of {total} ({name}, {preset})"
+            console.print(f"{number} of {total}: {name}, {preset} ({time.monotonic() - started:.0f} s so far)")
+            lm.use(configs[preset])
+            try:
+                result = evaluate(lm, name, tasks[name], args.limit)
+            except NothingRead as error:
+                raise Refused(f"{WHERE}: {name}, {preset}: {error} {record.kept()}") from error
+            except CannotScore as error:
+                raise UsageError(f"{WHERE}: `--tasks` {name} does not fit {args.model}. {error}") from error
+            if result is not None:
+                record.put(part_name(name, preset), {**result, "data_sha256": hashes[name]})
     if lm.rank == 0:
         parts = {
             (name, preset): part
             for name in tasks
-            for preset in presets
+            for preset in configs
             if (part := record.get(part_name(name, preset))) is not None
         }
         show(Console(highlight=False), parts, title=f"{args.model}, {model.dtype} on {device}".replace("torch.", ""))
@@ -177,7 +169,7 @@ def import_lm_eval(*, is_offline: bool) -> None:
         import lm_eval  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            f"eval tasks: lm-eval must be installed, got: {error}. Install it: pip install 'hf-kvquant[eval]'."
+            f"{WHERE}: lm-eval must be installed, got: {error}. Install it: pip install 'hf-kvquant[eval]'."
         ) from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
@@ -188,6 +180,17 @@ def this_process_device() -> str | None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and torch.cuda.is_available():
         return f"cuda:{os.environ['LOCAL_RANK']}"
     return None
+
+
+def tell_one_process() -> None:
+    """Say so where `accelerate launch` was asked for several processes on CPUs and has started one, for lack of MPI."""
+    is_launched = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
+    if is_launched and "WORLD_SIZE" not in os.environ:
+        print(
+            f"{WHERE}: accelerate started one process, not several: without MPI it does on CPUs. Results are the same. "
+            "To spread items, start it with torchrun --nproc_per_node N -m hf_kvquant.",
+            file=sys.stderr,
+        )
 
 
 def settings(args: argparse.Namespace, model: Any) -> dict[str, Any]:
@@ -206,26 +209,14 @@ def settings(args: argparse.Namespace, model: Any) -> dict[str, Any]:
         "mode": args.mode,
         "limit": args.limit,
         "is_offline": args.data is not None,
-        "injected_outliers": args.inject_outliers,
-        "injected_bias": args.inject_bias,
+        # Presets are not among these, but what they mean is.
+        **{name: getattr(args, name) for name in WINDOWS},
     }
 
 
 def part_name(task: str, preset: str) -> str:
     """How a results file calls one task under one preset."""
     return f"{task}/{preset}"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, on a GPU or on the CPU."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
-
-
-def resume_hint(args: argparse.Namespace) -> str:
-    """How to go on, without the full stop."""
-    if args.output is None:
-        return "Nothing was kept: run again, with --output FILE to keep what is done,"
-    return f"What is done stands in {args.output}: run the same command again"
 
 
 # --- one task under one preset ----------------------------------------------------------------------------------------
@@ -391,12 +382,12 @@ def averages(parts: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]:
     from .paired import bootstrap_average
     from .task_files import AVERAGED
 
-    names, presets = ({key[place] for key in parts} for place in (0, 1))
+    names, presets = (dict.fromkeys(key[place] for key in parts) for place in (0, 1))
     missing = [name for name in AVERAGED if name not in names]
     if missing:
         return [f"No average: it is that of {', '.join(AVERAGED)}, and {', '.join(missing)} did not run."]
     lines = []
-    for preset in (name for name in PRESETS if name in presets):
+    for preset in presets:
         right = {name: parts[name, preset]["items"]["acc"] for name in AVERAGED}
         average, low, high = bootstrap_average(right)
         line = f"average, {preset}: {average:.2%} ({low:.2%} to {high:.2%})"

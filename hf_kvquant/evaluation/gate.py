@@ -1,0 +1,173 @@
+"""What a run of `eval perplexity` must pass before a number is written: the gate between modes, the counter, controls.
+
+Three modes feed a text: one simulated forward, chunks through the cache, and token by token. They are the same
+function, and where they are not, one of them is wrong and no number of either means anything. The counter refuses
+numbers that never saw a code. Negative controls break the cache on purpose, to see that it shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..arguments import Refused
+from ..config import KVQuantConfig
+from ..fidelity import Chunks, Fidelity, Stream, compare, divergence, route
+from ..generation import UNQUANTIZED
+from .windows import FIRST_CHUNK, WHERE
+
+GATE_TOKENS = 160  # of which the largest block of any preset is 128
+# What the gate allows between two modes, in mean KL divergence: in float32 without quantisation this much ...
+GATE_NONE = 1e-6
+# ... and with it, this share of the divergence from the unquantised cache. Sums in another order flip codes at rounding
+# boundaries, layer after layer, which no two modes can avoid: on the reference model in float32 up to 0.15 of it
+# (int4-g32, 600 tokens), where scales of other tokens take agreement from 90 to below 50 %.
+GATE_SHARE = 1 / 3
+# In 16 bits rounding flips so many that tokens differ and only their mean is the same: the mean divergences from the
+# unquantised cache may differ by a tenth, or by so many standard errors. Not two: a run has some twenty such pairs.
+GATE_SHARE_OF_MEAN = 0.1
+GATE_ERRORS = 4.0
+# Agreement with the unquantised cache that permuted scales must not reach.
+CONTROL_AGREEMENT = 0.5
+
+
+def check_counter(name: str, result: Fidelity) -> None:
+    """Abort where a number would not be one of the quantised cache.
+
+    Raises:
+        Refused: It would not.
+    """
+    if result.pairs_read != result.pairs_expected:
+        raise Refused(
+            f"{WHERE}: preset {name} must read {result.pairs_expected} (query, token) pairs from codes, got "
+            f"{result.pairs_read}. Some layer attended to something else, as the log above says; the number would be "
+            "that of another cache."
+        )
+
+
+@torch.inference_mode()
+def log_probs(model: PreTrainedModel, ids: Tensor, name: str, config: KVQuantConfig | None, chunks: Chunks) -> Tensor:
+    """`[tokens, vocab_size]`: all log-probabilities of a text under one config; `None` is transformers' own cache."""
+    with route(model, simulate=chunks.simulate):
+        return torch.cat(list(Stream(model, ids, config, chunks, name=name)))
+
+
+def gate_text(windows: Tensor, configs: Mapping[str, KVQuantConfig]) -> Tensor:
+    """What modes are compared on (`[1, tokens]`): the beginning of the first window, beyond what stays dense in it."""
+    dense = max(config.sink_length + config.residual_length for config in configs.values())
+    return windows[:1, : GATE_TOKENS + dense]
+
+
+def check_modes(
+    model: PreTrainedModel, ids: Tensor, configs: Mapping[str, KVQuantConfig], chunk: int
+) -> dict[str, Any]:
+    """How far the modes are apart, per preset, on a text (`[1, tokens]`): in mean KL divergence from each other, or, in
+    16 bits, in that from the unquantised cache.
+
+    Modes are compared where they are the same function: the simulation of chunks with chunks, that of single tokens
+    with decoding, and chunks with decoding unless they differ by definition: a block of tokens ends within a chunk, and
+    a window of the newest tokens with a chunk.
+
+    Raises:
+        Refused: Two modes disagree.
+    """
+    reference = log_probs(model, ids, "the unquantised cache", None, Chunks(FIRST_CHUNK, chunk))
+    found: dict[str, Any] = {}
+    for name, config in configs.items():
+        ways = [Chunks(FIRST_CHUNK, *how) for how in ((1,), (chunk,), (1, True), (chunk, True))]
+        decode, chunked, as_decode = (log_probs(model, ids, name, config, way) for way in ways[:3])
+        knows_chunks = config.key.block_size is not None or config.residual_length > 0
+        as_chunked = log_probs(model, ids, name, config, ways[3]) if knows_chunks else as_decode
+        pairs = {"simulated and decode": (decode, as_decode), "simulated and chunked": (chunked, as_chunked)}
+        if not knows_chunks:
+            pairs["chunked and decode"] = (decode, chunked)
+        distance = mean(divergence(reference, decode))
+        bound = GATE_NONE if name == UNQUANTIZED else max(GATE_NONE, GATE_SHARE * distance)
+        means = {what: mean(divergence(*both)) for what, both in pairs.items()}
+        if model.dtype != torch.float32:
+            apart = [divergence(reference, one) - divergence(reference, other) for one, other in pairs.values()]
+            means = {what: abs(mean(each)) for what, each in zip(pairs, apart, strict=True)}
+            error = max(float(each.double().std()) / len(each) ** 0.5 for each in apart)
+            bound = max(GATE_NONE, GATE_SHARE_OF_MEAN * distance, GATE_ERRORS * error)
+            if name == UNQUANTIZED:
+                bound = math.inf  # it is nothing but rounding, which is what this row is there to show
+        found[name] = {"kld": distance, "between": means, "bound": bound}
+        for what, each in means.items():
+            if not each <= bound:
+                raise Refused(
+                    f"{WHERE}: preset {name} must give the same distribution {what} within {bound:.1e} nats a token, "
+                    f"got {each:.1e}. Attention depends on how a text comes: a bug, please report it."
+                )
+    return found
+
+
+def run_controls(model: PreTrainedModel, ids: Tensor, configs: Mapping[str, KVQuantConfig]) -> dict[str, Any]:
+    """Negative controls on a text (`[1, tokens]`): what is exact must score so, and what is broken must fail.
+
+    Raises:
+        Refused: A control does not come out as it must.
+    """
+    chunks = Chunks(FIRST_CHUNK, 32)
+    reference = log_probs(model, ids, "the unquantised cache", None, chunks)
+    exact = mean(divergence(reference, log_probs(model, ids, UNQUANTIZED, configs[UNQUANTIZED], chunks)))
+    if model.dtype == torch.float32 and not exact < GATE_NONE:
+        raise Refused(
+            f"{WHERE}: control: `none` must be within {GATE_NONE} nats of the unquantised cache, got {exact}."
+        )
+    found: dict[str, Any] = {"none": exact, "permuted_scales": {}}
+    for name, config in configs.items():
+        if name == UNQUANTIZED:
+            continue
+        # Tokens that stay dense have no scales, and would hide what is wrong with those of others.
+        broken = permuted(model, ids, name, dataclasses.replace(config, sink_length=0, residual_length=0))
+        agreement = mean((broken.argmax(-1) == reference.argmax(-1))[FIRST_CHUNK:])
+        found["permuted_scales"][name] = agreement
+        if not agreement < CONTROL_AGREEMENT:
+            raise Refused(
+                f"{WHERE}: control: {name} with the scales of its tokens permuted must agree with the unquantised "
+                f"cache in fewer than {CONTROL_AGREEMENT:.0%} of the tokens, got {agreement:.1%}. This text or model "
+                "cannot show an error of that kind."
+            )
+    # A count of nothing must not pass for the one that there is.
+    counted = compare(model, ids, configs, first_chunk=FIRST_CHUNK, chunk_size=32)
+    for name, result in counted.items():
+        check_counter(name, result)
+        if result.pairs_expected:
+            try:
+                check_counter(name, Fidelity(**{**vars(result), "pairs_read": 0}))
+            except Refused:
+                continue
+            raise Refused(f"{WHERE}: control: a count of 0 must abort for {name}, but did not.")
+    found["count_of_0_aborts"] = True
+    return found
+
+
+@torch.inference_mode()
+def permuted(model: PreTrainedModel, ids: Tensor, name: str, config: KVQuantConfig) -> Tensor:
+    """`[tokens, vocab_size]`: log-probabilities where tokens have the scales and zeros of other tokens.
+
+    Where a channel has a scale for a block of tokens, it gets that of another channel.
+    """
+    with route(model, simulate=False):
+        stream = Stream(model, ids, config, Chunks(FIRST_CHUNK, 1), name=name)
+        pieces = []
+        for piece in stream:
+            pieces.append(piece)
+            for storage in stream.storages:
+                for planes in (storage.key_planes, storage.value_planes):
+                    assert planes is not None
+                    for plane in (planes.scale, planes.zero):
+                        if plane is not None:
+                            plane[..., : storage.length] = plane[..., : storage.length].roll(1, -1)
+        return torch.cat(pieces)
+
+
+def mean(values: Tensor) -> float:
+    """In float64."""
+    return float(values.double().mean())

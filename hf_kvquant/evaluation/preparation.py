@@ -1,0 +1,122 @@
+"""What is done to a model before an evaluation measures it: made harder, calibrated, or left as it is.
+
+The options are those of every evaluation. How keys get outliers or a bias is `transforms/injection.py`'s, how centres
+and factors are found `transforms/smoothing.py`'s; here is decided what a user may ask for, in which order it is done,
+and what a record says of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..arguments import UsageError, load_calibration, read_text
+from ..config import PRESETS
+from ..fidelity import is_out_of_memory
+from ..transforms.injection import inject_key_bias, inject_key_outliers
+from ..transforms.smoothing import smooth_attention
+from ..transforms.smoothing_file import FILE_NAME, SmoothingResult
+from .provenance import sha256
+
+OUTLIER_PAIRS = 3  # RoPE pairs per head, of the channels that are made larger
+OUTLIER_FACTOR = 10.0  # about what large models have
+BIAS_NORM = 100.0
+CALIBRATED_PRESET = "int4"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of evaluations that change a model before it is measured."""
+    parser.add_argument(
+        "--inject-outliers",
+        type=float,
+        nargs="?",
+        const=OUTLIER_FACTOR,
+        metavar="F",
+        help=f"first make {OUTLIER_PAIRS} RoPE pairs of every head of keys F times as large, and queries so much "
+        f"smaller (F: {OUTLIER_FACTOR:g} if left out)",
+    )
+    parser.add_argument(
+        "--inject-bias",
+        type=float,
+        nargs="?",
+        const=BIAS_NORM,
+        metavar="NORM",
+        help=f"first add a constant of this norm to every head of keys (NORM: {BIAS_NORM:g} if left out)",
+    )
+    parser.add_argument("--calibrate", metavar="FILE", help="then calibrate the model on this text")
+    parser.add_argument(
+        "--calibrate-for",
+        choices=tuple(PRESETS),
+        default=CALIBRATED_PRESET,
+        help=f"with --calibrate, what for (default: {CALIBRATED_PRESET})",
+    )
+
+
+def prepare(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace, where: str
+) -> dict[str, Any]:
+    """Make a model harder and calibrate it, as far as the arguments ask for that.
+
+    Returns:
+        What a record says of it, among its settings.
+
+    Raises:
+        UsageError: Its keys are not made in a way that is known, a number has no meaning, or memory runs out.
+    """
+    text = None if args.calibrate is None else read_text(args.calibrate, f"{where}: `--calibrate`")
+    if text is not None and not text.strip():
+        raise UsageError(
+            f"{where}: `--calibrate` {args.calibrate} must hold text, got nothing but white space. Name another file."
+        )
+    load_calibration(model, args.model)
+    calibrated = Path(args.model).expanduser() / FILE_NAME
+    try:
+        if args.inject_outliers is not None:
+            inject_key_outliers(model, OUTLIER_PAIRS, args.inject_outliers)
+        if args.inject_bias is not None:
+            inject_key_bias(model, args.inject_bias)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise UsageError(f"{where}: nothing can be injected into {args.model}. {error}") from error
+    told = {
+        "smoothing_sha256": sha256(calibrated) if calibrated.is_file() else None,
+        "injected_outliers": args.inject_outliers,
+        "injected_bias": args.inject_bias,
+        "calibration": None,
+    }
+    if text is None:
+        return told
+    try:
+        result = smooth_attention(model, tokenizer, [text], args.calibrate_for)
+    except (MemoryError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise UsageError(
+                f"{where}: `--calibrate` must fit into memory, got {args.calibrate}, which does not. Calibrate with "
+                "hf-kvquant calibrate and a smaller --window, and evaluate what it saves."
+            ) from error
+        raise UsageError(f"{where}: {args.model} cannot be calibrated. {error}") from error
+    print(result.report(), file=sys.stderr)
+    return {**told, "calibration": describe(result, Path(args.calibrate), args.calibrate_for)}
+
+
+def describe(result: SmoothingResult, path: Path, preset: str) -> dict[str, Any]:
+    """What a record says of a calibration."""
+    return {
+        "data": path.name,
+        "data_sha256": sha256(path),
+        "preset": preset,
+        "tokens": result.num_tokens,
+        "layers": {
+            str(layer.layer_idx): {
+                "choice": layer.choice,
+                "placement": layer.placement,
+                "has_center": layer.center is not None,
+                "error_before": layer.error_before,
+                "error_after": layer.error_after,
+            }
+            for layer in result.layers
+        },
+    }

@@ -1,0 +1,118 @@
+"""The text that `eval perplexity` measures, and the windows that it is cut into.
+
+Two conventions. A text as it is, which every file has; and rows of a data set joined by two newlines, as papers take
+WikiText (`--rows`, `--dataset`). The text is tokenised once; windows are spread over all of it, which may be a sequence
+of articles, and each starts with an empty cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..arguments import UsageError, read_text
+from .provenance import sha256
+
+WHERE = "eval perplexity"
+WINDOW = 2048
+TOKENS = 16384
+ROWS = "rows joined by two newlines"
+FIRST_CHUNK = 1  # tokens of each window that fill the cache, and are exact
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What is measured, and how much of it."""
+    parser.add_argument("--text", metavar="FILE", help="the text, as it is")
+    parser.add_argument(
+        "--rows", action="store_true", help="join the lines of --text by two newlines, as papers do with WikiText"
+    )
+    parser.add_argument("--dataset", metavar="NAME[:CONFIG]", help="rows of a data set instead, joined by two newlines")
+    parser.add_argument("--split", default="test", metavar="NAME", help="with --dataset (default: test)")
+    parser.add_argument("--field", default="text", metavar="NAME", help="of a row, with --dataset (default: text)")
+    parser.add_argument("--window", type=int, metavar="N", help=f"tokens (default: {WINDOW}, or the model's context)")
+    parser.add_argument(
+        "--stride", type=int, metavar="N", help="tokens from one window to the next (default: the window)"
+    )
+    parser.add_argument("--tokens", type=int, metavar="N", help=f"to score, at least (default: {TOKENS} or all)")
+
+
+def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """What is measured, and where it is from."""
+    if (args.text is None) == (args.dataset is None):
+        got = "neither" if args.text is None else "both"
+        raise UsageError(f"{WHERE}: `--text` or `--dataset` must be given, got {got}. Add --text FILE.")
+    if args.text is not None:
+        text, name = read_text(args.text, f"{WHERE}: `--text`"), args.text
+        convention = ROWS if args.rows else "the text as it is"
+        source = {"text": Path(name).name, "sha256": sha256(Path(name)), "convention": convention}
+        if args.rows:
+            # As a data set gives them: the line with its newline, blank lines as empty strings.
+            text = "\n\n".join(line if line.strip() else "" for line in text.splitlines(keepends=True))
+    else:
+        name = args.dataset
+        text = "\n\n".join(read_rows(args))
+        source = {"dataset": name, "split": args.split, "convention": ROWS}
+    if not text.strip():
+        raise UsageError(
+            f"{WHERE}: `--{'dataset' if args.text is None else 'text'}` {name} must hold text, got nothing but white "
+            "space. Name another."
+        )
+    return source, text
+
+
+def read_rows(args: argparse.Namespace) -> list[str]:
+    """The rows of a data set."""
+    try:
+        import datasets  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError as error:
+        raise UsageError(
+            f"{WHERE}: `--dataset` needs the package datasets, which is not installed. pip install datasets, or use "
+            "--text FILE."
+        ) from error
+    name, _, config = args.dataset.partition(":")
+    try:
+        rows = datasets.load_dataset(name, config or None, split=args.split)
+        return [str(row) for row in rows[args.field]]
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"{WHERE}: `--dataset` must be one that can be loaded, with --split {args.split} and --field {args.field}, "
+            f"got {args.dataset}: {reason}"
+        ) from error
+
+
+def cut(ids: Tensor, args: argparse.Namespace, model: PreTrainedModel) -> tuple[Tensor, list[int]]:
+    """The windows to measure (`[windows, window]` int64), spread over the text, and where each begins."""
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    window = args.window or min(WINDOW, context or WINDOW)
+    stride = args.stride or window
+    least = FIRST_CHUNK + 2  # of which one is exact, one is scored, and one is only predicted
+    if window < least or (context is not None and window > context):
+        most = "" if context is None else f" and at most the model's {context} positions"
+        raise UsageError(f"{WHERE}: `--window` must be at least {least}{most}, got {window}.")
+    if stride > window - least + 1 and stride != window:
+        raise UsageError(
+            f"{WHERE}: `--stride` must be the window or less than it by {least - 1}, got {stride} with {window} tokens."
+        )
+    if len(ids) < window:
+        remedy = f"--window {len(ids)} or " if len(ids) >= least else ""
+        raise UsageError(
+            f"{WHERE}: the text must fill a window of {window} tokens, got {len(ids)}. Use {remedy}a longer text."
+        )
+    begins = list(range(0, len(ids) - window + 1, stride))
+    scored = min(stride, window - 1 - FIRST_CHUNK)
+    wanted = -(-(args.tokens or TOKENS) // scored)
+    if args.tokens is not None and wanted > len(begins):
+        raise UsageError(
+            f"{WHERE}: `--tokens` must be at most {len(begins) * scored} for this text, got {args.tokens}. Use fewer, "
+            "or a longer text."
+        )
+    # Spread over the text, which may be a sequence of articles, rather than its first few.
+    wanted = min(wanted, len(begins))
+    chosen = [begins[index * len(begins) // wanted] for index in range(wanted)]
+    return torch.stack([ids[begin : begin + window] for begin in chosen]), chosen

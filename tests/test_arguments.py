@@ -1,0 +1,72 @@
+"""What names of configs mean, and that a model that cannot be loaded is told in a line."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import models
+import pytest
+import torch
+
+from hf_kvquant import PRESETS, KVQuantConfig, arguments
+from hf_kvquant.arguments import UNTRANSFORMED, UsageError, checked_configs, config_of
+from hf_kvquant.formats import KVFormat
+
+NAIVE = KVFormat("int4", symmetric=False, clip_ratio=1.0)
+
+
+@pytest.mark.parametrize(
+    "name, preset, options",
+    [
+        ("int4", "int4", {}),
+        ("int4:4+128", "int4", {"sink_length": 4, "residual_length": 128}),
+        ("int4-untransformed", "int4", {"transforms": [], "key": NAIVE, "value": NAIVE}),
+        ("int8-untransformed:0+9", "int8", {"transforms": [], "residual_length": 9}),
+        ("none:0+0", "none", {}),
+    ],
+)
+def test_names(name: str, preset: str, options: dict[str, Any]) -> None:
+    assert config_of(name, "test") == KVQuantConfig.from_preset(preset, **options)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("int9", "test: `--preset` must be one of none, int8, .*, got 'int9'. Did you mean 'int8'"),
+        ("int4-untransfromed", "got 'int4-untransfromed'. Did you mean 'int4-untransformed'"),
+        ("int4:4-3", "`--preset` must name windows as first and newest tokens, got '4-3'. Such as int4:4.128."),
+        ("none:4+3", "test: `--preset none:4.3` has no meaning. .*`sink_length` must be 0 where neither"),
+        (UNTRANSFORMED, "got '-untransformed'"),
+    ],
+)
+def test_names_that_mean_nothing(name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        config_of(name, "test")
+
+
+def test_windows_are_those_of_the_name_or_else_of_the_options() -> None:
+    parser = argparse.ArgumentParser()
+    arguments.add_presets(parser, ("none", "int4"))
+    words = ["--preset", "none", "--preset", "int4", "--preset", "int4:1+2", "--preset", "int4", "--sink-length", "3"]
+    configs = checked_configs(parser.parse_args(words), "test", PRESETS)
+    assert {name: (config.sink_length, config.residual_length) for name, config in configs.items()} == {
+        "none": (0, 0),
+        "int4": (3, 0),
+        "int4:1+2": (1, 2),
+    }
+    assert list(checked_configs(parser.parse_args([]), "test", ("none", "int4"))) == ["none", "int4"]
+    with pytest.raises(UsageError, match="test: `--residual-length` must be at least 0, got -1"):
+        checked_configs(parser.parse_args(["--residual-length", "-1"]), "test", ())
+
+
+def test_a_model_that_does_not_fit_into_memory(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    models.tokenizer().save_pretrained(tmp_path)
+    models.build("llama").save_pretrained(tmp_path)
+
+    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+        torch.empty(1 << 60, dtype=torch.int8)  # as PyTorch itself says it
+
+    monkeypatch.setattr(arguments.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    with pytest.raises(UsageError, match=r"`MODEL` must fit into the memory of cpu, got .* Use --dtype bfloat16"):
+        arguments.load(str(tmp_path), "float32", torch.device("cpu"), "test")
