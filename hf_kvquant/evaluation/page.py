@@ -96,7 +96,7 @@ def key_numbers(records: Mapping[str, Record]) -> Panels:
             for index, layer in layers.items()
         }
         uneven = {when: [[index, ratio(layer[when])] for index, layer in flat.items()] for when in ("before", "after")}
-        gains = {index: before / after for (index, before), (_, after) in zip(*uneven.values(), strict=True)}
+        gains = {index: before - after for (index, before), (_, after) in zip(*uneven.values(), strict=True)}
         shown = max(gains, key=lambda index: gains[index])
         found[title] = {"layer": shown, **flat[shown], "uneven": uneven}
     return found

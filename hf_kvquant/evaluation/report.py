@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +162,8 @@ def check_same_model(model: str, records: dict[str, dict[str, Any]]) -> None:
             )
 
 
-def render(model: str, folder: Path) -> Sequence[Path]:
+def render(model: str, folder: Path) -> None:
     """Make the page and its pictures from the records in a folder.
-
-    Returns:
-        What was written.
 
     Raises:
         UsageError: There is no finished record of a text, or one of another model.
@@ -182,6 +178,4 @@ def render(model: str, folder: Path) -> Sequence[Path]:
         )
     pictures = page.draw(records, folder)
     (folder / PAGE).write_text(page.page(records, FILES, pictures), encoding="utf-8")
-    written = [folder / name for name in (PAGE, *pictures)]
-    Console(highlight=False).print(f"{written[0]}, with {', '.join(pictures)}", soft_wrap=True)
-    return written
+    Console(highlight=False).print(f"{folder / PAGE}, with {', '.join(pictures)}", soft_wrap=True)
