@@ -63,9 +63,10 @@ def table(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]) 
     ]
     for preset, row in fidelity["presets"].items():
         ratio = f"{ratios[preset]:.1f}" if preset in ratios else "-"
+        change = f" ({row['perplexity_change']:+.2%})" if preset != "none" else ""
         lines.append(
             f"| `{preset}` | {row['bits_per_value']:.4g} | {row['bytes_per_token'] / unquantised:.0%} "
-            f"| {row['perplexity']:.2f} ({row['perplexity_change']:+.2%}) | {scientific(row['kld'])} "
+            f"| {row['perplexity']:.2f}{change} | {scientific(row['kld'])} "
             f"| {row['agreement']:.1%} | {spelled_average(averages.get(preset))} | {ratio} |"
         )
     return "\n".join(lines)

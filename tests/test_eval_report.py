@@ -76,7 +76,13 @@ def records(model: str = "somewhere/model") -> dict[str, dict[str, Any]]:
             str(i): {"before": [[1.0, 2.0], [9.0 * scale, 2.0]], "after": [[1.0, 2.0], [3.0, 2.0]]} for i in range(2)
         }
         parts = {"layers": layers, "keys": {"layers": channels}, "summary": {"modes": {"chunked": rows}}}
-        settings = {"model": model, "source": {"text": "text.txt"}, "window": 48, "chunk": 32, "device": "cpu"}
+        settings = {
+            "model": model,
+            "source": {"text": "text.txt", "convention": "as it is"},
+            "window": 48,
+            "chunk": 32,
+            "device": "cpu",
+        }
         return {"card": card, "settings": {**settings, "dtype": "float32"}, "parts": parts}
 
     def of_task(task: str, right: list[int]) -> dict[str, Any]:
@@ -189,7 +195,7 @@ def test_page_and_pictures_show_the_records(capsys: pytest.CaptureFixture[str], 
     shown = (output / report.PAGE).read_text(encoding="utf-8")
     assert "| `int4` | 4.5 | 1.0·10⁻² ± 1.0·10⁻³ | 5.0·10⁻³ | 9.0·10⁻² | 90.0% | 30.00 | +1.00% | 25.0 (" in shown
     assert "| `int4` | 4 | 25.0 ± 10.0 | - | -25.00 ± 21.65 | 1.00 | 75% | +0.000 |" in shown
-    assert "90 tokens of text.txt in windows of 48, in chunks of 32 tokens, float32 on Some CPU" in shown
+    assert "90 tokens of text.txt (as it is) in windows of 48, in chunks of 32 tokens, float32 on Some CPU" in shown
     assert "`tasks.json`: 2026-11-22 10:00 UTC, commit 0123456789, with changes." in shown
 
 

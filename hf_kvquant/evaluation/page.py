@@ -267,7 +267,7 @@ def page(records: Mapping[str, Record], files: Mapping[str, str], pictures: Sequ
     averages = zero_shot(records[TASKS]) if TASKS in records else {}
     for title, record in texts.items():
         sections += [f"## Quality, {title}", quality_table(record, averages if title == TITLES[PLAIN] else {})]
-    sections.append(columns_text(has_averages=bool(averages)))
+    sections.append(columns_text(has_outliers=TITLES[OUTLIERS] in texts, has_averages=bool(averages)))
     for name in pictures:
         picture = PICTURES[name]
         sections += [f"## {picture.heading}"] * bool(picture.heading) + [f"![{picture.alt}]({name})", picture.text]
@@ -285,13 +285,14 @@ def opening(record: Record) -> str:
     card, settings = record["card"], record["settings"]
     source = settings["source"]
     name = source.get("text") or f"{source.get('dataset')}, {source.get('split')}"
-    machine = card.get("gpu") if settings["device"].startswith("cuda") else f"{card['cpu']}, {card['threads']} threads"
+    threads = f"{card['threads']} thread{'s' * (card['threads'] != 1)}"
+    machine = card.get("gpu") if settings["device"].startswith("cuda") else f"{card['cpu']}, {threads}"
     mode, rows = rows_of(record)
     how = {"chunked": f"in chunks of {settings['chunk']} tokens", "decode": "token by token"}.get(mode, mode)
     return (
         f"Every preset against the unquantised cache of the same run: {rows[UNQUANTIZED]['scored_tokens']:,} tokens of "
-        f"{name} in windows of {settings['window']}, {how}, {settings['dtype']} on {machine}. hf_kvquant "
-        f"{card['hf_kvquant']}, torch {card['torch']}, transformers {card['transformers']}."
+        f"{name} ({source['convention']}) in windows of {settings['window']}, {how}, {settings['dtype']} on {machine}. "
+        f"hf_kvquant {card['hf_kvquant']}, torch {card['torch']}, transformers {card['transformers']}."
     )
 
 
@@ -320,14 +321,18 @@ def quality_table(record: Record, averages: Mapping[str, Average]) -> str:
     return table(headings, rows)
 
 
-def columns_text(*, has_averages: bool) -> str:
+def columns_text(*, has_outliers: bool, has_averages: bool) -> str:
     """What the columns mean."""
     text = (
         "Bits: of a cached value, scales and zeros included. KL: of the next-token distribution from that over the "
         "unquantised cache, with its standard error over windows; median and 99 % of single tokens. Perplexity: per "
-        "token. Injected outliers make some channels of keys larger and of queries smaller, which changes nothing "
-        "but what quantising costs."
+        "token."
     )
+    if has_outliers:
+        text += (
+            " Injected outliers make some channels of keys larger and of queries smaller, which changes nothing but "
+            "what quantising costs."
+        )
     if has_averages:
         text += (
             " Zero-shot average: accuracy over piqa, arc_easy, arc_challenge, hellaswag and winogrande, and the change "

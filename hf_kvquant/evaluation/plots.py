@@ -118,7 +118,10 @@ def lines(path: Path, numbers: Mapping[str, Mapping[str, Points]], *, xlabel: st
     """
     values = [y for panel in numbers.values() for points in panel.values() for _, y in points if y > 0]
     labels = list(dict.fromkeys(label for panel in numbers.values() for label in panel))
-    with picture(path, numbers, columns=len(numbers), size=(WIDTH * len(numbers), HEIGHT + 0.4)) as (figure, (panels,)):
+    # As many entries in a row of the legend as fit below the panels.
+    in_a_row = 3 * len(numbers)
+    size = WIDTH * len(numbers), HEIGHT + 0.25 * -(-len(labels) // in_a_row)
+    with picture(path, numbers, columns=len(numbers), size=size) as (figure, (panels,)):
         handles: dict[str, Any] = {}
         for axes, (title, panel) in zip(panels, numbers.items(), strict=True):
             for label, points in panel.items():
@@ -129,7 +132,7 @@ def lines(path: Path, numbers: Mapping[str, Mapping[str, Points]], *, xlabel: st
             if values:
                 axes.set_ylim(0.7 * min(values), 1.4 * max(values))
             axes.grid(color=GRID)
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=in_a_row, frameon=False)
 
 
 def keys(path: Path, numbers: Mapping[str, Mapping[str, Any]]) -> None:
