@@ -79,7 +79,7 @@ Dense dense(const char* where, const char* name, const Tensor& x, const Tensor& 
   const Dtype dtype = dense_dtype(where, name, x);
   KVQ_CHECK(x.stride(3) == 1 || x.numel() == 0, where, ": `", name, "` must have contiguous channels, got stride ",
             x.stride(3), ". Call .contiguous().");
-  return Dense{x.const_data_ptr(), dtype, x.stride(0), x.stride(1), x.stride(2)};
+  return dense_of(x, dtype);
 }
 
 // The stride of an axis that may be shared: 0 when it has size 1.
@@ -216,6 +216,11 @@ Side side(const char* where, const std::string& name, const PlaneArgs& planes, c
   side.is_symmetric = !planes.zero.has_value();
   KVQ_CHECK(side.is_symmetric || side.storage == Storage::int8 || side.storage == Storage::int4, where, ": `", name,
             "_zero` must be None for storage '", name_of(side.storage), "', got a tensor", kFromThisPackage);
+  const bool can_clip = side.storage == Storage::int8 || side.storage == Storage::int4;
+  KVQ_CHECK(planes.clip_ratio == 1 || (can_clip && planes.clip_ratio > 0 && planes.clip_ratio < 1), where, ": `", name,
+            "_clip_ratio` must be ", can_clip ? "above 0 and at most 1" : "1 where codes are no integers", ", got ",
+            planes.clip_ratio, ". KVFormat.clip_ratio decides it.");
+  side.clip_ratio = static_cast<float>(planes.clip_ratio);
   side.num_groups = 1;
   add_tail(where, name, planes, windows, side);
   if (side.has_channel_scales) {
@@ -327,6 +332,47 @@ const float* per_head(const char* name, const std::optional<Tensor>& tensor, con
   return static_cast<const float*>(tensor->const_data_ptr());
 }
 
+// --- what lies between linear layers
+
+constexpr int kVectorBytes = 16;  // at most, what a kernel loads at a time
+
+void check_like(const char* where, const char* name, const Tensor& tensor, const char* like_name, const Tensor& like) {
+  KVQ_CHECK(is_on(tensor, like), where, ": `", name, "` must be on the device of `", like_name,
+            "`, got another device. Move it there.");
+  KVQ_CHECK(tensor.scalar_type() == like.scalar_type(), where, ": `", name, "` must be ",
+            torch::headeronly::toString(like.scalar_type()), " like `", like_name, "`, got ",
+            torch::headeronly::toString(tensor.scalar_type()), ". Cast it.");
+}
+
+void check_vectors(const char* where, const char* name, const Tensor& tensor) {
+  KVQ_CHECK(tensor.is_contiguous(), where, ": `", name, "` must be contiguous, got strides that are not. ",
+            "Call .contiguous().");
+  KVQ_CHECK(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kVectorBytes == 0, where, ": `", name,
+            "` must start at a multiple of ", kVectorBytes, " bytes, got a view that does not. Call .clone().");
+}
+
+Dense rotated(const char* name, const Tensor& x, const Tensor& query, Dtype dtype) {
+  check_like("rotary", name, x, "query", query);
+  KVQ_CHECK(x.dim() == 4 && x.size(0) == query.size(0) && x.size(2) == query.size(2) && x.size(3) == query.size(3),
+            "rotary: `", name, "` must be [", query.size(0), ", heads, ", query.size(2), ", ", query.size(3),
+            "] like `query`, got ", shape_of(x), ".");
+  KVQ_CHECK(x.stride(3) == 1, "rotary: `", name, "` must have contiguous channels, got stride ", x.stride(3),
+            ". Call .contiguous().");
+  return dense_of(x, dtype);
+}
+
+Dense angles(const char* name, const Tensor& x, const Tensor& query, Dtype dtype) {
+  check_like("rotary", name, x, "query", query);
+  const int64_t batch = query.size(0);
+  KVQ_CHECK(x.dim() == 3 && (x.size(0) == batch || x.size(0) == 1) && x.size(1) == query.size(2) &&
+                x.size(2) == query.size(3),
+            "rotary: `", name, "` must be [", batch, " or 1, ", query.size(2), ", ", query.size(3),
+            "] like `query`, got ", shape_of(x), ".");
+  KVQ_CHECK(x.stride(2) == 1, "rotary: `", name, "` must have contiguous channels, got stride ", x.stride(2),
+            ". Call .contiguous().");
+  return Dense{x.const_data_ptr(), dtype, x.size(0) == 1 ? 0 : x.stride(0), 0, x.stride(1)};
+}
+
 void check_start(const char* where, const int32_t* starts, int b) {
   KVQ_CHECK(starts == nullptr || starts[b] >= 0, where, ": `starts` must not be negative, got ", starts[b],
             " for sequence ", b, ".");
@@ -337,6 +383,10 @@ void check_start(const char* where, const int32_t* starts, int b) {
 Tensor with_contiguous_channels(const Tensor& x) {
   const bool is_row_major = x.dim() != 4 || x.stride(3) == 1 || x.numel() == 0;
   return is_row_major ? x : torch::stable::contiguous(x);
+}
+
+Dense dense_of(const Tensor& x, Dtype dtype) {
+  return Dense{x.const_data_ptr(), dtype, x.stride(0), x.stride(1), x.stride(2)};
 }
 
 AppendParams append_params(const char* where, const Tensor& key, const Tensor& value, const PlaneArgs& key_planes,
@@ -417,6 +467,79 @@ void check_new_tokens(const std::optional<Tensor>& key, const std::optional<Tens
             " like `key`, got ", value.has_value() ? "a tensor" : "None", ". Give both or neither.");
   KVQ_CHECK(!key.has_value() || key->dim() != 4 || query.size(2) == key->size(2), "decode: `key` must have ",
             query.size(2), " tokens like the query, got ", key->size(2), ". Append other tokens beforehand.");
+}
+
+RmsNormParams rms_norm_params(const char* where, const Tensor& x, const Tensor* other, const Tensor& weight,
+                              const std::optional<Tensor>& mean, double eps) {
+  RmsNormParams params{};
+  params.dtype = dense_dtype(where, "x", x);
+  KVQ_CHECK(x.dim() >= 1, where, ": `x` must have rows of channels, got a number.");
+  const int64_t num_channels = x.size(x.dim() - 1);
+  KVQ_CHECK(num_channels > 0 && num_channels % kFusedVector == 0 && num_channels <= kMaxNormChannels,
+            where, ": `x` must have a multiple of ", kFusedVector, " channels, at most ", kMaxNormChannels, ", got ",
+            num_channels, ". Use the model's own norm.");
+  KVQ_CHECK(mean.has_value() || num_channels >= kMinSummedChannels, where, ": `x` must have at least ",
+            kMinSummedChannels, " channels without `mean`, got ", num_channels, ". Give the mean of the squares.");
+  check_vectors(where, "x", x);
+  if (other != nullptr) {
+    check_like(where, "other", *other, "x", x);
+    KVQ_CHECK(shape_of(*other) == shape_of(x), where, ": `other` must be ", shape_of(x), " like `x`, got ",
+              shape_of(*other), ".");
+    check_vectors(where, "other", *other);
+    params.other = other->const_data_ptr();
+  }
+  check_like(where, "weight", weight, "x", x);
+  KVQ_CHECK(weight.dim() == 1 && weight.size(0) == num_channels, where, ": `weight` must be [", num_channels,
+            "] like the channels of `x`, got ", shape_of(weight), ".");
+  check_vectors(where, "weight", weight);
+  params.num_channels = static_cast<int>(num_channels);
+  params.num_rows = x.numel() / num_channels;
+  if (mean.has_value()) {
+    KVQ_CHECK(is_on(*mean, x) && mean->scalar_type() == ScalarType::Float && mean->numel() == params.num_rows &&
+                  mean->is_contiguous(),
+              where, ": `mean` must be ", params.num_rows, " contiguous float32 numbers on the device of `x`, one for ",
+              "each row, got ", torch::headeronly::toString(mean->scalar_type()), " ", shape_of(*mean), ".");
+    params.mean = static_cast<const float*>(mean->const_data_ptr());
+  }
+  params.x = x.const_data_ptr();
+  params.weight = weight.const_data_ptr();
+  params.eps = static_cast<float>(eps);
+  return params;
+}
+
+RotaryParams rotary_params(const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin) {
+  RotaryParams params{};
+  const Dtype dtype = dense_dtype("rotary", "query", query);
+  KVQ_CHECK(query.dim() == 4, "rotary: `query` must be [batch, heads, tokens, head_dim], got ", shape_of(query), ".");
+  KVQ_CHECK(query.size(3) > 0 && query.size(3) % 2 == 0 && query.size(3) <= kMaxRotaryHeadDim,
+            "rotary: `query` must have an even head_dim of at most ", kMaxRotaryHeadDim, ", got ", query.size(3),
+            ". Use the model's own function.");
+  params.query = rotated("query", query, query, dtype);
+  params.key = rotated("key", key, query, dtype);
+  params.cos = angles("cos", cos, query, dtype);
+  params.sin = angles("sin", sin, query, dtype);
+  params.batch = to_int("rotary", "batch", query.size(0));
+  params.num_q_heads = to_int("rotary", "num_q_heads", query.size(1));
+  params.num_kv_heads = to_int("rotary", "num_kv_heads", key.size(1));
+  params.q_len = to_int("rotary", "q_len", query.size(2));
+  params.head_dim = static_cast<int>(query.size(3));
+  return params;
+}
+
+SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up) {
+  SiluMulParams params{};
+  params.dtype = dense_dtype("silu_mul", "gate", gate);
+  check_like("silu_mul", "up", up, "gate", gate);
+  KVQ_CHECK(shape_of(up) == shape_of(gate), "silu_mul: `up` must be ", shape_of(gate), " like `gate`, got ",
+            shape_of(up), ".");
+  KVQ_CHECK(gate.numel() % kFusedVector == 0, "silu_mul: `gate` must have a multiple of ", kFusedVector,
+            " numbers, got ", gate.numel(), ". Use the model's own functions.");
+  check_vectors("silu_mul", "gate", gate);
+  check_vectors("silu_mul", "up", up);
+  params.gate = gate.const_data_ptr();
+  params.up = up.const_data_ptr();
+  params.numel = gate.numel();
+  return params;
 }
 
 void check_lengths(const char* where, const AppendParams& params) {

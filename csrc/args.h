@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "format.h"
+#include "fused.h"
 
 namespace hf_kvquant {
 
@@ -21,6 +22,7 @@ struct PlaneArgs {
   const std::optional<Tensor>& zero;
   const std::optional<Tensor>& tail;
   int64_t storage;
+  double clip_ratio;
 };
 
 // The dense windows as the ops receive them.
@@ -53,6 +55,15 @@ DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, con
 
 // New keys and values of a decode: both or neither, as many tokens as the query has.
 void check_new_tokens(const std::optional<Tensor>& key, const std::optional<Tensor>& value, const Tensor& query);
+
+// These leave results to the caller to allocate. `other` is what is added to x; nullptr: nothing.
+RmsNormParams rms_norm_params(const char* where, const Tensor& x, const Tensor* other, const Tensor& weight,
+                              const std::optional<Tensor>& mean, double eps);
+RotaryParams rotary_params(const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin);
+SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up);
+
+// Where heads and tokens of [batch, heads, tokens, head_dim] are.
+Dense dense_of(const Tensor& x, Dtype dtype);
 
 // For lengths in host memory: room for what is written, and nothing read beyond the capacity.
 void check_lengths(const char* where, const AppendParams& params);

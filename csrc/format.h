@@ -10,7 +10,7 @@
 namespace hf_kvquant {
 
 // Raised together with OPS_VERSION in ops.py whenever a schema or the meaning of an argument changes.
-constexpr int kOpsVersion = 4;
+constexpr int kOpsVersion = 6;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
 constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::tail
@@ -35,6 +35,7 @@ struct Side {
   int head_dim;                 // channels; a multiple of 8
   int num_groups;               // scales per token and head; head_dim / num_groups channels share one
   bool is_symmetric;            // no zero plane
+  float clip_ratio;             // the share of their range that integer codes span; 1: all of it
   bool is_shared_by_heads;      // granularity token or tensor: all heads of a token share a scale
   bool is_frozen;               // granularity tensor: the scale is read at append, not computed
   uint8_t* codes;               // [batch, num_kv_heads, capacity, bytes of a row]; rows are contiguous

@@ -39,8 +39,8 @@ struct CpuDevice {
 // Kernels run on the tensors' device, on torch's current stream, and take scratch from torch's allocator, so that a
 // CUDA graph can capture them.
 struct CudaDevice {
-  explicit CudaDevice(const Tensor& codes)
-      : device(codes.device()), guard(device.index()), stream(cuda::current_stream(device.index())) {}
+  explicit CudaDevice(const Tensor& tensor)
+      : device(tensor.device()), guard(device.index()), stream(cuda::current_stream(device.index())) {}
 
   template <class Params>
   void check(const char* where, const Params& params) const {
@@ -73,9 +73,10 @@ void append(const Tensor& key, const Tensor& value, const Tensor& key_codes, con
             const std::optional<Tensor>& value_scale, const std::optional<Tensor>& value_zero,
             const std::optional<Tensor>& value_tail, const Tensor& lengths, const std::optional<Tensor>& starts,
             int64_t sink_length, int64_t residual_length, const std::optional<Tensor>& key_center,
-            const std::optional<Tensor>& key_smoothing, bool rotates_key, int64_t key_storage, int64_t value_storage) {
-  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage};
-  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_tail, value_storage};
+            const std::optional<Tensor>& key_smoothing, bool rotates_key, double key_clip_ratio, double value_clip_ratio,
+            int64_t key_storage, int64_t value_storage) {
+  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage, key_clip_ratio};
+  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_tail, value_storage, value_clip_ratio};
   const Tensor key_rows = with_contiguous_channels(key), value_rows = with_contiguous_channels(value);
   const AppendParams params = append_params("append", key_rows, value_rows, key_planes, value_planes, lengths,
                                             starts, {sink_length, residual_length},
@@ -94,9 +95,10 @@ std::tuple<Tensor, Tensor> decode(
     const std::optional<Tensor>& counters, const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
     const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap, int64_t sliding_window,
     int64_t num_splits, int64_t sink_length, int64_t residual_length, const std::optional<Tensor>& key_center,
-    const std::optional<Tensor>& key_smoothing, bool rotates_key, int64_t key_storage, int64_t value_storage) {
-  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage};
-  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_tail, value_storage};
+    const std::optional<Tensor>& key_smoothing, bool rotates_key, double key_clip_ratio, double value_clip_ratio,
+    int64_t key_storage, int64_t value_storage) {
+  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage, key_clip_ratio};
+  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_tail, value_storage, value_clip_ratio};
   const WindowArgs windows{sink_length, residual_length};
   const TransformArgs transform{key_center, key_smoothing, rotates_key};
   const Tensor query_rows = with_contiguous_channels(query);
@@ -127,6 +129,46 @@ std::tuple<Tensor, Tensor> decode(
   }
   return {out, lse};
 }
+
+#ifdef HF_KVQUANT_CUDA_ARCHS
+Tensor rms_norm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& mean, double eps) {
+  RmsNormParams params = rms_norm_params("rms_norm", x, nullptr, weight, mean, eps);
+  const CudaDevice device(x);
+  Tensor out = torch::stable::empty_like(x);
+  params.out = out.data_ptr();
+  if (params.num_rows > 0) cuda::rms_norm(params, device.stream);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& other, const Tensor& weight, double eps) {
+  RmsNormParams params = rms_norm_params("add_rms_norm", x, &other, weight, std::nullopt, eps);
+  const CudaDevice device(x);
+  Tensor total = torch::stable::empty_like(x), out = torch::stable::empty_like(x);
+  params.total = total.data_ptr();
+  params.out = out.data_ptr();
+  if (params.num_rows > 0) cuda::rms_norm(params, device.stream);
+  return {total, out};
+}
+
+std::tuple<Tensor, Tensor> rotary(const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin) {
+  RotaryParams params = rotary_params(query, key, cos, sin);
+  const CudaDevice device(query);
+  const Tensor out_query = torch::stable::empty_like(query), out_key = torch::stable::empty_like(key);
+  params.out_query = dense_of(out_query, params.query.dtype);
+  params.out_key = dense_of(out_key, params.key.dtype);
+  if (params.batch > 0 && params.q_len > 0) cuda::rotary(params, device.stream);
+  return {out_query, out_key};
+}
+
+Tensor silu_mul(const Tensor& gate, const Tensor& up) {
+  SiluMulParams params = silu_mul_params(gate, up);
+  const CudaDevice device(gate);
+  Tensor out = torch::stable::empty_like(gate);
+  params.out = out.data_ptr();
+  if (params.numel > 0) cuda::silu_mul(params, device.stream);
+  return out;
+}
+#endif
 
 PyObject* cpu_capability(PyObject*, PyObject*) { return PyUnicode_FromString(cpu::capability()); }
 
@@ -166,6 +208,10 @@ STABLE_TORCH_LIBRARY_IMPL(hf_kvquant, CPU, library) {
 STABLE_TORCH_LIBRARY_IMPL(hf_kvquant, CUDA, library) {
   library.impl("append", TORCH_BOX(&hf_kvquant::append<hf_kvquant::CudaDevice>));
   library.impl("decode", TORCH_BOX(&hf_kvquant::decode<hf_kvquant::CudaDevice>));
+  library.impl("rms_norm", TORCH_BOX(&hf_kvquant::rms_norm));
+  library.impl("add_rms_norm", TORCH_BOX(&hf_kvquant::add_rms_norm));
+  library.impl("rotary", TORCH_BOX(&hf_kvquant::rotary));
+  library.impl("silu_mul", TORCH_BOX(&hf_kvquant::silu_mul));
 }
 #endif
 

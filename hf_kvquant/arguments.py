@@ -6,6 +6,7 @@ What a command does is its own module's; `cli.py` turns what is raised here into
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -23,9 +24,8 @@ from .transforms.smoothing import load_smoothing
 from .transforms.smoothing_file import FILE_NAME
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# Behind a preset's name: the naive baseline, its formats without what else makes codes close.
+# Behind a preset's name: the naive baseline, which shows what transforms and clipping are worth.
 UNTRANSFORMED = "-untransformed"
-UNTRANSFORMED_OPTIONS: Mapping[str, Any] = {"transforms": []}
 
 
 class UsageError(Exception):
@@ -104,11 +104,17 @@ def config_of(name: str, where: str, windows: Mapping[str, int] | None = None) -
     elif any(side.is_quantized for side in PRESETS[preset]):
         options = dict(windows or {})
     if formats != preset:
-        options.update(UNTRANSFORMED_OPTIONS)
+        options.update(untransformed(preset))
     try:
         return KVQuantConfig.from_preset(preset, **options)
     except ValueError as error:
         raise UsageError(f"{where}: `--preset {name}` has no meaning. {error}") from error
+
+
+def untransformed(preset: str) -> dict[str, Any]:
+    """What the config of a preset's naive baseline says: clipping is an improvement on it like any transform."""
+    key, value = (dataclasses.replace(side, clip_ratio=1.0) for side in PRESETS[preset])
+    return {"transforms": [], "key": key, "value": value}
 
 
 def checked_preset(name: str, where: str, *, spelled: str | None = None) -> str:

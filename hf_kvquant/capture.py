@@ -5,7 +5,7 @@ config, the step is instead run once as it is, recorded the second time, and rep
 0.7 s longer than the next, for all 32 layers (H200, 2026-11), and the host launches a graph in place of 1,400 kernels.
 `CudaGraph` does that for any function of static tensors. Here it is applied to the model's forward, which transformers'
 loops call in place of the compiled one; `decode_loop.py` captures the choice of the next token along with it, so that
-the host need not wait.
+the host need not wait. Small kernels of the model are fused for the recording, see `fusion.py`.
 
 A graph reads and writes addresses. It is kept on the model, and found again by the addresses of everything that it
 touches and that is not its own: weights, and the buffers of the cache. Where these have moved, another is captured.
@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from .cache import KVQuantCache
+from .fusion import fused
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +261,8 @@ class _CapturedForward:
         fill(self.inputs, inputs)
 
         def step() -> tuple[type[ModelOutput], dict[str, Any], list[str]]:
-            output = model(**self.inputs, past_key_values=cache)
+            with fused(model):
+                output = model(**self.inputs, past_key_values=cache)
             # Kept without the cache, which must not live as long as a graph over its addresses.
             items = {name: item for name, item in output.items() if item is not cache}
             return type(output), items, [name for name in output if name not in items]

@@ -37,6 +37,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from .attention import is_bounds
 from .cache import KVQuantCache
 from .capture import RUNNERS, Captures, fill, is_captured, key_of, log_slower_loop, map_tensors
+from .fusion import fused
 
 # Steps in flight beyond the one whose flags are awaited. One hides the host's launch of the next behind the device's
 # work; a second one its pauses.
@@ -241,7 +242,8 @@ class _Step:
         """Append the newest token to the cache and choose the next."""
 
         def step() -> None:
-            output = model(**self.inputs, past_key_values=cache, return_dict=True)
+            with fused(model):
+                output = model(**self.inputs, past_key_values=cache, return_dict=True)
             self._choice(output.logits, self.report)
             self.inputs["input_ids"].copy_(self.report[0][:, None])
             if "position_ids" in self.inputs:

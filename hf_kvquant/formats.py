@@ -115,6 +115,9 @@ class KVFormat:
         symmetric: Whether there is no zero. fp8 and `none` are always symmetric.
         block_size: Tokens per scale; given exactly when `granularity` is `"channel"`, which comes with int4 codes, a
             zero, and blocks of 128.
+        clip_ratio: The share of their range, around its middle, that integer codes span; values beyond it get the first
+            or the last code. Above 0, and 1 for the whole range. With few levels, somewhat less makes the rest finer
+            by more than the rare values at the ends lose.
 
     Raises:
         ValueError: Naming the argument, when the combination has no meaning.
@@ -125,6 +128,7 @@ class KVFormat:
     group_size: int | None = None
     symmetric: bool = True
     block_size: int | None = None
+    clip_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         _check_choice("storage", self.storage, get_args(StorageType))
@@ -169,6 +173,19 @@ class KVFormat:
                     "KVFormat: `granularity` must be another than 'channel' unless storage is 'int4' and symmetric is "
                     f"False, got storage '{self.storage}' and symmetric {self.symmetric}. Other codes gain nothing."
                 )
+        if isinstance(self.clip_ratio, bool) or not isinstance(self.clip_ratio, (int, float)):
+            raise TypeError(f"KVFormat: `clip_ratio` must be a number, got {self.clip_ratio!r}.")
+        if not 0 < self.clip_ratio <= 1:
+            raise ValueError(
+                f"KVFormat: `clip_ratio` must be above 0 and at most 1, got {self.clip_ratio}. "
+                "1 spans the whole range; 0.9 to 1 are common."
+            )
+        if self.clip_ratio != 1 and self.storage in ("fp8", "none"):
+            raise ValueError(
+                f"KVFormat: `clip_ratio` must be 1 for storage '{self.storage}', got {self.clip_ratio}. "
+                "Only the codes of int8 and int4 are equally far apart, so that clipping pays."
+            )
+        object.__setattr__(self, "clip_ratio", float(self.clip_ratio))
 
     @property
     def is_quantized(self) -> bool:
@@ -357,7 +374,8 @@ class KVFormat:
         if not self.is_quantized:
             return "none"
         size = self.group_size or self.block_size or ""
-        return f"{self.storage}-{self.granularity}{size}-{'symmetric' if self.symmetric else 'asymmetric'}"
+        clipped = "" if self.clip_ratio == 1 else f"-clip{self.clip_ratio:g}"
+        return f"{self.storage}-{self.granularity}{size}-{'symmetric' if self.symmetric else 'asymmetric'}{clipped}"
 
 
 def format_of(
@@ -365,7 +383,8 @@ def format_of(
 ) -> KVFormat:
     """The format that planes are in, read off their shapes (see the module docstring).
 
-    Two spellings of one layout come back as one: `token` with a single head, and one group, are both `head`.
+    How their codes were made does not show: `clip_ratio` is 1. Two spellings of one layout come back as one: `token`
+    with a single head, and one group, are both `head`.
 
     Args:
         planes: Of capacity greater than 1.

@@ -1,4 +1,4 @@
-"""The two ops of the package, their fakes, and the loading of the compiled extension.
+"""The ops of the package, their fakes, and the loading of the compiled extension.
 
 `torch.ops.hf_kvquant.append` quantises new tokens into planes; `torch.ops.hf_kvquant.decode` does that too when it is
 given new tokens, and then attends to everything stored. The schemas are here and nowhere else; `csrc/` registers
@@ -7,10 +7,14 @@ once in the log: behind the same names where a build has none for the whole devi
 `decode_reference` where the kernels there are do not fit the GPU or the head_dim. `Operands` below is what the rest of
 the package calls: it checks arguments, chooses, and spells out the planes. Which layer calls it when is decided in
 `handle.py` and `attention.py`.
+
+`rms_norm`, `add_rms_norm`, `rotary` and `silu_mul` are what a model computes between its linear layers, in one CUDA
+kernel each, with every rounding of the kernels that they stand for; `fusion.py` alone calls them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import logging
@@ -29,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Raised whenever a schema below or the meaning of an argument changes, here and in csrc/format.h: a stale build is then
 # refused at load instead of reading its arguments in the wrong order.
-OPS_VERSION = 4
+OPS_VERSION = 6
 
 # Thread blocks of a CUDA decode that share a sequence find out by an atomic counter which of them is the last; that one
 # combines their parts. Mirrored in csrc/format.h.
@@ -41,16 +45,22 @@ _PLANES = (
     "Tensor(a!) key_codes, Tensor(b!)? key_scale, Tensor(c!)? key_zero, Tensor(d!)? key_tail, "
     "Tensor(e!) value_codes, Tensor(f!)? value_scale, Tensor(g!)? value_zero, Tensor(h!)? value_tail"
 )
-# Dense windows, a `KeyTransform` and the storage types of both sides.
+# Dense windows, a `KeyTransform`, and of both sides the ratio that codes are clipped to and the storage type.
 _KINDS = (
     "int sink_length, int residual_length, Tensor? key_center, Tensor? key_smoothing, bool rotates_key, "
-    "int key_storage, int value_storage"
+    "float key_clip_ratio, float value_clip_ratio, int key_storage, int value_storage"
 )
 APPEND_SCHEMA = f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, Tensor? starts, {_KINDS}) -> ()"
 DECODE_SCHEMA = (
     f"decode(Tensor query, Tensor? key, Tensor? value, {_PLANES}, Tensor lengths, Tensor(i!)? counters, "
     "Tensor? starts, Tensor? sinks, Tensor? alibi_slopes, float softmax_scale, float softcap, int sliding_window, "
     f"int num_splits, {_KINDS}) -> (Tensor out, Tensor lse)"
+)
+FUSED_SCHEMAS = (
+    "rms_norm(Tensor x, Tensor weight, Tensor? mean, float eps) -> Tensor",
+    "add_rms_norm(Tensor x, Tensor other, Tensor weight, float eps) -> (Tensor total, Tensor normed)",
+    "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor query, Tensor key)",
+    "silu_mul(Tensor gate, Tensor up) -> Tensor",
 )
 
 _library = torch.library.Library("hf_kvquant", "DEF")
@@ -59,6 +69,8 @@ _library.define(DECODE_SCHEMA)
 # Ops of their own rather than Python functions, so that the compiler sees a call and no data-dependent branch.
 for _schema in (APPEND_SCHEMA, DECODE_SCHEMA):
     _library.define(_schema.replace("(", "_reference(", 1), tags=torch.Tag.cudagraph_unsafe)
+for _schema in FUSED_SCHEMAS:
+    _library.define(_schema)
 
 
 # --- the specification behind the same names --------------------------------------------------------------------------
@@ -82,17 +94,19 @@ def _append_reference(
     key_center: Tensor | None,
     key_smoothing: Tensor | None,
     rotates_key: bool,
+    key_clip_ratio: float,
+    value_clip_ratio: float,
     key_storage: int,
     value_storage: int,
 ) -> None:
     _warn_reference(key.device, key.shape[-1], value.shape[-1])
     transform = _transform_of(key_center, key_smoothing, rotates_key)
     windows = sink_length, residual_length
-    for x, planes, storage_id, key_transform in (
-        (key, Planes(key_codes, key_scale, key_zero, key_tail), key_storage, transform),
-        (value, Planes(value_codes, value_scale, value_zero, value_tail), value_storage, None),
+    for x, planes, storage_id, clip_ratio, key_transform in (
+        (key, Planes(key_codes, key_scale, key_zero, key_tail), key_storage, key_clip_ratio, transform),
+        (value, Planes(value_codes, value_scale, value_zero, value_tail), value_storage, value_clip_ratio, None),
     ):
-        kv_format = format_of(planes, storage_id, x.shape[-1], *windows)
+        kv_format = dataclasses.replace(format_of(planes, storage_id, x.shape[-1], *windows), clip_ratio=clip_ratio)
         reference.append(x, planes, kv_format, lengths, key_transform, starts, *windows)
 
 
@@ -122,6 +136,8 @@ def _decode_reference(
     key_center: Tensor | None,
     key_smoothing: Tensor | None,
     rotates_key: bool,
+    key_clip_ratio: float,
+    value_clip_ratio: float,
     key_storage: int,
     value_storage: int,
 ) -> tuple[Tensor, Tensor]:
@@ -148,6 +164,8 @@ def _decode_reference(
             key_center,
             key_smoothing,
             rotates_key,
+            key_clip_ratio,
+            value_clip_ratio,
             key_storage,
             value_storage,
         )
@@ -180,6 +198,10 @@ for _name in ("append", "append_reference"):
     _library.impl(_name, _append_reference, "CompositeExplicitAutograd")
 for _name in ("decode", "decode_reference"):
     _library.impl(_name, _decode_reference, "CompositeExplicitAutograd")
+_library.impl("rms_norm", reference.rms_norm, "CompositeExplicitAutograd")
+_library.impl("add_rms_norm", reference.add_rms_norm, "CompositeExplicitAutograd")
+_library.impl("rotary", reference.rotary, "CompositeExplicitAutograd")
+_library.impl("silu_mul", reference.silu_mul, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("hf_kvquant::append", lib=_library)
@@ -196,6 +218,18 @@ def _decode_fake(query: Tensor, key: Tensor | None, value: Tensor | None, *args:
     assert isinstance(value_codes, Tensor) and isinstance(value_storage, int)
     out = query.new_empty(batch, q_len, num_q_heads, head_dim_of(value_codes, value_storage))
     return out, query.new_empty((batch, num_q_heads, q_len), dtype=torch.float32)
+
+
+@torch.library.register_fake("hf_kvquant::rms_norm", lib=_library)
+@torch.library.register_fake("hf_kvquant::silu_mul", lib=_library)
+def _like_first_fake(x: Tensor, *args: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("hf_kvquant::add_rms_norm", lib=_library)
+@torch.library.register_fake("hf_kvquant::rotary", lib=_library)
+def _like_both_fake(x: Tensor, y: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(y)
 
 
 def head_dim_of(codes: Tensor, storage_id: int) -> int:
@@ -334,7 +368,9 @@ class Operands:
     ) -> None:
         key_storage, value_storage = formats[0].storage_id, formats[1].storage_id
         self._planes = (*_spell(key_planes), *_spell(value_planes))
-        self._kinds = (sink_length, residual_length, *_spell_transform(key_transform), key_storage, value_storage)
+        clip_ratios = formats[0].clip_ratio, formats[1].clip_ratio
+        storages = key_storage, value_storage
+        self._kinds = (sink_length, residual_length, *_spell_transform(key_transform), *clip_ratios, *storages)
         codes = key_planes.codes
         self._batch, self._num_kv_heads = codes.shape[:2]
         head_dims = head_dim_of(codes, key_storage), head_dim_of(value_planes.codes, value_storage)

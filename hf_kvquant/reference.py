@@ -2,11 +2,12 @@
 
 Kernels are optimisations of this file. Codes, scales and zeros agree with it bit for bit; attention agrees up to the
 rounding of float32 sums. Everything is float32 inside, whatever the dtype of the input. With a = max|x|, m = min x,
-M = max x over the values that share a scale, rn = round half to even, rn16 = rounding to float16:
+M = max x over the values that share a scale, r = the format's clip_ratio, rn = round half to even, rn16 = rounding to
+float16:
 
-    int8, int4 symmetric     scale = max(rn16(a / L), 2^-24)         q = clamp(rn(x / scale), -L, L), stored q + L + 1
-    int8, int4 asymmetric    scale = max(rn16((M - m) / L), 2^-24)   u = clamp(rn((x - zero) / scale), 0, L), stored u
-                             zero = rn16(m)
+    int8, int4 symmetric     scale = max(rn16(r·a / L), 2^-24)       q = clamp(rn(x / scale), -L, L), stored q + L + 1
+    int8, int4 asymmetric    scale = max(rn16(r·s / L), 2^-24)       u = clamp(rn((x - zero) / scale), 0, L), stored u
+                             zero = rn16(m + (s - r·s) / 2)          with s = M - m
     fp8                      scale = max(rn16(a / 448), 2^-24)       e4m3(clamp(x / scale, -448, 448))
 
 with L = 127 or 7 (symmetric), 255 or 15 (asymmetric). Codes are computed from the scale and zero *as stored*. A NaN, an
@@ -148,8 +149,9 @@ def compute_scale(x: Tensor, kv_format: KVFormat, is_padding: Tensor | None = No
         high, low = _block_range(x.float(), kv_format.block_size, is_padding)
     span = torch.maximum(high.abs(), low.abs()) if kv_format.symmetric else high - low
     # Divided by a tensor: on a GPU, PyTorch divides by a Python number through its reciprocal, which rounds otherwise.
-    scale = (span / torch.full_like(span, max_code(kv_format))).to(torch.float16)
-    zero = None if kv_format.symmetric else low.to(torch.float16)
+    clipped = span * kv_format.clip_ratio
+    scale = (clipped / torch.full_like(span, max_code(kv_format))).to(torch.float16)
+    zero = None if kv_format.symmetric else (low + (span - clipped) * 0.5).to(torch.float16)
     finite = scale.isfinite() if zero is None else scale.isfinite() & zero.isfinite()
     scale = torch.where(finite, scale.clamp(min=MIN_SCALE), torch.nan)
     return scale, None if zero is None else torch.where(finite, zero, torch.nan)
@@ -521,3 +523,80 @@ def decode_attention(
         out = out.masked_fill(seen.float() @ is_bad.float() > 0, torch.nan)
     out = out.view(batch, num_q_heads, q_len, -1)
     return out.transpose(1, 2).to(query.dtype).contiguous(), lse
+
+
+# --- what lies between linear layers ----------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm as Llama has it, rounding by rounding.
+
+    Args:
+        x: `[..., channels]`.
+        weight: `[channels]`, dtype of `x`.
+        mean: `[..., 1]` float32: of the squares of each row; `None` has it computed, in the order of `torch.mean`.
+        eps: Added to the mean.
+
+    Returns:
+        Like `x`, new memory.
+
+    Raises:
+        ValueError: A shape does not fit.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"rms_norm: `weight` must be {list(x.shape[-1:])} like the channels of `x`, got {list(weight.shape)}."
+        )
+    wide = x.float()
+    mean = wide.pow(2).mean(-1, keepdim=True) if mean is None else mean
+    return weight * (wide * torch.rsqrt(mean + eps)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of two tensors of one shape, rounded to their dtype, and its RMSNorm. New memory."""
+    if other.shape != x.shape:
+        raise ValueError(f"add_rms_norm: `other` must be {list(x.shape)} like `x`, got {list(other.shape)}.")
+    total = x + other
+    return total, rms_norm(total, weight, None, eps)
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of halves of heads, each product and sum rounded to the dtype.
+
+    Args:
+        query: `[batch, num_q_heads, q_len, head_dim]`.
+        key: `[batch, num_kv_heads, q_len, head_dim]`.
+        cos: `[batch or 1, q_len, head_dim]`, dtype of `query`.
+        sin: The same.
+
+    Returns:
+        query, key: New memory.
+
+    Raises:
+        ValueError: A shape does not fit.
+    """
+    if query.ndim != 4:
+        raise ValueError(f"rotary: `query` must be [batch, heads, tokens, head_dim], got {list(query.shape)}.")
+    batch, _, q_len, head_dim = query.shape
+    if key.ndim != 4 or (key.shape[0], *key.shape[2:]) != (batch, q_len, head_dim):
+        raise ValueError(
+            f"rotary: `key` must be [{batch}, heads, {q_len}, {head_dim}] like `query`, got {list(key.shape)}."
+        )
+    for name, x in (("cos", cos), ("sin", sin)):
+        if x.ndim != 3 or x.shape[0] not in (batch, 1) or x.shape[1:] != (q_len, head_dim):
+            raise ValueError(
+                f"rotary: `{name}` must be [{batch} or 1, {q_len}, {head_dim}] like `query`, got {list(x.shape)}."
+            )
+
+    def turned(x: Tensor) -> Tensor:
+        low, high = x.chunk(2, dim=-1)
+        return x * cos.unsqueeze(1) + torch.cat((-high, low), dim=-1) * sin.unsqueeze(1)
+
+    return turned(query), turned(key)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate)`, rounded to the dtype, times `up`, which has its shape. New memory."""
+    if up.shape != gate.shape:
+        raise ValueError(f"silu_mul: `up` must be {list(gate.shape)} like `gate`, got {list(up.shape)}.")
+    return torch.nn.functional.silu(gate) * up

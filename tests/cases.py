@@ -29,7 +29,7 @@ def engines() -> list[str]:
 
 
 def make_formats(head_dim: int = 64) -> list[KVFormat]:
-    """Every storage type, granularity and symmetry, with the largest common group size below `head_dim`."""
+    """Every storage type, granularity and symmetry, and clipped ones, in groups as large as is common in `head_dim`."""
     group_size = next(size for size in (32, 40, 16, 8) if head_dim % size == 0)
     formats = [KVFormat("none")]
     for storage in ("int8", "int4", "fp8"):
@@ -37,6 +37,9 @@ def make_formats(head_dim: int = 64) -> list[KVFormat]:
             for granularity in ("tensor", "token", "head", "group"):
                 size = group_size if granularity == "group" else None
                 formats.append(KVFormat(storage, granularity, size, symmetric))
+    formats.append(KVFormat("int4", symmetric=False, clip_ratio=0.92))
+    formats.append(KVFormat("int4", "tensor", symmetric=False, clip_ratio=0.6))
+    formats.append(KVFormat("int8", "group", group_size, clip_ratio=0.3))
     return formats
 
 

@@ -11,6 +11,9 @@ import torch
 
 from hf_kvquant import PRESETS, KVQuantConfig, arguments
 from hf_kvquant.arguments import UNTRANSFORMED, UsageError, checked_configs, config_of
+from hf_kvquant.formats import KVFormat
+
+NAIVE = KVFormat("int4", symmetric=False, clip_ratio=1.0)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +21,7 @@ from hf_kvquant.arguments import UNTRANSFORMED, UsageError, checked_configs, con
     [
         ("int4", "int4", {}),
         ("int4:4+128", "int4", {"sink_length": 4, "residual_length": 128}),
-        ("int4-untransformed", "int4", {"transforms": []}),
+        ("int4-untransformed", "int4", {"transforms": [], "key": NAIVE, "value": NAIVE}),
         ("int8-untransformed:0+9", "int8", {"transforms": [], "residual_length": 9}),
         ("none:0+0", "none", {}),
     ],

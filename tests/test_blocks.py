@@ -25,8 +25,8 @@ from hf_kvquant.config import LayerFormats
 from hf_kvquant.formats import BLOCK_SIZE, Planes
 from hf_kvquant.storage import LayerStorage
 
-KEY = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE)
-VALUE = KVFormat("int4", symmetric=False)
+KEY = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE, clip_ratio=15 / 16)
+VALUE = KVFormat("int4", symmetric=False, clip_ratio=15 / 16)
 FORMATS = (KEY, VALUE)
 BORDERS = (1, 2, 127, 128, 129, 255, 256, 257, 300)
 
@@ -68,8 +68,9 @@ def block_by_hand(x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
     counted = [float(number) for number in x[start:]]
     low, high = (min(counted), max(counted)) if counted else (0.0, 0.0)
     span = torch.tensor(high, dtype=torch.float32) - torch.tensor(low, dtype=torch.float32)
-    scale = (span / torch.tensor(15.0)).half().clamp(min=2.0**-24)
-    zero = torch.tensor(low).half()
+    clipped = span * torch.tensor(KEY.clip_ratio)
+    scale = (clipped / torch.tensor(15.0)).half().clamp(min=2.0**-24)
+    zero = (torch.tensor(low) + (span - clipped) / 2).half()
     codes = []
     for t, number in enumerate(x):
         code = round(float((number - zero.float()) / scale.float()))  # Python rounds half to even, as torch does
@@ -91,7 +92,9 @@ def test_a_block_is_quantised_channel_by_channel(start: int) -> None:
             assert_same(unpacked[0, head, :, c], codes, f"codes of channel {c}")
             assert planes.scale[0, head, 0, c] == scale and planes.zero[0, head, 0, c] == zero
     error = (reference.dequantize(planes, KEY) - x).abs()[:, :, start:]
-    assert (error <= planes.scale.float() * 0.5 + planes.zero.float().abs() * 2.0**-11 + 1e-6).all()
+    # The ends of the range are half a code off, and 15 times what the scale was rounded by.
+    half = planes.scale.float() * (0.5 + 15 * 2.0**-11)
+    assert (error <= half + planes.zero.float().abs() * 2.0**-11 + 1e-6).all()
 
 
 @pytest.mark.parametrize("chunks", [(300,), (1,) * 300, (127, 1, 1, 171), (128, 128, 44), (5, 250, 45)], ids=str)
@@ -268,7 +271,7 @@ def test_opcheck(device: str) -> None:
     key, value, query, lengths = (
         x.to(device) for x in (tokens(case, 2, 64), tokens(case, 2, 64), queries(case), case.lengths_tensor())
     )
-    starts, kinds = torch.zeros(2, dtype=torch.int32, device=device), (0, 0, None, None, False, 2, 2)
+    starts, kinds = torch.zeros(2, dtype=torch.int32, device=device), (0, 0, None, None, False, 0.9, 0.9, 2, 2)
     append, decode = torch.ops.hf_kvquant.append.default, torch.ops.hf_kvquant.decode.default
     torch.library.opcheck(append, (key, value, *spelled, lengths, starts, *kinds))
     extras = (None, starts, None, None, 0.125, 0.0, 0, 0)
@@ -415,13 +418,15 @@ def test_a_fallback_attends_to_the_same_keys() -> None:
         ),
         (
             lambda: LayerFormats(VALUE, KEY),
-            "LayerFormats: `value` must have another granularity than 'channel', got int4-channel128-asymmetric. "
-            "Blocks of tokens are for keys, whose outliers are channels; use granularity 'head' or 'group'.",
+            "LayerFormats: `value` must have another granularity than 'channel', got "
+            "int4-channel128-asymmetric-clip0.9375. Blocks of tokens are for keys, whose outliers are channels; use "
+            "granularity 'head' or 'group'.",
         ),
         (
             lambda: KVQuantConfig(value=KEY),
-            "KVQuantConfig: `value` must have another granularity than 'channel', got int4-channel128-asymmetric. "
-            "Blocks of tokens are for keys, whose outliers are channels; use granularity 'head' or 'group'.",
+            "KVQuantConfig: `value` must have another granularity than 'channel', got "
+            "int4-channel128-asymmetric-clip0.9375. Blocks of tokens are for keys, whose outliers are channels; use "
+            "granularity 'head' or 'group'.",
         ),
         (
             lambda: KVQuantConfig.from_preset("int4-channel", transforms=["rotate"]),
@@ -448,7 +453,7 @@ def test_refuses(make: Any, message: str) -> None:
 def test_a_config_round_trips() -> None:
     config = KVQuantConfig.from_preset("int4-channel", layers={0: "int8"})
     assert KVQuantConfig.from_dict(config.to_dict()) == config and config.transforms == ()
-    assert config.key.describe() == "int4-channel128-asymmetric"
+    assert config.key.describe() == "int4-channel128-asymmetric-clip0.9375"
 
 
 def replaced(planes: Planes, **changes: Any) -> Planes:

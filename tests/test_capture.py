@@ -146,6 +146,24 @@ def test_families(family: str, device: str) -> None:
     check_same(models.on(device, models.build(models.FAMILIES[family].model_type, **options)))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mistral"])
+def test_fused_steps_give_the_same_bits(
+    family: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = dict(models.FAMILIES[family].options)
+    if "layer_types" in options:
+        options["layer_types"] = ["full_attention"] * 2
+    model = models.build(family, dtype, **options).to(device)
+    check_same(model)
+    outputs = {"return_dict_in_generate": True, "output_logits": True}
+    expected = generated(model, INT4, **outputs)
+    monkeypatch.setattr(model, "_valid_auto_compile_criteria", lambda *args: True)
+    actual = generated(model, {**INT4, "capture": True}, **outputs)
+    for step, (x, y) in enumerate(zip(actual.logits, expected.logits, strict=True)):
+        compare.assert_same(x, y.cpu(), f"{family} {dtype}: logits {step}")
+
+
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
 def test_few_tokens(model: Any, max_new_tokens: int) -> None:
     check_same(model, max_new_tokens=max_new_tokens)

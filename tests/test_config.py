@@ -13,9 +13,9 @@ from hf_kvquant import PRESETS, KVFormat, KVQuantConfig, LayerFormats
 from hf_kvquant.config import DEFAULT_PRESET, TRANSFORMS
 
 INT8 = KVFormat("int8")
-INT4 = KVFormat("int4", symmetric=False)
+INT4 = KVFormat("int4", symmetric=False, clip_ratio=15 / 16)
 INT4_G32 = KVFormat("int4", "group", 32, symmetric=False)
-INT4_CHANNEL = KVFormat("int4", "channel", symmetric=False, block_size=128)
+INT4_CHANNEL = KVFormat("int4", "channel", symmetric=False, block_size=128, clip_ratio=15 / 16)
 FP8 = KVFormat("fp8")
 NONE = KVFormat("none")
 
@@ -151,7 +151,7 @@ def test_resolve_passes_configs_through() -> None:
 
 def test_layer_names() -> None:
     assert LayerFormats(INT8, INT8).describe() == "int8-head-symmetric"
-    assert LayerFormats(INT8, INT4).describe() == "key int8-head-symmetric, value int4-head-asymmetric"
+    assert LayerFormats(INT8, INT4).describe() == "key int8-head-symmetric, value int4-head-asymmetric-clip0.9375"
 
 
 def test_a_config_keeps_its_own_layers() -> None:
@@ -187,29 +187,25 @@ def test_generation_config_round_trip(name: str, tmp_path: pathlib.Path) -> None
 
 
 def test_dictionary_of_a_config() -> None:
+    int8 = {
+        "storage": "int8",
+        "granularity": "head",
+        "group_size": None,
+        "symmetric": True,
+        "block_size": None,
+        "clip_ratio": 1.0,
+    }
     assert KVQuantConfig.from_preset("int8", layers={2: "fp8"}, max_cache_len=64).to_dict() == {
         "backend": "hf_kvquant",
-        "key": {"storage": "int8", "granularity": "head", "group_size": None, "symmetric": True, "block_size": None},
-        "value": {"storage": "int8", "granularity": "head", "group_size": None, "symmetric": True, "block_size": None},
+        "key": int8,
+        "value": int8,
         "transforms": ["center", "smooth", "rotate"],
         "sink_length": 0,
         "residual_length": 0,
         "layers": {
             "2": {
-                "key": {
-                    "storage": "fp8",
-                    "granularity": "head",
-                    "group_size": None,
-                    "symmetric": True,
-                    "block_size": None,
-                },
-                "value": {
-                    "storage": "fp8",
-                    "granularity": "head",
-                    "group_size": None,
-                    "symmetric": True,
-                    "block_size": None,
-                },
+                "key": int8 | {"storage": "fp8"},
+                "value": int8 | {"storage": "fp8"},
                 "transforms": [],
                 "sink_length": 0,
                 "residual_length": 0,

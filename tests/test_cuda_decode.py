@@ -37,7 +37,7 @@ VARIANTS = [
     pair(KVFormat("none")),
     pair(KVFormat("int8")),
     pair(KVFormat("int8", symmetric=False)),
-    pair(KVFormat("int4", symmetric=False)),
+    pair(KVFormat("int4", symmetric=False, clip_ratio=0.9)),
     pair(KVFormat("int4")),
     pair(KVFormat("int4", "group", 32, symmetric=False)),
     pair(KVFormat("int4", "group", 16)),

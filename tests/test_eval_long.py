@@ -301,16 +301,17 @@ def test_dense_windows_and_chat_templates_are_settings(
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(chat)
     models.build("llama", max_position_embeddings=CONTEXT).save_pretrained(chat)
-    words = ("--preset", "int4", "--preset", "int4:0+9", "--sink-length", "2", "--residual-length", "200")
+    words = ("--preset", "int4", "--preset", "int4:0+9", "--sink-length", "2", "--residual-length", "300")
     code, _, error = run(capsys, str(chat), *words, "--chat-template", "--output", str(tmp_path / "long.json"))
     assert code == 0, error
     content = json.loads((tmp_path / "long.json").read_text())
     configs = content["settings"]["presets"]
     lengths = {name: (config["sink_length"], config["residual_length"]) for name, config in configs.items()}
-    assert lengths == {"none": (0, 0), "int4": (2, 200), "int4:0+9": (0, 9)}
+    assert lengths == {"none": (0, 0), "int4": (2, 300), "int4:0+9": (0, 9)}
     assert len(content["settings"]["chat_template"]) == 64
     changes = {name: abs(row["log_likelihood_change"]) for name, row in content["parts"][SUMMARY].items()}
-    assert 0 < changes["int4"] < changes["int4:0+9"]
+    # All tokens stay dense in one of them.
+    assert changes["int4"] < 1e-3 < changes["int4:0+9"]
     code, _, error = run(capsys, folder, "--chat-template")
     assert code == 2 and "eval long: `--chat-template` needs a tokenizer" in error and error.count("\n") == 1
 

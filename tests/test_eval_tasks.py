@@ -30,6 +30,7 @@ from hf_kvquant.patching import patched
 # lm-eval says so of every model that is handed to it, and its dependencies of each other.
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
+PRESETS = ("none", "int4")
 WORDS = "once upon a time there was some old king who had three sons and no crown".split()
 CONTEXT = 128
 # Sums in another order move keys by an ulp or so, which now and then rounds to another code.
@@ -366,17 +367,43 @@ def test_a_second_run_resumes(
     assert code == 2 and "`limit` was null and is 2" in error
 
 
+LAUNCHERS = {
+    # That for GPUs; the one for CPUs (--cpu) starts one process unless there is MPI.
+    "accelerate": "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no "
+    "--dynamo_backend no --main_process_port 0",
+    "torchrun": "torch.distributed.run --standalone --nproc_per_node 2",
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_items_are_spread_over_processes(
-    folder: str, data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    folder: str, data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, launcher: str
 ) -> None:
+    """... with the results of one: to the bit, where batches and threads are the same."""
     alone, together = tmp_path / "alone.json", tmp_path / "together.json"
-    arguments = ["--data", str(data), "--tasks", "copa", "--preset", "none", "--device", "cpu", "--output"]
-    assert run(capsys, folder, *arguments, str(alone))[0] == 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    arguments = ["--data", str(data), "--tasks", "copa", "lambada_openai", "--preset", "int4", "--device", "cpu"]
+    arguments += ["--batch-size", "1", "--output"]
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert run(capsys, folder, *arguments, str(alone))[0] == 0
+    finally:
+        torch.set_num_threads(num_threads)
     done = subprocess.run(
-        [*launch, "-m", "hf_kvquant", "eval", "tasks", folder, *arguments, str(together)],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        [
+            sys.executable,
+            "-m",
+            *LAUNCHERS[launcher].split(),
+            "-m",
+            "hf_kvquant",
+            "eval",
+            "tasks",
+            folder,
+            *arguments,
+            str(together),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
@@ -384,11 +411,29 @@ def test_items_are_spread_over_processes(
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("exact McNemar test") == 1  # one table
-    one, other = (json.loads(path.read_text(encoding="utf-8"))["parts"]["copa/none"] for path in (alone, together))
-    # Three of five items on the first process, the others on the second; in the order of the file again.
-    assert "log-likelihoods" in done.stderr and "/9 " in done.stderr
-    assert other["items"]["answer"] == one["items"]["answer"]
-    assert other["items"]["gold_log_likelihood"] == pytest.approx(one["items"]["gold_log_likelihood"], abs=1e-3)
+    # Three of five items of three choices on the first process, the others on the second; in the order of the file.
+    assert "/9 " in done.stderr and "/15 " not in done.stderr
+    one, other = (json.loads(path.read_text(encoding="utf-8"))["parts"] for path in (alone, together))
+    assert list(one) == list(other) == [f"{task}/{preset}" for task in ("copa", "lambada_openai") for preset in PRESETS]
+    for name, part in one.items():
+        assert other[name]["num_items"] == 5
+        assert (other[name]["items"], other[name]["metrics"]) == (part["items"], part["metrics"])
+
+
+def test_one_process_where_several_were_asked_for_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`accelerate launch --cpu --num_processes 2` without MPI starts one, and leaves these."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    tasks.tell_one_process()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    tasks.tell_one_process()
+    assert "eval tasks: accelerate started one process, not several" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    tasks.tell_one_process()
+    assert capsys.readouterr().err == ""
 
 
 def test_memory_that_runs_out(

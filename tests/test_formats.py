@@ -6,7 +6,9 @@ shows it; that kernels read the same layout, in test_ops.py.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
@@ -137,7 +139,7 @@ def test_tensors_are_in_a_fixed_order() -> None:
 @pytest.mark.parametrize("kv_format", make_formats(), ids=name_of)
 def test_format_of_reads_shapes(kv_format: KVFormat) -> None:
     planes = kv_format.allocate(3, 4, 64, 64, dtype=torch.float32, device=CPU)
-    assert format_of(planes, kv_format.storage_id, 64) == kv_format
+    assert format_of(planes, kv_format.storage_id, 64) == dataclasses.replace(kv_format, clip_ratio=1.0)
 
 
 def test_format_of_spells_one_layout_one_way() -> None:
@@ -164,8 +166,14 @@ def test_dictionary_round_trip(kv_format: KVFormat) -> None:
 
 
 def test_dictionary_of_a_format() -> None:
-    data = {"storage": "int4", "granularity": "group", "group_size": 64, "symmetric": False, "block_size": None}
-    assert INT4_G64.to_dict() == data
+    assert INT4_G64.to_dict() == {
+        "storage": "int4",
+        "granularity": "group",
+        "group_size": 64,
+        "symmetric": False,
+        "block_size": None,
+        "clip_ratio": 1.0,
+    }
     assert KVFormat.from_dict({"storage": "int8"}) == KVFormat("int8", "head", None, True)
 
 
@@ -173,6 +181,7 @@ def test_names() -> None:
     assert INT4_G64.describe() == "int4-group64-asymmetric"
     assert KVFormat("fp8", "token").describe() == "fp8-token-symmetric"
     assert KVFormat("none").describe() == "none"
+    assert KVFormat("int4", clip_ratio=0.9).describe() == "int4-head-symmetric-clip0.9"
     names = [kv_format.describe() for kv_format in make_formats()]
     assert len(set(names)) == len(names)
 
@@ -260,10 +269,33 @@ STORAGES = "['none', 'int8', 'int4', 'fp8']"
             "KVFormat: `group_size` must be a positive multiple of 8, got -8. Common sizes are 32 and 64.",
         ),
         (
+            {"storage": "int4", "clip_ratio": True},
+            TypeError,
+            "KVFormat: `clip_ratio` must be a number, got True.",
+        ),
+        (
+            {"storage": "int4", "clip_ratio": 1.1},
+            ValueError,
+            "KVFormat: `clip_ratio` must be above 0 and at most 1, got 1.1. "
+            "1 spans the whole range; 0.9 to 1 are common.",
+        ),
+        (
+            {"storage": "int4", "clip_ratio": math.nan},
+            ValueError,
+            "KVFormat: `clip_ratio` must be above 0 and at most 1, got nan. "
+            "1 spans the whole range; 0.9 to 1 are common.",
+        ),
+        (
+            {"storage": "fp8", "clip_ratio": 0.9},
+            ValueError,
+            "KVFormat: `clip_ratio` must be 1 for storage 'fp8', got 0.9. "
+            "Only the codes of int8 and int4 are equally far apart, so that clipping pays.",
+        ),
+        (
             {"storage": "int8", "groupsize": 32},
             ValueError,
             "KVFormat: unknown key 'groupsize'. Did you mean 'group_size'? "
-            "Known keys: ['storage', 'granularity', 'group_size', 'symmetric', 'block_size'].",
+            "Known keys: ['storage', 'granularity', 'group_size', 'symmetric', 'block_size', 'clip_ratio'].",
         ),
         (
             {"granularity": "head"},

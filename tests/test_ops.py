@@ -7,6 +7,7 @@ compared, so that a stray read or write shows up as a wrong result.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -435,7 +436,7 @@ def op_arguments(engine: str, kv_format: KVFormat) -> tuple[tuple[Any, ...], tup
     counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=engine)
     extras = (counters, starts, None, slopes, 0.125, 0.0, 16, 0)
     center, smoothing = to(engine, torch.randn(2, 64), 0.5 + torch.rand(2, 64))
-    kinds = (0, 0, center, smoothing, True, *storage)
+    kinds = (0, 0, center, smoothing, True, kv_format.clip_ratio, kv_format.clip_ratio, *storage)
     return (key, value, *spelled, lengths, starts, *kinds), (query, key, value, *spelled, lengths, *extras, *kinds)
 
 
@@ -730,7 +731,14 @@ def break_counters_stride(arguments: dict[str, Any]) -> None:
     arguments["counters"] = arguments["counters"].repeat(2)[::2]
 
 
+def break_clip_ratio(arguments: dict[str, Any]) -> None:
+    key_format = dataclasses.replace(arguments["formats"][0])
+    object.__setattr__(key_format, "clip_ratio", 1.5)
+    arguments["formats"] = (key_format, arguments["formats"][1])
+
+
 BROKEN = [
+    (break_clip_ratio, r"decode: `key_clip_ratio` must be above 0 and at most 1, got 1\.5\. KVFormat"),
     (break_dtype, r"decode: `query` must be float32, float16 or bfloat16, got Double\. Load"),
     (break_head_dim, r"decode: `query` must have head_dim 64 like the cache, got 32\. Was"),
     (break_lengths_dtype, r"decode: `lengths` must be int32, got Long\. Call"),

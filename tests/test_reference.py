@@ -54,9 +54,10 @@ def scalar_quantize(values: list[np.float32], kv_format: KVFormat) -> tuple[list
     """Codes, scale and zero of the values that share one scale, which are finite and not too large for float16."""
     levels = {"fp8": 448, "int8": 127 if kv_format.symmetric else 255, "int4": 7 if kv_format.symmetric else 15}
     limit = levels[kv_format.storage]
-    zero = np.float16(0.0) if kv_format.symmetric else np.float16(min(values))
-    span = max(abs(v) for v in values) if kv_format.symmetric else max(values) - min(values)
-    scale = max(np.float16(np.float32(span) / np.float32(limit)), np.float16(2.0**-24))
+    span = np.float32(max(abs(v) for v in values) if kv_format.symmetric else max(values) - min(values))
+    clipped = span * np.float32(kv_format.clip_ratio)
+    zero = np.float16(0.0 if kv_format.symmetric else min(values) + (span - clipped) / np.float32(2))
+    scale = max(np.float16(clipped / np.float32(limit)), np.float16(2.0**-24))
     codes = []
     for value in values:
         ratio = np.float32(np.float32(value - np.float32(zero)) / np.float32(scale))
@@ -128,6 +129,29 @@ def test_int4_asymmetric_by_hand() -> None:
     assert planes.scale is not None and planes.scale.item() == 1.0
     assert planes.zero is not None and planes.zero.item() == -2.0
     assert planes.codes.flatten().tolist() == [0xF0, 0x32, 0x5F, 0x54]
+
+
+def test_clipping_by_hand() -> None:
+    x = torch.tensor([-8.0, 8.0, 0.4, 0.6, 7.4, -7.6, 6.9, 3.0]).view(1, 1, 1, 8)
+    # 16 codes in the middles of 16 parts of 1: -7.5, -6.5, ..., 7.5
+    planes = reference.quantize(x, KVFormat("int4", symmetric=False, clip_ratio=15 / 16))
+    assert planes.scale is not None and planes.scale.item() == 1.0
+    assert planes.zero is not None and planes.zero.item() == -7.5
+    assert unpacked(planes, KVFormat("int4")).flatten().tolist() == [0, 15, 8, 8, 15, 0, 14, 10]
+    # symmetric: -7 to 7 stand for themselves, 8 for 7
+    planes = reference.quantize(x, KVFormat("int4", clip_ratio=0.875))
+    assert planes.scale is not None and planes.scale.item() == 1.0
+    assert unpacked(planes, KVFormat("int4")).flatten().tolist() == [1, 15, 8, 9, 15, 1, 15, 11]
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_codes_in_the_middles_are_nowhere_off_by_more_than_half(offset: float) -> None:
+    x = torch.rand(2, 2, 50, 128) + offset
+    kv_format = KVFormat("int4", symmetric=False, clip_ratio=15 / 16)
+    unclipped = quantization_bound(x, reference.quantize(x, kv_format), KVFormat("int4", symmetric=False))
+    decoded = reference.dequantize(reference.quantize(x, kv_format), kv_format)
+    # The scale itself is rounded to float16, by 2^-11 of itself, 15 times over at the far end.
+    assert ((decoded.double() - x.double()).abs() <= unclipped * (1 + 15 / 2**10)).all()
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_texts_may_have_first_chunks_of_their_own(implementation: str, preset: s
     assert pairs_of(together) == (2 * sum(causal_pairs(TOKENS, first) for first in firsts), 2)
 
 
-def test_errors() -> None:
+def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(3, models.VOCAB_SIZE, (1, 8))
     model = models.llama()
     with simulated(model):
@@ -83,7 +83,7 @@ def test_errors() -> None:
             look()
     with pytest.raises(NotImplementedError, match="simulate: GPTJForCausalLM computes attention by itself"):
         compare(models.family("gptj"), ids, {"int8": "int8"}, simulate=True)
-    model.config._attn_implementation = "flex_attention"
+    monkeypatch.setattr(model.config, "_attn_implementation", "flex_attention")
     with pytest.raises(NotImplementedError, match="must be one of sdpa, eager, got 'flex_attention'"):
         with simulated(model):
             pass

@@ -810,7 +810,8 @@ def test_the_report_has_a_line_for_each_layer() -> None:
     assert lines[2].endswith("left out: its cache (sliding_attention) is not quantised")
     assert lines[3] == "Factors are folded into the weights in layers 1."
     assert lines[4] == (
-        "1 of 1 layers smoothed; errors of attention outputs with keys as int4-head-asymmetric, over 600 tokens."
+        "1 of 1 layers smoothed; errors of attention outputs with keys as int4-head-asymmetric-clip0.9375, "
+        "over 600 tokens."
     )
     assert list(result.factors()) == [1]
 

@@ -340,7 +340,7 @@ def test_opcheck(device: str) -> None:
             x.to(device) for x in (tokens(case, 2, 64), tokens(case, 2, 64), queries(case), case.lengths_tensor())
         )
         starts = torch.zeros(2, dtype=torch.int32, device=device)
-        kinds = (2, 9, None, None, False, *(each.storage_id for each in formats))
+        kinds = (2, 9, None, None, False, 1.0, 1.0, *(each.storage_id for each in formats))
         append, decode = torch.ops.hf_kvquant.append.default, torch.ops.hf_kvquant.decode.default
         torch.library.opcheck(append, (key, value, *spelled, lengths, starts, *kinds))
         extras = (None, starts, None, None, 0.125, 0.0, 0, 0)
@@ -547,7 +547,7 @@ def test_configs_say_how_many_tokens_stay_dense() -> None:
     spelled = {index: (config.formats(index).sink_length, config.formats(index).residual_length) for index in range(4)}
     assert spelled == {0: (4, 128), 1: (0, 0), 2: (0, 128), 3: (4, 128)}
     assert KVQuantConfig.from_dict(config.to_dict()) == config
-    assert config.formats(3).describe() == "int4-head-asymmetric, first 4 and last 128 tokens dense"
+    assert config.formats(3).describe() == "int4-head-asymmetric-clip0.9375, first 4 and last 128 tokens dense"
     assert config.formats(1).describe() == "none"
     assert KVQuantConfig.from_dict({"nbits": 4, "residual_length": 128}).residual_length == 128
     assert KVQuantConfig.from_dict({"nbits": 4, "residual_length": None}).residual_length == 0

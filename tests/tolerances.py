@@ -125,7 +125,8 @@ def quantization_bound(x: Tensor, planes: Planes, kv_format: KVFormat) -> Tensor
     """The largest error of every element of `dequantize(quantize(x))`, float64, shape of `x`.
 
     Integers: half a code, plus half a float16 ulp of the zero, which was rounded too. e4m3: half a step of a 3-bit
-    mantissa, relative above and absolute below the smallest normal code. Both: a scale below 2^-14 is a float16
+    mantissa, relative above and absolute below the smallest normal code. A clipped value also loses what lies beyond
+    the share of the range that codes span. Both: a scale below 2^-14 is a float16
     subnormal, so it is off by up to 2^-25 and the largest code by `max_code` times that; and a few float32 roundings.
     """
     assert planes.scale is not None
@@ -139,6 +140,12 @@ def quantization_bound(x: Tensor, planes: Planes, kv_format: KVFormat) -> Tensor
         magnitude = magnitude + zero.abs()
         _, exponent = torch.frexp(zero)
         bound = bound + torch.clamp(torch.ldexp(torch.ones_like(zero), exponent - 11), min=2.0**-24) / 2
+    if kv_format.clip_ratio < 1:
+        high, low = (_spread(plane, x) for plane in reference._range(exact, kv_format))
+        half, middle = (high - low) / 2, (high + low) / 2
+        if kv_format.symmetric:
+            half, middle = torch.maximum(high.abs(), low.abs()), torch.zeros_like(middle)
+        bound = bound + ((exact - middle).abs() - kv_format.clip_ratio * half).clamp(min=0)
     return bound + 4 * torch.finfo(torch.float32).eps * magnitude
 
 

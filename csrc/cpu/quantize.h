@@ -57,8 +57,9 @@ inline void scale_of(const Side& side, const Range& range, half_bits& scale, hal
   const float high = largest_of(range.high), low = smallest_of(range.low);
   const float span =
       side.is_symmetric ? (std::fabs(high) > std::fabs(low) ? std::fabs(high) : std::fabs(low)) : high - low;
-  scale = float_to_half(span / levels_of(side));
-  zero = side.is_symmetric ? half_bits{0} : float_to_half(low);
+  const float clipped = span * side.clip_ratio;
+  scale = float_to_half(clipped / levels_of(side));
+  zero = side.is_symmetric ? half_bits{0} : float_to_half(low + (span - clipped) * 0.5f);
   if (sum_of(range.flaws) != 0.0f || !is_finite_half(scale) || !is_finite_half(zero)) {
     scale = zero = kHalfNan;
   } else if (scale == 0) {
@@ -228,8 +229,8 @@ void quantize_storage(const QuantizeTask& task, int b, int head, int first, int 
 
 // kWidth channels of a block of tokens: their scales and zeros, and then their codes. `rows` are float32, `stride`
 // numbers apart; tokens below `first` are padding and sinks, which get codes of 0.
-void quantize_channels(const float* rows, int stride, int first, int channels, half_bits* scale, half_bits* zero,
-                       uint8_t* codes, int64_t codes_stride) {
+void quantize_channels(const float* rows, int stride, int first, int channels, float clip_ratio, half_bits* scale,
+                       half_bits* zero, uint8_t* codes, int64_t codes_stride) {
   Float high = broadcast(-kInfinity), low = broadcast(kInfinity), flaws = zeros();
   for (int t = first; t < kBlockSize; ++t) {
     const Float x = load(rows + t * stride);
@@ -239,8 +240,9 @@ void quantize_channels(const float* rows, int stride, int first, int channels, h
   }
   if (first == kBlockSize) high = low = zeros();
   float spans[kWidth], lows[kWidth], is_flawed[kWidth], divisors[kWidth], offsets[kWidth];
-  store(spans, div(sub(high, low), broadcast(15.0f)));
-  store(lows, low);
+  const Float span = sub(high, low), clipped = mul(span, broadcast(clip_ratio));
+  store(spans, div(clipped, broadcast(15.0f)));
+  store(lows, add(low, mul(sub(span, clipped), broadcast(0.5f))));
   store(is_flawed, flaws);
   for (int c = 0; c < channels; ++c) {
     half_bits s = float_to_half(spans[c]), z = float_to_half(lows[c]);
@@ -300,8 +302,8 @@ void quantize_blocks(const QuantizeTask& task, int b, int head, float* scratch) 
     half_bits* zero = side.zero + b * side.zero_stride_b + head * side.zero_stride_h + block * side.zero_stride_g;
     uint8_t* codes = side.codes + b * side.codes_stride_b + head * side.codes_stride_h + begin * side.codes_stride_t;
     for (int c = 0; c < side.head_dim; c += kWidth) {
-      quantize_channels(scratch + c, stride, first, min_of(kWidth, side.head_dim - c), scale + c, zero + c,
-                        codes + c / 2, side.codes_stride_t);
+      quantize_channels(scratch + c, stride, first, min_of(kWidth, side.head_dim - c), side.clip_ratio, scale + c,
+                        zero + c, codes + c / 2, side.codes_stride_t);
     }
   }
 }

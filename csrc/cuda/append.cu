@@ -143,7 +143,7 @@ __device__ void quantize_rows(const Side& side, const Lanes& lanes, const Tokens
   uint8_t* target = code_row(side, tokens.b, tokens.h, tokens.t) + lanes.chunk * Codes<kStorage>::kBytes;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const StoredScale value = side.is_frozen ? frozen : compute_scale<kStorage>(extents[r].range());
+    const StoredScale value = side.is_frozen ? frozen : compute_scale<kStorage>(extents[r].range(), side.clip_ratio);
     scales[r] = value.scale, zeros[r] = value.zero;
     const Codes<kStorage> codes = encode<kStorage, kIsSymmetric>(x[r], value);
     if (tokens.has_room(r)) codes.store(target);
@@ -294,7 +294,7 @@ __device__ void quantize_token(const Token& token) {
   __syncthreads();
   for (int w = 0; w < kNumWarps; ++w) extents[0].include(of_warps[w]);
 
-  const StoredScale value = compute_scale<kStorage>(extents[0].range());
+  const StoredScale value = compute_scale<kStorage>(extents[0].range(), side.clip_ratio);
   if (threadIdx.x == 0) store_scale<kIsSymmetric>(side, value, token.b, 0, 0, token.t);
   token.template for_heads<kIsTransformed>([&](int h, const Wide& x) {
     uint8_t* target = code_row(side, token.b, h, token.t) + token.lanes.chunk * Codes<kStorage>::kBytes;

@@ -132,7 +132,13 @@ __device__ __forceinline__ float capped(float x, float cap) {
   return cap * (1.f - 2.f / (power + 1.f));
 }
 
-// Every kernel is launched here: grid size and launch errors are checked in one place.
+inline void check_launch(const char* where, cudaError_t error) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string(where) + ": the kernel must start, got: " + cudaGetErrorString(error) +
+                           ". Was the extension built for this GPU (HF_KVQUANT_CUDA_ARCHS)?");
+}
+
+// Most kernels are launched here: grid size and launch errors are checked in one place.
 template <class... Parameters, class... Arguments>
 void launch(const char* where, void (*kernel)(Parameters...), int64_t num_blocks, int num_threads, size_t shared_bytes,
             void* stream, const Arguments&... arguments) {
@@ -142,11 +148,7 @@ void launch(const char* where, void (*kernel)(Parameters...), int64_t num_blocks
   }
   kernel<<<static_cast<unsigned>(num_blocks), num_threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(
       arguments...);
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) {
-    throw std::runtime_error(std::string(where) + ": the kernel must start, got: " + cudaGetErrorString(error) +
-                             ". Was the extension built for this GPU (HF_KVQUANT_CUDA_ARCHS)?");
-  }
+  check_launch(where, cudaGetLastError());
 }
 
 }  // namespace hf_kvquant::cuda

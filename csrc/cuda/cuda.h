@@ -139,6 +139,9 @@ void append(const AppendParams& params, void* stream);
 void decode(const DecodeParams& params, const AppendParams* new_tokens, const DecodePlan& plan, float* workspace,
             void* stream);
 
+// Whether a kernel may start while the launch before is ending, which it then has to wait for itself.
+bool may_overlap(const void* function);
+
 // The kernel for what no other serves: float32 queries, storage type `none`, mixtures of formats.
 void decode_general(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream);
 

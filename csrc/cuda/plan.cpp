@@ -93,11 +93,7 @@ Residency find_residency(const AttendKernel& kernel, int num_warps, int device) 
                                                            num_warps * kLanesOfWarp,
                                                            bytes_needed(kernel, num_warps, found.num_stages)),
              "the kernel must fit the GPU");
-  cudaFuncAttributes attributes;
-  check_cuda(cudaFuncGetAttributes(&attributes, kernel.function), "the kernel must fit the GPU");
-  int driver = 0;
-  check_cuda(cudaDriverGetVersion(&driver), "the GPU must be usable");
-  found.may_overlap = attributes.ptxVersion >= kOverlapPtx && driver >= kOverlapDriver;
+  found.may_overlap = may_overlap(kernel.function);
   return found;
 }
 
@@ -375,6 +371,16 @@ void* current_stream(int device_index) {
   }
   if (getter(device_index, &stream) != 0) throw std::runtime_error("ops: torch must name its stream, got none.");
   return stream;
+}
+
+bool may_overlap(const void* function) {
+  return remember(std::make_tuple(function, current_device()), [function] {
+    cudaFuncAttributes attributes;
+    check_cuda(cudaFuncGetAttributes(&attributes, function), "the kernel must fit the GPU");
+    int driver = 0;
+    check_cuda(cudaDriverGetVersion(&driver), "the GPU must be usable");
+    return attributes.ptxVersion >= kOverlapPtx && driver >= kOverlapDriver;
+  });
 }
 
 void check_support(const char* where, const Side& side) {

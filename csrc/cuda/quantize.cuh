@@ -271,11 +271,13 @@ struct StoredScale {
 };
 
 template <Storage kStorage, bool kIsSymmetric>
-__device__ inline StoredScale compute_scale(Range<kIsSymmetric> range) {
+__device__ inline StoredScale compute_scale(Range<kIsSymmetric> range, float clip_ratio) {
   constexpr float kLimit = kMaxCode<kStorage, kIsSymmetric>, kMinScale = 0x1p-24f;
   const float span = kIsSymmetric ? range.high : __fsub_rn(range.high, range.low);
-  const float scale = max_or_nan(divide(span, kLimit, 1.f / kLimit), kMinScale);
-  const __half2 stored = __floats2half2_rn(scale, kIsSymmetric ? 0.f : range.low);
+  const float clipped = __fmul_rn(span, clip_ratio);
+  const float scale = max_or_nan(divide(clipped, kLimit, 1.f / kLimit), kMinScale);
+  const float zero = kIsSymmetric ? 0.f : __fadd_rn(range.low, __fmul_rn(__fsub_rn(span, clipped), 0.5f));
+  const __half2 stored = __floats2half2_rn(scale, zero);
   // The sum of two float16 numbers is finite in float32, unless one of them is not.
   const bool is_finite = __fadd_rn(__low2float(stored), fabsf(__high2float(stored))) < INFINITY;
   return {is_finite ? __half_as_ushort(__low2half(stored)) : kHalfNan,
@@ -381,7 +383,7 @@ __device__ inline void append_row(const Side& side, const Values<Dtype::fp32>& x
   const int g = divide_lanes(chunk, lanes_per_group), position = chunk - g * lanes_per_group;
   Extent<Dtype::fp32, kIsSymmetric> extents[1] = {Extent<Dtype::fp32, kIsSymmetric>::of(x)};
   join_lanes(extents, lane, position, lanes_per_group);
-  const StoredScale value = compute_scale<kStorage>(extents[0].range());
+  const StoredScale value = compute_scale<kStorage>(extents[0].range(), side.clip_ratio);
   if (chunk >= lanes_per_row) return;
   if (position == 0) store_scale<kIsSymmetric>(side, value, b, h, g, t);
   encode<kStorage, kIsSymmetric>(x, value).store(code_row(side, b, h, t) + chunk * Codes<kStorage>::kBytes);
@@ -454,7 +456,7 @@ __device__ __noinline__ void quantize_columns(const Side& side, const Dense& den
       ranges[k].high = max_or_nan(ranges[k].high, __shfl_xor_sync(kAllLanes, ranges[k].high, distance));
     }
     if (num_padding == kBlockSize) ranges[k] = {0.f, 0.f};
-    values[k] = compute_scale<Storage::int4>(ranges[k]);
+    values[k] = compute_scale<Storage::int4>(ranges[k], side.clip_ratio);
   }
   if (!has_channels) return;
   if (first_row == 0) {

@@ -102,7 +102,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         self.mode = mode
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and self.world_size == 1 and kwargs.get("tp_plan") is None:
             # HFLM spreads items over processes for models that it loads itself, to GPUs.
-            self.accelerator = Accelerator()
+            self.accelerator = Accelerator(cpu=self.device.type == "cpu")
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self._takes = frozenset(inspect.signature(type(self.model).forward).parameters)
         self.use(preset)

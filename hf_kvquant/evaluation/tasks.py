@@ -12,6 +12,7 @@ import argparse
 import itertools
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ def add_parser(commands: Any) -> None:
         description="Zero-shot accuracy through lm-eval. Every preset answers the same items as the unquantised cache "
         f"('{UNQUANTIZED}', always run), so that the difference has an error of its own. Without --data, lm-eval's own "
         "tasks run by name, and download their data; with it, the task files of the package read JSON lines. Under "
-        "accelerate launch, items are spread over processes.",
+        "accelerate launch (on CPUs: torchrun), items are spread over processes.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     parser.add_argument(
@@ -97,6 +98,7 @@ def run(args: argparse.Namespace) -> None:
     names = checked_names(args.tasks, args.data)
     if args.data is not None:
         check_data(names, args.data)
+    tell_one_process()
     device = checked_device(args.device or this_process_device(), WHERE)
     model, tokenizer = load(args.model, args.dtype, device, WHERE)
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
@@ -178,6 +180,17 @@ def this_process_device() -> str | None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and torch.cuda.is_available():
         return f"cuda:{os.environ['LOCAL_RANK']}"
     return None
+
+
+def tell_one_process() -> None:
+    """Say so where `accelerate launch` was asked for several processes on CPUs and has started one, for lack of MPI."""
+    is_launched = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
+    if is_launched and "WORLD_SIZE" not in os.environ:
+        print(
+            f"{WHERE}: accelerate started one process, not several: without MPI it does on CPUs. Results are the same. "
+            "To spread items, start it with torchrun --nproc_per_node N -m hf_kvquant.",
+            file=sys.stderr,
+        )
 
 
 def settings(args: argparse.Namespace, model: Any) -> dict[str, Any]:

@@ -1,0 +1,302 @@
+// What a decode step computes between its linear layers, in one launch each: RMSNorm, with the addition before it where
+// there is one, rotary embedding, silu · up. Every rounding is that of the separate PyTorch kernels that they replace;
+// fusion.py uses them only where they give the same bits, so that a captured step chooses the tokens of an uncaptured
+// one.
+//
+// Products and sums are spelled as intrinsics, since the compiler would contract them. That leaves the order in which a
+// row is summed. PyTorch (2.10 and later, ATen/native/cuda/Reduce.cuh) has a row of squares read by `width` x `height`
+// threads: thread t takes vectors t, t + width · height, ... of four numbers, each into a sum of its own; the four are
+// added from the first to the last, then threads by halves along the width, then along the height. How many threads
+// follows from the shape, see `summing_threads`. A thread block here has one row and at least as many threads; those
+// left over help to load and to write.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "../fused.h"
+#include "codes.cuh"
+#include "cuda.h"  // may_overlap
+
+namespace hf_kvquant::cuda {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kMaxThreads = 512;  // of PyTorch's reductions, and of a row's block here
+constexpr int kMaxHeight = kMaxThreads / kWarp;
+constexpr int kElementwiseThreads = 128;
+
+// --- numbers
+
+template <Dtype kDtype>
+using Element = std::conditional_t<kDtype == Dtype::fp32, float, uint16_t>;
+
+template <Dtype kDtype>
+__device__ __forceinline__ float widened(Element<kDtype> bits) {
+  if constexpr (kDtype == Dtype::fp32) {
+    return bits;
+  } else if constexpr (kDtype == Dtype::fp16) {
+    return half_to_float(bits);
+  } else {
+    return __uint_as_float(uint32_t{bits} << 16);
+  }
+}
+
+template <Dtype kDtype>
+__device__ __forceinline__ Element<kDtype> narrowed(float x) {
+  if constexpr (kDtype == Dtype::fp32) {
+    return x;
+  } else if constexpr (kDtype == Dtype::fp16) {
+    return float_to_half(x);
+  } else {
+    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+  }
+}
+
+// What a kernel of its own would have written and the next one read.
+template <Dtype kDtype>
+__device__ __forceinline__ float rounded(float x) {
+  return widened<kDtype>(narrowed<kDtype>(x));
+}
+
+template <Dtype kDtype>
+struct alignas(kFusedVector * sizeof(Element<kDtype>)) Vector {
+  Element<kDtype> elements[kFusedVector];
+  __device__ __forceinline__ float operator[](int i) const { return widened<kDtype>(elements[i]); }
+};
+
+// --- launches
+
+// Blocks may start while the launch before is ending: every kernel here calls `wait_for_launch_before`.
+template <class Kernel, class Params, class... Others>
+void launch_early(const char* where, Kernel kernel, dim3 grid, int num_threads, void* stream, const Params& params,
+                  const Others&... others) {
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(num_threads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &overlap;
+  config.numAttrs = may_overlap(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
+  check_launch(where, cudaLaunchKernelEx(&config, kernel, params, others...));
+}
+
+// Calls `use` with the dtype as a constant.
+template <class Use>
+void for_dtype(Dtype dtype, Use use) {
+  switch (dtype) {
+    case Dtype::fp32: return use(std::integral_constant<Dtype, Dtype::fp32>{});
+    case Dtype::fp16: return use(std::integral_constant<Dtype, Dtype::fp16>{});
+    case Dtype::bf16: return use(std::integral_constant<Dtype, Dtype::bf16>{});
+  }
+}
+
+// --- RMSNorm
+
+struct SummingThreads {
+  int width, height;  // powers of two, the former at least a warp
+};
+
+int floor_power_of_two(int64_t x) {
+  int power = 1;
+  while (int64_t{2} * power <= x) power *= 2;
+  return power;
+}
+
+// The threads of PyTorch's block that share a row, from setReduceConfig. Rows of at least 128 numbers, a multiple of 4;
+// long ones would be shared by several blocks, which needs 256 numbers a thread.
+SummingThreads summing_threads(int64_t num_rows, int num_channels) {
+  const int most_wide = std::min(floor_power_of_two(num_channels / kFusedVector), kMaxThreads);
+  const int most_high = std::min(floor_power_of_two(std::min<int64_t>(num_rows, kMaxThreads)), kMaxThreads);
+  const int height = std::min(most_high, kMaxThreads / std::min(most_wide, kWarp));
+  const int width = std::min(most_wide, kMaxThreads / height);
+  // Rows stay apart where that leaves a thread fewer than 16 numbers for each row of the block.
+  const int per_thread = (num_channels + width - 1) / width;
+  return {width, per_thread >= std::min(16 * height, 256) ? height : 1};
+}
+
+// The sum of a block's partial sums, those of its first width · height threads, in every thread.
+__device__ __forceinline__ float summed(float sum, SummingThreads threads) {
+  __shared__ float of_threads[kMaxThreads];
+  __shared__ float of_rows[kMaxHeight];
+  const int t = threadIdx.x, x = t & (threads.width - 1), lane = t % kWarp;
+  const bool is_summing = t < threads.width * threads.height;
+  if (threads.width > kWarp) {
+    of_threads[t] = sum;
+    for (int offset = threads.width / 2; offset >= kWarp; offset /= 2) {
+      __syncthreads();
+      if (is_summing && x < offset) {
+        sum = __fadd_rn(sum, of_threads[t + offset]);
+        of_threads[t] = sum;
+      }
+    }
+  }
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    sum = __fadd_rn(sum, __shfl_down_sync(0xffffffffu, sum, offset));
+  }
+  if (is_summing && x == 0) of_rows[t / threads.width] = sum;
+  __syncthreads();
+  sum = lane < threads.height ? of_rows[lane] : 0.f;
+  for (int offset = threads.height / 2; offset > 0; offset /= 2) {
+    sum = __fadd_rn(sum, __shfl_down_sync(0xffffffffu, sum, offset));
+  }
+  return __shfl_sync(0xffffffffu, sum, 0);
+}
+
+// kPerThread: vectors, at most.
+template <Dtype kDtype, int kPerThread, bool kAdds>
+__global__ void __launch_bounds__(kMaxThreads)
+    norm_row(const __grid_constant__ RmsNormParams params, SummingThreads threads, float factor) {
+  const int num_vectors = params.num_channels / kFusedVector, t = threadIdx.x, num_threads = blockDim.x;
+  const int64_t first = int64_t{blockIdx.x} * num_vectors;
+  const auto row = [&params, first](int v) {
+    Vector<kDtype> x = static_cast<const Vector<kDtype>*>(params.x)[first + v];
+    if constexpr (kAdds) {
+      const Vector<kDtype> other = static_cast<const Vector<kDtype>*>(params.other)[first + v];
+#pragma unroll
+      for (int i = 0; i < kFusedVector; ++i) x.elements[i] = narrowed<kDtype>(__fadd_rn(x[i], other[i]));
+    }
+    return x;
+  };
+
+  // Weights come from memory, what the launch before has written from the L2 cache.
+  Vector<kDtype> weight[kPerThread], x[kPerThread];
+#pragma unroll
+  for (int k = 0; k < kPerThread; ++k) {
+    const int v = t + k * num_threads;
+    if (v < num_vectors) weight[k] = static_cast<const Vector<kDtype>*>(params.weight)[v];
+  }
+  wait_for_launch_before();
+#pragma unroll
+  for (int k = 0; k < kPerThread; ++k) {
+    const int v = t + k * num_threads;
+    if (v < num_vectors) x[k] = row(v);
+  }
+
+  float mean;
+  if (params.mean != nullptr) {
+    mean = params.mean[blockIdx.x];
+  } else {
+    // What others have just loaded comes from the L1 cache.
+    float sums[kFusedVector] = {};
+    const int num_summing = threads.width * threads.height;
+    if (t < num_summing) {
+#pragma unroll 4
+      for (int v = t; v < num_vectors; v += num_summing) {
+        const Vector<kDtype> numbers = row(v);
+#pragma unroll
+        for (int i = 0; i < kFusedVector; ++i) sums[i] = __fadd_rn(sums[i], __fmul_rn(numbers[i], numbers[i]));
+      }
+    }
+    const float sum = __fadd_rn(__fadd_rn(__fadd_rn(sums[0], sums[1]), sums[2]), sums[3]);
+    mean = __fmul_rn(summed(sum, threads), factor);
+  }
+  const float inverse = rsqrtf(__fadd_rn(mean, params.eps));
+
+#pragma unroll
+  for (int k = 0; k < kPerThread; ++k) {
+    const int v = t + k * num_threads;
+    Vector<kDtype> out;
+#pragma unroll
+    for (int i = 0; i < kFusedVector; ++i) {
+      const float normed = rounded<kDtype>(__fmul_rn(x[k][i], inverse));
+      out.elements[i] = narrowed<kDtype>(__fmul_rn(weight[k][i], normed));
+    }
+    if (v < num_vectors) {
+      static_cast<Vector<kDtype>*>(params.out)[first + v] = out;
+      if constexpr (kAdds) static_cast<Vector<kDtype>*>(params.total)[first + v] = x[k];
+    }
+  }
+}
+
+// --- rotary embedding
+
+template <Dtype kDtype>
+__device__ __forceinline__ const Element<kDtype>* row_of(const Dense& x, int b, int h, int t) {
+  return static_cast<const Element<kDtype>*>(x.data) + (b * x.stride_b + h * x.stride_h + t * x.stride_t);
+}
+
+// A thread has one channel of the first half of a head and the one that is turned with it.
+template <Dtype kDtype>
+__global__ void __launch_bounds__(kMaxRotaryHeadDim / 2) rotate_heads(const __grid_constant__ RotaryParams params,
+                                                                      int heads_per_block) {
+  const int half = params.head_dim / 2, c = threadIdx.x % half, slot = threadIdx.x / half;
+  const int head = blockIdx.x * heads_per_block + slot, t = blockIdx.y, b = blockIdx.z;
+  wait_for_launch_before();
+  if (head >= params.num_q_heads + params.num_kv_heads) return;
+  const bool is_query = head < params.num_q_heads;
+  const int h = is_query ? head : head - params.num_q_heads;
+  const auto* from = row_of<kDtype>(is_query ? params.query : params.key, b, h, t);
+  const auto *cos = row_of<kDtype>(params.cos, b, 0, t), *sin = row_of<kDtype>(params.sin, b, 0, t);
+  auto* to = const_cast<Element<kDtype>*>(row_of<kDtype>(is_query ? params.out_query : params.out_key, b, h, t));
+  const float low = widened<kDtype>(from[c]), high = widened<kDtype>(from[c + half]);
+  const auto turned = [&](int channel, float x, float other) {
+    const float straight = rounded<kDtype>(__fmul_rn(x, widened<kDtype>(cos[channel])));
+    const float across = rounded<kDtype>(__fmul_rn(other, widened<kDtype>(sin[channel])));
+    return narrowed<kDtype>(__fadd_rn(straight, across));
+  };
+  to[c] = turned(c, low, -high);
+  to[c + half] = turned(c + half, high, low);
+}
+
+// --- silu(gate) · up
+
+template <Dtype kDtype>
+__global__ void __launch_bounds__(kElementwiseThreads) multiply_by_silu(const __grid_constant__ SiluMulParams params) {
+  const int64_t v = int64_t{blockIdx.x} * kElementwiseThreads + threadIdx.x;
+  wait_for_launch_before();
+  if (v >= params.numel / kFusedVector) return;
+  const auto gate = static_cast<const Vector<kDtype>*>(params.gate)[v];
+  const auto up = static_cast<const Vector<kDtype>*>(params.up)[v];
+  Vector<kDtype> out;
+#pragma unroll
+  for (int i = 0; i < kFusedVector; ++i) {
+    const float x = gate[i];
+    out.elements[i] = narrowed<kDtype>(__fmul_rn(rounded<kDtype>(x / (1.f + expf(-x))), up[i]));
+  }
+  static_cast<Vector<kDtype>*>(params.out)[v] = out;
+}
+
+}  // namespace
+
+void rms_norm(const RmsNormParams& params, void* stream) {
+  constexpr int kFew = 2, kMany = 8;  // vectors of a thread: rows of 4096 numbers, and the longest
+  static_assert(kMany * kMaxThreads * kFusedVector >= kMaxNormChannels);
+  const int num_vectors = params.num_channels / kFusedVector;
+  const int num_threads = std::min((num_vectors + kWarp - 1) / kWarp * kWarp, kMaxThreads);
+  SummingThreads threads = {kWarp, 1};
+  if (params.mean == nullptr) threads = summing_threads(params.num_rows, params.num_channels);
+  // As PyTorch computes it, from the numbers of outputs and of inputs.
+  const float factor = static_cast<float>(params.num_rows) / static_cast<float>(params.num_rows * params.num_channels);
+  for_dtype(params.dtype, [&](auto dtype) {
+    constexpr Dtype kDtype = decltype(dtype)::value;
+    const bool is_short = num_vectors <= kFew * num_threads;
+    const auto kernel = params.other == nullptr
+                            ? (is_short ? norm_row<kDtype, kFew, false> : norm_row<kDtype, kMany, false>)
+                            : (is_short ? norm_row<kDtype, kFew, true> : norm_row<kDtype, kMany, true>);
+    const dim3 grid(static_cast<unsigned>(params.num_rows));
+    launch_early("rms_norm", kernel, grid, num_threads, stream, params, threads, factor);
+  });
+}
+
+void rotary(const RotaryParams& params, void* stream) {
+  const int half = params.head_dim / 2, num_heads = params.num_q_heads + params.num_kv_heads;
+  const int heads_per_block = std::max(1, kElementwiseThreads / half);
+  const dim3 grid((num_heads + heads_per_block - 1) / heads_per_block, params.q_len, params.batch);
+  for_dtype(params.query.dtype, [&](auto dtype) {
+    launch_early("rotary", rotate_heads<decltype(dtype)::value>, grid, half * heads_per_block, stream, params,
+                 heads_per_block);
+  });
+}
+
+void silu_mul(const SiluMulParams& params, void* stream) {
+  const int64_t num_vectors = params.numel / kFusedVector;
+  const dim3 grid(static_cast<unsigned>((num_vectors + kElementwiseThreads - 1) / kElementwiseThreads));
+  for_dtype(params.dtype, [&](auto dtype) {
+    launch_early("silu_mul", multiply_by_silu<decltype(dtype)::value>, grid, kElementwiseThreads, stream, params);
+  });
+}
+
+}  // namespace hf_kvquant::cuda

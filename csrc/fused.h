@@ -1,0 +1,50 @@
+// What lies between the linear layers of a model: arguments as plain structs, checked by args.h, and the CUDA kernels.
+// reference.rms_norm, add_rms_norm, rotary and silu_mul define them, rounding by rounding; on other devices PyTorch runs
+// those. All tensors of a call have one dtype but the mean.
+#pragma once
+
+#include "format.h"
+
+namespace hf_kvquant {
+
+constexpr int kFusedVector = 4;          // numbers that are loaded at a time
+constexpr int kMinSummedChannels = 128;  // from here on the kernel sums a row itself
+constexpr int kMaxNormChannels = 16384;
+constexpr int kMaxRotaryHeadDim = 1024;
+
+struct RmsNormParams {
+  const void* x;       // [num_rows, num_channels], contiguous
+  const void* other;   // added before; nullptr: nothing
+  const void* weight;  // [num_channels]
+  const float* mean;   // [num_rows], of the squares; nullptr: the kernel's to compute
+  void* total;         // x + other, where there is something to add
+  void* out;           // like x
+  Dtype dtype;
+  int64_t num_rows;
+  int num_channels;  // a multiple of kFusedVector
+  float eps;
+};
+
+struct RotaryParams {
+  int batch, num_q_heads, num_kv_heads, q_len, head_dim;  // the latter even
+  Dense query, key;          // [batch, heads, q_len, head_dim]
+  Dense cos, sin;            // [batch, 1, q_len, head_dim]; stride 0 where sequences share them
+  Dense out_query, out_key;  // like query and key
+};
+
+struct SiluMulParams {
+  const void *gate, *up;  // contiguous
+  void* out;
+  Dtype dtype;
+  int64_t numel;  // a multiple of kFusedVector
+};
+
+namespace cuda {
+
+// `stream` is on the current device.
+void rms_norm(const RmsNormParams& params, void* stream);
+void rotary(const RotaryParams& params, void* stream);
+void silu_mul(const SiluMulParams& params, void* stream);
+
+}  // namespace cuda
+}  // namespace hf_kvquant
