@@ -192,6 +192,13 @@ def test_commands_of_the_first_screen_exist() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
+def test_every_preset_is_measured() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    averaged, presets = (re.search(rf"^QUALITY_{name} := (.*)$", makefile, re.M) for name in ("AVERAGED", "PRESETS"))
+    assert averaged is not None and averaged[1].split() == list(AVERAGED)
+    assert presets is not None and presets[1].split() == [name for name in PRESETS if name != "none"]
+
+
 def test_changelog_has_this_version() -> None:
     versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert versions[0] == hf_kvquant.__version__
