@@ -6,6 +6,10 @@ PYTHON ?= python3
 # Threads of pytest-xdist, and whatever else pytest should get.
 PYTEST_ARGS ?= -n auto
 DEMO_ARGS ?= --max-new-tokens 96 --repetition-penalty 1.15
+# Where wikitext2.test.raw and the JSON lines of the tasks are, and how many items of each task are taken.
+QUALITY_TEXT ?= wikitext2.test.raw
+QUALITY_TASKS ?= zero_shot
+QUALITY_LIMIT ?= 200
 SANITIZER ?= compute-sanitizer
 SANITIZE_TOOLS ?= memcheck racecheck initcheck
 
@@ -17,12 +21,14 @@ READY := $(VENV)/extension.stamp
 IS_PYTHON_GIVEN := $(filter command environment,$(origin PYTHON))
 SANITIZE_PYTHON := $(if $(IS_PYTHON_GIVEN),$(PYTHON),$(BIN)/python)
 BUILD_INPUTS := setup.py pyproject.toml $(shell find csrc -type f)
+QUALITY_AVERAGED := piqa arc_easy arc_challenge hellaswag winogrande
+QUALITY_PRESETS := int8 k8v4 int4 int4-g32 int4-channel fp8
 DEMO_PROMPTS := $(sort $(wildcard evals/demo_prompts/*.txt))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test sanitize lint format types cuda wheel clean distclean
+.PHONY: help setup demo quality test sanitize lint format types cuda wheel clean distclean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +37,18 @@ setup: $(READY)  ## virtual environment, pinned packages, extension
 
 demo: $(READY)  ## continue real prompts with the reference model under none, int8 and int4
 	HF_HUB_OFFLINE=1 $(BIN)/hf-kvquant generate evals/reference_model $(DEMO_PROMPTS:%=--prompt-file %) $(DEMO_ARGS)
+
+# Measured into build/, so that the tree stays as the commit that results name, and an interrupted run goes on there.
+quality: $(READY)  ## measure the README's quality table anew, and render it (QUALITY_TEXT=FILE QUALITY_TASKS=DIR)
+	mkdir -p build/quality
+	$(BIN)/python evals/fidelity.py --data $(QUALITY_TEXT) --tokens 16384 --chunk 128 \
+	    --record build/quality/record.json --output build/quality/fidelity.json
+	$(BIN)/hf-kvquant eval tasks evals/reference_model --data $(QUALITY_TASKS) --tasks $(QUALITY_AVERAGED) \
+	    $(QUALITY_PRESETS:%=--preset %) --limit $(QUALITY_LIMIT) --dtype float32 --device cpu \
+	    --output build/quality/tasks.json
+	mv build/quality/fidelity.json build/quality/tasks.json evals/results/
+	rm -r build/quality
+	$(BIN)/python evals/render_readme.py
 
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

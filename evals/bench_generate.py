@@ -54,6 +54,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_kvquant import KVQuantCache, ops, patched
+from hf_kvquant.evaluation.plots import GRID, picture
 from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu_state
 
 DTYPE = torch.bfloat16
@@ -396,28 +397,19 @@ def plotted(results: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
 
 
 def draw(numbers: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
-    """Tokens a second and memory against context, side by side, as SVG with the numbers in its description."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "hf_kvquant", "font.family": "sans-serif"})
-    figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(11.5, 3.6), layout="constrained")
-    for axes, lines in ((speed, numbers["speed"]), (memory, numbers["memory"])):
-        for label, points in lines.items():
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
-        ticks = sorted({context for points in lines.values() for context, _ in points})
-        axes.set(xscale="log", xlabel="context, tokens")
-        axes.set_xticks(ticks, [Case(1, int(tick)).name[2:] for tick in ticks])
-        axes.minorticks_off()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#d8d8d8")
-        axes.set_axisbelow(True)
-    speed.set(title="Decoding", ylabel="tokens/s", yscale="log")
-    memory.set(title="Peak memory, weights included", ylabel="GB", ylim=(0, None))
-    figure.legend(*speed.get_legend_handles_labels(), frameon=False, fontsize="small", loc="outside right center")
-    figure.savefig(path, metadata={"Date": None, "Creator": None, "Description": json.dumps(numbers)})
+    """Tokens a second and memory against context, side by side."""
+    with picture(path, numbers, columns=2, size=(11.5, 3.6)) as (figure, ((speed, memory),)):
+        for axes, lines in ((speed, numbers["speed"]), (memory, numbers["memory"])):
+            for label, points in lines.items():
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
+            ticks = sorted({context for points in lines.values() for context, _ in points})
+            axes.set(xscale="log", xlabel="context, tokens")
+            axes.set_xticks(ticks, [Case(1, int(tick)).name[2:] for tick in ticks])
+            axes.minorticks_off()
+            axes.grid(color=GRID)
+        speed.set(title="Decoding", ylabel="tokens/s", yscale="log")
+        memory.set(title="Peak memory, weights included", ylabel="GB", ylim=(0, None))
+        figure.legend(*speed.get_legend_handles_labels(), frameon=False, fontsize="small", loc="outside right center")
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:

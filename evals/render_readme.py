@@ -5,7 +5,7 @@
 A test compares what this file makes with what is committed, so a number in the README is always one of a results file;
 a picture carries its numbers along for that, since its bytes depend on the version of matplotlib, which only drawing
 needs (`pip install matplotlib`). Without `decode.json` the README says nothing about GPUs. What is measured and how is
-decided in the scripts beside this file.
+decided in the scripts beside this file and in `hf_kvquant/evaluation/`, which also knows how a picture looks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
+
+from hf_kvquant.evaluation.page import scientific, spelled_average, zero_shot
+from hf_kvquant.evaluation.plots import GRID, PALETTE, picture
+from hf_kvquant.evaluation.task_files import AVERAGED
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results"
@@ -22,6 +25,10 @@ PICTURE = RESULTS / "presets.svg"
 GPU_PICTURE = RESULTS / "decode.svg"
 BEGIN, END = "<!-- begin: evals/render_readme.py -->\n", "<!-- end -->"
 GPU_BEGIN = "<!-- begin: evals/render_readme.py, GPU -->\n"
+REPRODUCE = (
+    "The same for a model of your own, from a folder or the hub, as a page with pictures: "
+    "`hf-kvquant eval report MODEL --text FILE --output DIR` (`pip install 'hf-kvquant[eval]'`)."
+)
 # What the README shows of `decode.json`; the names are those of decode_cases.py.
 GPU_CASES = ["64x8k", "512x8k-1head", "32x4k-32heads", "128x16k", "64x16k-ragged", "16x8k", "1x128k", "1x8k", "1x1k"]
 GPU_PRESETS = ["int8", "int4"]
@@ -34,10 +41,10 @@ def load(name: str) -> dict[str, Any]:
     return results
 
 
-def load_all() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]:
-    """The results files of quality, CPU and GPU; `None` where no GPU was measured yet."""
+def load_all() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any] | None]:
+    """The results files of quality, zero-shot tasks, CPU and GPU; `None` where no GPU was measured yet."""
     gpu = load("decode.json") if (RESULTS / "decode.json").exists() else None
-    return load("fidelity.json"), load("cpu_decode.json"), gpu
+    return load("fidelity.json"), load("tasks.json"), load("cpu_decode.json"), gpu
 
 
 def speedups(cpu: dict[str, Any]) -> dict[str, float]:
@@ -45,40 +52,39 @@ def speedups(cpu: dict[str, Any]) -> dict[str, float]:
     return {row["preset"]: row["speedup"] for row in cpu["rows"]}
 
 
-def table(fidelity: dict[str, Any], cpu: dict[str, Any]) -> str:
+def table(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]) -> str:
     """The README's table, with a line that says where its numbers come from."""
-    ratios = speedups(cpu)
+    ratios, averages = speedups(cpu), zero_shot(tasks)
     unquantised = fidelity["presets"]["none"]["bytes_per_token"]
     lines = [
-        "| preset | bits a value | cache | KL, nats a token | same next token | perplexity change "
+        "| preset | bits a value | cache | perplexity | KL, nats a token | same next token | zero-shot average, % "
         "| CPU decode, times PyTorch |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for preset, row in fidelity["presets"].items():
         ratio = f"{ratios[preset]:.1f}" if preset in ratios else "-"
+        change = f" ({row['perplexity_change']:+.2%})" if preset != "none" else ""
         lines.append(
             f"| `{preset}` | {row['bits_per_value']:.4g} | {row['bytes_per_token'] / unquantised:.0%} "
-            f"| {scientific(row['kld'])} | {row['agreement']:.1%} | {row['perplexity_change']:+.2%} | {ratio} |"
+            f"| {row['perplexity']:.2f}{change} | {scientific(row['kld'])} "
+            f"| {row['agreement']:.1%} | {spelled_average(averages.get(preset))} | {ratio} |"
         )
     return "\n".join(lines)
 
 
-def scientific(number: float) -> str:
-    """A small number as people write it: `1.9·10⁻⁴`."""
-    if number == 0:
-        return "0"
-    mantissa, exponent = f"{number:.1e}".split("e")
-    digits = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    return f"{mantissa}·10{digits}"
-
-
-def caption(fidelity: dict[str, Any], cpu: dict[str, Any]) -> str:
+def caption(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]) -> str:
     """What was measured, on what, when and by which command."""
-    shape = cpu["shape"]
+    shape, card, settings = cpu["shape"], tasks["card"], tasks["settings"]
+    items = {task: tasks["parts"][f"{task}/none"]["num_items"] for task in AVERAGED}
+    num_items = " or ".join(f"{number:,}" for number in sorted(set(items.values())))
     return (
         f"Quality: the reference model of this repository (15.5 million parameters, {fidelity['dtype']}), "
         f"{fidelity['scored_tokens']:,} tokens of WikiText-2 in windows of {fidelity['window']}, against the "
         f"unquantised cache; {fidelity['date'][:10]}, `evals/results/fidelity.json`. "
+        f"Zero-shot average: accuracy over {', '.join(AVERAGED)}, the first {num_items} items of each, "
+        f"{settings['dtype']}, log-likelihoods read from the cache, and the 95 % interval of its change on the same "
+        "items, in points; a model of this size is near chance, so that answers change more easily than those of large "
+        f"ones; {card['date'][:10]}, `evals/results/tasks.json`. "
         f"CPU decode: attention of one token, batch {shape['batch']}, {shape['num_q_heads']} query and "
         f"{shape['num_kv_heads']} key-value heads of {shape['head_dim']}, {shape['length']:,} tokens, "
         f"{cpu['threads']} threads, times as fast as the faster of PyTorch's fp32 and bf16 attention over the "
@@ -177,29 +183,20 @@ def plotted(fidelity: dict[str, Any], cpu: dict[str, Any]) -> dict[str, dict[str
 
 
 def draw(numbers: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Quality and speed side by side, as SVG with text as text and the numbers in its description."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "hf_kvquant", "font.family": "sans-serif"})
-    figure, (quality, speed) = pyplot.subplots(1, 2, figsize=(9.5, 3.2), layout="constrained")
-    for name, (bits, kld) in numbers["quality"].items():
-        quality.scatter(bits, kld, color="#b5432e")
-        quality.annotate(name, (bits, kld), xytext=(7, -3), textcoords="offset points")
-    quality.set(title="KL divergence from the unquantised cache", xlim=(3.5, 9.5), yscale="log")
-    quality.set(xlabel="bits a value, scales and zeros included", ylabel="nats a token")
-    labels = list(numbers["speed"])
-    bars = speed.barh(labels, [ratio for (ratio,) in numbers["speed"].values()], color="#3e6fa3")
-    speed.bar_label(bars, fmt="%.1f", padding=3)
-    speed.set(title="Decode attention on a CPU", xlabel="times as fast as PyTorch", xlim=(0, 4.5))
-    speed.invert_yaxis()
-    for axes in (quality, speed):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y" if axes is quality else "x", color="#d8d8d8")
-        axes.set_axisbelow(True)
-    figure.savefig(path, metadata={"Date": None, "Creator": None, "Description": json.dumps(numbers)})
+    """Quality and speed side by side."""
+    with picture(path, numbers, columns=2, size=(9.5, 3.2)) as (_, ((quality, speed),)):
+        for name, (bits, kld) in numbers["quality"].items():
+            quality.scatter(bits, kld, color=PALETTE[1])
+            quality.annotate(name, (bits, kld), xytext=(7, -3), textcoords="offset points")
+        quality.set(title="KL divergence from the unquantised cache", xlim=(3.5, 9.5), yscale="log")
+        quality.set(xlabel="bits a value, scales and zeros included", ylabel="nats a token")
+        labels = list(numbers["speed"])
+        bars = speed.barh(labels, [ratio for (ratio,) in numbers["speed"].values()], color=PALETTE[0])
+        speed.bar_label(bars, fmt="%.1f", padding=3)
+        speed.set(title="Decode attention on a CPU", xlabel="times as fast as PyTorch", xlim=(0, 4.5))
+        speed.invert_yaxis()
+        for axes in (quality, speed):
+            axes.grid(axis="y" if axes is quality else "x", color=GRID)
 
 
 def plotted_gpu(gpu: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
@@ -225,58 +222,44 @@ def plotted_gpu(gpu: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
 
 
 def draw_gpu(numbers: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
-    """Time against context and share of bandwidth against bytes, side by side, as `draw` does it."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "hf_kvquant", "font.family": "sans-serif"})
-    figure, (time, share) = pyplot.subplots(1, 2, figsize=(9.5, 3.6), layout="constrained")
+    """Time against context and share of bandwidth against bytes, side by side."""
     names = list(dict.fromkeys([*numbers["time"], *numbers["share"]]))
-    palette = ["#3e6fa3", "#b5432e", "#5b8c3a", "#8a5aa3", "#c98a1b", "#4a9c9c"]
-    colours = {name: "#555555" if name == "best bf16" else palette[i % len(palette)] for i, name in enumerate(names)}
-    for name, points in numbers["time"].items():
-        style = "--" if name == "best bf16" else "-"
-        time.plot(*zip(*points, strict=True), style, marker="o", markersize=4, color=colours[name], label=name)
-    ticks = sorted({context for points in numbers["time"].values() for context, _ in points})
-    time.set(xscale="log", yscale="log", title="Time of one step, one sequence", xlabel="context", ylabel="µs")
-    time.set_xticks(ticks, [f"{int(tick) // 1024}k" for tick in ticks])
-    time.minorticks_off()
-    time.legend(frameon=False)
-    for name, points in numbers["share"].items():
-        x, y = zip(*points, strict=True)
-        share.scatter(x, [100 * value for value in y], s=18, color=colours[name], label=name)
-    share.set(xscale="log", title="Share of the read bandwidth", xlabel="MB of codes, scales and zeros", ylabel="%")
-    share.set_ylim(0, 105)
-    share.legend(frameon=False, loc="lower right")
-    for axes in (time, share):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#d8d8d8")
-        axes.set_axisbelow(True)
-    figure.savefig(path, metadata={"Date": None, "Creator": None, "Description": json.dumps(numbers)})
-
-
-def described(path: Path) -> dict[str, dict[str, Any]]:
-    """The numbers that a picture of this file says it shows."""
-    found = ElementTree.parse(path).find(".//{http://purl.org/dc/elements/1.1/}description")
-    numbers: dict[str, dict[str, Any]] = json.loads("" if found is None or found.text is None else found.text)
-    return numbers
+    colours = {name: "#555555" if name == "best bf16" else PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
+    with picture(path, numbers, columns=2, size=(9.5, 3.6)) as (_, ((time, share),)):
+        for name, points in numbers["time"].items():
+            style = "--" if name == "best bf16" else "-"
+            time.plot(*zip(*points, strict=True), style, marker="o", markersize=4, color=colours[name], label=name)
+        ticks = sorted({context for points in numbers["time"].values() for context, _ in points})
+        time.set(xscale="log", yscale="log", title="Time of one step, one sequence", xlabel="context", ylabel="µs")
+        time.set_xticks(ticks, [f"{int(tick) // 1024}k" for tick in ticks])
+        time.minorticks_off()
+        time.legend(frameon=False)
+        for name, points in numbers["share"].items():
+            x, y = zip(*points, strict=True)
+            share.scatter(x, [100 * value for value in y], s=18, color=colours[name], label=name)
+        share.set(xscale="log", title="Share of the read bandwidth", xlabel="MB of codes, scales and zeros", ylabel="%")
+        share.set_ylim(0, 105)
+        share.legend(frameon=False, loc="lower right")
+        for axes in (time, share):
+            axes.grid(color=GRID)
 
 
 # --- the README -------------------------------------------------------------------------------------------------------
 
 
-def rendered(readme: str, fidelity: dict[str, Any], cpu: dict[str, Any], gpu: dict[str, Any] | None) -> str:
+def rendered(
+    readme: str, fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any], gpu: dict[str, Any] | None
+) -> str:
     """The README with what stands between the markers made anew."""
     place = PICTURE.relative_to(ROOT).as_posix()
-    parts = [f"![Quality and speed of the presets]({place})", table(fidelity, cpu), caption(fidelity, cpu)]
+    picture_of_presets = f"![Quality and speed of the presets]({place})"
+    parts = [picture_of_presets, table(fidelity, tasks, cpu), caption(fidelity, tasks, cpu), REPRODUCE]
     readme = _filled(readme, BEGIN, parts)
     if gpu is None:
         return _filled(readme, GPU_BEGIN, [])
     place = GPU_PICTURE.relative_to(ROOT).as_posix()
-    picture = f"![Time against context and share of the read bandwidth on a GPU]({place})"
-    parts = ["## On a GPU", picture, gpu_table(gpu), peer_table(gpu), gpu_caption(gpu)]
+    picture_of_gpu = f"![Time against context and share of the read bandwidth on a GPU]({place})"
+    parts = ["## On a GPU", picture_of_gpu, gpu_table(gpu), peer_table(gpu), gpu_caption(gpu)]
     return _filled(readme, GPU_BEGIN, parts)
 
 
@@ -288,11 +271,11 @@ def _filled(readme: str, begin: str, parts: list[str]) -> str:
 
 def main() -> None:
     """Write the pictures and the README."""
-    fidelity, cpu, gpu = load_all()
+    fidelity, tasks, cpu, gpu = load_all()
     draw(plotted(fidelity, cpu), PICTURE)
     if gpu is not None:
         draw_gpu(plotted_gpu(gpu), GPU_PICTURE)
-    README.write_text(rendered(README.read_text(encoding="utf-8"), fidelity, cpu, gpu), encoding="utf-8")
+    README.write_text(rendered(README.read_text(encoding="utf-8"), fidelity, tasks, cpu, gpu), encoding="utf-8")
 
 
 if __name__ == "__main__":

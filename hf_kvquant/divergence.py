@@ -39,6 +39,11 @@ CHUNK = 64
 BLOCK_MARGIN = 0.5
 
 
+def alone(index: int, formats: LayerFormats) -> KVQuantConfig:
+    """A config that quantises one layer."""
+    return KVQuantConfig.from_preset("none", layers={index: formats})
+
+
 class CannotMeasure(Exception):
     """Why a model cannot be measured. Never leaves a pre-flight."""
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ._errors import did_you_mean
 from .config import PRESETS, KVQuantConfig, LayerFormats
-from .divergence import CannotMeasure, Meter, read_text
+from .divergence import CannotMeasure, Meter, alone, read_text
 from .patching import _check_patchable, patched
 from .transforms.centering import _evaluating
 from .transforms.key_transform import KeyTransform
@@ -175,7 +175,7 @@ class _Check:
         known = self.known[index]
         if formats not in known:
             self.say(f"layer {index}, {name_of(formats)}")
-            known[formats] = self._measured([formats], _alone(index, formats))
+            known[formats] = self._measured([formats], alone(index, formats))
         return known[formats]
 
     def whole(self, config: KVQuantConfig) -> float | None:
@@ -199,7 +199,7 @@ class _Check:
 
     def transform(self, index: int, formats: LayerFormats) -> KeyTransform | None:
         """What the layer's keys would go through."""
-        return key_transforms(self.model, _alone(index, formats)).get(index)
+        return key_transforms(self.model, alone(index, formats)).get(index)
 
     def findings(self, index: int, formats: LayerFormats) -> list[Finding]:
         """What its weights say against the formats."""
@@ -225,11 +225,6 @@ class _Check:
             findings=tuple(self.findings(index, formats)),
             unmeasured=kld if isinstance(kld, str) else "",
         )
-
-
-def _alone(index: int, formats: LayerFormats) -> KVQuantConfig:
-    """A config that quantises one layer."""
-    return KVQuantConfig.from_preset("none", layers={index: formats})
 
 
 # --- deciding ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ import pytest
 
 import hf_kvquant
 from hf_kvquant import PRESETS
+from hf_kvquant.evaluation.plots import described
+from hf_kvquant.evaluation.task_files import AVERAGED
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -51,12 +53,28 @@ def test_code_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tables_and_pictures_are_those_of_the_results(renderer: ModuleType) -> None:
-    fidelity, cpu, gpu = renderer.load_all()
-    assert renderer.rendered(README, fidelity, cpu, gpu) == README, "run: python evals/render_readme.py"
-    assert renderer.described(renderer.PICTURE) == renderer.plotted(fidelity, cpu)
+    fidelity, tasks, cpu, gpu = renderer.load_all()
+    assert renderer.rendered(README, fidelity, tasks, cpu, gpu) == README, "run: python evals/render_readme.py"
+    assert described(renderer.PICTURE) == renderer.plotted(fidelity, cpu)
     assert renderer.GPU_PICTURE.exists() == (gpu is not None)
     if gpu is not None:
-        assert renderer.described(renderer.GPU_PICTURE) == renderer.plotted_gpu(gpu)
+        assert described(renderer.GPU_PICTURE) == renderer.plotted_gpu(gpu)
+
+
+def test_quality_table(renderer: ModuleType) -> None:
+    """Each preset's row has the numbers of all three files; an answer that changes, changes the average."""
+    fidelity, tasks, cpu, _ = renderer.load_all()
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in renderer.table(fidelity, tasks, cpu).splitlines()
+    ]
+    assert rows[0][6] == "zero-shot average, %" and [row[0] for row in rows[2:]] == [f"`{name}`" for name in PRESETS]
+    right = [tasks["parts"][f"{task}/none"]["items"]["acc"] for task in AVERAGED]
+    assert rows[2][6] == f"{100 * sum(sum(items) / len(items) for items in right) / len(right):.1f}"
+    assert all(re.fullmatch(r"\d+\.\d \([+-]\d+\.\d to [+-]\d+\.\d\)", row[6]) for row in rows[3:])
+    items = tasks["parts"][f"{AVERAGED[0]}/int4"]["items"]
+    items["acc"] = [1 - value for value in items["acc"]]
+    assert renderer.rendered(README, *renderer.load_all()) == README
+    assert renderer.rendered(README, fidelity, tasks, *renderer.load_all()[2:]) != README
 
 
 def gpu_results() -> dict[str, Any]:
@@ -117,12 +135,12 @@ def test_gpu_tables(renderer: ModuleType) -> None:
 
 def test_gpu_part_comes_and_goes(renderer: ModuleType) -> None:
     """With results there is a section between its markers, and without them nothing; the rest stays as it is."""
-    fidelity, cpu, gpu = renderer.load_all()
-    without = renderer.rendered(README, fidelity, cpu, None)
-    shown = renderer.rendered(without, fidelity, cpu, gpu_results())
+    *results, gpu = renderer.load_all()
+    without = renderer.rendered(README, *results, None)
+    shown = renderer.rendered(without, *results, gpu_results())
     assert "On a GPU" not in without and "\n## On a GPU\n" in shown and "Some GPU" in shown
-    assert renderer.rendered(shown, fidelity, cpu, None) == without
-    assert renderer.rendered(shown, fidelity, cpu, gpu) == README
+    assert renderer.rendered(shown, *results, None) == without
+    assert renderer.rendered(shown, *results, gpu) == README
 
 
 def test_gpu_picture_shows_the_results(renderer: ModuleType) -> None:
@@ -133,8 +151,9 @@ def test_gpu_picture_shows_the_results(renderer: ModuleType) -> None:
 
 def test_results_are_those_of_the_model_that_ships(renderer: ModuleType) -> None:
     weights = (ROOT / "evals" / "reference_model" / "model.safetensors").read_bytes()
-    recorded = renderer.load("fidelity.json")["weights_sha256"]["model.safetensors"]
-    assert recorded == hashlib.sha256(weights).hexdigest(), "run: python evals/fidelity.py"
+    for recorded in (renderer.load("fidelity.json"), renderer.load("tasks.json")["settings"]):
+        found = recorded["weights_sha256"]["model.safetensors"]
+        assert found == hashlib.sha256(weights).hexdigest(), "run: make quality"
 
 
 def test_every_preset_is_in_the_readme(renderer: ModuleType) -> None:
@@ -171,6 +190,13 @@ def test_commands_of_the_first_screen_exist() -> None:
     for target in ("demo", "test"):
         assert f"make {target}" in first_screen and re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_every_preset_is_measured() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    averaged, presets = (re.search(rf"^QUALITY_{name} := (.*)$", makefile, re.M) for name in ("AVERAGED", "PRESETS"))
+    assert averaged is not None and averaged[1].split() == list(AVERAGED)
+    assert presets is not None and presets[1].split() == [name for name in PRESETS if name != "none"]
 
 
 def test_changelog_has_this_version() -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import long_context, perplexity, tasks
+from . import long_context, perplexity, report, tasks
 
 # The modules of the evaluations, in the order of the help.
-EVALUATIONS: tuple[Any, ...] = (perplexity, tasks, long_context)
+EVALUATIONS: tuple[Any, ...] = (perplexity, tasks, long_context, report)
 
 
 def add_parser(commands: Any) -> None:

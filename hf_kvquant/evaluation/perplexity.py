@@ -29,7 +29,7 @@ from ..config import PRESETS, KVQuantConfig
 from ..fidelity import Fidelity, compare
 from ..generation import UNQUANTIZED
 from ..patching import patched
-from . import preparation, windows
+from . import details, preparation, windows
 from .gate import check_counter, check_modes, gate_text, run_controls
 from .provenance import place
 from .records import RunRecord, early_end, open_record
@@ -69,6 +69,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     preparation.add_options(parser)
     parser.add_argument(
         "--controls", action="store_true", help="check that what is exact scores so, and what is broken fails"
+    )
+    parser.add_argument(
+        "--details",
+        action="store_true",
+        help="also with one layer quantised at a time, and look at the keys channel by channel",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
     parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
@@ -134,7 +139,8 @@ def measure(args: argparse.Namespace) -> RunRecord:
     ending = early_end(record, WHERE, lower="--window", value=window, more=", or --chunk, or run fewer presets at once")
     try:
         with ending as ongoing, bar(console) as progress:
-            task = progress.add_task("", total=len(steps) + 1 + args.controls)
+            num_details = details.num_steps(model) if args.details else 0
+            task = progress.add_task("", total=len(steps) + 1 + args.controls + num_details)
 
             def begin(part: str) -> None:
                 ongoing.part = part
@@ -165,6 +171,11 @@ def measure(args: argparse.Namespace) -> RunRecord:
                     newest = None if begins[index] == 0 else stride
                     record.put(part, {name: of_window(name, each, newest) for name, each in compared.items()})
                 progress.advance(task)
+            if args.details:
+                first = pieces[:1].to(device)
+                for part in details.measure(record, model, tokenizer, text, first, configs, args.chunk):
+                    begin(part)
+                    progress.advance(task)
     except NotImplementedError as error:
         raise UsageError(f"{WHERE}: {args.model} cannot be measured. {error}") from error
     sizes = sizes_of(model, configs, stored_dtype(model, args.model))
@@ -280,6 +291,7 @@ def summarize(
             "kld_median": float(kld.median()),
             "kld_p99": float(kld.quantile(0.99)),
             "kld_max": float(kld.max()),
+            "by_position": details.by_position(klds, settings["window"]),
             "agreement": total["agreeing"] / len(kld),
             "rms_delta_p": (total["squared_delta_p"] / total["tokens"]) ** 0.5,
             "perplexity": _exp(nll),

@@ -79,6 +79,15 @@ class RunRecord:
                 )
         return cls(path, earlier)
 
+    @staticmethod
+    def read(path: Path) -> dict[str, Any]:
+        """Card, settings and parts of a file, for whoever only looks at them.
+
+        Raises:
+            ValueError: The file is no record.
+        """
+        return _read(path)
+
     def get(self, part: str) -> dict[str, Any] | None:
         """A part's result, `None` where it has none yet."""
         found: dict[str, Any] | None = self._content["parts"].get(part)

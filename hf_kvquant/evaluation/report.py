@@ -1,0 +1,181 @@
+"""`hf-kvquant eval report`: the whole suite on one model, and a page of it with pictures.
+
+Runs `eval perplexity` on the model as it is and with injected outliers, then `eval tasks`, each of which keeps its own
+record in one folder and resumes it, so an interrupted report does as well. Here is decided which evaluations there are
+and with which defaults; what is said of their records is `page.py`'s, which needs no model: `--render` does only that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..arguments import DTYPES, UsageError, add_presets, checked_configs
+from ..config import PRESETS
+from . import page, perplexity, plots, tasks, windows
+from .provenance import place
+from .records import RunRecord
+
+WHERE = "eval report"
+FILES = {page.PLAIN: "perplexity.json", page.OUTLIERS: "perplexity_outliers.json", page.TASKS: "tasks.json"}
+PAGE = "report.md"
+# A power of two changes no bit of what the model computes, in any dtype.
+OUTLIER_FACTOR = 8.0
+# Items of each task: over five tasks of so many, the change of the average has an error of some 0.9 points where 8 % of
+# the answers change, as under int4 those of the reference model do; half of that takes four times as long.
+LIMIT = 200
+SKIPPABLE = (page.OUTLIERS, page.TASKS)
+
+
+def add_parser(commands: Any) -> None:
+    """Add `report` to the evaluations, the sub-parsers of argparse."""
+    parser = commands.add_parser(
+        "report",
+        help="the whole suite, as one page with pictures",
+        description="Divergence and perplexity of all presets, with the model as it is and with injected outliers, "
+        "where in a text and in which layer they arise, and zero-shot tasks: one folder with a page in Markdown, "
+        "pictures and the records. The same command again goes on where one stopped.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
+    parser.add_argument("--output", required=True, metavar="DIR", help="for the page, its pictures and the records")
+    parser.add_argument(
+        "--render", action="store_true", help="make page and pictures from the records in DIR, and measure nothing"
+    )
+    parser.add_argument("--skip", action="append", choices=SKIPPABLE, help="leave out an evaluation; repeatable")
+    add_presets(parser, PRESETS)
+    windows.add_options(parser)
+    parser.add_argument("--data", metavar="DIR", help="JSON lines of the tasks (default: lm-eval downloads its own)")
+    parser.add_argument(
+        "--limit", type=int, default=LIMIT, metavar="N", help=f"the first N items of each task (default: {LIMIT})"
+    )
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts of a forward (default: 8)")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
+    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """`hf-kvquant eval report`.
+
+    Raises:
+        Interrupted: The text says what was kept.
+        Refused: An evaluation has failed its own checks.
+        UsageError: An argument has no meaning, something that is needed is not installed, or the folder holds what does
+            not belong together.
+    """
+    plots.check_matplotlib(WHERE)
+    folder = Path(args.output).expanduser()
+    if args.render:
+        render(args.model, folder)
+        return
+    steps = {kind: name for kind, name in FILES.items() if kind not in (args.skip or ())}
+    check(args, folder, steps)
+    folder.mkdir(exist_ok=True)
+    check_same_model(args.model, read(folder))
+    console = Console(highlight=False, stderr=True)
+    started = time.monotonic()
+    for number, (kind, name) in enumerate(steps.items(), 1):
+        console.print(f"{number} of {len(steps)}: {name} ({time.monotonic() - started:.0f} s so far)")
+        evaluate(args, kind, folder / name)
+    render(args.model, folder)
+
+
+def check(args: argparse.Namespace, folder: Path, steps: dict[str, str]) -> None:
+    """Refuse what would only be found out hours later.
+
+    Raises:
+        UsageError: There is something.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{WHERE}: `--output` must be a folder, got {args.output}: a file. Name another.")
+    if not folder.exists() and not folder.parent.is_dir():
+        raise UsageError(
+            f"{WHERE}: `--output` must be a folder or a new one in a folder that is there, got {args.output}."
+        )
+    checked_configs(args, WHERE, PRESETS)
+    if args.dataset is None:
+        windows.read_source(args)
+    if page.TASKS not in steps:
+        return
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UsageError(
+            f"{WHERE}: lm-eval must be installed for zero-shot tasks, got no such package. Install it: pip install "
+            "'hf-kvquant[eval]', or add --skip tasks."
+        )
+    if args.limit < 1:
+        raise UsageError(f"{WHERE}: `--limit` must be at least 1, got {args.limit}.")
+    from .task_files import AVERAGED, check_data
+
+    if args.data is not None:
+        check_data(AVERAGED, args.data)
+
+
+def evaluate(args: argparse.Namespace, kind: str, path: Path) -> None:
+    """Run one evaluation as its own command would, into a record."""
+    from .task_files import AVERAGED
+
+    module, name = (tasks, "tasks") if kind == page.TASKS else (perplexity, "perplexity")
+    parser = argparse.ArgumentParser(prog=WHERE)
+    module.add_parser(parser.add_subparsers())
+    options = vars(parser.parse_args([name, args.model]))
+    options.update({option: value for option, value in vars(args).items() if option in options}, output=str(path))
+    if kind == page.TASKS:
+        # Their own defaults are fewer presets and other tasks; here every preset gets the average.
+        options.update(tasks=list(AVERAGED), preset=args.preset or list(PRESETS))
+    else:
+        options.update(details=True, inject_outliers=OUTLIER_FACTOR if kind == page.OUTLIERS else None)
+    module.run(argparse.Namespace(**options))
+
+
+# --- from records alone -----------------------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    """By kind, what the records in a folder hold.
+
+    Raises:
+        UsageError: A file is no record.
+    """
+    try:
+        return {kind: RunRecord.read(folder / name) for kind, name in FILES.items() if (folder / name).exists()}
+    except ValueError as error:
+        raise UsageError(f"{WHERE}: `--output` must hold records alone under their names. {error}") from error
+
+
+def check_same_model(model: str, records: dict[str, dict[str, Any]]) -> None:
+    """Refuse a folder of another model.
+
+    Raises:
+        UsageError: It is one.
+    """
+    name = place(Path(model)) if Path(model).expanduser().exists() else model
+    for kind, record in records.items():
+        found = record["settings"].get("model")
+        if found != name:
+            raise UsageError(
+                f"{WHERE}: `--output` must hold records of {name}, got {FILES[kind]} of {found}. Name another folder."
+            )
+
+
+def render(model: str, folder: Path) -> None:
+    """Make the page and its pictures from the records in a folder.
+
+    Raises:
+        UsageError: There is no finished record of a text, or one of another model.
+    """
+    records = read(folder)
+    check_same_model(model, records)
+    if not page.of_texts(records):
+        found = ", ".join(FILES[kind] for kind in records) or "none"
+        raise UsageError(
+            f"{WHERE}: `--output` must hold a finished {FILES[page.PLAIN]} or {FILES[page.OUTLIERS]}, got {folder} "
+            f"with records: {found}. Run without --render first."
+        )
+    pictures = page.draw(records, folder)
+    (folder / PAGE).write_text(page.page(records, FILES, pictures), encoding="utf-8")
+    Console(highlight=False).print(f"{folder / PAGE}, with {', '.join(pictures)}", soft_wrap=True)

@@ -1,0 +1,76 @@
+"""Divergence by position and layer by layer, and magnitudes of keys: that they are what their names say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+import torch
+
+from hf_kvquant import KVQuantConfig, smooth_attention
+from hf_kvquant.evaluation import details
+from hf_kvquant.evaluation.perplexity import weights_hash
+from hf_kvquant.evaluation.records import RunRecord
+from hf_kvquant.transforms.injection import inject_key_outliers
+from hf_kvquant.transforms.smoothing import CONFIG_KEY
+
+TEXT = "The river rises in the north of the country and flows south for about three hundred kilometres. " * 30
+
+
+@pytest.fixture
+def model() -> Any:
+    """With outliers in its keys."""
+    built = models.build("llama")
+    inject_key_outliers(built, factor=8.0)
+    return built
+
+
+def tokenizer() -> Any:
+    return models.tokenizer(model_max_length=128)
+
+
+def ids(tokens: int = 64) -> torch.Tensor:
+    return tokenizer()(TEXT, return_tensors="pt").input_ids[:, :tokens]
+
+
+def test_by_position() -> None:
+    """A window's last token is only predicted; of one that overlaps, what is new stands at its end."""
+    kld = torch.arange(1, 31, dtype=torch.float64)  # positions 1 to 30 of 32
+    found = details.by_position([kld, torch.full((2,), 100.0, dtype=torch.float64)], 32)
+    assert found["begin"] == list(range(0, 32, 2))
+    assert found["kld"][:2] == [1.0, 2.5] and found["kld"][-2:] == [(28 + 29 + 100) / 3, (30 + 100) / 2]
+    assert details.by_position([kld[-2:]], 32) == {"begin": [28, 30], "kld": [29.0, 30.0]}
+    assert details.by_position([kld[:1]], 3) == {"begin": [1], "kld": [1.0]}
+
+
+def test_layers_are_measured_alone_and_once(model: Any) -> None:
+    record = RunRecord.open(None, {})
+    configs = {name: KVQuantConfig.from_preset(name) for name in ("none", "int8", "int4")}
+    record.put("keys", {})
+    known = {"0": {"int8": {"kld": -1.0}}}
+    record.put("layers", known)
+    steps = list(details.measure(record, model, tokenizer(), TEXT, ids(), configs, 32))
+    assert steps == ["layer 0 alone", "layer 1 alone", "keys"] and len(steps) == details.num_steps(model)
+    layers = record.get("layers")
+    assert layers is not None and layers["0"] == known["0"] and list(layers["1"]) == ["int8", "int4"]
+    assert 0 < layers["1"]["int8"]["kld"] < layers["1"]["int4"]["kld"] and layers["1"]["int4"]["tokens"] == 62
+
+
+def test_key_magnitudes_are_those_of_calibration(model: Any) -> None:
+    """The model stays as it is; one that is calibrated is seen with its own factors, to the same result."""
+    before = weights_hash(model)
+    found = details.key_magnitudes(model, tokenizer(), TEXT, ids())
+    assert weights_hash(model) == before and found["is_calibrated"] is False and list(found["layers"]) == [0, 1]
+    for layer in found["layers"].values():
+        assert len(layer["before"]) == 2 and max(map(max, layer["after"])) < max(map(max, layer["before"]))
+    smooth_attention(model, tokenizer(), [TEXT], "int4", num_tokens=details.CALIBRATION_TOKENS, window=64)
+    assert details.key_magnitudes(model, tokenizer(), TEXT, ids()) == {**found, "is_calibrated": True}
+
+
+def test_why_there_are_no_key_magnitudes(model: Any) -> None:
+    found = details.key_magnitudes(model, tokenizer(), TEXT[:40], ids())
+    assert found["unmeasured"].startswith("smooth_attention: `texts` must have at least 512 tokens")
+    setattr(model.config, CONFIG_KEY, {"version": 1})
+    found = details.key_magnitudes(model, tokenizer(), TEXT, ids())
+    assert found == {"unmeasured": "the checkpoint is calibrated, and its factors did not come with it"}

@@ -1,0 +1,276 @@
+"""`hf-kvquant eval report`: what it runs and resumes, that records alone make the page, and one line for mistakes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+
+from hf_kvquant import cli
+from hf_kvquant.evaluation import details, page, paired, perplexity, plots, report, tasks
+from hf_kvquant.evaluation.task_files import AVERAGED
+
+needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is optional")
+# lm-eval and its dependencies warn of each other.
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+TEXT = "The river rises in the north of the country and flows south for about three hundred kilometres. " * 30
+PRESETS = ["none", "int8", "int4"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model and its tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    models.tokenizer(model_max_length=64).save_pretrained(path)
+    models.build("llama", max_position_embeddings=64).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], folder: str, output: Path, *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the command."""
+    code = cli.main(["eval", "report", folder, "--output", str(output), *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def short(text: str, *words: str) -> list[str]:
+    """Options of a run over texts that takes a few seconds."""
+    options = ["--text", text, "--dtype", "float32", "--window", "48", "--tokens", "90", "--skip", "tasks"]
+    return [*options, "--preset", "int8", "--preset", "int4", *words]
+
+
+def records(model: str = "somewhere/model") -> dict[str, dict[str, Any]]:
+    """What evaluations leave, as far as a page needs it, with made-up numbers."""
+    card = {"command": "hf-kvquant eval report", "date": "2026-11-22 10:00 UTC", "commit": "0123456789abcd"}
+    card |= {"is_dirty": True, "cpu": "Some CPU", "threads": 2, "hf_kvquant": "0", "torch": "1", "transformers": "2"}
+
+    def row(bits: float, kld: float) -> dict[str, Any]:
+        same = {"kld_standard_error": kld / 10, "kld_median": kld / 2, "kld_p99": 9 * kld, "agreement": 0.9}
+        more = {"scored_tokens": 90, "perplexity": 30.0, "perplexity_change": kld}
+        return {
+            "bits_per_value": bits,
+            "kld": kld,
+            "by_position": {"begin": [1, 24], "kld": [kld, 2 * kld]},
+            **same,
+            **more,
+        }
+
+    def of_text(scale: float) -> dict[str, Any]:
+        rows = {"none": row(16, 0.0), "int8": row(8.5, 1e-4 * scale), "int4": row(4.5, 1e-2 * scale)}
+        layers = {str(i): {name: {"kld": rows[name]["kld"] / 2 + i} for name in PRESETS[1:]} for i in range(2)}
+        channels = {
+            str(i): {"before": [[1.0, 2.0], [9.0 * scale, 2.0]], "after": [[1.0, 2.0], [3.0, 2.0]]} for i in range(2)
+        }
+        parts = {"layers": layers, "keys": {"layers": channels}, "summary": {"modes": {"chunked": rows}}}
+        settings = {
+            "model": model,
+            "source": {"text": "text.txt", "convention": "as it is"},
+            "window": 48,
+            "chunk": 32,
+            "device": "cpu",
+        }
+        return {"card": card, "settings": {**settings, "dtype": "float32"}, "parts": parts}
+
+    def of_task(task: str, right: list[int]) -> dict[str, Any]:
+        items = {"acc": right, "answer": right, "gold_log_likelihood": [-1.0] * 4}
+        scores = {"metrics": {"acc": sum(right) / 4}, "standard_errors": {"acc": 0.1}}
+        return {"task": task, "num_items": 4, "items": items, **scores}
+
+    answers = {"none": [1, 1, 0, 0], "int8": [1, 1, 0, 0], "int4": [1, 0, 0, 0]}
+    parts = {f"{task}/{preset}": of_task(task, right) for task in AVERAGED for preset, right in answers.items()}
+    of_tasks = {"card": card, "settings": {"model": model, "limit": 4}, "parts": parts}
+    return {page.PLAIN: of_text(1.0), page.OUTLIERS: of_text(3.0), page.TASKS: of_tasks}
+
+
+def write(output: Path, found: dict[str, dict[str, Any]]) -> Path:
+    """Records in their files."""
+    output.mkdir(exist_ok=True)
+    for kind, record in found.items():
+        (output / report.FILES[kind]).write_text(json.dumps(record), encoding="utf-8")
+    return output
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+@needs_matplotlib
+def test_a_report_is_run_interrupted_and_resumed(
+    folder: str, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    compare, layers = perplexity.compare, details.compare
+    calls: list[str] = []
+
+    def counted(model: Any, ids: Any, configs: Any, **kwargs: Any) -> Any:
+        calls.append("window")
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return compare(model, ids, configs, **kwargs)
+
+    def counted_layer(*args: Any, **kwargs: Any) -> Any:
+        calls.append("layer")
+        return layers(*args, **kwargs)
+
+    monkeypatch.setattr(perplexity, "compare", counted)
+    monkeypatch.setattr(details, "compare", counted_layer)
+    code, _, error = run(capsys, folder, output, *short(text))
+    assert code == 130 and "run the same command again to go on" in error and not (output / report.PAGE).exists()
+    code, shown, error = run(capsys, folder, output, *short(text))
+    assert code == 0, error
+    # Two windows of each record, of which the first was known; two layers of each.
+    assert calls == ["window", "window", "window", "layer", "layer", "window", "window", "layer", "layer"]
+    assert "report.md, with quality.svg, positions.svg, layers.svg, keys.svg" in shown
+    pages = {path.name: path.read_bytes() for path in output.iterdir()}
+    assert str(tmp_path) not in pages[report.PAGE].decode()
+    # Known as a whole, it is only rendered, and to the same bytes; and so it is without the model.
+    for words in (short(text), ["--render"]):
+        code, _, error = run(capsys, folder, output, *words)
+        drawn = {path.name: path.read_bytes() for path in output.iterdir()}
+        assert code == 0 and len(calls) == 9, error
+        assert {name: drawn[name] for name in drawn if not name.endswith(".json")} == {
+            name: pages[name] for name in pages if not name.endswith(".json")
+        }
+    plain, outliers = (json.loads(pages[report.FILES[kind]]) for kind in (page.PLAIN, page.OUTLIERS))
+    assert outliers["settings"]["injected_outliers"] == report.OUTLIER_FACTOR
+    for record in (plain, outliers):
+        assert list(record["parts"]["layers"]) == ["0", "1"] and list(record["parts"]["keys"]["layers"]) == ["0", "1"]
+    # Three pairs of channels of every head are so many times as large, and calibration makes them smaller again.
+    before, injected = (torch.tensor(each["parts"]["keys"]["layers"]["0"]["before"]) for each in (plain, outliers))
+    grown = (injected / before - report.OUTLIER_FACTOR).abs() < 0.1
+    assert (grown.sum(1) == 6).all() and ((injected / before)[~grown] - 1).abs().max() < 0.01
+    after = torch.tensor(outliers["parts"]["keys"]["layers"]["0"]["after"])
+    assert page.ratio(after.flatten().tolist()) < page.ratio(injected.flatten().tolist())
+
+
+@needs_matplotlib
+def test_what_the_evaluations_are_given(monkeypatch: pytest.MonkeyPatch, text: str, tmp_path: Path) -> None:
+    """Options reach both evaluations; tasks get all presets and those of the average."""
+    given: list[argparse.Namespace] = []
+    monkeypatch.setattr(perplexity, "run", given.append)
+    monkeypatch.setattr(tasks, "run", given.append)
+    monkeypatch.setattr(report, "render", lambda *args: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    words = ["--text", text, "--output", str(tmp_path / "out"), "--dtype", "float32", "--tokens", "500"]
+    assert cli.main(["eval", "report", "model", *words]) == 0
+    plain, outliers, of_tasks = given
+    assert (plain.tokens, plain.details, plain.inject_outliers, plain.preset) == (500, True, None, None)
+    assert outliers.inject_outliers == 8.0 and Path(outliers.output).name == "perplexity_outliers.json"
+    assert of_tasks.tasks == list(AVERAGED) and len(of_tasks.preset) == 7 and of_tasks.limit == report.LIMIT
+    assert {each.dtype for each in given} == {"float32"} and of_tasks.inject_outliers is None
+
+
+# --- from records -----------------------------------------------------------------------------------------------------
+
+
+@needs_matplotlib
+def test_page_and_pictures_show_the_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = records()
+    output = write(tmp_path / "out", found)
+    code, _, error = run(capsys, "somewhere/model", output, "--render")
+    assert code == 0, error
+    drawn = {"quality": page.quality_numbers, "positions": page.position_numbers}
+    drawn |= {"layers": page.layer_numbers, "keys": page.key_numbers}
+    for name, numbers in drawn.items():
+        assert plots.described(output / f"{name}.svg") == numbers(found)
+        picture = (output / f"{name}.svg").read_text(encoding="utf-8")
+        assert "<text" in picture and "with injected outliers" in picture
+    assert page.quality_numbers(found)["as it is"] == {"int8": [8.5, 1e-4], "int4": [4.5, 1e-2]}
+    assert page.layer_numbers(found)["as it is"]["int4"] == [[0, 0.005], [1, 1.005]]
+    keys = page.key_numbers(found)["with injected outliers"]
+    assert keys["before"] == [1.0, 2.0, 27.0, 2.0] and keys["uneven"]["after"] == [[0, 1.5], [1, 1.5]]
+    shown = (output / report.PAGE).read_text(encoding="utf-8")
+    assert "| `int4` | 4.5 | 1.0·10⁻² ± 1.0·10⁻³ | 5.0·10⁻³ | 9.0·10⁻² | 90.0% | 30.00 | +1.00% | 25.0 (" in shown
+    assert "| `int4` | 4 | 25.0 ± 10.0 | - | -25.00 ± 21.65 | 1.00 | 75% | +0.000 |" in shown
+    assert "90 tokens of text.txt (as it is) in windows of 48, in chunks of 32 tokens, float32 on Some CPU" in shown
+    assert "`tasks.json`: 2026-11-22 10:00 UTC, commit 0123456789, with changes." in shown
+
+
+@needs_matplotlib
+def test_what_is_not_there_is_left_out_and_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = records()
+    del found[page.TASKS], found[page.OUTLIERS]["parts"]["summary"], found[page.PLAIN]["parts"]["layers"]
+    found[page.PLAIN]["parts"]["keys"] = {"unmeasured": "its weights are packed."}
+    output = write(tmp_path / "out", found)
+    code, shown, error = run(capsys, "somewhere/model", output, "--render")
+    assert code == 0 and "with quality.svg, positions.svg" in shown, error
+    text = (output / report.PAGE).read_text(encoding="utf-8")
+    assert "with injected outliers\n" not in text and "zero-shot average" not in text and "## Layer" not in text
+    assert "`perplexity_outliers.json`: 2026-11-22 10:00 UTC, commit 0123456789, with changes. Not finished" in text
+    assert "`tasks.json`: not there." in text and "Keys were not looked at as it is: its weights are packed." in text
+
+
+def test_averages() -> None:
+    found = records()[page.TASKS]
+    averages = page.zero_shot(found)
+    assert averages["none"].value == 0.5 and averages["none"].change is None
+    assert averages["int8"].change_interval == (0, 0) and averages["int4"].change == pytest.approx(-0.25)
+    changes = {task: [0, -1, 0, 0] for task in AVERAGED}
+    assert averages["int4"].change_interval == paired.bootstrap_average(changes)[1:]
+    assert page.spelled_average(averages["int8"]) == "50.0 (+0.0 to +0.0)" and page.spelled_average(None) == "-"
+    del found["parts"]["piqa/int4"]
+    assert list(page.zero_shot(found)) == ["none", "int8"]
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_missing_packages(
+    folder: str, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package, message in (
+        ("matplotlib", "matplotlib must be installed for pictures, got no such package. Install it: pip install "),
+        ("lm_eval", "lm-eval must be installed for zero-shot tasks, got no such package. Install it: pip install "),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(importlib.util, "find_spec", lambda name, package=package: None if name == package else True)
+            code, _, error = run(capsys, folder, tmp_path / "out", "--text", text)
+        assert code == 2 and message + "'hf-kvquant[eval]'" in error and not (tmp_path / "out").exists()
+
+
+@needs_matplotlib
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--preset", "int9"], "eval report: `--preset` must be one of none, int8, "),
+        (["--text", "nowhere.txt"], "`--text` must be a text file, got nowhere.txt: No such file or directory."),
+        (
+            ["--output", "nowhere/out"],
+            "`--output` must be a folder or a new one in a folder that is there, got nowhere",
+        ),
+        (["--output", __file__], "test_eval_report.py: a file. Name another."),
+        (["--render"], "must hold a finished perplexity.json or perplexity_outliers.json, got "),
+    ],
+)
+def test_argument_errors(
+    folder: str, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], message: str
+) -> None:
+    code, _, error = run(capsys, folder, tmp_path / "out", *short(text), *words)
+    assert code == 2 and message in error and len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
+
+
+@needs_matplotlib
+def test_folders_of_something_else(folder: str, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    output = write(tmp_path / "out", records())
+    for words in (["--render"], short(text)):
+        code, _, error = run(capsys, folder, output, *words)
+        assert code == 2 and "got perplexity.json of somewhere/model. Name another folder." in error
+    (output / "perplexity.json").write_text("{}", encoding="utf-8")
+    code, _, error = run(capsys, "somewhere/model", output, "--render")
+    assert (
+        code == 2 and "`--output` must hold records alone under their names. RunRecord: `path` must hold card" in error
+    )
+    assert not (output / report.PAGE).exists()
