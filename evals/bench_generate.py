@@ -422,10 +422,15 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--systems", type=_systems, default=DEFAULT_SYSTEMS, help=f"all, or of {', '.join(SYSTEMS)}")
     parser.add_argument("--new-tokens", type=int, default=64, help="of a call; the first quarter is not timed")
     parser.add_argument("--output", type=Path, help="write the JSON here too, after every case")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the cases that --output has, of this commit, machine and model"
+    )
     parser.add_argument("--plot", type=Path, help="draw tokens/s and memory against context here, as SVG")
     arguments = parser.parse_args(words)
     if arguments.new_tokens < 8:
         parser.error(f"--new-tokens must be at least 8, got {arguments.new_tokens}")
+    if arguments.resume and arguments.output is None:
+        parser.error("--resume needs --output, the results to go on with")
     if arguments.device is None:
         arguments.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return arguments
@@ -444,6 +449,41 @@ def _systems(words: str) -> list[str]:
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown systems {unknown}; there are {', '.join(SYSTEMS)}")
     return names
+
+
+# What the cases of one results file share. Each is compared within itself: its floor and its systems are of one run.
+_SHARED = (
+    "commit",
+    "is_dirty",
+    "hf_kvquant",
+    "torch",
+    "transformers",
+    "cpu",
+    "gpu",
+    "driver",
+    "model",
+    "dtype",
+    "new_tokens",
+)
+
+
+def kept_cases(results: dict[str, Any], path: Path) -> list[dict[str, Any]]:
+    """The cases of an earlier run's results file, none where there is no file.
+
+    Raises:
+        SystemExit: They are of another commit, machine or model.
+    """
+    if not path.exists():
+        return []
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    for key in _SHARED:
+        if earlier.get(key) != results.get(key):
+            raise SystemExit(
+                f"bench_generate: `--resume` must find results of the same {key}, {results.get(key)}, got "
+                f"{earlier.get(key)} in {path}. Name another --output."
+            )
+    cases: list[dict[str, Any]] = earlier["cases"]
+    return cases
 
 
 def main() -> None:
@@ -471,7 +511,8 @@ def main() -> None:
     }
     for key, value in results.items():
         console.print(f"{key:>18}  {value}", highlight=False, markup=False)
-    results |= {"cases": [], "checks": [], "state_after": None}
+    kept = kept_cases(results, arguments.output) if arguments.resume else []
+    results |= {"cases": kept, "checks": [], "state_after": None}
 
     def save() -> None:
         results["checks"] = check_goals(results)
@@ -482,11 +523,14 @@ def main() -> None:
 
     floors: dict[int, tuple[dict[str, Any] | None, str | None]] = {}
     for shape in arguments.cases:
+        if any(case["case"] == shape.name for case in kept):
+            continue
         if shape.batch not in floors:
             floors[shape.batch] = attempt(model, FLOOR, Case(shape.batch, FLOOR_CONTEXT), arguments.new_tokens)
         floor, reason = floors[shape.batch]
         failures = [] if reason is None else [{"system": "floor", "reason": reason}]
-        case = {"case": shape.name, **dataclasses.asdict(shape), "floor": floor, "rows": [], "failures": failures}
+        case = {"case": shape.name, **dataclasses.asdict(shape), "read_gbps": bandwidth, "floor": floor}
+        case |= {"rows": [], "failures": failures}
         results["cases"].append(case)
         for name in arguments.systems:
             row, reason = attempt(model, name, shape, arguments.new_tokens)

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import io
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -432,6 +433,21 @@ def test_generate_refuses_a_fallback(
     results, _ = run_generating(generating, monkeypatch, capsys, tmp_path / "generate.json", *words)
     (failure,) = results["cases"][0]["failures"]
     assert failure["reason"].startswith("RuntimeError: attention runs on dequantised tensors: the model or its")
+
+
+def test_generate_goes_on_with_results(
+    generating: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, words = tmp_path / "generate.json", ("--systems", "dynamic", "--resume", "--cases")
+    first, _ = run_generating(generating, monkeypatch, capsys, path, *words, "1x8")
+    both, _ = run_generating(generating, monkeypatch, capsys, path, *words, "1x8,1x12")
+    assert both["cases"][0] == first["cases"][0] and both["cases"][1]["case"] == "1x12"
+    assert both["cases"][1]["read_gbps"] == 10.0
+    path.write_text(json.dumps(both | {"gpu": "another"}), encoding="utf-8")
+    message = f"bench_generate: `--resume` must find results of the same gpu, None, got another in {path}. Name another"
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        run_generating(generating, monkeypatch, capsys, path, *words, "1x16")
+    assert json.loads(path.read_text(encoding="utf-8"))["gpu"] == "another"
 
 
 def test_generate_goals(generating: ModuleType) -> None:
