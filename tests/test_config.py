@@ -15,7 +15,7 @@ from hf_kvquant.config import DEFAULT_PRESET, TRANSFORMS
 INT8 = KVFormat("int8")
 INT4 = KVFormat("int4", symmetric=False, clip_ratio=15 / 16)
 INT4_G32 = KVFormat("int4", "group", 32, symmetric=False)
-INT4_CHANNEL = KVFormat("int4", "channel", symmetric=False, block_size=128, clip_ratio=15 / 16)
+INT4_CHANNEL = KVFormat("int4", "channel", symmetric=False, block_size=128)
 FP8 = KVFormat("fp8")
 NONE = KVFormat("none")
 
