@@ -10,7 +10,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -503,3 +503,39 @@ def test_damaged_files_are_refused_or_the_same(config: str, tmp_path: Path) -> N
         again, _ = contents(tmp_path / "again")
         assert again.keys() == tensors.keys() and all(torch.equal(again[name], tensors[name]) for name in tensors)
     assert num_refused > 250
+
+
+def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every value in parsed JSON, containers included."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from leaves(item, (*path, key))
+
+
+@pytest.mark.parametrize("config", ["int4-channel", "windows"])
+def test_no_number_that_is_tampered_with_does_harm(config: str, tmp_path: Path) -> None:
+    """Each value of the facts in turn becomes something else, hashes are right: an error, or a cache that is whole."""
+    model, path = small_model(), saved(tmp_path / "cache", CONFIGS[config])
+    tensors, metadata = contents(path)
+    facts = json.loads(metadata["facts"])
+    ways, num_loaded = [*leaves(facts)], 0
+    assert len(ways) > 60
+    for way in ways:
+        for value in (None, True, False, -1, 0, 1, 2, 8, 2**31 - 1, 2**63, 10**400, 0.5, "", "x", "int8", [], [1], {}):
+            changed = copy.deepcopy(facts)
+            node = changed
+            for key in way[:-1]:
+                node = node[key]
+            node[way[-1]] = value
+            text = json.dumps(changed)
+            hashes = {"facts": text, "facts_sha256": content_hash(text, {}), "sha256": content_hash(text, tensors)}
+            save_file(tensors, path, metadata={**metadata, **hashes})
+            try:
+                cache = KVQuantCache.load(path, model)
+            except ValueError as error:
+                assert str(path) in str(error), f"{way} = {value!r}: {error}"
+                continue
+            num_loaded += 1
+            assert cache.layers[1].keys.shape == (3, 2, 12, 64) and cache.get_seq_length() == 12
+    assert num_loaded > 0
