@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, cache_utils
+from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, QuantizedCache
 
 from .config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
@@ -25,6 +26,8 @@ from .lengths import LengthGroup, Lengths
 from .pool import BufferPool
 from .storage import LayerStorage
 from .transforms import KeyTransform
+
+_Cache = TypeVar("_Cache", bound="KVQuantCache")
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +255,7 @@ class KVQuantCache(QuantizedCache):
         layer_types, layer_kwargs = layers_of(text_config)
         check_model(text_config, layer_types, quant_config)
         self.quant_config = quant_config
-        self._has_transforms = key_transforms is not None
+        self.has_transforms = key_transforms is not None
         self.notes = MaskNotes()
         lengths = Lengths(pool)
         transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
@@ -288,9 +291,66 @@ class KVQuantCache(QuantizedCache):
         super().reset()  # type: ignore[no-untyped-call]
         self.notes.forget()
 
+    def save(self, path: str | os.PathLike[str], model: PreTrainedModel, *, overwrite: bool = False) -> None:
+        """Write what the cache holds to a file, from which `load` goes on to the same bits.
+
+        The file is as large as `num_bytes_held`, and holds the conversation as plainly as its text does. It is written
+        beside its place first, so that there is the whole file or what was there before.
+
+        Args:
+            path: Of the file; its folder must exist.
+            model: Whose tokens they are: the file will be for this model only.
+            overwrite: Whether a file that is there may be replaced.
+
+        Raises:
+            FileExistsError: There is something, and `overwrite` is False or it is no file.
+            NotImplementedError: The model has layers whose state transformers keeps (sliding windows, chunks, linear
+                attention), or is sharded over ranks.
+            OSError: The file cannot be written.
+            RuntimeError: A step is being compiled or captured.
+            TypeError, ValueError: `model` is another one, or the cache is empty or within a step.
+
+        Example:
+            >>> cache.save("chat.safetensors", model)
+            >>> cache = KVQuantCache.load("chat.safetensors", model)
+        """
+        from .cache_file import save_cache  # which imports this module
+
+        save_cache(self, path, model, overwrite=overwrite)
+
+    @classmethod
+    def load(
+        cls: type[_Cache],
+        path: str | os.PathLike[str],
+        model: PreTrainedModel,
+        preset_or_config: str | KVQuantConfig | Mapping[str, Any] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> _Cache:
+        """The cache that `save` wrote: the model goes on as it would have with the one that was saved.
+
+        Bit for bit so where device, processor and versions are the same. Nothing in the file is executed, and every
+        number in it is checked before memory is taken. A growing cache grows on, a static one has the room it had.
+
+        Args:
+            path: Of the file.
+            model: The model that it was saved with, patched or not.
+            preset_or_config: What the cache must have been made with; `None` takes what the file says.
+            device: Where all of it goes. `None` puts each layer where the model's is.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            RuntimeError: Of torch: the buffers do not fit into the memory of the device.
+            TypeError, ValueError: It is another kind of file, damaged, of a version that is not known, or of another
+                model or config; the message says which.
+        """
+        from .cache_file import load_cache  # which imports this module
+
+        return load_cache(cls, path, model, preset_or_config, device)
+
     def adopt(self, key_transforms: Mapping[int, KeyTransform]) -> None:
         """Take the transforms of a model, unless the cache was given its own or holds tokens."""
-        if self._has_transforms or not all(storage.is_empty for storage in self.storages):
+        if self.has_transforms or not all(storage.is_empty for storage in self.storages):
             return
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KVQuantLayer):

@@ -564,6 +564,101 @@ class LayerStorage:
     def _formats(self) -> tuple[KVFormat, KVFormat]:
         return self.formats.key, self.formats.value
 
+    # --- what is saved ------------------------------------------------------------------------------------------------
+
+    def num_coded(self, kv_format: KVFormat, length: int) -> int:
+        """How many of so many tokens have codes: all of them, or those in blocks that have left the window."""
+        return length if kv_format.block_size is None else kv_format.tail_begin(length, self.formats.residual_length)
+
+    def held_planes(self) -> tuple[Planes, Planes]:
+        """The planes of keys and of values, cut to the tokens held; views, but for the tail.
+
+        Rows of a tail that stand for no token are zero: what is there belongs to tokens that were cropped, or to
+        whoever had the buffers before, and is nobody's business.
+
+        Returns:
+            Planes of `num_coded` tokens each, with the whole tail.
+        """
+        length, lengths, held = self.length, self._lengths(), []
+        for planes, kv_format in zip(self._planes(), self._formats(), strict=True):
+            tail = planes.tail
+            if tail is not None:
+                position = torch.arange(length, device=self.device).expand(self.batch, -1)
+                is_dense, row = reference.dense_tokens(
+                    planes, kv_format, lengths, self.starts, **self._windows(), position=position
+                )
+                sequence = torch.arange(self.batch, device=self.device).unsqueeze(1).expand_as(row)
+                is_used = torch.zeros((self.batch, tail.shape[2]), dtype=torch.bool, device=self.device)
+                is_used[sequence[is_dense], row[is_dense]] = True
+                tail = tail.masked_fill(~is_used[:, None, :, None], 0.0)
+            cut = planes.narrow(self.num_coded(kv_format, length), kv_format.block_size)
+            held.append(dataclasses.replace(cut, tail=tail))
+        return held[0], held[1]
+
+    def planned_planes(
+        self, shape: tuple[int, int, int, int], length: int, capacity: int, dtype: torch.dtype
+    ) -> tuple[Planes, Planes]:
+        """What `held_planes` of a storage like this one would be, without memory (on the device `meta`).
+
+        Args:
+            shape: Batch, key-value heads, head_dim of keys and of values.
+            length: Tokens held.
+            capacity: Tokens there is room for, as `self.capacity` says.
+            dtype: The model's.
+
+        Raises:
+            ValueError: There is no such storage: a format does not fit, or `capacity` is not one that a storage has.
+        """
+        expected = self._aligned(capacity if self.max_cache_len is None else self.max_cache_len)
+        if capacity != expected or not 0 < length <= (self.max_cache_len or capacity):
+            raise ValueError(f"{self.name} cannot hold {length} tokens in buffers for {capacity}")
+        batch, num_kv_heads, key_head_dim, value_head_dim = shape
+        planned = [
+            kv_format.allocate(
+                batch, num_kv_heads, head_dim, capacity, dtype=dtype, device=torch.device("meta"), **self._windows()
+            ).narrow(self.num_coded(kv_format, length), kv_format.block_size)
+            for kv_format, head_dim in zip(self._formats(), (key_head_dim, value_head_dim), strict=True)
+        ]
+        return planned[0], planned[1]
+
+    def restore(
+        self,
+        held: tuple[Planes, Planes],
+        *,
+        shape: tuple[int, int, int, int],
+        length: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        starts: Tensor | None,
+    ) -> None:
+        """Hold what another storage of these formats, transforms and `max_cache_len` held. For one without buffers.
+
+        The capacity is part of it: kernels go by it when they split a sequence, and so sum in another order.
+
+        Args:
+            held: Its `held_planes`, shaped as `planned_planes` says, on any device; copied.
+            shape: Batch, key-value heads, head_dim of keys and of values.
+            length: Tokens it held.
+            capacity: Its `capacity`.
+            dtype: The model's.
+            device: Where to.
+            starts: `[batch]` int32: its `starts`, on any device.
+        """
+        assert not self.is_allocated
+        self.batch, self.num_kv_heads, self.key_head_dim, self.value_head_dim = shape
+        self.dtype, self._device = dtype, device
+        self.starts = None if starts is None else starts.to(device)
+        self._make_buffers(capacity, device)
+        self._device = self._planes()[0].codes.device  # with its index: those of tokens are compared with it
+        for planes, kv_format, old in zip(self._planes(), self._formats(), held, strict=True):
+            new = planes.narrow(self.num_coded(kv_format, length), kv_format.block_size)
+            for new_plane, old_plane in zip(new.tensors(), old.tensors(), strict=True):
+                new_plane.copy_(old_plane)
+        self._join(length)
+        self.is_empty = False
+        self._planes_changed()
+
     # --- what transformers does to caches -----------------------------------------------------------------------------
 
     def crop(self, num_tokens: int) -> None:

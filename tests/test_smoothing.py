@@ -678,7 +678,7 @@ def rewritten(path: Path, target: Path, change: Callable[[dict[str, Tensor], dic
     change(tensors, facts)
     metadata = facts.pop("metadata")
     text = json.dumps(facts)
-    metadata = {**metadata, "facts": text, "sha256": smoothing_file._hash(text, tensors)}
+    metadata = {**metadata, "facts": text, "sha256": smoothing_file.content_hash(text, tensors)}
     save_file(tensors, target, metadata=metadata)
     return target
 

@@ -388,6 +388,34 @@ class StorageMachine(RuleBasedStateMachine):
         self.storage = twin
         self.pinned = addresses(twin) if twin.is_static and twin.is_allocated else []
 
+    @precondition(lambda self: self.model.length > 0)
+    @rule()
+    def save_and_restore(self) -> None:
+        old = self.storage
+        old.flush()
+        shape = (old.batch, HEADS, KEY_DIM, VALUE_DIM)
+        assert old.dtype is not None
+        held, planned = old.held_planes(), old.planned_planes(shape, old.length, old.capacity, old.dtype)
+        for side, planned_side in zip(held, planned, strict=True):
+            for plane, planned_plane in zip(side.tensors(), planned_side.tensors(), strict=True):
+                assert (plane.shape, plane.dtype) == (planned_plane.shape, planned_plane.dtype)
+        twin = LayerStorage(old.formats, max_cache_len=old.max_cache_len, key_transform=old.key_transform)
+        twin.restore(
+            held,
+            shape=shape,
+            length=old.length,
+            capacity=old.capacity,
+            dtype=old.dtype,
+            device=old.device,
+            starts=old.starts,
+        )
+        assert twin.capacity == old.capacity and twin.num_bytes == old.num_bytes
+        for planes in (old.key_planes, old.value_planes):
+            for tensor in planes.tensors() if planes is not None else ():
+                tensor.fill_(7)  # the one left behind must not share memory with its twin
+        self.storage = twin
+        self.pinned = addresses(twin) if twin.is_static else []
+
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
         self.device = data.draw(st.sampled_from(DEVICES), "device")

@@ -163,7 +163,7 @@ class SmoothingResult:
             "folded_hash": self.folded_hash,
         }
         text = json.dumps(facts)
-        metadata = {"format": _FORMAT, "version": str(_VERSION), "facts": text, "sha256": _hash(text, tensors)}
+        metadata = {"format": _FORMAT, "version": str(_VERSION), "facts": text, "sha256": content_hash(text, tensors)}
         save_file(tensors, os.fspath(path), metadata=metadata)
 
     @classmethod
@@ -191,7 +191,7 @@ class SmoothingResult:
                 f"{expected} of version {metadata.get('version')}, this is version {_VERSION}. Calibrate again."
             )
         try:
-            if metadata["sha256"] != _hash(metadata["facts"], tensors):
+            if metadata["sha256"] != content_hash(metadata["facts"], tensors):
                 raise ValueError("its hash is not that of what it holds")
             return cls._from(json.loads(metadata["facts"]), tensors)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -228,8 +228,8 @@ class SmoothingResult:
         )
 
 
-def _hash(facts: str, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of what a file holds."""
+def content_hash(facts: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of what a file of ours holds: it tells damage, not malice, since whoever writes a file can hash it."""
     digest = hashlib.sha256(facts.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

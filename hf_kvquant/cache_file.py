@@ -1,0 +1,529 @@
+"""`KVQuantCache.save` and `load`: a cache as a file, from which generation goes on to the same bits.
+
+The file is safetensors: of every layer the planes, cut to the tokens held, where padding ends, and the centre and the
+factors that its keys went through; everything else is JSON in the metadata, with SHA-256 hashes of that JSON and of the
+whole. Nothing in it is executed. A hash tells damage, not malice, so every number that a kernel will rely on is checked
+before memory is taken, whatever the hashes say; what codes and scales stand for is not, since any bits are served.
+
+A cache means something to one model only, so the file says which: what its text config says (but for names, labels and
+special tokens), its dtype, and a hash over some thousand numbers of each of its weights. Another checkpoint, training,
+an adapter, factors folded in or taken out, another RoPE are noticed; a change of a few single weights may not be, nor
+one of weights that are offloaded, nor a setting that only one of two versions of transformers knows.
+
+Saved are caches all of whose state is in our layers. Sliding windows, chunks and linear attention are kept by
+transformers in classes that differ from version to version, so caches with such layers are refused. How planes are laid
+out is decided in `formats.py`, what a layer's state is in `storage.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .cache import KVQuantCache, KVQuantLayer, layers_of
+from .config import KVQuantConfig
+from .formats import Planes
+from .storage import SERVED_DTYPES, LayerStorage
+from .transforms import KeyTransform
+from .transforms.folding import hash_of
+from .transforms.sharding import rank_of
+from .transforms.smoothing_file import content_hash
+
+_FORMAT = "hf_kvquant-cache"
+_VERSION = 1
+# Of each weight, so that a model of 300 weights is known again in some hundredths of a second, whatever its size.
+_SAMPLES = 4096
+# What a text config says that keys and values do not depend on: it differs between machines, versions and tokenizers.
+_VOLATILE = frozenset(
+    (
+        "architectures",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "transformers_version",
+        "use_cache",
+    )
+)
+# Layers of transformers that hold nothing.
+_STATELESS = frozenset(("dummy", "moe", "mlp"))
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SERVED_DTYPES}
+# As safetensors calls them.
+_STORED_AS = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.int32: "I32",
+}
+_LARGEST = 2**31 - 1  # lengths are int32
+_PLANES = ("codes", "scale", "zero", "tail")
+
+_Cache = TypeVar("_Cache", bound=KVQuantCache)
+
+
+def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrainedModel, *, overwrite: bool) -> None:
+    """See `KVQuantCache.save`."""
+    where = "KVQuantCache.save"
+    target = _checked_target(where, path, overwrite)
+    _check_model(where, model)
+    storages = _storages(where, cache, model)
+    length, batch = _check_at_rest(where, storages)
+    layers: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for index, storage in storages.items():
+        transform = storage.key_transform or KeyTransform()
+        found = {"starts": storage.starts, "center": transform.center, "smoothing": transform.smoothing}
+        layers[str(index)] = {
+            "num_kv_heads": storage.num_kv_heads,
+            "key_head_dim": storage.key_head_dim,
+            "value_head_dim": storage.value_head_dim,
+            "dtype": str(storage.dtype).removeprefix("torch."),
+            "capacity": storage.capacity,
+            "is_rotated": transform.is_rotated,
+            **{f"has_{name}": tensor is not None for name, tensor in found.items()},
+        }
+        # Cloned, since layers share the numbers of one mask, and a file of safetensors has no shared ones.
+        small = [(name, None if tensor is None else tensor.clone()) for name, tensor in found.items()]
+        named = [*_named(storage.held_planes()), *small]
+        tensors |= {
+            f"layers.{index}.{name}": tensor.detach().cpu().contiguous() for name, tensor in named if tensor is not None
+        }
+    text = json.dumps(
+        {
+            "package": _package_version(),
+            "config": cache.quant_config.to_dict(),
+            "model": _identity(model),
+            "length": length,
+            "batch": batch,
+            "max_cache_len": cache.storages[0].max_cache_len,
+            "has_transforms": cache.has_transforms,
+            "has_holes": cache.notes.has_holes,
+            "has_seen_mask": cache.notes.has_seen_mask,
+            "layers": layers,
+        }
+    )
+    metadata = {
+        "format": _FORMAT,
+        "version": str(_VERSION),
+        "facts": text,
+        "facts_sha256": content_hash(text, {}),
+        "sha256": content_hash(text, tensors),
+    }
+    _write(where, target, tensors, metadata, overwrite)
+
+
+def load_cache(
+    kind: type[_Cache],
+    path: str | os.PathLike[str],
+    model: PreTrainedModel,
+    preset_or_config: str | KVQuantConfig | Mapping[str, Any] | None,
+    device: torch.device | str | None,
+) -> _Cache:
+    """See `KVQuantCache.load`."""
+    where = "KVQuantCache.load"
+    name = os.fspath(path)
+    wanted = None if preset_or_config is None else KVQuantConfig.resolve(preset_or_config)
+    _check_model(where, model)
+    places = _places(where, model, device)
+    expected = f"{where}: `path` must be a file written by KVQuantCache.save, got {name}"
+    if not os.path.isfile(name):
+        raise FileNotFoundError(f"{expected}, which is not there. Save a cache first.")
+    try:
+        with safe_open(name, framework="pt") as file:
+            metadata = file.metadata() or {}
+            text = _checked_text(expected, metadata)
+            with _damage(expected):
+                facts = json.loads(text)
+                config = KVQuantConfig.from_dict(facts["config"])
+                found = facts["model"]
+                saved_by = found["config"].items(), found["dtype"], found["weights_sha256"]
+            _check_meant(where, name, model, saved_by, config, wanted)
+            with _damage(expected):
+                max_cache_len = None if facts["max_cache_len"] is None else _number(facts, "max_cache_len")
+                # Whether the cache was given transforms matters when it is reset; which ones, comes below.
+                given: dict[int, KeyTransform] | None = {} if _flag(facts, "has_transforms") else None
+                cache = kind(model.config, config, max_cache_len=max_cache_len, key_transforms=given)
+                cache.notes.has_holes = _flag(facts, "has_holes")
+                cache.notes.has_seen_mask = _flag(facts, "has_seen_mask")
+                storages = _storages(where, cache, model)
+                plans = _plans(facts, storages)
+                _check_header(file, plans)
+                tensors = {key: file.get_tensor(key) for key in file.keys()}
+                if metadata.get("sha256") != content_hash(text, tensors):
+                    raise ValueError("its hash is not that of what it holds")
+                for index, plan in plans.items():
+                    plan.prepare(storages[index], tensors)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{expected}: {error}. Copy it again from where it was written.") from error
+    for index, plan in plans.items():
+        plan.fill(storages[index], tensors, places[index])
+    return cache
+
+
+# --- what a file says -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """One layer as the facts have it, found possible.
+
+    Attributes:
+        prefix: Of its tensors' names.
+        shape: Batch, key-value heads, head_dim of keys and of values.
+        length: Tokens held.
+        capacity: Tokens there is room for.
+        dtype: The model's.
+        is_rotated: Whether keys are.
+        expected: The tensors that the file must have for it, on the device `meta`.
+    """
+
+    prefix: str
+    shape: tuple[int, int, int, int]
+    length: int
+    capacity: int
+    dtype: torch.dtype
+    is_rotated: bool
+    expected: dict[str, Tensor]
+
+    def prepare(self, storage: LayerStorage, tensors: Mapping[str, Tensor]) -> None:
+        """Set the transform, and refuse what numbers in small tensors must not be. Takes no memory for the cache."""
+        starts = tensors.get(f"{self.prefix}.starts")
+        if starts is not None and not bool(((starts >= 0) & (starts <= self.length)).all()):
+            raise ValueError(f"padding of {storage.name} does not end within its {self.length} tokens")
+        center, smoothing = (tensors.get(f"{self.prefix}.{name}") for name in ("center", "smoothing"))
+        storage.set_key_transform(KeyTransform(center, smoothing, self.is_rotated))
+
+    def fill(self, storage: LayerStorage, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Give the storage its buffers."""
+        sides = [
+            Planes(**{plane: tensors.get(f"{self.prefix}.{side}.{plane}") for plane in _PLANES})  # type: ignore[arg-type]
+            for side in ("key", "value")
+        ]
+        storage.restore(
+            (sides[0], sides[1]),
+            shape=self.shape,
+            length=self.length,
+            capacity=self.capacity,
+            dtype=self.dtype,
+            device=device,
+            starts=tensors.get(f"{self.prefix}.starts"),
+        )
+
+
+def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> dict[int, _Plan]:
+    """What the facts say about every layer.
+
+    Raises:
+        KeyError, RuntimeError, TypeError, ValueError: No cache of this config and model is like that.
+    """
+    if sorted(facts["layers"]) != sorted(map(str, storages)):
+        raise ValueError(f"it has layers {list(facts['layers'])}, not {list(storages)}")
+    length, batch = _number(facts, "length"), _number(facts, "batch")
+    plans = {}
+    for index, storage in storages.items():
+        layer = facts["layers"][str(index)]
+        sizes = [_number(layer, name) for name in ("num_kv_heads", "key_head_dim", "value_head_dim")]
+        shape = batch, sizes[0], sizes[1], sizes[2]
+        capacity, dtype = _number(layer, "capacity"), _DTYPES[layer["dtype"]]
+        prefix = f"layers.{index}"
+        named = dict(_named(storage.planned_planes(shape, length, capacity, dtype)))
+        if _flag(layer, "has_starts"):
+            named["starts"] = torch.empty((batch,), dtype=torch.int32, device="meta")
+        for name in ("center", "smoothing"):
+            if _flag(layer, f"has_{name}"):
+                named[name] = torch.empty((shape[1], shape[2]), dtype=torch.float32, device="meta")
+        expected = {f"{prefix}.{name}": tensor for name, tensor in named.items() if tensor is not None}
+        plans[index] = _Plan(prefix, shape, length, capacity, dtype, _flag(layer, "is_rotated"), expected)
+    return plans
+
+
+def _named(sides: tuple[Planes, Planes]) -> Iterator[tuple[str, Tensor | None]]:
+    """The planes of keys and of values, with their names in a file."""
+    for side, planes in zip(("key", "value"), sides, strict=True):
+        for plane in _PLANES:
+            yield f"{side}.{plane}", getattr(planes, plane)
+
+
+def _number(facts: Mapping[str, Any], name: str) -> int:
+    number = facts[name]
+    if type(number) is not int or not 0 < number <= _LARGEST:
+        raise ValueError(f"`{name}` is {number!r}")
+    return number
+
+
+def _flag(facts: Mapping[str, Any], name: str) -> bool:
+    flag = facts[name]
+    if type(flag) is not bool:
+        raise ValueError(f"`{name}` is {flag!r}")
+    return flag
+
+
+def _check_header(file: Any, plans: Mapping[int, _Plan]) -> None:
+    """Refuse other tensors than the facts ask for, by what the header says, before any of them is read."""
+    expected = {name: tensor for plan in plans.values() for name, tensor in plan.expected.items()}
+    names = set(file.keys())
+    if names != expected.keys():
+        missing, extra = sorted(expected.keys() - names), sorted(names - expected.keys())
+        raise ValueError(f"tensors are missing: {missing}, or too many: {extra}")
+    for name, tensor in expected.items():
+        found = file.get_slice(name)
+        shape, dtype = list(found.get_shape()), found.get_dtype()
+        if (shape, dtype) != (list(tensor.shape), _STORED_AS[tensor.dtype]):
+            raise ValueError(
+                f"{name} is {dtype} of shape {shape}, not {_STORED_AS[tensor.dtype]} of shape {list(tensor.shape)}"
+            )
+
+
+def _checked_text(expected: str, metadata: Mapping[str, str]) -> str:
+    """The facts, of a file that is ours and that this version can read."""
+    if metadata.get("format") != _FORMAT:
+        raise ValueError(f"{expected}, which holds something else. Use the model's text instead.")
+    version = metadata.get("version", "")
+    if version != str(_VERSION):
+        raise ValueError(
+            f"{expected} of format version {version}, this is version {_VERSION} (hf_kvquant {_package_version()}). "
+            "Install the version of hf_kvquant that wrote it."
+        )
+    text = metadata.get("facts", "")
+    if metadata.get("facts_sha256") != content_hash(text, {}):
+        raise ValueError(f"{expected}, which is damaged (its description has another hash). {_REMEDY}")
+    return text
+
+
+_REMEDY = "Copy it again from where it was written, or fill a new cache from the text."
+
+
+@contextlib.contextmanager
+def _damage(expected: str) -> Iterator[None]:
+    """What goes wrong within means that the file is damaged."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{expected}, which is damaged ({error}). {_REMEDY}") from error
+
+
+# --- what a cache belongs to ------------------------------------------------------------------------------------------
+
+
+def _check_model(where: str, model: PreTrainedModel) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"{where}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
+            "Pass the model that the cache belongs to: a cache of another one would be read as nonsense."
+        )
+    _, num_ranks = rank_of(model)
+    if num_ranks > 1:
+        raise NotImplementedError(
+            f"{where}: `model` must be whole in this process, got one that is sharded over {num_ranks} ranks, each "
+            "with heads of its own. Load it on one rank, or keep the text."
+        )
+
+
+def _identity(model: PreTrainedModel) -> dict[str, Any]:
+    """What a model is known by."""
+    settings = {
+        name: value
+        for name, value in model.config.get_text_config(decoder=True).to_dict().items()
+        if name not in _VOLATILE and not name.startswith("_")
+    }
+    # What `state_dict` has and a module does not own as a tensor is made up by quantised layers. Buffers that are not
+    # saved, such as frequencies of a RoPE that grows with the context, change while the model runs.
+    owned = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    names = sorted(owned.intersection(model.state_dict()))
+    return {
+        "config": json.loads(json.dumps(settings, default=str)),  # as it comes back
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights_sha256": hash_of(model, names, samples=_SAMPLES),
+    }
+
+
+def _check_meant(
+    where: str,
+    name: str,
+    model: PreTrainedModel,
+    saved_by: tuple[Any, Any, Any],
+    config: KVQuantConfig,
+    wanted: KVQuantConfig | None,
+) -> None:
+    """Refuse a file of another model or config."""
+    if wanted is not None and config != wanted:
+        raise ValueError(
+            f"{where}: `preset_or_config` must be what {name} was saved with, {config}, got {wanted}. "
+            "Leave it out to take the file as it is."
+        )
+    own = _identity(model)
+    settings, dtype, weights = saved_by
+    # Other versions of transformers have settings that this one does not know, and the other way round.
+    differing = [
+        f"{key} is {own['config'][key]!r}, not {value!r}"
+        for key, value in settings
+        if key in own["config"] and own["config"][key] != value
+    ]
+    if own["dtype"] != dtype:
+        differing.append(f"dtype is {own['dtype']}, not {dtype}")
+    if not differing and own["weights_sha256"] != weights:
+        differing.append("its weights are others (fine-tuned, adapted, calibrated or quantised since?)")
+    if differing:
+        raise ValueError(
+            f"{where}: `model` must be the one that {name} was saved with, got a {type(model).__name__}: "
+            f"{'; '.join(differing)}. Load that model, or fill a new cache from the text."
+        )
+
+
+def _places(where: str, model: PreTrainedModel, device: torch.device | str | None) -> dict[int, torch.device]:
+    """Where each layer's cache goes: to a device that somebody chose, or to that of the layer's weights.
+
+    Raises:
+        ValueError: There is no memory there, as for a model whose weights are fetched when they are needed.
+    """
+    layer_types, _ = layers_of(model.config.get_text_config(decoder=True))
+    places = dict.fromkeys(range(len(layer_types)), model.device if device is None else torch.device(device))
+    if device is None:
+        found: dict[int, torch.device] = {}
+        for module in (model.get_decoder() or model).modules():
+            index, parameter = getattr(module, "layer_idx", None), next(module.parameters(), None)
+            if isinstance(index, int) and index in places and parameter is not None:
+                found.setdefault(index, parameter.device)
+        places |= found
+    if any(place.type == "meta" for place in places.values()):
+        raise ValueError(
+            f"{where}: `device` must be one with memory, got {'no device' if device is None else device} for a model "
+            "whose weights are on none. Pass the device that the model computes on."
+        )
+    return places
+
+
+# --- what can be saved ------------------------------------------------------------------------------------------------
+
+
+def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[int, LayerStorage]:
+    """The storages of the quantised layers, by index.
+
+    Raises:
+        NotImplementedError: Other layers have a state as well.
+        ValueError: The model has other layers.
+    """
+    layer_types, _ = layers_of(model.config.get_text_config(decoder=True))
+    storages = {index: layer.storage for index, layer in enumerate(cache.layers) if isinstance(layer, KVQuantLayer)}
+    quantized = [index for index, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
+    if len(cache.layers) != len(layer_types) or list(storages) != quantized:
+        raise ValueError(
+            f"{where}: `model` must be the one that the cache was made for, got a {type(model).__name__} with "
+            f"{len(layer_types)} cache layers, {len(quantized)} of them quantised, for {len(cache.layers)} and "
+            f"{len(storages)}. Pass the model whose tokens it holds."
+        )
+    foreign = sorted(set(layer_types) - {"full_attention", *_STATELESS})
+    if foreign:
+        raise NotImplementedError(
+            f"{where}: `model` must have full attention in all layers, got a {type(model).__name__} with layers of "
+            f"type {foreign}, whose state transformers keeps in classes of its own. Keep the text, or pickle the cache."
+        )
+    return storages
+
+
+def _check_at_rest(where: str, storages: Mapping[int, LayerStorage]) -> tuple[int, int]:
+    """Refuse a cache that holds nothing, or that is being written. Returns its length and its batch.
+
+    Raises:
+        RuntimeError: A step is being compiled or captured.
+        ValueError: Anything else.
+    """
+    if torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        raise RuntimeError(
+            f"{where}: `cache` must be at rest, got one in a step that is being compiled or captured. "
+            "Save it between calls of the model."
+        )
+    if all(storage.is_empty for storage in storages.values()):
+        raise ValueError(f"{where}: `cache` must hold tokens, got an empty one. Save it after the first call.")
+    counts = {(storage.length, storage.batch) for storage in storages.values()}
+    is_counted_alike = len(counts) == 1 and all(
+        storage.lengths is not None and bool((storage.lengths == storage.length).all()) for storage in storages.values()
+    )
+    if not is_counted_alike or any(storage.pending is not None for storage in storages.values()):
+        raise ValueError(
+            f"{where}: `cache` must be at rest, got one in a step, whose tokens only some layers have. "
+            "Save it between calls of the model, or reset it after a call that failed."
+        )
+    length, batch = counts.pop()
+    max_cache_len = min((storage.max_cache_len or length for storage in storages.values()), default=length)
+    if length > max_cache_len:
+        raise ValueError(
+            f"{where}: `cache` must have had room for all tokens, got {length} for {max_cache_len}, the rest of which "
+            "are lost. Reset it, and build one with a larger max_cache_len."
+        )
+    return length, batch
+
+
+# --- the file itself --------------------------------------------------------------------------------------------------
+
+
+def _checked_target(where: str, path: str | os.PathLike[str], overwrite: bool) -> str:
+    """Where to write: behind a link, the file it leads to."""
+    name = os.fspath(path)
+    folder = os.path.dirname(os.path.realpath(name))
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"{where}: `path` must be in a folder that exists, got {name}. Create {folder} first.")
+    if os.path.lexists(name) and not (overwrite and os.path.isfile(name)):
+        raise FileExistsError(_exists(where, name))
+    return os.path.realpath(name)
+
+
+def _exists(where: str, name: str) -> str:
+    remedy = "Pass overwrite=True to replace it." if os.path.isfile(name) else "Choose another name."
+    return f"{where}: `path` must be new, got {name}, which exists. {remedy}"
+
+
+def _write(where: str, name: str, tensors: dict[str, Tensor], metadata: dict[str, str], overwrite: bool) -> None:
+    """Write a file as a whole or not at all: beside its place first, then into it in one step."""
+    temporary = f"{name}.{secrets.token_hex(4)}.tmp"
+    try:
+        save_file(tensors, temporary, metadata=metadata)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        if overwrite:
+            os.replace(temporary, name)
+        else:
+            _move_to_new(where, temporary, name)
+    except SafetensorError as error:
+        raise OSError(f"{where}: `path` must be writable, got {name}: {error}. Nothing there has changed.") from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _move_to_new(where: str, temporary: str, name: str) -> None:
+    """Give a file a name that nobody else may have taken meanwhile."""
+    try:
+        os.link(temporary, name)  # unlike a rename, it never replaces
+    except FileExistsError as error:
+        raise FileExistsError(_exists(where, name)) from error
+    except OSError:  # a file system without links
+        if os.path.lexists(name):
+            raise FileExistsError(_exists(where, name)) from None
+        os.replace(temporary, name)
+
+
+def _package_version() -> str:
+    from . import __version__  # of the package that may be half imported when this module is
+
+    return __version__
