@@ -143,9 +143,9 @@ class KVQuantLayer(CacheLayerMixin):
                 # of this chunk before, found that it can do without one, and asks again within the step.
                 return query_length, 0
             return KVLength(query_length, self.notes, is_first_chunk=True), 0
-        if self.storage.max_cache_len is not None:
-            return KVLength(self.storage.max_cache_len, self.notes, is_first_chunk=False), 0
-        return KVLength(self.storage.length + query_length, self.notes, is_first_chunk=False), 0
+        max_cache_len = self.storage.max_cache_len
+        length = self.storage.length + query_length if max_cache_len is None else max_cache_len
+        return length if self.notes.has_dense_masks else KVLength(length, self.notes, is_first_chunk=False), 0
 
     def get_seq_length(self) -> int | Tensor:  # type: ignore[override]
         """Tokens held: an integer, or a 0-d int32 tensor of a static layer, so that no step waits for the device."""

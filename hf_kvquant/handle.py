@@ -29,6 +29,8 @@ class MaskNotes:
         has_holes: Whether a mask hid tokens other than a sequence's first ones. Kernels know left padding as a number
             of tokens only, so from then on masks are dense and attention falls back.
         has_seen_mask: Whether a mask was made outside a compiled step, so that the others are true of what comes.
+        has_dense_masks: Whether the model makes its masks past our mask function (see `own_attention.py`), so that
+            lengths need no mark, which the compiler could not trace.
     """
 
     def __init__(self) -> None:
@@ -36,7 +38,7 @@ class MaskNotes:
 
     def forget(self) -> None:
         """Go back to having seen nothing."""
-        self.has_holes = self.has_seen_mask = False
+        self.has_holes = self.has_seen_mask = self.has_dense_masks = False
         self.starts: Tensor | None = None
 
 

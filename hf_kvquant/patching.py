@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
+from . import own_attention
 from .attention import implementation_name, is_ours
 from .cache import KVQuantCache, check_model, layers_of
 from .capture import Captures, captured_call, check_capturable, is_captured
@@ -87,9 +88,11 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     drop_pool(model)
     _route_attention(model, previous)
     if config.capture and not is_ours(_text_config(model)._attn_implementation):
-        raise NotImplementedError(  # and nothing has changed: the model took no other attention
+        if state is None:
+            own_attention.unpatch(model)
+        raise NotImplementedError(
             f"patch: `capture` must be False for {type(model).__name__}, got True: it computes attention by itself, "
-            "over dequantised tensors. Pass static=True instead: generate compiles."
+            "outside transformers' registry. Pass static=True instead: generate compiles."
         )
     _install(model, PatchState(config, previous))
     return model
@@ -124,6 +127,7 @@ def unpatch(model: Model) -> Model:
     for name in (_HOOK, _STATE, *_CAPTURE_HOOKS):
         model.__dict__.pop(name, None)
     drop_pool(model)
+    own_attention.unpatch(model)
     _set_attention(model, state.previous_attention)
     return model
 
@@ -285,6 +289,7 @@ def cache_for(
         return KVQuantCache(model.config, config, key_transforms=transforms)
     if not config.static:
         return KVQuantCache(model.config, config, key_transforms=transforms)
+    own_attention.check_static(model, "generate")
     if config.capture:
         _check_capture(model, state, generation_config)
     if config.max_cache_len is not None and config.max_cache_len < max_cache_length:
@@ -388,11 +393,15 @@ def _check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
     layer_types, _ = layers_of(text_config)
     check_model(text_config, layer_types, config)
     check_heads(model, "patch")
+    if config.static:
+        own_attention.check_static(model, "patch")
 
 
 def _route_attention(model: PreTrainedModel, previous: str) -> None:
-    """Set our attention over `previous`; models that do not use transformers' registry keep their own and fall back."""
+    """Set our attention over `previous`; what does not use transformers' registry gets ours by hand, or falls back."""
     name = implementation_name(previous)
+    if own_attention.patch(model):
+        return
     _set_attention(model, name)
     if _text_config(model)._attn_implementation != name:
         logger.warning(
@@ -405,6 +414,8 @@ def _route_attention(model: PreTrainedModel, previous: str) -> None:
 def _set_attention(model: PreTrainedModel, name: str) -> None:
     """Set the attention implementation of the text model, and of nothing else."""
     text_config = _text_config(model)
+    if text_config._attn_implementation == name:
+        return
     if text_config is model.config:
         model.set_attn_implementation(name)
         return

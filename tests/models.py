@@ -78,6 +78,8 @@ _MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe
 _WIDE = {"hidden_size": 4 * HEAD_DIM}
 # GPT-2 has names of its own for sizes, and every query head has a key-value head.
 _GPT = {"n_embd": 4 * HEAD_DIM, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48, "rotary_dim": 8}
+_NEO = {"num_layers": 2, "num_heads": 4}
+_FALCON = {**_WIDE, "head_dim": LEFT_OUT, "num_kv_heads": 2}
 _SHARED = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 6,
@@ -159,15 +161,16 @@ FAMILIES: dict[str, Family] = {
     "bamba": Family("bamba", {**_WIDE, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_state": 4}),
     "jetmoe": Family("jetmoe", {**_MOE, "kv_channels": HEAD_DIM}, is_served=False),
     "diffllama": Family("diffllama", is_served=False),
-    "gptj": Family("gptj", _GPT, is_served=False),
-    "codegen": Family("codegen", _GPT, is_served=False),
-    "gpt_neo": Family(
-        "gpt_neo", {**_WIDE, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}, is_served=False
-    ),
     "xglm": Family("xglm", {"d_model": 4 * HEAD_DIM, "attention_heads": 4, "ffn_dim": 48}, is_served=False),
-    "bloom": Family("bloom", _WIDE, is_served=False),
-    "falcon": Family("falcon", {**_WIDE, "head_dim": LEFT_OUT, "num_kv_heads": 2}, is_served=False),
-    "mpt": Family("mpt", {"d_model": 4 * HEAD_DIM, "n_heads": 4, "n_layers": 2, "use_cache": True}, is_served=False),
+    # Attention outside transformers' registry.
+    "gptj": Family("gptj", _GPT),
+    "codegen": Family("codegen", _GPT),
+    "gpt_neo": Family("gpt_neo", {**_WIDE, **_NEO, "attention_types": [[["global", "local"], 1]], "window_size": 6}),
+    "bloom": Family("bloom", _WIDE),
+    "falcon": Family("falcon", _FALCON),
+    "falcon_alibi": Family("falcon", {**_FALCON, "alibi": True, "multi_query": False, "num_kv_heads": 4}),
+    "falcon_new": Family("falcon", {**_FALCON, "new_decoder_architecture": True}),
+    "mpt": Family("mpt", {"d_model": 4 * HEAD_DIM, "n_heads": 4, "n_layers": 2, "use_cache": True}),
 }
 
 

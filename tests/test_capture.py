@@ -623,8 +623,8 @@ def test_the_flag_captures_on_a_model_patched_for_it(model: Any) -> None:
         ),
         (
             "gptj",
-            "patch: `capture` must be False for GPTJForCausalLM, got True: it computes attention by itself, over "
-            "dequantised tensors. Pass static=True instead: generate compiles.",
+            "patch: `capture` must be False for GPTJForCausalLM, got True: it computes attention by itself, "
+            "outside transformers' registry. Pass static=True instead: generate compiles.",
         ),
     ],
 )

@@ -106,6 +106,18 @@ def test_models_that_look_inside_compile_one_graph() -> None:
     check_one_graph()
 
 
+# The compiler looks at BLOOM's GELU in a way that torch itself calls deprecated.
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning")
+@pytest.mark.parametrize("family", ["bloom", "codegen", "falcon", "gpt_neo", "mpt"])
+def test_models_that_compute_attention_by_themselves_compile_one_graph(family: str) -> None:
+    model = models.build(FAMILIES[family].model_type, **FAMILIES[family].options)
+    if family == "bloom" and not hasattr(model, "create_masks_for_generate"):
+        pytest.skip("this version of transformers has no static caches for BLOOM but its own")
+    output = check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled_for("eager"))
+    assert not any(storage.fallbacks for storage in output.past_key_values.storages)
+    check_one_graph()
+
+
 # Inductor imports parts of torch that torch itself calls deprecated.
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -379,8 +379,8 @@ def test_mistakes(
 
 def test_what_is_not_read_as_codes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models.tokenizer().save_pretrained(tmp_path)
-    options = {**models.FAMILIES["gptj"].options, "n_positions": CONTEXT, "max_position_embeddings": CONTEXT}
-    models.build("gptj", **options).save_pretrained(tmp_path)
+    options = {**models.FAMILIES["xglm"].options, "max_position_embeddings": CONTEXT}
+    models.build("xglm", **options).save_pretrained(tmp_path)
     code, _, error = run(capsys, str(tmp_path), "--preset", "int8")
     assert code == 1 and "preset int8 must read" in error and "got 0: the model attends to dequantised" in error
 

@@ -182,7 +182,7 @@ def test_what_differs_in_its_last_token_is_fed_once() -> None:
     assert rows == [1, 2]  # one context, then "" and "6" behind it
 
 
-@pytest.mark.parametrize("family", ["bloom", "gemma2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["xglm", "bloom", "gemma2", "qwen3_next"])
 def test_other_families(family: str) -> None:
     if models.FAMILIES[family].is_served:
         assert differences(scores("none", "decode", 8, family), scores("none", "decode", 1, family)).max() < 1e-3

@@ -532,11 +532,11 @@ def test_buffers_are_there_before_a_compiled_prefill_in_chunks(
 
 
 def test_a_model_outside_the_registry_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    model = models.family("gptj")
+    model = models.family("xglm")
     with caplog.at_level(logging.WARNING, "hf_kvquant"), patched(model, "int8"):
         pass
     assert [record.message for record in caplog.records if record.name == "hf_kvquant.patching"] == [
-        "patch: GPTJForCausalLM computes attention by itself, outside transformers' registry, so it attends to "
+        "patch: XGLMForCausalLM computes attention by itself, outside transformers' registry, so it attends to "
         "dequantised tensors. Correct, slower."
     ]
 

@@ -1,0 +1,354 @@
+"""Decoding from codes in models that compute attention by themselves, outside transformers' attention registry.
+
+Each attention module of such a model gets a `forward` of its own. Where a layer's cache holds codes, it makes query,
+key and value as the family does and attends with our op; everything else (the first chunk, other caches, layers that
+are not quantised, masks that are neither causal nor left padding, training) goes to the class's own method, with the
+very arguments that came. Which families there are, and what each does around attention, is the table at the end; what
+a model does with handles where no function of ours serves it is decided in `handle.py`.
+
+These models build dense masks by themselves, so the number of padding tokens is read off the mask's last row. ALiBi:
+BLOOM and Falcon count positions from a sequence's first token, MPT from the end of the cache, our op from the query.
+The biases differ by a constant in every row, which the softmax ignores as long as there are no holes in the mask.
+Slopes are the model's own, rounded as there. Their products with positions, which BLOOM rounds to the model's dtype and
+Falcon to bfloat16, are not rounded here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import _is_tracing, _num_pads
+from .cache import KVQuantCache, KVQuantLayer
+from .handle import KVHandle
+
+# Of query, key and value, each `[batch, heads, q_len, head_dim]`, and options of `LayerStorage.attend`; makes
+# `[batch, q_len, num_q_heads * head_dim]`.
+Attend = Callable[..., Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How one attention class computes.
+
+    Attributes:
+        forward: Takes the module, an `Attend` and what the class's `forward` takes, under the same names in the same
+            order: a class with other ones is not the one that we know. Returns what that returns, without weights.
+        cache: The name under which the cache comes.
+        layer_index: The module's attribute that says which layer it is.
+        is_hidden: Whether True in a boolean mask hides a token, as in MPT, where transformers' masks show it.
+        is_served: Whether a module of this class computes in the way that we know.
+    """
+
+    forward: Callable[..., tuple[Tensor, None]]
+    cache: str = "layer_past"
+    layer_index: str = "layer_idx"
+    is_hidden: bool = False
+    is_served: Callable[[Any], bool] = lambda module: True
+
+
+def patch(model: nn.Module) -> bool:
+    """Override `forward` of every attention module that we know, unless something else has overridden it already.
+
+    Returns:
+        Whether there are such modules, and all of them have our `forward` now.
+    """
+    known = [module for module in model.modules() if _family_of(module) is not None]
+    for module in known:
+        if "forward" not in module.__dict__:
+            # A partial of a module-level function survives pickle and deepcopy with the model.
+            module.forward = functools.partial(_forward, module)
+    return bool(known) and all(_is_ours(module) for module in known)
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo `patch`."""
+    for module in model.modules():
+        if _is_ours(module):
+            del module.__dict__["forward"]
+
+
+def check_static(model: nn.Module, where: str) -> None:
+    """Refuse a static cache for models that build ALiBi from a 2-D mask, where `generate` turns that into a 4-D one.
+
+    It does so for every static cache of a model without a method of its own for it.
+
+    Raises:
+        NotImplementedError: The model is one of them.
+    """
+    for module in model.modules():
+        name = type(module).__name__
+        if name == "BloomModel" or (name == "FalconModel" and module.use_alibi):
+            if not hasattr(model, "create_masks_for_generate"):
+                raise NotImplementedError(
+                    f"{where}: `static` must be False for {type(model).__name__}, got True: it builds ALiBi from a "
+                    "mask that generate of this version of transformers does not give it with static caches. Leave "
+                    "static and max_cache_len out."
+                )
+
+
+def _is_ours(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, functools.partial) and forward.func is _forward
+
+
+def _family_of(module: nn.Module) -> Family | None:
+    kind = type(module)
+    family = _FAMILIES.get(kind.__name__)
+    if family is None or not kind.__module__.startswith("transformers.models."):
+        return None
+    expected = list(inspect.signature(family.forward).parameters)[2:]
+    if list(inspect.signature(kind.forward).parameters)[1:] != expected or not family.is_served(module):
+        return None
+    return family
+
+
+# --- the forward of a module ------------------------------------------------------------------------------------------
+
+
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """What runs in place of the `forward` of an attention module."""
+    family = _FAMILIES[type(module).__name__]
+    attend = _attend_of(module, family, kwargs)
+    if attend is not None:
+        return family.forward(module, attend, *args, **kwargs)
+    bias, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
+    if isinstance(bias, Tensor) and isinstance(mask, Tensor):
+        # For static caches BLOOM builds its bias of the capacity. Our first chunk attends to itself alone.
+        kwargs["alibi"] = bias[..., : mask.shape[-1]]
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _attend_of(module: Any, family: Family, kwargs: dict[str, Any]) -> Attend | None:
+    """Attention over the codes of a layer, or `None` where the class's own method serves it."""
+    cache, mask = kwargs.get(family.cache), kwargs.get("attention_mask")
+    if not isinstance(cache, KVQuantCache) or not isinstance(mask, Tensor) or mask.ndim != 4:
+        return None
+    index = getattr(module, family.layer_index)
+    layer = cache.layers[index]
+    if not isinstance(layer, KVQuantLayer):
+        return None
+    storage, notes = layer.storage, cache.notes
+    # Every head has the same, but for ALiBi that Falcon adds to its mask, which is far from what hides a token.
+    is_visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
+    if family.is_hidden:
+        is_visible = ~is_visible
+    starts = _num_pads(is_visible[:, -1])  # [batch or 1]
+    q_len = is_visible.shape[1]
+    if layer is next(each for each in cache.layers if isinstance(each, KVQuantLayer)) and not _is_tracing(mask):
+        # On behalf of all layers, and not in a decode step on a GPU: looking makes the host wait for the device.
+        offset = 0 if storage.lengths is None or storage.is_empty else storage.lengths[0]
+        if mask.device.type == "cpu" or q_len > 1:
+            notes.has_holes = notes.has_holes or not _is_left_padded(is_visible, starts, offset)
+        if storage.is_empty:
+            notes.starts, notes.has_dense_masks = starts, True
+    is_served = storage.is_quantized and not storage.is_empty and not notes.has_holes
+    if not is_served or module.training or kwargs.get("output_attentions"):
+        return None
+    return functools.partial(_attend, cache, index, starts)
+
+
+def _is_left_padded(is_visible: Tensor, starts: Tensor, offset: int | Tensor) -> bool:
+    """Whether queries see everything from `starts` to themselves; what padding sees does not matter.
+
+    Args:
+        is_visible: `[batch, q_len, kv_length]` bool.
+        starts: `[batch]` int32.
+        offset: Position of the first query.
+    """
+    q_len, kv_length = is_visible.shape[1:]
+    column = torch.arange(kv_length, device=is_visible.device)
+    position = (torch.arange(q_len, device=is_visible.device) + offset).view(1, -1, 1)
+    first = starts.view(-1, 1, 1)
+    return not bool(((is_visible != ((column >= first) & (column <= position))) & (position >= first)).any())
+
+
+def _attend(
+    cache: KVQuantCache, index: int, starts: Tensor, query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> Tensor:
+    handle, _ = cache.update(key, value, index)
+    assert isinstance(handle, KVHandle)
+    # CodeGen rotates queries in float32. They are rounded like the keys: kernels are for the dtype of the model.
+    out, _ = handle.step.storage.attend(
+        query.to(value.dtype), starts=starts.expand(query.shape[0]).contiguous(), **options
+    )
+    return out.flatten(2)
+
+
+# --- families ---------------------------------------------------------------------------------------------------------
+
+
+def _alibi_slopes(module: nn.Module, num_heads: int, device: torch.device) -> Tensor:
+    """`[num_heads]` float32: those of the module's own file, which builds the bias of two tokens: 0 and the slope."""
+    build = sys.modules[type(module).__module__].build_alibi_tensor
+    return (_build_slopes if torch.compiler.is_compiling() else _kept_slopes)(build, num_heads, device)
+
+
+def _build_slopes(build: Callable[..., Tensor], num_heads: int, device: torch.device) -> Tensor:
+    return build(torch.ones((1, 2), dtype=torch.long, device=device), num_heads, torch.float32)[:, 0, 1].contiguous()
+
+
+@functools.cache
+def _kept_slopes(build: Callable[..., Tensor], num_heads: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return _build_slopes(build, num_heads, device)
+
+
+def _bloom(
+    module: Any,
+    attend: Attend,
+    hidden_states: Tensor,
+    residual: Tensor,
+    alibi: Tensor,
+    attention_mask: Tensor,
+    layer_past: Any = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    query, key, value = module._reshape(module.query_key_value(hidden_states))
+    slopes = _alibi_slopes(module, module.num_heads, query.device)
+    out = attend(query, key, value, softmax_scale=module.inv_norm_factor, alibi_slopes=slopes)
+    return residual + module.dense(out), None
+
+
+def _falcon(
+    module: Any,
+    attend: Attend,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    attention_mask: Tensor,
+    position_ids: Tensor | None = None,
+    layer_past: Any = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    split = module._split_heads(module.query_key_value(hidden_states))
+    query, key, value = (x.transpose(1, 2) for x in split)
+    slopes = None
+    if alibi is None:
+        assert position_embeddings is not None
+        query, key = sys.modules[type(module).__module__].apply_rotary_pos_emb(query, key, *position_embeddings)
+    else:
+        # The model has added the bias to the mask already if it is 4-D, and without sdpa the module adds it once more.
+        times = int(alibi.ndim == 4) + int(module.config._attn_implementation != "sdpa")
+        slopes = _alibi_slopes(module, module.num_heads, query.device) * (times * module.inv_norm_factor)
+    out = attend(query, key, value, softmax_scale=module.inv_norm_factor, alibi_slopes=slopes)
+    return module.dense(out), None
+
+
+def _mpt(
+    module: Any,
+    attend: Attend,
+    hidden_states: Tensor,
+    position_bias: Tensor | None,
+    past_key_values: Any = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    fused = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    query, key, value = (x.unflatten(-1, (module.n_heads, -1)).transpose(1, 2) for x in fused.chunk(3, dim=-1))
+    # Its last column is that of the newest token, 0; the one before is lower by the slope.
+    slopes = None if position_bias is None else position_bias[:, 0, -1] - position_bias[:, 0, -2]
+    out = attend(query, key, value, softmax_scale=module.softmax_scale, alibi_slopes=slopes)
+    return module.out_proj(out), None
+
+
+def _gptj(
+    module: Any,
+    attend: Attend,
+    hidden_states: Tensor,
+    layer_past: Any = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    use_cache: bool | None = False,
+    output_attentions: bool | None = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    heads = module.num_attention_heads, module.head_dim
+    query, key = (project(hidden_states).unflatten(-1, heads) for project in (module.q_proj, module.k_proj))
+    value = module.v_proj(hidden_states).unflatten(-1, heads).transpose(1, 2)
+    assert position_ids is not None
+    angles = module.embed_positions.to(position_ids.device)[position_ids].to(key.dtype)
+    query, key = _rotated(module, query, angles), _rotated(module, key, angles)
+    return module.out_proj(attend(query, key, value, softmax_scale=1 / module.scale_attn)), None
+
+
+def _codegen(
+    module: Any,
+    attend: Attend,
+    hidden_states: Tensor,
+    layer_past: Any = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    use_cache: bool | None = False,
+    output_attentions: bool | None = False,
+) -> tuple[Tensor, None]:
+    # Weights are laid out for four devices: the query, value and key of a quarter of the heads, then of the next.
+    fused = module.qkv_proj(hidden_states).unflatten(-1, (4, 3, -1))
+    query, value, key = (x.flatten(-2).unflatten(-1, (-1, module.head_dim)) for x in fused.unbind(-2))
+    assert position_ids is not None
+    angles = module.embed_positions.to(position_ids.device)[position_ids]
+    query, key = _rotated(module, query, angles), _rotated(module, key, angles)
+    out = attend(query, key.to(hidden_states.dtype), value.transpose(1, 2), softmax_scale=1 / module.scale_attn)
+    return module.out_proj(out), None
+
+
+def _rotated(module: Any, x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary embedding of GPT-J, in its first `rotary_dim` channels, or all.
+
+    Args:
+        module: GPT-J's or CodeGen's.
+        x: `[batch, q_len, heads, head_dim]`.
+        angles: `[batch, q_len, channels]`: sines, then cosines.
+
+    Returns:
+        `[batch, heads, q_len, head_dim]`.
+    """
+    sin, cos = angles.chunk(2, dim=-1)
+    rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+    width = x.shape[-1] if module.rotary_dim is None else module.rotary_dim
+    return torch.cat((rotate(x[..., :width], sin, cos), x[..., width:]), dim=-1).transpose(1, 2)
+
+
+def _gpt_neo(
+    module: Any,
+    attend: Attend,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    layer_past: Any = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    heads = module.num_heads, module.head_dim
+    query, key, value = (
+        project(hidden_states).unflatten(-1, heads).transpose(1, 2)
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    window = module.config.window_size if module.attention_type == "local" else 0
+    return module.out_proj(attend(query, key, value, softmax_scale=1.0, sliding_window=window)), None
+
+
+_FAMILIES: dict[str, Family] = {
+    # A slice of the weights at a time, for the rounding of a training run, is not what we compute.
+    "BloomAttention": Family(
+        _bloom, is_served=lambda module: not (module.pretraining_tp > 1 and module.slow_but_exact)
+    ),
+    "FalconAttention": Family(_falcon),
+    "MptAttention": Family(_mpt, cache="past_key_values", is_hidden=True),
+    "GPTJAttention": Family(_gptj),
+    "CodeGenAttention": Family(_codegen),
+    "GPTNeoSelfAttention": Family(_gpt_neo, layer_index="layer_id"),
+}
