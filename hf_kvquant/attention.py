@@ -96,10 +96,10 @@ def attention_mask(
         notes = kv_length.notes
         is_decode_step = kwargs["q_length"] == 1 and not kv_length.is_first_chunk
         # Looking at values makes the host wait for the device, so a decode step relies on what earlier chunks showed.
-        if attention_mask is not None and not _is_tracing(attention_mask):
+        if attention_mask is not None and not is_tracing(attention_mask):
             if attention_mask.device.type == "cpu" or not is_decode_step:
                 notes.has_holes = notes.has_holes or _has_holes(attention_mask)
-        starts = None if attention_mask is None else _num_pads(attention_mask)
+        starts = None if attention_mask is None else num_pads(attention_mask)
         if kv_length.is_first_chunk or not torch.compiler.is_compiling():
             notes.starts = starts
             notes.has_seen_mask = notes.has_seen_mask or not torch.compiler.is_compiling()
@@ -129,7 +129,7 @@ def _bounds(
     return bounds
 
 
-def _num_pads(mask: Tensor) -> Tensor:
+def num_pads(mask: Tensor) -> Tensor:
     """Left-padding tokens of each sequence (`[batch]` int32) in a `[batch, tokens]` bool mask."""
     return (mask.cumsum(-1) == 0).sum(-1, dtype=torch.int32)
 
@@ -139,7 +139,7 @@ def _has_holes(mask: Tensor) -> bool:
     return bool((mask[:, :-1] & ~mask[:, 1:]).any())
 
 
-def _is_tracing(tensor: Tensor) -> bool:
+def is_tracing(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or isinstance(tensor, torch._subclasses.FakeTensor)
 
 

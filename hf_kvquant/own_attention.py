@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import _is_tracing, _num_pads
+from .attention import is_tracing, num_pads
 from .cache import KVQuantCache, KVQuantLayer
 from .handle import KVHandle
 
@@ -140,9 +140,9 @@ def _attend_of(module: Any, family: Family, kwargs: dict[str, Any]) -> Attend | 
     is_visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
     if family.is_hidden:
         is_visible = ~is_visible
-    starts = _num_pads(is_visible[:, -1])  # [batch or 1]
+    starts = num_pads(is_visible[:, -1])  # [batch or 1]
     q_len = is_visible.shape[1]
-    if layer is next(each for each in cache.layers if isinstance(each, KVQuantLayer)) and not _is_tracing(mask):
+    if layer is next(each for each in cache.layers if isinstance(each, KVQuantLayer)) and not is_tracing(mask):
         # On behalf of all layers, and not in a decode step on a GPU: looking makes the host wait for the device.
         offset = 0 if storage.lengths is None or storage.is_empty else storage.lengths[0]
         if mask.device.type == "cpu" or q_len > 1:
