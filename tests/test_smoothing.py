@@ -280,7 +280,7 @@ def test_every_device_is_served(name: str, device: str) -> None:
 def test_the_outliers_of_keys_are_found_and_taken_out() -> None:
     model = build("llama")
     injected = inject_key_outliers(model, 2, 16.0)
-    result = smooth(model, candidates=("energy",))
+    result = smooth(model, candidates=(1.0,))
     for layer in result.layers:
         is_outlier = injected[layer.layer_idx] > 1
         assert layer.choice == "1.0"
@@ -300,7 +300,7 @@ def test_a_quantised_cache_is_nearer_to_the_exact_one() -> None:
 def test_a_layer_is_left_alone_where_nothing_is_gained() -> None:
     model = build("llama")
     weights = snapshot(model)
-    result = smooth(model, candidates=("energy",))
+    result = smooth(model, candidates=(0.0,), centers=False)
     assert result.num_smoothed == 0
     assert [layer.choice for layer in result.layers] == ["0.0", "0.0"]
     assert all(layer.error_before == layer.error_after > 0 for layer in result.layers)
