@@ -254,6 +254,12 @@ def test_what_is_misspelt_or_empty(
         assert error.startswith(f"hf-kvquant: error: eval {each}: ") and re.search(message, error), error
 
 
+def test_presets_that_do_not_fit(evaluation: Evaluation, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models.build("llama", max_position_embeddings=CONTEXT, head_dim=40).save_pretrained(folder / "model")
+    code, error = evaluation.run(capsys, folder, "--preset", "int4-g32")
+    assert code == 2 and "`--preset int4-g32` does not fit" in last_line(error)
+
+
 def test_items_that_do_not_fit_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     item = {"query": "a king", "choices": ["and", "or " * CONTEXT], "gold": 1}
     (folder / "copa.jsonl").write_text(json.dumps(item) + "\n", encoding="utf-8")

@@ -175,7 +175,7 @@ def test_what_fails_the_run(
         (["--preset", "int9"], "`--preset` must be one of none, int8, "),
         (["--window", "65"], "`--window` must be at least 3 and at most the model's 64 positions, got 65."),
         (["--stride", "23"], "`--stride` must be the window or less than it by 2, got 23 with 24 tokens."),
-        (["--chunk", "0"], "`--chunk` must be positive, got 0."),
+        (["--chunk", "0"], "`--chunk` must be at least 1, got 0."),
         (["--inject-outliers", "0"], "nothing can be injected into "),
         (["--tokens", "100000"], "`--tokens` must be at most "),
         (["--dataset", "x"], "`--text` or `--dataset` must be given, got both. Add --text FILE."),

@@ -245,6 +245,8 @@ def test_missing_packages(
 @pytest.mark.parametrize(
     "words, message",
     [
+        (["--batch-size", "0"], "eval report: `--batch-size` must be at least 1, got 0."),
+        (["--limit", "0"], "eval report: `--limit` must be at least 1, got 0."),
         (["--preset", "int9"], "eval report: `--preset` must be one of none, int8, "),
         (["--text", "nowhere.txt"], "`--text` must be a text file, got nowhere.txt: No such file or directory."),
         (

@@ -17,7 +17,6 @@ import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,11 +29,11 @@ from transformers.cache_utils import DynamicLayer
 
 from .._errors import did_you_mean
 from ..arguments import (
-    DTYPES,
     Refused,
     UsageError,
+    add_placement,
     add_presets,
-    checked_configs,
+    check_counts,
     checked_device,
     load,
     read_text,
@@ -48,7 +47,6 @@ from ..simulation import causal_pairs
 from ..transforms.of_model import key_transforms
 from . import preparation
 from .prompts import NUM_ANSWERS, TESTS, Prompt, PromptError, Writer
-from .provenance import place
 from .records import RunRecord, early_end, open_record
 
 WHERE = "eval long"
@@ -191,8 +189,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--output", metavar="FILE", help="JSON, written cell by cell; a second run resumes it")
     preparation.add_options(parser)
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
-    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
+    add_placement(parser)
     parser.set_defaults(run=run)
 
 
@@ -218,8 +215,7 @@ def run(args: argparse.Namespace) -> None:
         Refused: A preset was not read as codes.
         UsageError: An argument has no meaning, or does not fit the model, the record or memory.
     """
-    configs = checked_configs(args, WHERE, DEFAULT_PRESETS)
-    configs = {UNQUANTIZED: KVQuantConfig.from_preset(UNQUANTIZED), **configs}
+    configs = preparation.compared_configs(args, WHERE, DEFAULT_PRESETS)
     cells = checked_cells(args)
     filler = checked_filler(args.filler_file)
     device = checked_device(args.device, WHERE)
@@ -231,25 +227,15 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"{WHERE}: {error}") from error
     for cell in cells:
         written(writer, cell, 0)
-    prepared = preparation.prepare(model, tokenizer, args, WHERE)
-    try:
-        for config in configs.values():
-            with patched(model, config):
-                pass
-    except (NotImplementedError, TypeError, ValueError) as error:
-        raise UsageError(f"{WHERE}: {args.model} cannot be evaluated so. {error}") from error
-    path = Path(args.model).expanduser()
+    prepared = preparation.prepare(model, tokenizer, configs, args, WHERE)
     settings = {
         "evaluation": "long",
-        "model": place(path) if path.exists() else args.model,
-        "weights": fingerprint(model),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        **prepared,
         "presets": {name: config.to_dict() for name, config in configs.items()},
         "samples": args.samples,
         "seed": args.seed,
         "chat_template": None if not args.chat_template else digest(str(tokenizer.chat_template)),
         "filler": None if filler is None else digest(filler),
-        **prepared,
     }
     record = open_record(args.output, settings, WHERE)
     measure(model, writer, cells, configs, record, num_samples=args.samples, batch_size=args.batch_size)
@@ -346,10 +332,7 @@ def _joined(parts: Sequence[Scores]) -> dict[str, Any]:
 
 def checked_cells(args: argparse.Namespace) -> list[Cell]:
     """All combinations of `--tests`, `--lengths` and `--depths`."""
-    for option in ("samples", "batch_size"):
-        if getattr(args, option) < 1:
-            name = option.replace("_", "-")
-            raise UsageError(f"{WHERE}: `--{name}` must be at least 1, got {getattr(args, option)}.")
+    check_counts(args, ("samples", "batch_size"), WHERE)
     tests = _words(args.tests, "tests")
     for test in tests:
         if test not in TESTS:
@@ -411,16 +394,6 @@ def check_context(model: PreTrainedModel, name: str, cells: Sequence[Cell]) -> N
 def digest(text: str) -> str:
     """The SHA-256 of a text, hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of a sample of every weight: enough to tell checkpoints apart, also those of the same name."""
-    found = hashlib.sha256()
-    for name, weight in model.state_dict().items():
-        flat = weight.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 256)].float().cpu()
-        found.update(f"{name} {list(weight.shape)}".encode() + sample.numpy().tobytes())
-    return found.hexdigest()
 
 
 # --- what came of it --------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,15 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from ..arguments import DTYPES, UsageError, add_presets, checked_configs, checked_device, load
+from ..arguments import (
+    UsageError,
+    add_placement,
+    add_presets,
+    check_counts,
+    checked_device,
+    load,
+    source_of,
+)
 from ..cache import KVQuantCache
 from ..config import PRESETS, KVQuantConfig
 from ..fidelity import Fidelity, compare
@@ -31,7 +38,6 @@ from ..generation import UNQUANTIZED
 from ..patching import patched
 from . import details, preparation, windows
 from .gate import check_counter, check_modes, gate_text, run_controls
-from .provenance import place
 from .records import RunRecord, early_end, open_record
 from .windows import FIRST_CHUNK, WHERE
 
@@ -75,8 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also with one layer quantised at a time, and look at the keys channel by channel",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
-    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
+    add_placement(parser)
     parser.add_argument("--output", metavar="FILE", help="results as JSON; a second run goes on where one stopped")
 
 
@@ -102,24 +107,21 @@ def measure(args: argparse.Namespace) -> RunRecord:
         UsageError: An argument has no meaning, does not fit the model or the text, or not into memory.
     """
     started = time.monotonic()
-    configs = checked_configs(args, WHERE, PRESETS)
-    configs = {UNQUANTIZED: KVQuantConfig.from_preset(UNQUANTIZED), **configs}
-    check_positive(args)
+    configs = preparation.compared_configs(args, WHERE, PRESETS)
+    check_counts(args, ("chunk", "window", "stride", "tokens"), WHERE)
     device = checked_device(args.device, WHERE)
     source, text = windows.read_source(args)
     model, tokenizer = load(args.model, args.dtype, device, WHERE)
-    prepared = preparation.prepare(model, tokenizer, args, WHERE)
+    prepared = preparation.prepare(model, tokenizer, configs, args, WHERE)
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     pieces, begins = windows.cut(ids, args, model)
     window, stride = pieces.shape[1], args.stride or pieces.shape[1]
+    kept_in = stored_dtype(model, args.model)
     settings = {
         "evaluation": "perplexity",
-        "model": place(Path(args.model)) if Path(args.model).exists() else args.model,
-        "weights_sha256": weights_hash(model),
+        **prepared,
         "tokens_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "stored_dtype": str(stored_dtype(model, args.model)).removeprefix("torch."),
-        "device": str(device),
+        "stored_dtype": str(kept_in).removeprefix("torch."),
         "source": source,
         "mode": args.mode,
         "chunk": args.chunk,
@@ -128,7 +130,6 @@ def measure(args: argparse.Namespace) -> RunRecord:
         "stride": stride,
         "begins": begins,
         "words_per_token": len(text.split()) / len(ids),
-        **prepared,
         "presets": {name: config.to_dict() for name, config in configs.items()},
         "controls": args.controls,
     }
@@ -178,33 +179,16 @@ def measure(args: argparse.Namespace) -> RunRecord:
                     progress.advance(task)
     except NotImplementedError as error:
         raise UsageError(f"{WHERE}: {args.model} cannot be measured. {error}") from error
-    sizes = sizes_of(model, configs, stored_dtype(model, args.model))
+    sizes = sizes_of(model, configs, kept_in)
     summary = {mode: summarize(record, mode, sizes, settings) for mode in modes}
     record.put("summary", {"modes": summary, "seconds": round(time.monotonic() - started, 1)})
     return record
-
-
-def check_positive(args: argparse.Namespace) -> None:
-    """Refuse numbers that have no meaning."""
-    for name in ("chunk", "window", "stride", "tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UsageError(f"{WHERE}: `--{name.replace('_', '-')}` must be positive, got {value}.")
 
 
 def bar(console: Console) -> Progress:
     """A progress bar with the time that is left, gone when it is done; none where nobody looks."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
-
-
-def weights_hash(model: PreTrainedModel) -> str:
-    """A hash of what the model computes with, injected or calibrated weights included."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 # --- what is added up -------------------------------------------------------------------------------------------------
@@ -239,7 +223,7 @@ def of_window(name: str, result: Fidelity, newest: int | None) -> dict[str, Any]
 
 def stored_dtype(model: PreTrainedModel, name: str) -> torch.dtype:
     """In which an unquantised cache keeps its values where the model is used, whatever it is measured in."""
-    spelled = AutoConfig.from_pretrained(str(Path(name).expanduser()) if Path(name).exists() else name).dtype
+    spelled = AutoConfig.from_pretrained(source_of(name)).dtype
     found = getattr(torch, spelled) if isinstance(spelled, str) else spelled
     return found if isinstance(found, torch.dtype) else model.dtype
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from rich.console import Console
 
-from ..arguments import DTYPES, UsageError, add_presets, checked_configs
+from ..arguments import UsageError, add_placement, add_presets, check_counts, checked_configs
 from ..config import PRESETS
 from . import page, perplexity, plots, tasks, windows
-from .provenance import place
+from .provenance import model_name
 from .records import RunRecord
 
 WHERE = "eval report"
@@ -54,8 +54,7 @@ def add_parser(commands: Any) -> None:
         "--limit", type=int, default=LIMIT, metavar="N", help=f"the first N items of each task (default: {LIMIT})"
     )
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts of a forward (default: 8)")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
-    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
+    add_placement(parser)
     parser.set_defaults(run=run)
 
 
@@ -98,6 +97,7 @@ def check(args: argparse.Namespace, folder: Path, steps: dict[str, str]) -> None
             f"{WHERE}: `--output` must be a folder or a new one in a folder that is there, got {args.output}."
         )
     checked_configs(args, WHERE, PRESETS)
+    check_counts(args, ("window", "stride", "tokens", "limit", "batch_size"), WHERE)
     if args.dataset is None:
         windows.read_source(args)
     if page.TASKS not in steps:
@@ -107,8 +107,6 @@ def check(args: argparse.Namespace, folder: Path, steps: dict[str, str]) -> None
             f"{WHERE}: lm-eval must be installed for zero-shot tasks, got no such package. Install it: pip install "
             "'hf-kvquant[eval]', or add --skip tasks."
         )
-    if args.limit < 1:
-        raise UsageError(f"{WHERE}: `--limit` must be at least 1, got {args.limit}.")
     from .task_files import AVERAGED, check_data
 
     if args.data is not None:
@@ -153,7 +151,7 @@ def check_same_model(model: str, records: dict[str, dict[str, Any]]) -> None:
     Raises:
         UsageError: It is one.
     """
-    name = place(Path(model)) if Path(model).expanduser().exists() else model
+    name = model_name(model)
     for kind, record in records.items():
         found = record["settings"].get("model")
         if found != name:

@@ -23,12 +23,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..arguments import DTYPES, Refused, UsageError, add_presets, checked_configs, checked_device, load
-from ..config import WINDOWS, KVQuantConfig
+from ..arguments import (
+    Refused,
+    UsageError,
+    add_placement,
+    add_presets,
+    check_counts,
+    checked_device,
+    load,
+)
+from ..config import WINDOWS
 from ..generation import UNQUANTIZED
-from ..patching import patched
 from . import preparation
-from .provenance import place, sha256
+from .provenance import sha256
 from .records import early_end, open_record
 
 WHERE = "eval tasks"
@@ -64,14 +71,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="the first N items of each task only")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts of a forward (default: 8)")
     preparation.add_options(parser)
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        help="of the model; float32 keeps out the noise of 16-bit sums, which depend on the batch (default: the "
-        "checkpoint's)",
-    )
-    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
+    add_placement(parser, "; float32 keeps out the noise of 16-bit sums, which depend on the batch")
     parser.add_argument(
         "--output", metavar="FILE", help="JSON, written after each task and preset; a second run goes on with it"
     )
@@ -86,12 +86,8 @@ def run(args: argparse.Namespace) -> None:
         Refused: Scores were not those of the quantised cache.
         UsageError: An argument has no meaning or does not fit, data are not there, or memory does not suffice.
     """
-    configs = checked_configs(args, WHERE, COMPARED_PRESETS)
-    configs = {UNQUANTIZED: KVQuantConfig.from_preset(UNQUANTIZED), **configs}
-    for option in ("limit", "batch_size"):
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            raise UsageError(f"{WHERE}: `--{option.replace('_', '-')}` must be at least 1, got {value}.")
+    configs = preparation.compared_configs(args, WHERE, COMPARED_PRESETS)
+    check_counts(args, ("limit", "batch_size"), WHERE)
     import_lm_eval(is_offline=args.data is not None)
     from .task_files import check_data, checked_names, data_file, load_tasks
 
@@ -106,13 +102,7 @@ def run(args: argparse.Namespace) -> None:
             f"{WHERE}: `MODEL` must have a tokenizer with a token that begins or ends a text, for lm-eval, got "
             f"{args.model} without. Set bos_token or eos_token in its tokenizer_config.json."
         )
-    prepared = preparation.prepare(model, tokenizer, args, WHERE)
-    for preset, config in configs.items():
-        try:
-            with patched(model, config):
-                pass
-        except (NotImplementedError, ValueError, TypeError) as error:
-            raise UsageError(f"{WHERE}: `--preset {preset}` does not fit {args.model}. {error}") from error
+    prepared = preparation.prepare(model, tokenizer, configs, args, WHERE)
     record = open_record(args.output, {**settings(args, model), **prepared}, WHERE)
     tasks = load_tasks(names, args.data)
     hashes = {name: None if args.data is None else sha256(data_file(name, args.data)) for name in tasks}
@@ -194,18 +184,15 @@ def tell_one_process() -> None:
 
 
 def settings(args: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """What all results depend on. Tasks and presets may be added to a file, so they are not among these."""
+    """What all results depend on beside the model. Tasks and presets may be added to a file, so they are not here."""
     import lm_eval
 
     folder = Path(args.model).expanduser()
     return {
         "evaluation": "tasks",
         "lm_eval": lm_eval.__version__,
-        "model": place(folder) if folder.is_dir() else args.model,
         "revision": getattr(model.config, "_commit_hash", None),
         "weights_sha256": {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))},
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
         "mode": args.mode,
         "limit": args.limit,
         "is_offline": args.data is not None,
