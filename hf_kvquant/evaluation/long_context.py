@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -46,8 +45,9 @@ from ..patching import patched
 from ..simulation import causal_pairs
 from ..transforms.of_model import key_transforms
 from . import preparation
+from .progress import bar, early_end
 from .prompts import NUM_ANSWERS, TESTS, Prompt, PromptError, Writer
-from .records import RunRecord, early_end, open_record
+from .records import RunRecord, open_record
 
 WHERE = "eval long"
 DEFAULT_PRESETS = (UNQUANTIZED, "int8", "int4")
@@ -256,31 +256,19 @@ def measure(
 ) -> None:
     """Fill the record with all cells that it does not have."""
     missing = [cell for cell in cells if record.get(cell.part) is None]
-    console = Console(stderr=True)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f} %"),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
     ending = early_end(record, WHERE, lower="--batch-size", value=batch_size, more=", or ask for shorter --lengths")
-    with ending as ongoing, progress:
-        bar = progress.add_task("", total=num_samples * sum(cell.length for cell in missing))
+    with ending as ongoing, bar() as progress:
+        task = progress.add_task("", total=num_samples * sum(cell.length for cell in missing))
         for number, cell in enumerate(missing, len(cells) - len(missing) + 1):
             what = f"{cell.test} {cell.length:,} at {cell.depth:g} %"
             ongoing.part = f"cell {number} of {len(cells)} ({what})"
-            progress.update(bar, description=what)
+            progress.update(task, description=what)
             parts = []
             for start in range(0, num_samples, batch_size):
                 samples = range(start, min(start + batch_size, num_samples))
                 prompts = [written(writer, cell, sample) for sample in samples]
                 parts.append(checked_scores(model, prompts, configs))
-                progress.advance(bar, len(prompts) * cell.length)
+                progress.advance(task, len(prompts) * cell.length)
             record.put(cell.part, {name: _joined([part[name] for part in parts]) for name in configs})
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
@@ -38,7 +37,8 @@ from ..generation import UNQUANTIZED
 from ..patching import patched
 from . import details, preparation, windows
 from .gate import check_counter, check_modes, gate_text, run_controls
-from .records import RunRecord, early_end, open_record
+from .progress import bar, early_end
+from .records import RunRecord, open_record
 from .windows import FIRST_CHUNK, WHERE
 
 MODES = ("simulated", "chunked", "decode")
@@ -136,10 +136,9 @@ def measure(args: argparse.Namespace) -> RunRecord:
     record = open_record(args.output, settings, WHERE)
     modes = MODES if args.mode == "all" else (args.mode,)
     steps = [(mode, index) for mode in modes for index in range(len(begins))]
-    console = Console(highlight=False, stderr=True)
     ending = early_end(record, WHERE, lower="--window", value=window, more=", or --chunk, or run fewer presets at once")
     try:
-        with ending as ongoing, bar(console) as progress:
+        with ending as ongoing, bar() as progress:
             num_details = details.num_steps(model) if args.details else 0
             task = progress.add_task("", total=len(steps) + 1 + args.controls + num_details)
 
@@ -183,12 +182,6 @@ def measure(args: argparse.Namespace) -> RunRecord:
     summary = {mode: summarize(record, mode, sizes, settings) for mode in modes}
     record.put("summary", {"modes": summary, "seconds": round(time.monotonic() - started, 1)})
     return record
-
-
-def bar(console: Console) -> Progress:
-    """A progress bar with the time that is left, gone when it is done; none where nobody looks."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
 
 
 # --- what is added up -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ..arguments import UsageError, add_placement, add_presets, check_counts, ch
 from ..config import PRESETS
 from . import page, perplexity, plots, tasks, windows
 from .provenance import model_name
-from .records import RunRecord
+from .records import read_record
 
 WHERE = "eval report"
 FILES = {page.PLAIN: "perplexity.json", page.OUTLIERS: "perplexity_outliers.json", page.TASKS: "tasks.json"}
@@ -140,7 +140,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
         UsageError: A file is no record.
     """
     try:
-        return {kind: RunRecord.read(folder / name) for kind, name in FILES.items() if (folder / name).exists()}
+        return {kind: read_record(folder / name) for kind, name in FILES.items() if (folder / name).exists()}
     except ValueError as error:
         raise UsageError(f"{WHERE}: `--output` must hold records alone under their names. {error}") from error
 

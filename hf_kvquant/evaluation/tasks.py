@@ -35,8 +35,9 @@ from ..arguments import (
 from ..config import WINDOWS
 from ..generation import UNQUANTIZED
 from . import preparation
+from .progress import early_end
 from .provenance import sha256
-from .records import early_end, open_record
+from .records import open_record
 
 WHERE = "eval tasks"
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
