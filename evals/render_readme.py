@@ -14,9 +14,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_kvquant.evaluation.page import scientific, spelled_average, zero_shot
+from hf_kvquant.evaluation.page import scientific, spelled_average
 from hf_kvquant.evaluation.plots import GRID, PALETTE, picture
 from hf_kvquant.evaluation.task_files import AVERAGED
+from hf_kvquant.evaluation.task_results import averages, by_task_and_preset
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results"
@@ -54,7 +55,7 @@ def speedups(cpu: dict[str, Any]) -> dict[str, float]:
 
 def table(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]) -> str:
     """The README's table, with a line that says where its numbers come from."""
-    ratios, averages = speedups(cpu), zero_shot(tasks)
+    ratios, means = speedups(cpu), averages(by_task_and_preset(tasks["parts"]))
     unquantised = fidelity["presets"]["none"]["bytes_per_token"]
     lines = [
         "| preset | bits a value | cache | perplexity | KL, nats a token | same next token | zero-shot average, % "
@@ -67,7 +68,7 @@ def table(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]) 
         lines.append(
             f"| `{preset}` | {row['bits_per_value']:.4g} | {row['bytes_per_token'] / unquantised:.0%} "
             f"| {row['perplexity']:.2f}{change} | {scientific(row['kld'])} "
-            f"| {row['agreement']:.1%} | {spelled_average(averages.get(preset))} | {ratio} |"
+            f"| {row['agreement']:.1%} | {spelled_average(means.get(preset))} | {ratio} |"
         )
     return "\n".join(lines)
 

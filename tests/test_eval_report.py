@@ -15,6 +15,7 @@ import torch
 from hf_kvquant import cli
 from hf_kvquant.evaluation import details, page, paired, perplexity, plots, report, tasks
 from hf_kvquant.evaluation.task_files import AVERAGED
+from hf_kvquant.evaluation.task_results import average_lines, averages, by_task_and_preset
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is optional")
 # lm-eval and its dependencies warn of each other.
@@ -214,15 +215,16 @@ def test_what_is_not_there_is_left_out_and_told(capsys: pytest.CaptureFixture[st
 
 
 def test_averages() -> None:
-    found = records()[page.TASKS]
-    averages = page.zero_shot(found)
-    assert averages["none"].value == 0.5 and averages["none"].change is None
-    assert averages["int8"].change_interval == (0, 0) and averages["int4"].change == pytest.approx(-0.25)
+    parts = by_task_and_preset(records()[page.TASKS]["parts"])
+    found = averages(parts)
+    assert found["none"].value == 0.5 and found["none"].change is None
+    assert found["int8"].change_interval == (0, 0) and found["int4"].change == pytest.approx(-0.25)
     changes = {task: [0, -1, 0, 0] for task in AVERAGED}
-    assert averages["int4"].change_interval == paired.bootstrap_average(changes)[1:]
-    assert page.spelled_average(averages["int8"]) == "50.0 (+0.0 to +0.0)" and page.spelled_average(None) == "-"
-    del found["parts"]["piqa/int4"]
-    assert list(page.zero_shot(found)) == ["none", "int8"]
+    assert found["int4"].change_interval == paired.bootstrap_average(changes)[1:]
+    assert page.spelled_average(found["int8"]) == "50.0 (+0.0 to +0.0)" and page.spelled_average(None) == "-"
+    assert "average, int8: 50.00% (" in average_lines(parts)[1]
+    del parts["piqa", "int4"]
+    assert list(averages(parts)) == ["none", "int8"]
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from typing import Any
 
 from ..generation import UNQUANTIZED
 from . import plots
-from .tasks import cells, part_name
+from .task_files import AVERAGED
+from .task_results import HEADINGS, LEGEND, Average, Part, averages, by_task_and_preset, cells
 
 PLAIN, OUTLIERS, TASKS = "plain", "outliers", "tasks"
 # How panels and headings name the evaluations of a text.
@@ -105,49 +106,6 @@ def key_numbers(records: Mapping[str, Record]) -> Panels:
 def ratio(values: Sequence[float]) -> float:
     """The largest over the median, which is not zero in keys that are more than a constant."""
     return max(values) / max(statistics.median(values), 1e-12)
-
-
-@dataclasses.dataclass(frozen=True)
-class Average:
-    """The zero-shot average of a preset, with 95 % intervals by resampling items within tasks. All are shares.
-
-    Attributes:
-        value: Mean over tasks of the accuracy.
-        interval: Of it.
-        change: From that of the unquantised cache, on the same items; `None` for that one itself.
-        change_interval: Of the change.
-    """
-
-    value: float
-    interval: tuple[float, float]
-    change: float | None
-    change_interval: tuple[float, float] | None
-
-
-def zero_shot(record: Record) -> dict[str, Average]:
-    """Per preset that answered all tasks of QServe's average, its average."""
-    from .paired import bootstrap_average
-    from .task_files import AVERAGED
-
-    parts = record["parts"]
-    right = {
-        preset: {task: parts[part_name(task, preset)]["items"]["acc"] for task in AVERAGED}
-        for preset in dict.fromkeys(name.partition("/")[2] for name in parts)
-        if all(part_name(task, preset) in parts for task in AVERAGED)
-    }
-    averages = {}
-    for preset, tasks in right.items() if UNQUANTIZED in right else ():
-        value, low, high = bootstrap_average(tasks)
-        averages[preset] = Average(value, (low, high), None, None)
-        if preset != UNQUANTIZED:
-            change, *interval = bootstrap_average(
-                {
-                    task: [mine - other for mine, other in zip(items, right[UNQUANTIZED][task], strict=True)]
-                    for task, items in tasks.items()
-                }
-            )
-            averages[preset] = Average(value, (low, high), change, (interval[0], interval[1]))
-    return averages
 
 
 # --- how they are spelled ---------------------------------------------------------------------------------------------
@@ -264,10 +222,11 @@ def page(records: Mapping[str, Record], files: Mapping[str, str], pictures: Sequ
     texts = of_texts(records)
     first = next(iter(texts.values()))
     sections = [f"# Quantised caches of {first['settings']['model']}", opening(first)]
-    averages = zero_shot(records[TASKS]) if TASKS in records else {}
+    of_tasks = by_task_and_preset(records[TASKS]["parts"]) if TASKS in records else {}
+    means = averages(of_tasks)
     for title, record in texts.items():
-        sections += [f"## Quality, {title}", quality_table(record, averages if title == TITLES[PLAIN] else {})]
-    sections.append(columns_text(has_outliers=TITLES[OUTLIERS] in texts, has_averages=bool(averages)))
+        sections += [f"## Quality, {title}", quality_table(record, means if title == TITLES[PLAIN] else {})]
+    sections.append(columns_text(has_outliers=TITLES[OUTLIERS] in texts, has_averages=bool(means)))
     for name in pictures:
         picture = PICTURES[name]
         sections += [f"## {picture.heading}"] * bool(picture.heading) + [f"![{picture.alt}]({name})", picture.text]
@@ -275,7 +234,7 @@ def page(records: Mapping[str, Record], files: Mapping[str, str], pictures: Sequ
         reason = record["parts"].get("keys", {}).get("unmeasured")
         sections += [f"Keys were not looked at {title}: {reason.rstrip('.')}."] if reason else []
     if TASKS in records:
-        sections += ["## Zero-shot tasks", *task_sections(records[TASKS])]
+        sections += ["## Zero-shot tasks", *task_sections(of_tasks, records[TASKS]["settings"]["limit"])]
     sections += ["## How these numbers came about", provenance(records, files)]
     return "\n\n".join(sections) + "\n"
 
@@ -335,31 +294,21 @@ def columns_text(*, has_outliers: bool, has_averages: bool) -> str:
         )
     if has_averages:
         text += (
-            " Zero-shot average: accuracy over piqa, arc_easy, arc_challenge, hellaswag and winogrande, and the change "
-            "from the unquantised cache on the same items with its 95 % interval, in points."
+            f" Zero-shot average: accuracy over {', '.join(AVERAGED)}, and the change from the unquantised cache on "
+            "the same items with its 95 % interval, in points."
         )
     return text
 
 
-def task_sections(record: Record) -> list[str]:
-    """A table per task, as far as tasks were run."""
-    parts = record["parts"].values()
-    names = dict.fromkeys(part["task"] for part in parts)
+def task_sections(parts: Mapping[tuple[str, str], Part], limit: int | None) -> list[str]:
+    """A table per task, as far as tasks were run, and what its columns mean."""
     sections = []
-    for task in names:
-        by_preset = {name.partition("/")[2]: part for name, part in record["parts"].items() if part["task"] == task}
+    for task in dict.fromkeys(task for task, _ in parts):
+        by_preset = {preset: part for (name, preset), part in parts.items() if name == task}
         reference = by_preset.get(UNQUANTIZED)
-        rows = [[f"`{name}`", *cells(name, part, reference)[1:]] for name, part in by_preset.items()]
-        headings = ["preset", "items", "acc, %", "norm, %", "change", "p", "same", "gold"]
-        sections += [f"### {task}", table(headings, rows)]
-    limit = record["settings"]["limit"]
-    sections.append(
-        f"{'All items' if limit is None else f'The first {limit} items'} of each task. Acc: accuracy with its standard "
-        "error; norm: with log-likelihoods per character. Change: from the unquantised cache on the same items, in "
-        "points; p: of an exact McNemar test. Same: items with the same answer. Gold: mean change of the right "
-        "answer's log-likelihood, in nats."
-    )
-    return sections
+        rows = [[f"`{preset}`", *cells(preset, part, reference)[1:]] for preset, part in by_preset.items()]
+        sections += [f"### {task}", table(["preset", *HEADINGS], rows)]
+    return [*sections, f"{'All items' if limit is None else f'The first {limit} items'} of each task. {LEGEND}"]
 
 
 def provenance(records: Mapping[str, Record], files: Mapping[str, str]) -> str:

@@ -20,6 +20,7 @@ from ..config import PRESETS
 from . import page, perplexity, plots, tasks, windows
 from .provenance import model_name
 from .records import read_record
+from .task_files import AVERAGED, check_data
 
 WHERE = "eval report"
 FILES = {page.PLAIN: "perplexity.json", page.OUTLIERS: "perplexity_outliers.json", page.TASKS: "tasks.json"}
@@ -107,16 +108,12 @@ def check(args: argparse.Namespace, folder: Path, steps: dict[str, str]) -> None
             f"{WHERE}: lm-eval must be installed for zero-shot tasks, got no such package. Install it: pip install "
             "'hf-kvquant[eval]', or add --skip tasks."
         )
-    from .task_files import AVERAGED, check_data
-
     if args.data is not None:
         check_data(AVERAGED, args.data)
 
 
 def evaluate(args: argparse.Namespace, kind: str, path: Path) -> None:
     """Run one evaluation as its own command would, into a record."""
-    from .task_files import AVERAGED
-
     module, name = (tasks, "tasks") if kind == page.TASKS else (perplexity, "perplexity")
     parser = argparse.ArgumentParser(prog=WHERE)
     module.add_parser(parser.add_subparsers())
