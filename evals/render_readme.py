@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_kvquant.evaluation.page import scientific, spelled_average
+from hf_kvquant.evaluation.page import scientific, spelled_average, table
 from hf_kvquant.evaluation.plots import GRID, PALETTE, picture
 from hf_kvquant.evaluation.task_files import AVERAGED
 from hf_kvquant.evaluation.task_results import averages, by_task_and_preset
@@ -53,24 +53,20 @@ def speedups(cpu: dict[str, Any]) -> dict[str, float]:
     return {row["preset"]: row["speedup"] for row in cpu["rows"]}
 
 
-def table(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]) -> str:
+def quality_table(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]) -> str:
     """The README's table, with a line that says where its numbers come from."""
     ratios, means = speedups(cpu), averages(by_task_and_preset(tasks["parts"]))
     unquantised = fidelity["presets"]["none"]["bytes_per_token"]
-    lines = [
-        "| preset | bits a value | cache | perplexity | KL, nats a token | same next token | zero-shot average, % "
-        "| CPU decode, times PyTorch |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    headings = ["preset", "bits a value", "cache", "perplexity", "KL, nats a token", "same next token"]
+    headings += ["zero-shot average, %", "CPU decode, times PyTorch"]
+    rows = []
     for preset, row in fidelity["presets"].items():
         ratio = f"{ratios[preset]:.1f}" if preset in ratios else "-"
         change = f" ({row['perplexity_change']:+.2%})" if preset != "none" else ""
-        lines.append(
-            f"| `{preset}` | {row['bits_per_value']:.4g} | {row['bytes_per_token'] / unquantised:.0%} "
-            f"| {row['perplexity']:.2f}{change} | {scientific(row['kld'])} "
-            f"| {row['agreement']:.1%} | {spelled_average(means.get(preset))} | {ratio} |"
-        )
-    return "\n".join(lines)
+        cells = [f"`{preset}`", f"{row['bits_per_value']:.4g}", f"{row['bytes_per_token'] / unquantised:.0%}"]
+        cells += [f"{row['perplexity']:.2f}{change}", scientific(row["kld"]), f"{row['agreement']:.1%}"]
+        rows.append([*cells, spelled_average(means.get(preset)), ratio])
+    return table(headings, rows)
 
 
 def caption(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]) -> str:
@@ -146,13 +142,12 @@ def peer_table(gpu: dict[str, Any]) -> str:
     names = [(f"hf_kvquant `{name}`", "preset", "rows", name) for name in ours]
     # A peer's name begins with the type of its keys and values.
     names += [(f"{name.partition(' ')[2]}, {name.partition(' ')[0]}", "peer", "peers", name) for name in others]
-    heads = " | ".join(f"{describe_case(case)}, {describe_heads(case)}" for case in cases)
-    lines = [f"| kernel, µs | {heads} |", "|---" + "|--:" * len(cases) + "|"]
+    headings = ["kernel, µs", *(f"{describe_case(case)}, {describe_heads(case)}" for case in cases)]
+    rows = []
     for label, key, kind, name in names:
         times = [next((row["median_us"] for row in case[kind] if row[key] == name), None) for case in cases]
-        cells = ["-" if time is None else microseconds(time) for time in times]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([label, *("-" if time is None else microseconds(time) for time in times)])
+    return table(headings, rows)
 
 
 def gpu_caption(gpu: dict[str, Any]) -> str:
@@ -254,7 +249,7 @@ def rendered(
     """The README with what stands between the markers made anew."""
     place = PICTURE.relative_to(ROOT).as_posix()
     picture_of_presets = f"![Quality and speed of the presets]({place})"
-    parts = [picture_of_presets, table(fidelity, tasks, cpu), caption(fidelity, tasks, cpu), REPRODUCE]
+    parts = [picture_of_presets, quality_table(fidelity, tasks, cpu), caption(fidelity, tasks, cpu), REPRODUCE]
     readme = _filled(readme, BEGIN, parts)
     if gpu is None:
         return _filled(readme, GPU_BEGIN, [])

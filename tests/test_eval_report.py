@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_kvquant import cli
-from hf_kvquant.evaluation import details, page, paired, perplexity, plots, report, tasks
+from hf_kvquant.evaluation import details, page, paired, perplexity, pictures, plots, report, tasks
 from hf_kvquant.evaluation.task_files import AVERAGED
 from hf_kvquant.evaluation.task_results import average_lines, averages, by_task_and_preset
 
@@ -154,7 +154,7 @@ def test_a_report_is_run_interrupted_and_resumed(
     grown = (injected / before - report.OUTLIER_FACTOR).abs() < 0.1
     assert (grown.sum(1) == 6).all() and ((injected / before)[~grown] - 1).abs().max() < 0.01
     after = torch.tensor(outliers["parts"]["keys"]["layers"]["0"]["after"])
-    assert page.ratio(after.flatten().tolist()) < page.ratio(injected.flatten().tolist())
+    assert pictures.ratio(after.flatten().tolist()) < pictures.ratio(injected.flatten().tolist())
 
 
 @needs_matplotlib
@@ -183,15 +183,16 @@ def test_page_and_pictures_show_the_records(capsys: pytest.CaptureFixture[str], 
     output = write(tmp_path / "out", found)
     code, _, error = run(capsys, "somewhere/model", output, "--render")
     assert code == 0, error
-    drawn = {"quality": page.quality_numbers, "positions": page.position_numbers}
-    drawn |= {"layers": page.layer_numbers, "keys": page.key_numbers}
+    texts = page.of_texts(found)
+    drawn = {"quality": pictures.quality_numbers, "positions": pictures.position_numbers}
+    drawn |= {"layers": pictures.layer_numbers, "keys": pictures.key_numbers}
     for name, numbers in drawn.items():
-        assert plots.described(output / f"{name}.svg") == numbers(found)
+        assert plots.described(output / f"{name}.svg") == numbers(texts)
         picture = (output / f"{name}.svg").read_text(encoding="utf-8")
         assert "<text" in picture and "with injected outliers" in picture
-    assert page.quality_numbers(found)["as it is"] == {"int8": [8.5, 1e-4], "int4": [4.5, 1e-2]}
-    assert page.layer_numbers(found)["as it is"]["int4"] == [[0, 0.005], [1, 1.005]]
-    keys = page.key_numbers(found)["with injected outliers"]
+    assert pictures.quality_numbers(texts)["as it is"] == {"int8": [8.5, 1e-4], "int4": [4.5, 1e-2]}
+    assert pictures.layer_numbers(texts)["as it is"]["int4"] == [[0, 0.005], [1, 1.005]]
+    keys = pictures.key_numbers(texts)["with injected outliers"]
     assert keys["before"] == [1.0, 2.0, 27.0, 2.0] and keys["uneven"]["after"] == [[0, 1.5], [1, 1.5]]
     shown = (output / report.PAGE).read_text(encoding="utf-8")
     assert "| `int4` | 4.5 | 1.0·10⁻² ± 1.0·10⁻³ | 5.0·10⁻³ | 9.0·10⁻² | 90.0% | 30.00 | +1.00% | 25.0 (" in shown

@@ -65,7 +65,8 @@ def test_quality_table(renderer: ModuleType) -> None:
     """Each preset's row has the numbers of all three files; an answer that changes, changes the average."""
     fidelity, tasks, cpu, _ = renderer.load_all()
     rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in renderer.table(fidelity, tasks, cpu).splitlines()
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in renderer.quality_table(fidelity, tasks, cpu).splitlines()
     ]
     assert rows[0][6] == "zero-shot average, %" and [row[0] for row in rows[2:]] == [f"`{name}`" for name in PRESETS]
     right = [tasks["parts"][f"{task}/none"]["items"]["acc"] for task in AVERAGED]

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ..arguments import UsageError, add_placement, add_presets, check_counts, checked_configs
 from ..config import PRESETS
-from . import page, perplexity, plots, tasks, windows
+from . import page, perplexity, pictures, plots, tasks, windows
 from .provenance import model_name
 from .records import read_record
 from .task_files import AVERAGED, check_data
@@ -165,12 +165,13 @@ def render(model: str, folder: Path) -> None:
     """
     records = read(folder)
     check_same_model(model, records)
-    if not page.of_texts(records):
+    texts = page.of_texts(records)
+    if not texts:
         found = ", ".join(FILES[kind] for kind in records) or "none"
         raise UsageError(
             f"{WHERE}: `--output` must hold a finished {FILES[page.PLAIN]} or {FILES[page.OUTLIERS]}, got {folder} "
             f"with records: {found}. Run without --render first."
         )
-    pictures = page.draw(records, folder)
-    (folder / PAGE).write_text(page.page(records, FILES, pictures), encoding="utf-8")
-    Console(highlight=False).print(f"{folder / PAGE}, with {', '.join(pictures)}", soft_wrap=True)
+    drawn = pictures.draw(texts, folder)
+    (folder / PAGE).write_text(page.page(records, FILES, drawn), encoding="utf-8")
+    Console(highlight=False).print(f"{folder / PAGE}, with {', '.join(drawn)}", soft_wrap=True)
