@@ -42,6 +42,10 @@ PAD, BOS = 0, 1
 HEAD_DIM = 64
 LEFT_OUT = object()  # an option with this value takes the common one away
 HIDDEN_SIZE = 128  # not the 4 heads times HEAD_DIM, where a config has a head_dim of its own
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content | trim }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @dataclasses.dataclass(frozen=True)
