@@ -10,18 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..generation import UNQUANTIZED
-from .pictures import PICTURES, Record, rows_of
+from .perplexity_results import Record, is_finished, rows_of
+from .pictures import PICTURES
 from .task_files import AVERAGED
 from .task_results import HEADINGS, LEGEND, Average, Part, averages, by_task_and_preset, cells
 
 PLAIN, OUTLIERS, TASKS = "plain", "outliers", "tasks"
 # How panels and headings name the evaluations of a text.
 TITLES = {PLAIN: "as it is", OUTLIERS: "with injected outliers"}
-
-
-def is_finished(record: Record) -> bool:
-    """Whether all windows of a record of `eval perplexity` were measured."""
-    return "summary" in record["parts"]
 
 
 def of_texts(records: Mapping[str, Record]) -> dict[str, Record]:

@@ -2,23 +2,20 @@
 
 `windows.py` cuts a text into windows, each of which starts with an empty cache whose first token is exact,
 `fidelity.py` compares one window, `gate.py` has what a run must pass before a number is written. Here is decided what
-is added up over windows, and what a record holds. Results are kept per mode and window, so that an interrupted run
-loses no more than one.
+is run in which order; what is kept of a window, and added up over them, is in `perplexity_results.py`. Results are kept
+per mode and window, so that an interrupted run loses no more than one.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
-from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from ..arguments import (
@@ -32,18 +29,17 @@ from ..arguments import (
 )
 from ..cache import KVQuantCache
 from ..config import PRESETS, KVQuantConfig
-from ..fidelity import Fidelity, compare
+from ..fidelity import compare
 from ..generation import UNQUANTIZED
 from ..patching import patched
 from . import details, preparation, windows
-from .gate import check_counter, check_modes, gate_text, run_controls
+from .gate import check_modes, gate_text, run_controls
+from .perplexity_results import of_window, show, summarize
 from .progress import bar, early_end
 from .records import RunRecord, open_record
 from .windows import FIRST_CHUNK, WHERE
 
 MODES = ("simulated", "chunked", "decode")
-# How they are shown; what is too large for a float is unknown.
-LIKELIHOODS = {"perplexity": ".3f", "perplexity_change": "+.2%", "perplexity_per_word": ".1f", "rms_delta_p": ".2%"}
 
 
 def add_parser(commands: Any) -> None:
@@ -91,8 +87,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         As for `measure`.
     """
-    content = measure(args).to_dict()
-    show(Console(highlight=False), content["parts"]["summary"]["modes"], content["settings"])
+    show(Console(highlight=False), measure(args).to_dict())
 
 
 def measure(args: argparse.Namespace) -> RunRecord:
@@ -184,36 +179,6 @@ def measure(args: argparse.Namespace) -> RunRecord:
     return record
 
 
-# --- what is added up -------------------------------------------------------------------------------------------------
-
-
-def of_window(name: str, result: Fidelity, newest: int | None) -> dict[str, Any]:
-    """What a window says about a preset.
-
-    Args:
-        name: The preset.
-        result: Of the comparison.
-        newest: How many tokens at the end count; `None` for all.
-
-    Raises:
-        Refused: The counter differs from its closed form.
-    """
-    check_counter(name, result)
-    last = slice(None) if newest is None else slice(-newest, None)
-    nll, reference_nll = result.nll.double()[last], result.reference_nll.double()[last]
-    return {
-        "pairs_read": result.pairs_read,
-        "pairs_expected": result.pairs_expected,
-        "tokens": len(nll),
-        "nll": float(nll.sum()),
-        "reference_nll": float(reference_nll.sum()),
-        "squared_delta_p": float((torch.exp(-nll) - torch.exp(-reference_nll)).square().sum()),
-        "agreeing": int(result.agrees[last].sum()),
-        # As many digits as tell float32 apart. Rounding makes some of what is nothing negative.
-        "kld": [float(f"{value:.9g}") for value in result.kld[last].tolist()],
-    }
-
-
 def stored_dtype(model: PreTrainedModel, name: str) -> torch.dtype:
     """In which an unquantised cache keeps its values where the model is used, whatever it is measured in."""
     spelled = AutoConfig.from_pretrained(source_of(name)).dtype
@@ -246,81 +211,3 @@ def sizes_of(
         num_bytes = sum(getattr(config, side).bytes_per_token(*shape, dtype) for side, *shape in sides)
         sizes[name] = {"bits_per_value": 8 * num_bytes / num_values, "bytes_per_token": num_bytes}
     return sizes
-
-
-def summarize(
-    record: RunRecord, mode: str, sizes: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """One mode's aggregates over all windows, per preset, behind its sizes."""
-    parts = [record.get(f"{mode} {begin}") or {} for begin in settings["begins"]]
-    rows = {}
-    for name, size in sizes.items():
-        measured = [part[name] for part in parts]
-        klds = [kld_of(window) for window in measured]
-        kld, by_window = torch.cat(klds), torch.stack([each.mean() for each in klds])
-        total = {key: sum(window[key] for window in measured) for key in measured[0] if key != "kld"}
-        nll, reference_nll = total["nll"] / total["tokens"], total["reference_nll"] / total["tokens"]
-        rows[name] = {
-            **size,
-            "scored_tokens": len(kld),
-            "kld": float(kld.mean()),
-            "kld_standard_error": float(by_window.std() / len(measured) ** 0.5) if len(measured) > 1 else None,
-            "kld_median": float(kld.median()),
-            "kld_p99": float(kld.quantile(0.99)),
-            "kld_max": float(kld.max()),
-            "by_position": details.by_position(klds, settings["window"]),
-            "agreement": total["agreeing"] / len(kld),
-            "rms_delta_p": (total["squared_delta_p"] / total["tokens"]) ** 0.5,
-            "perplexity": _exp(nll),
-            "perplexity_per_word": _exp(nll / settings["words_per_token"]),
-            "perplexity_change": _exp(nll - reference_nll) - 1,
-            "reference_perplexity": _exp(reference_nll),
-            "pairs_read": total["pairs_read"],
-            "pairs_expected": total["pairs_expected"],
-        }
-    return rows
-
-
-def kld_of(part: Mapping[str, Any]) -> Tensor:
-    """Divergences of a window's tokens, `[scored]` float64, to the bit what was measured in float32."""
-    return torch.tensor(part["kld"], dtype=torch.float32).double()
-
-
-def _exp(value: float) -> float:
-    """What is too large for a float is infinite, and so unknown in a record."""
-    return math.exp(value) if value < 700 else math.inf
-
-
-def show(console: Console, summary: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]) -> None:
-    """Print a table per mode, and below it what its columns mean."""
-    for mode, rows in summary.items():
-        how = f", chunks of {settings['chunk']}" if mode != "decode" else ""
-        table = Table(
-            title=f"{settings['model']}, {settings['dtype']}, {mode}{how}", title_justify="left", title_style="bold"
-        )
-        likelihoods = Table()
-        for each, headings in (
-            (table, ("bits", "KL, nats/token", "median", "99 %", "max", "agreement")),
-            (likelihoods, ("perplexity", "change", "per word", "RMS Δp")),
-        ):
-            each.add_column("preset")
-            for heading in headings:
-                each.add_column(heading, justify="right")
-        for name, row in rows.items():
-            divergences = [f"{row[key]:.1e}" for key in ("kld", "kld_median", "kld_p99", "kld_max")]
-            table.add_row(name, f"{row['bits_per_value']:.4g}", *divergences, f"{row['agreement']:.2%}")
-            likelihoods.add_row(
-                name,
-                *("-" if row[key] is None else format(row[key], form) for key, form in LIKELIHOODS.items()),
-            )
-        console.print(table)
-        console.print(likelihoods)
-    first = next(iter(summary.values()))[UNQUANTIZED]
-    console.print(
-        f"{first['scored_tokens']:,} tokens in windows of {settings['window']}, each from an empty cache whose first "
-        "token is exact. Bits: of a cached value, with scales and zeros. KL, agreement of the most likely next token "
-        "and RMS change of the true token's probability: against the unquantised cache in the same run. Per word: of "
-        "white space, by its tokens per word. All presets read as many (query, token) pairs from codes as they must, "
-        "and modes agree.",
-        style="dim",
-    )

@@ -15,17 +15,11 @@ from typing import Any
 
 from ..generation import UNQUANTIZED
 from . import plots
+from .perplexity_results import Record, rows_of
 
 KLD_LABEL = "KL divergence, nats a token"
 
-Record = Mapping[str, Any]
 Panels = dict[str, dict[str, Any]]
-
-
-def rows_of(record: Record) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The mode of a finished record of `eval perplexity`, the first where there are several, and its row per preset."""
-    modes: dict[str, dict[str, dict[str, Any]]] = record["parts"]["summary"]["modes"]
-    return next(iter(modes.items()))
 
 
 # --- their numbers ----------------------------------------------------------------------------------------------------
