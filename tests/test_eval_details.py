@@ -15,7 +15,7 @@ from hf_kvquant.transforms.folding import hash_of
 from hf_kvquant.transforms.injection import inject_key_outliers
 from hf_kvquant.transforms.smoothing import CONFIG_KEY
 
-TEXT = "The river rises in the north of the country and flows south for about three hundred kilometres. " * 30
+TEXT = 30 * models.SENTENCE
 
 
 @pytest.fixture

@@ -28,10 +28,7 @@ CONTEXT = 512
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model and its tokenizer."""
-    path = tmp_path_factory.mktemp("model")
-    models.tokenizer(model_max_length=CONTEXT).save_pretrained(path)
-    models.build("llama", max_position_embeddings=CONTEXT).save_pretrained(path)
-    return str(path)
+    return models.save_llama(tmp_path_factory.mktemp("model"), CONTEXT)
 
 
 def run(capsys: pytest.CaptureFixture[str], folder: str, *arguments: str) -> tuple[int, str, str]:
@@ -189,13 +186,9 @@ def test_difficulties_are_injected(folder: str, capsys: pytest.CaptureFixture[st
 def test_dense_windows_and_chat_templates_are_settings(
     capsys: pytest.CaptureFixture[str], folder: str, tmp_path: Path
 ) -> None:
-    chat = tmp_path / "chat"
-    tokenizer = models.tokenizer(model_max_length=CONTEXT)
-    tokenizer.chat_template = models.CHAT_TEMPLATE
-    tokenizer.save_pretrained(chat)
-    models.build("llama", max_position_embeddings=CONTEXT).save_pretrained(chat)
+    chat = models.save_llama(tmp_path / "chat", CONTEXT, chat_template=models.CHAT_TEMPLATE)
     words = ("--preset", "int4", "--preset", "int4:0+9", "--sink-length", "2", "--residual-length", "300")
-    code, _, error = run(capsys, str(chat), *words, "--chat-template", "--output", str(tmp_path / "long.json"))
+    code, _, error = run(capsys, chat, *words, "--chat-template", "--output", str(tmp_path / "long.json"))
     assert code == 0, error
     content = json.loads((tmp_path / "long.json").read_text())
     configs = content["settings"]["presets"]

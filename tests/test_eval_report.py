@@ -21,17 +21,14 @@ needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is 
 # lm-eval and its dependencies warn of each other.
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
-TEXT = "The river rises in the north of the country and flows south for about three hundred kilometres. " * 30
+TEXT = 30 * models.SENTENCE
 PRESETS = ["none", "int8", "int4"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model and its tokenizer."""
-    path = tmp_path_factory.mktemp("model")
-    models.tokenizer(model_max_length=64).save_pretrained(path)
-    models.build("llama", max_position_embeddings=64).save_pretrained(path)
-    return str(path)
+    return models.save_llama(tmp_path_factory.mktemp("model"), 64)
 
 
 @pytest.fixture
