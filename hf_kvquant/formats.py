@@ -280,9 +280,9 @@ class KVFormat:
     ) -> Planes:
         """New planes for `capacity` tokens.
 
-        All start at zero: a kernel that reads a tile beyond the length multiplies a probability of 0 with what is there,
-        and 0 · NaN would be NaN. Integer codes are finite whatever they are, but copies of whole planes (reordered, saved
-        or deep copies) would read memory that nobody has written, and hide from checkers where that matters.
+        All start at zero: a kernel that reads a tile beyond the length multiplies a probability of 0 with what is
+        there, and 0 · NaN would be NaN. Integer codes are finite whatever they are, but whoever copies whole planes
+        would read memory that nobody has written, among which a checker cannot tell what matters.
 
         Args:
             batch: Sequences.
