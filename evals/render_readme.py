@@ -4,8 +4,9 @@
 
 A test compares what this file makes with what is committed, so a number in the README is always one of a results file;
 a picture carries its numbers along for that, since its bytes depend on the version of matplotlib, which only drawing
-needs (`pip install matplotlib`). Without `decode.json` the README says nothing about GPUs. What is measured and how is
-decided in the scripts beside this file and in `hf_kvquant/evaluation/`, which also knows how a picture looks.
+needs (`pip install matplotlib`). Without `decode.json` and `generate.json` the README says nothing about GPUs. What the
+latter's part looks like is decided in `render_generate.py`; what is measured and how, in the other scripts beside this
+file and in `hf_kvquant/evaluation/`, which also knows how a picture looks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+
+import render_generate
 
 from hf_kvquant.evaluation.page import scientific, spelled_average, table
 from hf_kvquant.evaluation.plots import GRID, PALETTE, picture
@@ -26,6 +29,7 @@ PICTURE = RESULTS / "presets.svg"
 GPU_PICTURE = RESULTS / "decode.svg"
 BEGIN, END = "<!-- begin: evals/render_readme.py -->\n", "<!-- end -->"
 GPU_BEGIN = "<!-- begin: evals/render_readme.py, GPU -->\n"
+GENERATE_BEGIN = "<!-- begin: evals/render_readme.py, generate -->\n"
 REPRODUCE = (
     "The same for a model of your own, from a folder or the hub, as a page with pictures: "
     "`hf-kvquant eval report MODEL --text FILE --output DIR` (`pip install 'hf-kvquant[eval]'`)."
@@ -42,10 +46,10 @@ def load(name: str) -> dict[str, Any]:
     return results
 
 
-def load_all() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any] | None]:
-    """The results files of quality, zero-shot tasks, CPU and GPU; `None` where no GPU was measured yet."""
-    gpu = load("decode.json") if (RESULTS / "decode.json").exists() else None
-    return load("fidelity.json"), load("tasks.json"), load("cpu_decode.json"), gpu
+def load_all() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any] | None, dict[str, Any] | None]:
+    """The results files of quality, zero-shot tasks, CPU, GPU and `generate`; `None` where no GPU was measured yet."""
+    gpu, generate = (load(name) if (RESULTS / name).exists() else None for name in ("decode.json", "generate.json"))
+    return load("fidelity.json"), load("tasks.json"), load("cpu_decode.json"), gpu, generate
 
 
 def speedups(cpu: dict[str, Any]) -> dict[str, float]:
@@ -244,18 +248,28 @@ def draw_gpu(numbers: dict[str, dict[str, list[list[float]]]], path: Path) -> No
 
 
 def rendered(
-    readme: str, fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any], gpu: dict[str, Any] | None
+    readme: str,
+    fidelity: dict[str, Any],
+    tasks: dict[str, Any],
+    cpu: dict[str, Any],
+    gpu: dict[str, Any] | None,
+    generate: dict[str, Any] | None,
 ) -> str:
     """The README with what stands between the markers made anew."""
     place = PICTURE.relative_to(ROOT).as_posix()
     picture_of_presets = f"![Quality and speed of the presets]({place})"
     parts = [picture_of_presets, quality_table(fidelity, tasks, cpu), caption(fidelity, tasks, cpu), REPRODUCE]
     readme = _filled(readme, BEGIN, parts)
-    if gpu is None:
-        return _filled(readme, GPU_BEGIN, [])
-    place = GPU_PICTURE.relative_to(ROOT).as_posix()
-    picture_of_gpu = f"![Time against context and share of the read bandwidth on a GPU]({place})"
-    parts = ["## On a GPU", picture_of_gpu, gpu_table(gpu), peer_table(gpu), gpu_caption(gpu)]
+    parts = []
+    if generate is not None:
+        parts = ["## `generate` on a GPU", render_generate.step_table(generate), render_generate.caption(generate)]
+    readme = _filled(readme, GENERATE_BEGIN, parts)
+    parts = []
+    if gpu is not None:
+        place = GPU_PICTURE.relative_to(ROOT).as_posix()
+        picture_of_gpu = f"![Time against context and share of the read bandwidth on a GPU]({place})"
+        parts = ["## One layer's decode attention on a GPU", picture_of_gpu, gpu_table(gpu), peer_table(gpu)]
+        parts.append(gpu_caption(gpu))
     return _filled(readme, GPU_BEGIN, parts)
 
 
@@ -267,11 +281,13 @@ def _filled(readme: str, begin: str, parts: list[str]) -> str:
 
 def main() -> None:
     """Write the pictures and the README."""
-    fidelity, tasks, cpu, gpu = load_all()
+    fidelity, tasks, cpu, gpu, generate = load_all()
     draw(plotted(fidelity, cpu), PICTURE)
     if gpu is not None:
         draw_gpu(plotted_gpu(gpu), GPU_PICTURE)
-    README.write_text(rendered(README.read_text(encoding="utf-8"), fidelity, tasks, cpu, gpu), encoding="utf-8")
+    README.write_text(
+        rendered(README.read_text(encoding="utf-8"), fidelity, tasks, cpu, gpu, generate), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":
