@@ -18,6 +18,7 @@ pytest.importorskip("lm_eval")
 
 from hf_kvquant import cli
 from hf_kvquant.evaluation import long_context, perplexity, preparation, records, tasks
+from hf_kvquant.evaluation.records import RunRecord
 
 # lm-eval says so of every model that is handed to it, and its dependencies of each other.
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -183,6 +184,21 @@ def test_a_disk_that_is_full(
     code, error = evaluation.run(capsys, folder, "--output", str(folder / "out.json"))
     assert code == 2
     assert "`--output` must be a file that can be written, got No space left on device in" in last_line(error)
+
+
+@pytest.mark.parametrize("name", ["perplexity", "long"])
+def test_a_disk_that_is_full_in_the_end(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(self: RunRecord, part: str, result: Any) -> None:
+        if part == "summary":
+            raise records.CannotKeep("No space left on device")
+        original(self, part, result)
+
+    original = RunRecord.put
+    monkeypatch.setattr(RunRecord, "put", put)
+    code, error = EVALUATIONS[name].run(capsys, folder, "--output", str(folder / "out.json"))
+    assert code == 2 and "got No space left on device in the summary. Make room" in last_line(error)
 
 
 @pytest.mark.parametrize(

@@ -101,3 +101,10 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="results must be JSON-serialisable, got PosixPath"):
         RunRecord.open(None, {"a": tmp_path})
     assert os.listdir(tmp_path) == []
+
+
+def test_a_model_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert provenance.model_name("~/model") == provenance.model_name(str(tmp_path / "model")) == "model"
+    assert provenance.model_name("somebody/model") == "somebody/model"

@@ -111,9 +111,7 @@ def run(args: argparse.Namespace) -> None:
         "filler": None if filler is None else digest(filler),
     }
     record = open_record(args.output, settings, WHERE)
-    measure(model, writer, cells, configs, record, num_samples=args.samples, batch_size=args.batch_size)
-    summary = summarize(record, cells, configs)
-    record.put(SUMMARY, summary)
+    summary = measure(model, writer, cells, configs, record, num_samples=args.samples, batch_size=args.batch_size)
     show(Console(highlight=False), record, cells, summary, title=f"{args.model}, {settings['dtype']} on {device}")
 
 
@@ -126,8 +124,8 @@ def measure(
     *,
     num_samples: int,
     batch_size: int,
-) -> None:
-    """Fill the record with all cells that it does not have."""
+) -> dict[str, Any]:
+    """Fill the record with all cells that it does not have, and with a summary of all, which is returned."""
     missing = [cell for cell in cells if record.get(cell.part) is None]
     ending = early_end(record, WHERE, lower="--batch-size", value=batch_size, more=", or ask for shorter --lengths")
     with ending as ongoing, bar() as progress:
@@ -143,6 +141,10 @@ def measure(
                 parts.append(checked_scores(model, prompts, configs))
                 progress.advance(task, len(prompts) * cell.length)
             record.put(cell.part, {name: joined([part[name] for part in parts]) for name in configs})
+        ongoing.part = "the summary"
+        summary = summarize(record, cells, configs)
+        record.put(SUMMARY, summary)
+    return summary
 
 
 def written(writer: Writer, cell: Cell, sample: int) -> Prompt:

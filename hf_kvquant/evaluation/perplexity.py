@@ -9,9 +9,11 @@ per mode and window, so that an interrupted run loses no more than one.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -130,52 +132,56 @@ def measure(args: argparse.Namespace) -> RunRecord:
     }
     record = open_record(args.output, settings, WHERE)
     modes = MODES if args.mode == "all" else (args.mode,)
-    steps = [(mode, index) for mode in modes for index in range(len(begins))]
+
+    def measure_window(mode: str, index: int) -> dict[str, Any]:
+        compared = compare(
+            model,
+            pieces[index : index + 1].to(device),
+            configs,
+            first_chunk=FIRST_CHUNK,
+            chunk_size=1 if mode == "decode" else args.chunk,
+            simulate=mode == "simulated",
+        )
+        # Of a window that overlaps the one before, what is new.
+        newest = None if begins[index] == 0 else stride
+        return {name: of_window(name, each, newest) for name, each in compared.items()}
+
+    gated = gate_text(pieces, configs).to(device)
+    # What is done, in words, the part that it leaves, and what makes that.
+    steps: list[tuple[str, str, Callable[[], dict[str, Any]]]] = [
+        ("the gate", "gate", functools.partial(check_modes, model, gated, configs, args.chunk))
+    ]
+    if args.controls:
+        steps.append(("the controls", "controls", functools.partial(run_controls, model, gated, configs)))
+    for mode, (index, start) in itertools.product(modes, enumerate(begins)):
+        what = f"{mode}, window {index + 1} of {len(begins)}"
+        steps.append((what, f"{mode} {start}", functools.partial(measure_window, mode, index)))
     ending = early_end(record, WHERE, lower="--window", value=window, more=", or --chunk, or run fewer presets at once")
     try:
         with ending as ongoing, bar() as progress:
             num_details = details.num_steps(model) if args.details else 0
-            task = progress.add_task("", total=len(steps) + 1 + args.controls + num_details)
+            task = progress.add_task("", total=len(steps) + num_details)
 
-            def begin(part: str) -> None:
-                ongoing.part = part
-                progress.update(task, description=part)
+            def begin(what: str) -> None:
+                ongoing.part = what
+                progress.update(task, description=what)
 
-            begin("the gate")
-            if record.get("gate") is None:
-                record.put("gate", check_modes(model, gate_text(pieces, configs).to(device), configs, args.chunk))
-            progress.advance(task)
-            if args.controls:
-                begin("the controls")
-                if record.get("controls") is None:
-                    record.put("controls", run_controls(model, gate_text(pieces, configs).to(device), configs))
-                progress.advance(task)
-            for mode, index in steps:
-                begin(f"{mode}, window {index + 1} of {len(begins)}")
-                part = f"{mode} {begins[index]}"
+            for what, part, make in steps:
+                begin(what)
                 if record.get(part) is None:
-                    compared = compare(
-                        model,
-                        pieces[index : index + 1].to(device),
-                        configs,
-                        first_chunk=FIRST_CHUNK,
-                        chunk_size=1 if mode == "decode" else args.chunk,
-                        simulate=mode == "simulated",
-                    )
-                    # Of a window that overlaps the one before, what is new.
-                    newest = None if begins[index] == 0 else stride
-                    record.put(part, {name: of_window(name, each, newest) for name, each in compared.items()})
+                    record.put(part, make())
                 progress.advance(task)
             if args.details:
                 first = pieces[:1].to(device)
-                for part in details.measure(record, model, tokenizer, text, first, configs, args.chunk):
-                    begin(part)
+                for what in details.measure(record, model, tokenizer, text, first, configs, args.chunk):
+                    begin(what)
                     progress.advance(task)
+            ongoing.part = "the summary"
+            sizes = sizes_of(model, configs, kept_in)
+            summary = {mode: summarize(record, mode, sizes, settings) for mode in modes}
+            record.put("summary", {"modes": summary, "seconds": round(time.monotonic() - started, 1)})
     except NotImplementedError as error:
         raise UsageError(f"{WHERE}: {args.model} cannot be measured. {error}") from error
-    sizes = sizes_of(model, configs, kept_in)
-    summary = {mode: summarize(record, mode, sizes, settings) for mode in modes}
-    record.put("summary", {"modes": summary, "seconds": round(time.monotonic() - started, 1)})
     return record
 
 
