@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, QuantizedCache
 from .config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
 from .handle import KVHandle, KVLength, KVStep, MaskNotes
 from .lengths import LengthGroup, Lengths
+from .offloading import OffloadedStorage, Offloader
 from .pool import BufferPool
 from .storage import LayerStorage
 from .transforms import KeyTransform
@@ -251,6 +252,11 @@ class KVQuantCache(QuantizedCache):
                 "KVQuantCache: `max_cache_len` must be given for a static cache, got None. "
                 "Give the longest sequence in tokens, prompt included."
             )
+        if quant_config.offloading and max_cache_len is not None:
+            raise ValueError(
+                f"KVQuantCache: `max_cache_len` must be None with offloading=True, got {max_cache_len}. Only growing "
+                "caches are offloaded: leave out either."
+            )
         text_config = config.get_text_config(decoder=True)
         layer_types, layer_kwargs = layers_of(text_config)
         check_model(text_config, layer_types, quant_config)
@@ -266,9 +272,12 @@ class KVQuantCache(QuantizedCache):
                 f"KVQuantCache: `key_transforms` must name full-attention layers, which are {quantized}, "
                 f"got {foreign}. Was it made for another model?"
             )
+        new_storage: Callable[..., LayerStorage] = LayerStorage
+        if quant_config.offloading:
+            new_storage = functools.partial(OffloadedStorage, offloader=Offloader())
         layers = [
             KVQuantLayer(
-                LayerStorage(
+                new_storage(
                     quant_config.formats(index),
                     max_cache_len=max_cache_len,
                     name=f"layer {index}",

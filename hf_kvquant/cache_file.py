@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 from .cache import KVQuantCache, KVQuantLayer, layers_of
 from .config import KVQuantConfig
 from .formats import Planes
+from .offloading import check_home
 from .storage import SERVED_DTYPES, LayerStorage
 from .transforms import KeyTransform
 from .transforms.folding import hash_of
@@ -158,6 +159,10 @@ def load_cache(
                 found = facts["model"]
                 saved_by = found["config"].items(), found["dtype"], found["weights_sha256"]
             _check_meant(where, name, model, saved_by, config, wanted)
+            config = config if wanted is None else wanted
+            if config.offloading:
+                for place in places.values():
+                    check_home(f"{where}: {name}", place)
             with _damage(expected):
                 max_cache_len = None if facts["max_cache_len"] is None else _number(facts, "max_cache_len")
                 # Whether the cache was given transforms matters when it is reset; which ones, comes below.
@@ -365,8 +370,8 @@ def _check_meant(
     config: KVQuantConfig,
     wanted: KVQuantConfig | None,
 ) -> None:
-    """Refuse a file of another model or config."""
-    if wanted is not None and config != wanted:
+    """Refuse a file of another model or config. Where codes are kept is no part of what they are."""
+    if wanted is not None and config != dataclasses.replace(wanted, offloading=config.offloading):
         raise ValueError(
             f"{where}: `preset_or_config` must be what {name} was saved with, {config}, got {wanted}. "
             "Leave it out to take the file as it is."

@@ -11,6 +11,7 @@ with a traceback.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import platform
 import shutil
 import sys
@@ -43,6 +44,7 @@ from .arguments import (
 from .config import PRESETS, WINDOWS
 from .evaluation import cli as evaluation
 from .generation import UNQUANTIZED, Summary, run_presets
+from .offloading import HOMES
 from .patching import patched
 from .preflight import run_preflight
 from .transforms.smoothing import Mode, smooth_attention
@@ -112,6 +114,9 @@ def parser() -> argparse.ArgumentParser:
         "--repetition-penalty", type=float, metavar="X", help="above 1 discourages tokens that were there (default: 1)"
     )
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="with --sample, for every text (default: 0)")
+    generate.add_argument(
+        "--offloading", action="store_true", help="keep codes in CPU memory but for those of two layers; on a GPU"
+    )
     generate.add_argument("--no-stream", action="store_true", help="show the table only, not the text")
     generate.set_defaults(run=run_generate)
     calibrate = commands.add_parser(
@@ -177,6 +182,13 @@ def run_generate(args: argparse.Namespace) -> None:
     if args.max_new_tokens < 1:
         raise UsageError(f"generate: `--max-new-tokens` must be at least 1, got {args.max_new_tokens}.")
     device = checked_device(args.device, "generate")
+    if args.offloading:
+        if device.type not in HOMES:
+            raise UsageError(
+                f"generate: `--offloading` must come with a GPU, got {device}, where codes are in CPU memory anyway. "
+                "Leave it out."
+            )
+        presets = {name: dataclasses.replace(config, offloading=True) for name, config in presets.items()}
     model, tokenizer = load(args.model, args.dtype, device, "generate")
     load_calibration(model, args.model)
     prompts = tokenize(model, tokenizer, texts, args.max_new_tokens)
@@ -215,6 +227,7 @@ def run_generate(args: argparse.Namespace) -> None:
     )
     where = f"{model.dtype} on {device}".removeprefix("torch.")
     windows = "".join(f", {name} {length}" for name in WINDOWS if (length := getattr(args, name)))
+    windows += ", offloaded" if args.offloading else ""
     show_summaries(console, summaries, title=f"{args.model}, {where}, {len(prompts)} prompts{windows}")
 
 

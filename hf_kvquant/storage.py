@@ -670,9 +670,8 @@ class LayerStorage:
             return
         self.flush()
         length = max(0, self.length - num_tokens)
-        for planes, kv_format, transform in zip(
-            self._planes(), self._formats(), (self.key_transform, None), strict=True
-        ):
+        sides = zip(self._planes(), self._formats(), (self.key_transform, None), strict=True) if self.has_tail else ()
+        for planes, kv_format, transform in sides:
             reference.reopen(planes, kv_format, self.length, length, key_transform=transform, **self._windows())
         self._counted().place(self._member, length)
         self.is_empty = length == 0
