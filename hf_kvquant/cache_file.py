@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .cache import KVQuantCache, KVQuantLayer, layers_of
+from .cache import KVQuantCache, KVQuantLayer, layer_devices, layers_of
 from .config import KVQuantConfig
 from .formats import Planes
 from .offloading import check_home
@@ -401,15 +401,9 @@ def _places(where: str, model: PreTrainedModel, device: torch.device | str | Non
     Raises:
         ValueError: There is no memory there, as for a model whose weights are fetched when they are needed.
     """
-    layer_types, _ = layers_of(model.config.get_text_config(decoder=True))
-    places = dict.fromkeys(range(len(layer_types)), model.device if device is None else torch.device(device))
-    if device is None:
-        found: dict[int, torch.device] = {}
-        for module in (model.get_decoder() or model).modules():
-            index, parameter = getattr(module, "layer_idx", None), next(module.parameters(), None)
-            if isinstance(index, int) and index in places and parameter is not None:
-                found.setdefault(index, parameter.device)
-        places |= found
+    places = layer_devices(model)
+    if device is not None:
+        places = dict.fromkeys(places, torch.device(device))
     if any(place.type == "meta" for place in places.values()):
         raise ValueError(
             f"{where}: `device` must be one with memory, got {'no device' if device is None else device} for a model "

@@ -12,22 +12,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import platform
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, get_args
 
-import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import __version__, ops
+from . import __version__
 from .arguments import (
     DTYPES,
     Interrupted,
@@ -42,6 +37,7 @@ from .arguments import (
     read_text,
 )
 from .config import PRESETS, WINDOWS
+from .environment import environment
 from .evaluation import cli as evaluation
 from .generation import UNQUANTIZED, Summary, run_presets
 from .offloading import HOMES
@@ -52,7 +48,6 @@ from .transforms.smoothing_file import FILE_NAME, SmoothingResult
 from .verdict import Preflight, PreflightError, cells
 
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
-REINSTALL = "pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -486,36 +481,3 @@ def run_env(args: argparse.Namespace) -> None:
     for name, value in environment().items():
         table.add_row(name, value)
     Console(highlight=False).print(table)
-
-
-def environment() -> dict[str, str]:
-    """What there is, and for what there is not, how to get it."""
-    module = ops.extension()
-    facts = {
-        "hf-kvquant": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "platform": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
-    }
-    if isinstance(module, ModuleType):
-        facts["extension"] = str(module.__file__)
-        facts["CPU kernels"] = str(module.cpu_capability())
-    else:
-        facts["extension"] = (
-            f"missing ({module}): the PyTorch reference serves. Install a C++ compiler, then {REINSTALL}"
-        )
-    if ops.has_kernels("cuda"):
-        assert isinstance(module, ModuleType)
-        facts["CUDA kernels"] = f"compute capabilities {module.cuda_archs()}"
-    else:
-        nvcc = "nvcc is there" if shutil.which("nvcc") else "no nvcc on PATH: install the CUDA toolkit"
-        facts["CUDA kernels"] = f"missing ({nvcc}). Then {REINSTALL}"
-    if torch.cuda.is_available():
-        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        facts["GPUs"] = ", ".join(f"{device.name} ({device.major}.{device.minor})" for device in devices)
-    elif torch.version.cuda is None:
-        facts["GPUs"] = "none: this torch is built for CPUs only"
-    else:
-        facts["GPUs"] = f"none found by this torch, built for CUDA {torch.version.cuda}"
-    return facts

@@ -91,6 +91,11 @@ class LayerFormats:
         if isinstance(self.key, KVFormat) and isinstance(self.value, KVFormat):
             _check_windows("LayerFormats", self.key, self.value, self.sink_length, self.residual_length)
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys or values are."""
+        return self.key.is_quantized or self.value.is_quantized
+
     def describe(self) -> str:
         """A short name for reports: one description when both sides are alike, else both; and the dense windows."""
         key, value = self.key.describe(), self.value.describe()
@@ -358,7 +363,7 @@ def _layer_formats(where: str, spelled: object, windows: Mapping[str, int] | Non
         key=_side(where, "key", spelled["key"]) if "key" in spelled else base.key,
         value=_side(where, "value", spelled["value"]) if "value" in spelled else base.value,
     )
-    if windows is not None and (formats.key.is_quantized or formats.value.is_quantized):
+    if windows is not None and formats.is_quantized:
         spelled = {**windows, **spelled}
     return _with_options(where, formats, spelled)
 
