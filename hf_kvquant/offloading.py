@@ -199,13 +199,6 @@ class OffloadedStorage(LayerStorage):
         """Bytes allocated for codes, scales and zeros, wherever they are; once, where they are in both places."""
         return sum(planes.num_bytes for planes in self._sides if planes is not None)
 
-    @property
-    def num_bytes_away(self) -> int:
-        """Bytes that are in CPU memory and not on the device."""
-        if not self._is_away:
-            return 0
-        return sum(plane.numel() * plane.element_size() for side in self._travelling() for plane in side.values())
-
     def _be_here(self) -> None:
         if self._is_away or self._is_coming:
             self._offloader.take_turn(self)
@@ -238,7 +231,8 @@ class OffloadedStorage(LayerStorage):
             for old, new in _rows(planes, copies, kv_format, begin, end):
                 new.copy_(old.contiguous(), non_blocking=True)
             self._num_copied[side] = end
-            self._sides[side] = copies
+        # Only now: where memory for a copy is short, the planes are still what counts.
+        self._sides = [*self._copies]
         if self._slot is not None:
             self._offloader.leave_slot(kind, self._slot)
         self._slot = self._arrival = self._found_operands = None
@@ -314,6 +308,11 @@ class OffloadedStorage(LayerStorage):
     def _check_served(self, key: Tensor, value: Tensor) -> None:
         super()._check_served(key, value)
         check_home(self.name, key.device)
+
+    def restore(self, held: tuple[Planes, Planes], *, device: torch.device, **options: Any) -> None:
+        """See `LayerStorage.restore`."""
+        # With its index: only a layer that is known to be on the same device makes room for this one.
+        super().restore(held, device=torch.empty(0, device=device).device, **options)
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """See `LayerStorage.dequantize`; never views, since another layer comes into the same memory."""
