@@ -37,14 +37,12 @@ from .formats import Planes
 from .offloading import check_home
 from .storage import SERVED_DTYPES, LayerStorage
 from .transforms import KeyTransform
-from .transforms.folding import hash_of
+from .transforms.folding import weights_hash
 from .transforms.sharding import rank_of
 from .transforms.smoothing_file import content_hash
 
 _FORMAT = "hf_kvquant-cache"
 _VERSION = 1
-# Of each weight, so that a model of 300 weights is known again in some hundredths of a second, whatever its size.
-_SAMPLES = 4096
 # What a text config says that keys and values do not depend on: it differs between machines, versions and tokenizers.
 _VOLATILE = frozenset(
     (
@@ -351,14 +349,10 @@ def _identity(model: PreTrainedModel) -> dict[str, Any]:
         for name, value in model.config.get_text_config(decoder=True).to_dict().items()
         if name not in _VOLATILE and not name.startswith("_")
     }
-    # What `state_dict` has and a module does not own as a tensor is made up by quantised layers. Buffers that are not
-    # saved, such as frequencies of a RoPE that grows with the context, change while the model runs.
-    owned = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-    names = sorted(owned.intersection(model.state_dict()))
     return {
         "config": json.loads(json.dumps(settings, default=str)),  # as it comes back
         "dtype": str(model.dtype).removeprefix("torch."),
-        "weights_sha256": hash_of(model, names, samples=_SAMPLES),
+        "weights_sha256": weights_hash(model),
     }
 
 

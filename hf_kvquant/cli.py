@@ -24,11 +24,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import __version__
 from .arguments import (
-    DTYPES,
     Interrupted,
     Refused,
     UsageError,
+    add_placement,
     add_presets,
+    check_counts,
+    check_fit,
     checked_configs,
     checked_device,
     checked_preset,
@@ -41,7 +43,6 @@ from .environment import environment
 from .evaluation import cli as evaluation
 from .generation import UNQUANTIZED, Summary, run_presets
 from .offloading import HOMES
-from .patching import patched
 from .preflight import run_preflight
 from .transforms.smoothing import Mode, smooth_attention
 from .transforms.smoothing_file import FILE_NAME, SmoothingResult
@@ -100,8 +101,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_presets(generate, COMPARED_PRESETS)
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
-    generate.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
-    generate.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
+    add_placement(generate)
     generate.add_argument("--sample", action="store_true", help="sample instead of taking the most likely token")
     generate.add_argument("--temperature", type=float, metavar="X", help="with --sample (default: 1)")
     generate.add_argument("--top-p", type=float, metavar="X", help="with --sample (default: 1)")
@@ -151,10 +151,7 @@ def parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--tokens", type=int, default=16384, metavar="N", help="at most (default: 16384)")
     calibrate.add_argument("--window", type=int, default=2048, metavar="N", help="tokens of a forward (default: 2048)")
     calibrate.add_argument("--batch-size", type=int, default=1, metavar="N", help="windows of a forward (default: 1)")
-    calibrate.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
-    calibrate.add_argument(
-        "--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)"
-    )
+    add_placement(calibrate)
     calibrate.set_defaults(run=run_calibrate)
     evaluation.add_parser(commands)
     env = commands.add_parser("env", help="show versions, kernels and devices, and what is missing")
@@ -174,8 +171,7 @@ def run_generate(args: argparse.Namespace) -> None:
     presets = checked_configs(args, "generate", COMPARED_PRESETS)
     texts = checked_prompts(args)
     sampling = checked_sampling(args)
-    if args.max_new_tokens < 1:
-        raise UsageError(f"generate: `--max-new-tokens` must be at least 1, got {args.max_new_tokens}.")
+    check_counts(args, ("max_new_tokens",), "generate")
     device = checked_device(args.device, "generate")
     if args.offloading:
         if device.type not in HOMES:
@@ -187,12 +183,7 @@ def run_generate(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model, args.dtype, device, "generate")
     load_calibration(model, args.model)
     prompts = tokenize(model, tokenizer, texts, args.max_new_tokens)
-    for preset, config in presets.items():
-        try:
-            with patched(model, config):
-                pass
-        except (NotImplementedError, ValueError, TypeError) as error:
-            raise UsageError(f"generate: `--preset {preset}` does not fit {args.model}. {error}") from error
+    check_fit(model, args.model, presets, "generate")
 
     console = Console(highlight=False)
 

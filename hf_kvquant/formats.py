@@ -294,9 +294,9 @@ class KVFormat:
     ) -> Planes:
         """New planes for `capacity` tokens.
 
-        Scales start at zero: a kernel that reads a tile beyond the length multiplies a probability of 0 with them, and
-        0 · NaN would be NaN. Codes are left unwritten, since every bit pattern of an integer code is finite; those of
-        fp8, `none` and a tail are not, and start at zero.
+        All start at zero: a kernel that reads a tile beyond the length multiplies a probability of 0 with what is there,
+        and 0 · NaN would be NaN. Integer codes are finite whatever they are, but copies of whole planes (reordered, saved
+        or deep copies) would read memory that nobody has written, and hide from checkers where that matters.
 
         Args:
             batch: Sequences.
@@ -316,8 +316,7 @@ class KVFormat:
         if not self.is_quantized:
             return Planes(torch.zeros((*rows, head_dim), dtype=dtype, device=device), None, None)
         shape = self.scale_shape(batch, num_kv_heads, head_dim, capacity)
-        make_codes = torch.zeros if self.storage == "fp8" else torch.empty
-        codes = make_codes((*rows, self.row_bytes(head_dim)), dtype=torch.uint8, device=device)
+        codes = torch.zeros((*rows, self.row_bytes(head_dim)), dtype=torch.uint8, device=device)
         scale = torch.zeros(shape, dtype=SCALE_DTYPE, device=device)
         assert self.block_size is None or capacity % self.block_size == 0
         tail = None

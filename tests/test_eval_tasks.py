@@ -284,10 +284,7 @@ def test_bootstrap_average() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model and its tokenizer."""
-    path = tmp_path_factory.mktemp("model")
-    tokenizer().save_pretrained(path)
-    models.build("llama").save_pretrained(path)
-    return str(path)
+    return models.save_llama(tmp_path_factory.mktemp("model"), CONTEXT, bos_token="!", eos_token="~")
 
 
 @pytest.fixture
@@ -544,3 +541,11 @@ def test_what_is_declared_is_there() -> None:
     assert f'hf_kvquant = "{KVQuantLM.__module__}:{KVQuantLM.__name__}"' in project
     assert "evaluation/tasks_offline/*.yaml" in project
     assert MODES == tasks.MODES
+
+
+def test_lm_eval_that_is_not_installed(
+    folder: str, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    code, _, error = run(capsys, folder, "--data", str(data))
+    assert code == 2 and "lm-eval must be installed, got: " in error and "pip install 'hf-kvquant[eval]'" in error
