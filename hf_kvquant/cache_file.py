@@ -31,9 +31,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .cache import KVQuantCache, KVQuantLayer, layers_of
+from .cache import KVQuantCache, KVQuantLayer, layer_devices, layers_of
 from .config import KVQuantConfig
 from .formats import Planes
+from .offloading import check_home
 from .storage import SERVED_DTYPES, LayerStorage
 from .transforms import KeyTransform
 from .transforms.folding import weights_hash
@@ -156,6 +157,10 @@ def load_cache(
                 found = facts["model"]
                 saved_by = found["config"].items(), found["dtype"], found["weights_sha256"]
             _check_meant(where, name, model, saved_by, config, wanted)
+            config = config if wanted is None else wanted
+            if config.offloading:
+                for place in places.values():
+                    check_home(f"{where}: {name}", place)
             with _damage(expected):
                 max_cache_len = None if facts["max_cache_len"] is None else _number(facts, "max_cache_len")
                 # Whether the cache was given transforms matters when it is reset; which ones, comes below.
@@ -359,8 +364,8 @@ def _check_meant(
     config: KVQuantConfig,
     wanted: KVQuantConfig | None,
 ) -> None:
-    """Refuse a file of another model or config."""
-    if wanted is not None and config != wanted:
+    """Refuse a file of another model or config. Where codes are kept is no part of what they are."""
+    if wanted is not None and config != dataclasses.replace(wanted, offloading=config.offloading):
         raise ValueError(
             f"{where}: `preset_or_config` must be what {name} was saved with, {config}, got {wanted}. "
             "Leave it out to take the file as it is."
@@ -390,15 +395,9 @@ def _places(where: str, model: PreTrainedModel, device: torch.device | str | Non
     Raises:
         ValueError: There is no memory there, as for a model whose weights are fetched when they are needed.
     """
-    layer_types, _ = layers_of(model.config.get_text_config(decoder=True))
-    places = dict.fromkeys(range(len(layer_types)), model.device if device is None else torch.device(device))
-    if device is None:
-        found: dict[int, torch.device] = {}
-        for module in (model.get_decoder() or model).modules():
-            index, parameter = getattr(module, "layer_idx", None), next(module.parameters(), None)
-            if isinstance(index, int) and index in places and parameter is not None:
-                found.setdefault(index, parameter.device)
-        places |= found
+    places = layer_devices(model)
+    if device is not None:
+        places = dict.fromkeys(places, torch.device(device))
     if any(place.type == "meta" for place in places.values()):
         raise ValueError(
             f"{where}: `device` must be one with memory, got {'no device' if device is None else device} for a model "

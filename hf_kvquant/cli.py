@@ -11,22 +11,18 @@ with a traceback.
 from __future__ import annotations
 
 import argparse
-import platform
-import shutil
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, get_args
 
-import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import __version__, ops
+from . import __version__
 from .arguments import (
     Interrupted,
     Refused,
@@ -43,15 +39,16 @@ from .arguments import (
     read_text,
 )
 from .config import PRESETS, WINDOWS
+from .environment import environment
 from .evaluation import cli as evaluation
 from .generation import UNQUANTIZED, Summary, run_presets
+from .offloading import HOMES
 from .preflight import run_preflight
 from .transforms.smoothing import Mode, smooth_attention
 from .transforms.smoothing_file import FILE_NAME, SmoothingResult
 from .verdict import Preflight, PreflightError, cells
 
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
-REINSTALL = "pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,6 +109,9 @@ def parser() -> argparse.ArgumentParser:
         "--repetition-penalty", type=float, metavar="X", help="above 1 discourages tokens that were there (default: 1)"
     )
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="with --sample, for every text (default: 0)")
+    generate.add_argument(
+        "--offloading", action="store_true", help="keep codes in CPU memory but for those of two layers; on a GPU"
+    )
     generate.add_argument("--no-stream", action="store_true", help="show the table only, not the text")
     generate.set_defaults(run=run_generate)
     calibrate = commands.add_parser(
@@ -173,6 +173,13 @@ def run_generate(args: argparse.Namespace) -> None:
     sampling = checked_sampling(args)
     check_counts(args, ("max_new_tokens",), "generate")
     device = checked_device(args.device, "generate")
+    if args.offloading:
+        if device.type not in HOMES:
+            raise UsageError(
+                f"generate: `--offloading` must come with a GPU, got {device}, where codes are in CPU memory anyway. "
+                "Leave it out."
+            )
+        presets = {name: dataclasses.replace(config, offloading=True) for name, config in presets.items()}
     model, tokenizer = load(args.model, args.dtype, device, "generate")
     load_calibration(model, args.model)
     prompts = tokenize(model, tokenizer, texts, args.max_new_tokens)
@@ -206,6 +213,7 @@ def run_generate(args: argparse.Namespace) -> None:
     )
     where = f"{model.dtype} on {device}".removeprefix("torch.")
     windows = "".join(f", {name} {length}" for name in WINDOWS if (length := getattr(args, name)))
+    windows += ", offloaded" if args.offloading else ""
     show_summaries(console, summaries, title=f"{args.model}, {where}, {len(prompts)} prompts{windows}")
 
 
@@ -464,36 +472,3 @@ def run_env(args: argparse.Namespace) -> None:
     for name, value in environment().items():
         table.add_row(name, value)
     Console(highlight=False).print(table)
-
-
-def environment() -> dict[str, str]:
-    """What there is, and for what there is not, how to get it."""
-    module = ops.extension()
-    facts = {
-        "hf-kvquant": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "platform": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
-    }
-    if isinstance(module, ModuleType):
-        facts["extension"] = str(module.__file__)
-        facts["CPU kernels"] = str(module.cpu_capability())
-    else:
-        facts["extension"] = (
-            f"missing ({module}): the PyTorch reference serves. Install a C++ compiler, then {REINSTALL}"
-        )
-    if ops.has_kernels("cuda"):
-        assert isinstance(module, ModuleType)
-        facts["CUDA kernels"] = f"compute capabilities {module.cuda_archs()}"
-    else:
-        nvcc = "nvcc is there" if shutil.which("nvcc") else "no nvcc on PATH: install the CUDA toolkit"
-        facts["CUDA kernels"] = f"missing ({nvcc}). Then {REINSTALL}"
-    if torch.cuda.is_available():
-        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        facts["GPUs"] = ", ".join(f"{device.name} ({device.major}.{device.minor})" for device in devices)
-    elif torch.version.cuda is None:
-        facts["GPUs"] = "none: this torch is built for CPUs only"
-    else:
-        facts["GPUs"] = f"none found by this torch, built for CUDA {torch.version.cuda}"
-    return facts

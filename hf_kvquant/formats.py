@@ -95,6 +95,20 @@ class Planes:
 
         return Planes(self.codes[:, :, begin:end], cut(self.scale), cut(self.zero), self.tail)
 
+    def token_axes(self, block_size: int | None = None) -> dict[str, int]:
+        """The axis of tokens of every plane that grows with them, by name; of blocks, where channels have scales.
+
+        A frozen scale and a tail do not grow. For whole planes: of a single token, a scale would look frozen.
+
+        Args:
+            block_size: As in `narrow`.
+        """
+        axes = {"codes": 2}
+        for name, plane in (("scale", self.scale), ("zero", self.zero)):
+            if plane is not None and (block_size is not None or plane.shape[-1] > 1):
+                axes[name] = 3 if block_size is None else 2
+        return axes
+
     @property
     def num_bytes(self) -> int:
         """Bytes allocated for all planes."""
