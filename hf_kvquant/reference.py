@@ -404,7 +404,7 @@ def _append_in_blocks(
         dense = torch.cat((ring, x[b, :, : max(0, end - first)].to(tail.dtype)), dim=1)
         is_left_out = None
         if starts is not None or sink_length > 0:
-            start = 0 if starts is None else starts[b]
+            start = 0 if starts is None else starts[b].long()
             is_left_out = (torch.arange(begin, end, device=x.device) < start + sink_length)[None]
         new = quantize(dense[None], kv_format, is_padding=is_left_out)
         assert new.scale is not None and new.zero is not None
