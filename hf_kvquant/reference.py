@@ -489,7 +489,7 @@ def decode_attention(
     x, constant = (query.float(), None) if key_transform is None else transform_query(query, key_transform)
 
     def products(x: Tensor) -> Tensor:
-        grouped = x.reshape(batch, num_kv_heads, -1, q_len, head_dim)
+        grouped = x.reshape(batch, num_kv_heads, num_q_heads // num_kv_heads, q_len, head_dim)
         return (grouped @ key.float().unsqueeze(2).mT).view(batch, num_q_heads, q_len, capacity)
 
     scores = products(x) if constant is None else products(x) + constant.unsqueeze(-1)
@@ -521,7 +521,7 @@ def decode_attention(
     if is_bad.any():
         seen = is_visible.expand(batch, num_q_heads, q_len, capacity).reshape(batch, num_kv_heads, num_rows, capacity)
         out = out.masked_fill(seen.float() @ is_bad.float() > 0, torch.nan)
-    out = out.view(batch, num_q_heads, q_len, -1)
+    out = out.view(batch, num_q_heads, q_len, value.shape[-1])
     return out.transpose(1, 2).to(query.dtype).contiguous(), lse
 
 

@@ -18,7 +18,7 @@ from hf_kvquant import KVFormat, ops, reference
 from hf_kvquant.config import PRESETS
 
 INT4 = KVFormat("int4", symmetric=False)
-OPS = ("append", "decode")
+OPS = ("append", "append_reference", "decode", "decode_reference")
 
 
 def call_of(name: str, kv_format: KVFormat = INT4, device: str = "cpu") -> dict[str, Any]:
@@ -50,6 +50,54 @@ def test_none_is_no_tensor(name: str, argument: str) -> None:
         "given like `key`, got None" if name.startswith("decode") and argument == "value" else "a tensor, got None"
     )
     refused(name, call, f"`{argument}` must be {expected}")
+
+
+@pytest.mark.parametrize("argument", ["lengths", "value_scale", "key_smoothing"])
+@pytest.mark.parametrize("name", OPS)
+def test_tensors_without_numbers_are_refused(name: str, argument: str) -> None:
+    """With one of them torch calls the op's fake, which used to return memory as it was, and to append nothing."""
+    call = call_of(name)
+    call[argument] = call[argument].to("meta")
+    refused(name, call, f"`{argument}` must be on the device of `(key|query)`, cpu, got meta\\. Move the inputs")
+
+
+@pytest.mark.parametrize("name", ["append_reference", "decode_reference"])
+def test_what_only_the_last_step_would_notice_is_refused_at_first(name: str) -> None:
+    """Keys used to be written before PyTorch found out about values."""
+    for argument, change in (
+        ("value", lambda x: x[..., :32]),
+        ("value", lambda x: x[:, :1]),
+        ("value_scale", lambda x: x[..., :64]),
+        ("value_codes", Tensor.long),
+        ("lengths", lambda x: x + 200),
+        ("lengths", lambda x: x * 0),
+    ):
+        call = call_of(name, KVFormat("int4", "group", 32, symmetric=False))
+        call[argument] = change(call[argument])
+        refused(name, call, f"`{argument}` must ")
+
+
+@pytest.mark.parametrize("argument", ["key", "key_scale", "key_smoothing"])
+@pytest.mark.parametrize("name", OPS)
+def test_sparse_tensors_are_refused(name: str, argument: str) -> None:
+    call = call_of(name)
+    call[argument] = call[argument].to_sparse()
+    refused(name, call, f"`{argument}` must be a dense tensor, got layout torch.sparse_coo\\. Call")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_lazily_negated_tensors(name: str) -> None:
+    """What is read counts as if it were negated; what is written must not be."""
+    call = call_of(name)
+    expected = {argument: x.clone() if isinstance(x, Tensor) else x for argument, x in call.items()}
+    call["key"], expected["key"] = torch._neg_view(call["key"]), -call["key"]
+    results, others = overload(name)(**call), overload(name)(**expected)
+    for x, other in zip(results or (), others or (), strict=True):
+        assert_same(x, other, name)
+    assert_same(call["key_codes"], expected["key_codes"], name)
+    call["value_scale"] = torch._neg_view(call["value_scale"])
+    with pytest.raises(ValueError, match=r"`value_scale` must hold its numbers as they are, .*\.resolve_neg\(\)"):
+        overload(name)(**call)
 
 
 def unaligned(x: Tensor) -> Tensor:
@@ -107,7 +155,7 @@ def test_one_tensor_twice_is_refused(name: str, written: str, other: str) -> Non
         ("softcap", (torch.nan, torch.inf, 1e300, 1e-300, -1.0), "must be positive, or 0 for none, got"),
     ],
 )
-@pytest.mark.parametrize("name", ["decode"])
+@pytest.mark.parametrize("name", ["decode", "decode_reference"])
 def test_numbers_that_float32_does_not_have(name: str, argument: str, numbers: tuple[float, ...], message: str) -> None:
     """A cap that rounds to 0 used to be none, one that rounds to infinity made all outputs NaN."""
     for number in numbers:
@@ -162,3 +210,32 @@ def test_padding_may_end_where_no_token_can_be(engine: str) -> None:
         queries(case).to(engine), None, *ours, *arguments[:2], softmax_scale=1.0, starts=arguments[3], **case.windows
     )
     assert not out.any() and bool((lse == -torch.inf).all())
+
+
+def test_queries_of_other_ranks_are_refused(device: str) -> None:
+    for change in (lambda x: x[0], lambda x: x[0, 0, 0], lambda x: x[None]):
+        arguments = good_arguments(device)
+        arguments["query"] = change(arguments["query"])
+        with pytest.raises(ValueError, match=r"decode: `query` must be \[batch, heads, tokens, head_dim\], got \["):
+            ops.decode(**arguments)
+
+
+@pytest.mark.parametrize("name", ["append_reference", "decode_reference"])
+def test_the_reference_takes_empty_calls(name: str) -> None:
+    call = call_of(name)
+    for argument in ("query", "key", "value"):
+        if argument in call:
+            call[argument] = call[argument][:, :, :0]
+    result = overload(name)(**call)
+    if name == "decode_reference":
+        assert [tuple(x.shape) for x in result] == [(2, 0, 4, 64), (2, 4, 0)]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_planes_that_require_gradients_are_written_all_the_same(name: str) -> None:
+    call = call_of(name)
+    expected = {argument: x.clone() if isinstance(x, Tensor) else x for argument, x in call.items()}
+    call["key_scale"].requires_grad_()
+    overload(name)(**call)
+    overload(name)(**expected)
+    assert_same(call["key_codes"], expected["key_codes"], name)
