@@ -528,6 +528,19 @@ def decode_attention(
 # --- what lies between linear layers ----------------------------------------------------------------------------------
 
 
+def _check_dense(where: str, **tensors: Tensor) -> None:
+    """Refuse what has no numbers of one floating dtype on one device, which PyTorch would promote or stumble over."""
+    first, like = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if x is None or x.layout != torch.strided or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            got = x if x is None else f"{x.dtype} {x.layout}"
+            raise ValueError(f"{where}: `{name}` must be a dense float32, float16 or bfloat16 tensor, got {got}.")
+        if (x.dtype, x.device) != (like.dtype, like.device):
+            raise ValueError(
+                f"{where}: `{name}` must be {like.dtype} on {like.device} like `{first}`, got {x.dtype} on {x.device}."
+            )
+
+
 def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tensor:
     """RMSNorm as Llama has it, rounding by rounding.
 
@@ -543,9 +556,16 @@ def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tens
     Raises:
         ValueError: A shape does not fit.
     """
-    if weight.shape != x.shape[-1:]:
+    _check_dense("rms_norm", x=x, weight=weight)
+    if x.ndim == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(
             f"rms_norm: `weight` must be {list(x.shape[-1:])} like the channels of `x`, got {list(weight.shape)}."
+        )
+    expected = (*x.shape[:-1], 1)
+    if mean is not None and (mean.shape, mean.dtype, mean.layout) != (expected, torch.float32, torch.strided):
+        raise ValueError(
+            f"rms_norm: `mean` must be {list(expected)} dense float32, one number for each row, got {list(mean.shape)} "
+            f"{mean.dtype} {mean.layout}."
         )
     wide = x.float()
     mean = wide.pow(2).mean(-1, keepdim=True) if mean is None else mean
@@ -554,6 +574,7 @@ def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tens
 
 def add_rms_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum of two tensors of one shape, rounded to their dtype, and its RMSNorm. New memory."""
+    _check_dense("add_rms_norm", x=x, other=other)
     if other.shape != x.shape:
         raise ValueError(f"add_rms_norm: `other` must be {list(x.shape)} like `x`, got {list(other.shape)}.")
     total = x + other
@@ -575,6 +596,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     Raises:
         ValueError: A shape does not fit.
     """
+    _check_dense("rotary", query=query, key=key, cos=cos, sin=sin)
     if query.ndim != 4:
         raise ValueError(f"rotary: `query` must be [batch, heads, tokens, head_dim], got {list(query.shape)}.")
     batch, _, q_len, head_dim = query.shape
@@ -597,6 +619,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate)`, rounded to the dtype, times `up`, which has its shape. New memory."""
+    _check_dense("silu_mul", gate=gate, up=up)
     if up.shape != gate.shape:
         raise ValueError(f"silu_mul: `up` must be {list(gate.shape)} like `gate`, got {list(up.shape)}.")
     return torch.nn.functional.silu(gate) * up

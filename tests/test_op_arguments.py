@@ -239,3 +239,40 @@ def test_planes_that_require_gradients_are_written_all_the_same(name: str) -> No
     overload(name)(**call)
     overload(name)(**expected)
     assert_same(call["key_codes"], expected["key_codes"], name)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "rms_norm",
+            {"weight": torch.ones(16, dtype=torch.float16)},
+            "rms_norm: `weight` must be torch.float32 on cpu",
+        ),
+        ("rms_norm", {"mean": torch.ones(2)}, r"rms_norm: `mean` must be \[2, 1\] dense float32, one .*, got \[2\]"),
+        (
+            "rms_norm",
+            {"x": torch.ones(2, 16, dtype=torch.int32)},
+            "rms_norm: `x` must be a dense float32, .*got torch.int32",
+        ),
+        ("rms_norm", {"x": torch.tensor(1.0), "weight": torch.tensor(1.0)}, r"rms_norm: `weight` must be \[\]"),
+        ("rms_norm", {"weight": None}, "rms_norm: `weight` must be a dense float32, .*got None"),
+        ("rms_norm", {"weight": torch.ones(16, device="meta")}, "rms_norm: `weight` must be on the device of `x`, cpu"),
+        ("add_rms_norm", {"other": torch.ones(2, 16).half()}, "add_rms_norm: `other` must be torch.float32 on cpu"),
+        ("rotary", {"cos": torch.ones(1, 3, 8).half()}, "rotary: `cos` must be torch.float32 on cpu like `query`"),
+        ("rotary", {"key": torch.ones(1, 2, 3, 8, device="meta")}, "rotary: `key` must be on the device of `query`"),
+        ("silu_mul", {"up": torch.ones(2, 16).double()}, "silu_mul: `up` must be a dense float32, .*got torch.float64"),
+        ("silu_mul", {"up": torch.ones(2, 16).to_sparse()}, "silu_mul: `up` must be a dense .*got .*sparse_coo"),
+    ],
+)
+def test_what_pytorch_would_promote_or_broadcast_is_refused(name: str, change: dict[str, Any], message: str) -> None:
+    """By the reference of ops that lie between linear layers. On `meta` they used to return memory as it was."""
+    x, heads, angles = torch.ones(2, 16), torch.ones(1, 2, 3, 8), torch.ones(1, 3, 8)
+    calls: dict[str, dict[str, Any]] = {
+        "rms_norm": {"x": x, "weight": x[0], "mean": None, "eps": 1e-6},
+        "add_rms_norm": {"x": x, "other": x, "weight": x[0], "eps": 1e-6},
+        "rotary": {"query": heads, "key": heads, "cos": angles, "sin": angles},
+        "silu_mul": {"gate": x, "up": x},
+    }
+    with pytest.raises(ValueError, match=message):
+        overload(name)(**calls[name] | change)
