@@ -78,11 +78,15 @@ Dtype dense_dtype(const char* where, const std::string& name, const Tensor& tens
 // Where a tensor's elements begin. torch.frombuffer makes tensors that kernels must not read numbers from.
 template <class T>
 T* memory_of(const char* where, const std::string& name, const Tensor& tensor) {
-  const void* memory = tensor.const_data_ptr();
+  T* memory;
+  if constexpr (std::is_const_v<T>) {
+    memory = static_cast<T*>(tensor.const_data_ptr());
+  } else {
+    memory = static_cast<T*>(tensor.data_ptr());
+  }
   KVQ_CHECK(reinterpret_cast<uintptr_t>(memory) % tensor.element_size() == 0, where, ": `", name,
             "` must start at a multiple of ", tensor.element_size(), " bytes, got a view that does not. Call .clone().");
-  if constexpr (std::is_const_v<T>) return static_cast<T*>(memory);
-  else return static_cast<T*>(tensor.data_ptr());
+  return memory;
 }
 
 Dense dense(const char* where, const char* name, const Tensor& x, const Tensor& like) {
