@@ -350,7 +350,7 @@ class KVQuantCache(QuantizedCache):
 
         Raises:
             FileNotFoundError: There is no such file.
-            RuntimeError: Of torch: the buffers do not fit into the memory of the device.
+            RuntimeError: Of torch: the buffers do not fit into what is free of the device's memory.
             TypeError, ValueError: It is another kind of file, damaged, of a version that is not known, or of another
                 model or config; the message says which.
         """

@@ -75,6 +75,7 @@ _STORED_AS = {
     torch.int32: "I32",
 }
 _LARGEST = 2**31 - 1  # lengths are int32
+_LONGEST_QUOTE = 1000  # characters
 _PLANES = ("codes", "scale", "zero", "tail")
 
 _Cache = TypeVar("_Cache", bound=KVQuantCache)
@@ -177,7 +178,8 @@ def load_cache(
                 for index, plan in plans.items():
                     plan.prepare(storages[index], tensors)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{expected}: {error}. Copy it again from where it was written.") from error
+        raise ValueError(f"{expected}: {_quoted(error)}. Copy it again from where it was written.") from error
+    _check_room(expected, plans, places)
     for index, plan in plans.items():
         plan.fill(storages[index], tensors, places[index])
     return cache
@@ -197,6 +199,7 @@ class _Plan:
         capacity: Tokens there is room for.
         dtype: The model's.
         is_rotated: Whether keys are.
+        num_bytes: Of the buffers, which may have more room than tokens.
         expected: The tensors that the file must have for it, on the device `meta`.
     """
 
@@ -206,6 +209,7 @@ class _Plan:
     capacity: int
     dtype: torch.dtype
     is_rotated: bool
+    num_bytes: int
     expected: dict[str, Tensor]
 
     def prepare(self, storage: LayerStorage, tensors: Mapping[str, Tensor]) -> None:
@@ -256,7 +260,8 @@ def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> di
             if _flag(layer, f"has_{name}"):
                 named[name] = torch.empty((shape[1], shape[2]), dtype=torch.float32, device="meta")
         expected = {f"{prefix}.{name}": tensor for name, tensor in named.items() if tensor is not None}
-        plans[index] = _Plan(prefix, shape, length, capacity, dtype, _flag(layer, "is_rotated"), expected)
+        num_bytes = storage.planned_bytes(shape, capacity, dtype)
+        plans[index] = _Plan(prefix, shape, length, capacity, dtype, _flag(layer, "is_rotated"), num_bytes, expected)
     return plans
 
 
@@ -297,6 +302,29 @@ def _check_header(file: Any, plans: Mapping[int, _Plan]) -> None:
             )
 
 
+def _check_room(expected: str, plans: Mapping[int, _Plan], places: Mapping[int, torch.device]) -> None:
+    """Refuse buffers that no memory holds. Systems that promise more than they have would say so much later."""
+    needed = dict.fromkeys(places.values(), 0)
+    for index, plan in plans.items():
+        needed[places[index]] += plan.num_bytes
+    for device, num_bytes in needed.items():
+        memory = _memory_of(device)
+        if memory is not None and num_bytes > memory:
+            raise ValueError(
+                f"{expected}, whose buffers take {num_bytes / 1e9:.1f} GB, more than the {memory / 1e9:.1f} GB of "
+                f"{device}. Load it where it was saved, or fill a new cache from the text."
+            )
+
+
+def _memory_of(device: torch.device) -> int | None:
+    """Bytes of memory that a device has, used or not; `None` where nobody knows."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _checked_text(expected: str, metadata: Mapping[str, str]) -> str:
     """The facts, of a file that is ours and that this version can read."""
     if metadata.get("format") != _FORMAT:
@@ -304,8 +332,8 @@ def _checked_text(expected: str, metadata: Mapping[str, str]) -> str:
     version = metadata.get("version", "")
     if version != str(_VERSION):
         raise ValueError(
-            f"{expected} of format version {version}, this is version {_VERSION} (hf_kvquant {_package_version()}). "
-            "Install the version of hf_kvquant that wrote it."
+            f"{expected} of format version {_quoted(version)}, this is version {_VERSION} "
+            f"(hf_kvquant {_package_version()}). Install the version of hf_kvquant that wrote it."
         )
     text = metadata.get("facts", "")
     if metadata.get("facts_sha256") != content_hash(text, {}):
@@ -322,7 +350,13 @@ def _damage(expected: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{expected}, which is damaged ({error}). {_REMEDY}") from error
+        raise ValueError(f"{expected}, which is damaged ({_quoted(error)}). {_REMEDY}") from error
+
+
+def _quoted(found: object) -> str:
+    """What a message says of a file's contents, which may be of any length."""
+    text = str(found)
+    return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}…"
 
 
 # --- what a cache belongs to ------------------------------------------------------------------------------------------
@@ -374,12 +408,12 @@ def _check_meant(
     settings, dtype, weights = saved_by
     # Other versions of transformers have settings that this one does not know, and the other way round.
     differing = [
-        f"{key} is {own['config'][key]!r}, not {value!r}"
+        f"{key} is {own['config'][key]!r}, not {_quoted(repr(value))}"
         for key, value in settings
         if key in own["config"] and own["config"][key] != value
     ]
     if own["dtype"] != dtype:
-        differing.append(f"dtype is {own['dtype']}, not {dtype}")
+        differing.append(f"dtype is {own['dtype']}, not {_quoted(dtype)}")
     if not differing and own["weights_sha256"] != weights:
         differing.append("its weights are others (fine-tuned, adapted, calibrated or quantised since?)")
     if differing:

@@ -9,8 +9,9 @@ knows no tensors; what a format is in memory is decided in `formats.py`. A confi
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from ._errors import did_you_mean
 from .formats import BLOCK_SIZE, KVFormat
@@ -173,7 +174,7 @@ class KVQuantConfig:
                 f"KVQuantConfig: `layers` must map layer indices to LayerFormats, got {type(self.layers).__name__}."
             )
         for index, formats in self.layers.items():
-            if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            if not _is_layer_index(index):
                 raise ValueError(f"KVQuantConfig: `layers` must be keyed by layer indices from 0, got {index!r}.")
             if not isinstance(formats, LayerFormats):
                 raise TypeError(f"KVQuantConfig: `layers[{index}]` must be LayerFormats, got {formats!r}.")
@@ -273,10 +274,15 @@ class KVQuantConfig:
         formats = _layer_formats("KVQuantConfig", {k: v for k, v in data.items() if k in ("preset", "key", "value")})
         formats = _with_options("KVQuantConfig", _apply_aliases(formats, data), data)
         windows = {name: getattr(formats, name) for name in WINDOWS}
-        layers = data.get("layers") or {}
-        if not isinstance(layers, Mapping):
+        layers = data.get("layers")
+        if layers is not None and not isinstance(layers, Mapping):
             raise TypeError(
                 f"KVQuantConfig: `layers` must map layer indices to presets or formats, got {type(layers).__name__}."
+            )
+        indices = [_layer_index(index) for index in layers or ()]
+        if len(set(indices)) < len(indices):
+            raise ValueError(
+                f"KVQuantConfig: `layers` must name a layer once, got {list(layers or ())}. Keep one of 0 and '0'."
             )
         return cls(
             key=formats.key,
@@ -285,7 +291,7 @@ class KVQuantConfig:
             **windows,
             layers={
                 _layer_index(index): _layer_formats(f"KVQuantConfig: layer {index}", v, windows)
-                for index, v in layers.items()
+                for index, v in (layers or {}).items()
             },
             static=data.get("static", False),
             max_cache_len=data.get("max_cache_len"),
@@ -433,11 +439,16 @@ def _check_windows(where: str, key: KVFormat, value: KVFormat, sink_length: obje
             )
 
 
+def _is_layer_index(index: object) -> TypeGuard[int]:
+    # No model has as many layers; numbers of thousands of digits would not come back from JSON.
+    return isinstance(index, int) and not isinstance(index, bool) and 0 <= index < 10**9
+
+
 def _layer_index(spelled: object) -> int:
     """A layer index; JSON turns integer keys into strings."""
-    if isinstance(spelled, str) and spelled.isdigit():
+    if isinstance(spelled, str) and re.fullmatch("[0-9]{1,9}", spelled):
         return int(spelled)
-    if isinstance(spelled, bool) or not isinstance(spelled, int) or spelled < 0:
+    if not _is_layer_index(spelled):
         raise ValueError(f"KVQuantConfig: `layers` must be keyed by layer indices from 0, got {spelled!r}.")
     return spelled
 

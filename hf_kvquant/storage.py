@@ -624,6 +624,17 @@ class LayerStorage:
         ]
         return planned[0], planned[1]
 
+    def planned_bytes(self, shape: tuple[int, int, int, int], capacity: int, dtype: torch.dtype) -> int:
+        """Bytes of the buffers that such a storage has. See `planned_planes`."""
+        batch, num_kv_heads, *head_dims = shape
+        meta = torch.device("meta")
+        return sum(
+            kv_format.allocate(
+                batch, num_kv_heads, head_dim, capacity, dtype=dtype, device=meta, **self._windows()
+            ).num_bytes
+            for kv_format, head_dim in zip(self._formats(), head_dims, strict=True)
+        )
+
     def restore(
         self,
         held: tuple[Planes, Planes],

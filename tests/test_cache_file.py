@@ -456,6 +456,17 @@ def test_tampered_files_are_refused(name: str, tmp_path: Path) -> None:
     refused(rewritten(saved(tmp_path / "cache"), change), f"which is damaged \\(.*({message})")
 
 
+def test_buffers_that_no_memory_holds_are_refused(tmp_path: Path) -> None:
+    """Systems that promise more memory than they have would otherwise make them."""
+    path = rewritten(saved(tmp_path / "cache"), of_facts("layers", "1", "capacity", to=2**31 - 64))
+    refused(path, r"whose buffers take [\d.]+ GB, more than the [\d.]+ GB of cpu\. Load it where it was saved")
+
+
+def test_messages_do_not_repeat_a_file(tmp_path: Path) -> None:
+    path = rewritten(saved(tmp_path / "cache"), of_facts("config", "x" * 100_000, to=1))
+    refused(path, "unknown key 'x{900,1000}…\\). Copy it again")
+
+
 @pytest.mark.parametrize(("name", "to"), [("center", torch.nan), ("smoothing", 0.0)])
 def test_tampered_transforms_are_refused(name: str, to: float, tmp_path: Path) -> None:
     model = small_model()

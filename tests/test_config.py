@@ -299,6 +299,26 @@ STORAGES = "['none', 'int8', 'int4', 'fp8']"
             "KVQuantConfig: `layers` must be keyed by layer indices from 0, got '-1'.",
         ),
         (
+            {"layers": {"²": "int8"}},  # a digit, but no number
+            ValueError,
+            "KVQuantConfig: `layers` must be keyed by layer indices from 0, got '²'.",
+        ),
+        (
+            {"layers": {10**9: "int8"}},
+            ValueError,
+            "KVQuantConfig: `layers` must be keyed by layer indices from 0, got 1000000000.",
+        ),
+        (
+            {"layers": {0: "int8", "0": "int4"}},  # the first would be forgotten
+            ValueError,
+            "KVQuantConfig: `layers` must name a layer once, got [0, '0']. Keep one of 0 and '0'.",
+        ),
+        (
+            {"layers": 0},
+            TypeError,
+            "KVQuantConfig: `layers` must map layer indices to presets or formats, got int.",
+        ),
+        (
             {"layers": {True: "int8"}},
             ValueError,
             "KVQuantConfig: `layers` must be keyed by layer indices from 0, got True.",
