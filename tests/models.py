@@ -33,6 +33,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, reference
+from hf_kvquant.cache import layers_of, quantized_layers
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.formats import Planes
 from hf_kvquant.transforms import KeyTransform
@@ -412,7 +413,7 @@ class ReferenceLayer(DynamicLayer):
 
 
 class ReferenceCache(DynamicCache):
-    """A `DynamicCache` whose full-attention layers attend to dequantised tensors, for an unpatched model.
+    """A `DynamicCache` whose layers that ours quantises attend to dequantised tensors, for an unpatched model.
 
     Args:
         config: The model's config.
@@ -432,11 +433,14 @@ class ReferenceCache(DynamicCache):
     ) -> None:
         super().__init__(config=config)
         quant_config = KVQuantConfig.resolve(preset_or_config)
-        for index, layer in enumerate(self.layers):
-            if type(layer) is DynamicLayer:
-                formats = quant_config.formats(index)
-                transform = KeyTransform(is_rotated="rotate" in formats.transforms)
-                if key_transforms is not None:
-                    transform = key_transforms.get(index, KeyTransform())
-                replayed = None if replay is None else replay[index]
-                self.layers[index] = ReferenceLayer(formats, replayed, mask, transform)
+        layer_types, _ = layers_of(config.get_text_config(decoder=True))
+        for index in quantized_layers(layer_types, quant_config):
+            formats = quant_config.formats(index)
+            if layer_types[index] == "sliding_attention":
+                # All tokens are kept, and what lies before the window is hidden by the mask alone.
+                formats = dataclasses.replace(formats, sink_length=0)
+            transform = KeyTransform(is_rotated="rotate" in formats.transforms)
+            if key_transforms is not None:
+                transform = key_transforms.get(index, KeyTransform())
+            replayed = None if replay is None else replay[index]
+            self.layers[index] = ReferenceLayer(formats, replayed, mask, transform)

@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+
+from .observation import whole_cache
 
 # T of the formula above, at most, and no more than a model was made for: pairs that turn about once in so many tokens,
 # or more, are left to the rotation. A centre over more positions than a text has fits its first tokens badly (reference
@@ -78,7 +80,7 @@ def num_kv_heads(model: PreTrainedModel) -> dict[int, int]:
 
 def _keys_of_a_token(model: PreTrainedModel) -> dict[int, Tensor]:
     """What arrives in the cache for one token: per layer that keeps all keys `[1, num_kv_heads, 1, head_dim]`."""
-    cache = DynamicCache(config=_text_config(model))
+    cache = whole_cache(model)
     token = torch.zeros((1, 1), dtype=torch.long, device="cpu" if model.device.type == "meta" else model.device)
     with _evaluating(model):
         model(input_ids=token, attention_mask=torch.ones_like(token), past_key_values=cache, use_cache=True)
@@ -109,7 +111,7 @@ def data_centers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]
         mask = batch.get("attention_mask")
         is_token = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(model.device).bool()
         count += int(is_token.sum())
-        cache = DynamicCache(config=_text_config(model))
+        cache = whole_cache(model)
         with _evaluating(model):
             model(
                 input_ids=input_ids,
