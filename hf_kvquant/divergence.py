@@ -169,4 +169,4 @@ class Meter:
             if not isinstance(layer, KVQuantLayer) or not layer.storage.is_quantized:
                 continue
             if layer.storage.total_length != self.longest:
-                raise CannotMeasure(f"layer {index} took {layer.storage.total_length} of {self.longest} tokens")
+                raise CannotMeasure(f"layer {index} kept {layer.storage.total_length} of {self.longest} tokens")

@@ -186,7 +186,7 @@ class RingStorage(LayerStorage):
             self.dropped = 0
             return
         super().crop(num_tokens)
-        if self.length > self.max_capacity:
+        if self.capacity > self.max_capacity:
             self._drop(self.surplus(self.length), self.max_capacity)
 
     def reset(self) -> None:

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from .observation import whole_cache
+from ..cache import layers_of
 
 # T of the formula above, at most, and no more than a model was made for: pairs that turn about once in so many tokens,
 # or more, are left to the rotation. A centre over more positions than a text has fits its first tokens badly (reference
@@ -128,6 +128,16 @@ def data_centers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]
     if count == 0:
         raise ValueError("data_centers: `batches` must hold at least one token, got none. Give calibration text.")
     return {index: (total / count).float() for index, total in sums.items()}
+
+
+def whole_cache(model: PreTrainedModel) -> DynamicCache:
+    """A cache of transformers that keeps all keys, those that a sliding window has left too; masks hide them."""
+    text_config = _text_config(model)
+    cache = DynamicCache(config=text_config)
+    for index, layer_type in enumerate(layers_of(text_config)[0]):
+        if layer_type == "sliding_attention":
+            cache.layers[index] = DynamicLayer()
+    return cache
 
 
 def _text_config(model: PreTrainedModel) -> Any:

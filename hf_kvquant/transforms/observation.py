@@ -19,13 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention import _call
-from ..cache import layers_of
 from ..patching import _set_attention, _text_config
 
 NAME = "hf_kvquant-observed"
@@ -114,16 +112,6 @@ def forward(model: PreTrainedModel, input_ids: Tensor, *, cache: Cache | None = 
             input_ids=input_ids.to(device), past_key_values=cache, use_cache=cache is not None, **placed
         ).logits
     return logits
-
-
-def whole_cache(model: PreTrainedModel) -> DynamicCache:
-    """A cache of transformers that keeps all keys, those that a sliding window has left too; masks hide them."""
-    text_config = _text_config(model)
-    cache = DynamicCache(config=text_config)
-    for index, layer_type in enumerate(layers_of(text_config)[0]):
-        if layer_type == "sliding_attention":
-            cache.layers[index] = DynamicLayer()
-    return cache
 
 
 def _attention(

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from ..cache import layers_of
 from ..patching import _text_config
+from .centering import whole_cache
 from .layout import check_decoder, other_caches
-from .observation import Observation, forward, observed, whole_cache
+from .observation import Observation, forward, observed
 
 NUM_TOKENS = 8  # that the model is run on
 
