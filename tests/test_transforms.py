@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import compare
 import models
 import pytest
 import torch
