@@ -22,13 +22,13 @@ from models import FAMILIES, ReferenceCache, check_against_reference, greedy, le
 from test_cache import through_pickle
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
-from transformers.masking_utils import sliding_window_causal_mask_function
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patch, patched, reference
 from hf_kvquant.attention import attention, attention_mask
 from hf_kvquant.cache import _log_sliding_left
 from hf_kvquant.cache_file import _dropped
-from hf_kvquant.handle import KVHandle
+from hf_kvquant.handle import KVHandle, KVLength, MaskNotes
 from hf_kvquant.rings import KVQuantRingLayer, RingStorage
 
 BATCH, KV_HEADS, Q_HEADS, HEAD_DIM = 3, 2, 4, models.HEAD_DIM
@@ -462,6 +462,38 @@ def test_models_that_change_keys_get_the_mask_of_their_window(q_len: int) -> Non
     compare.assert_same(out, expected, "attention")
     codes, _ = attention(module, query, *handles, bounds, prev="sdpa", scaling=0.3)
     compare.assert_close(codes, expected, 1e-4, "attention over codes")
+
+
+@pytest.mark.parametrize(
+    "options, is_plain",
+    [
+        ({}, True),
+        ({"allow_is_causal_skip": False, "q_length": 1}, True),
+        ({"allow_is_causal_skip": False}, False),
+        ({"local_size": 5}, False),
+        ({"use_vmap": True}, False),
+        ({"mask_function": causal_mask_function}, False),
+    ],
+    ids=str,
+)
+def test_masks_that_a_window_alone_cannot_say_are_dense(options: dict[str, Any], is_plain: bool) -> None:
+    arguments: dict[str, Any] = {
+        "batch_size": BATCH,
+        "q_length": 2,
+        "q_offset": 20,
+        "kv_offset": 15,
+        "mask_function": sliding_window_causal_mask_function(6),
+        "attention_mask": torch.arange(22) >= torch.tensor([[3], [0], [17]]),
+        "local_size": 6,
+        "device": torch.device("cpu"),
+        **options,
+    }
+    length = KVLength(7, MaskNotes(), is_first_chunk=False, window=6)
+    mask = attention_mask(kv_length=length, prev="sdpa", **arguments)
+    if is_plain:
+        assert mask[:, :, 0, 0].tolist() == [[3, 0, 17], [20] * 3, [6] * 3]
+    else:
+        compare.assert_same(mask, attention_mask(kv_length=7, prev="sdpa", **arguments), "mask")
 
 
 # --- refusals and choices ---------------------------------------------------------------------------------------------
