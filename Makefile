@@ -10,6 +10,11 @@ DEMO_ARGS ?= --max-new-tokens 96 --repetition-penalty 1.15
 QUALITY_TEXT ?= wikitext2.test.raw
 QUALITY_TASKS ?= zero_shot
 QUALITY_LIMIT ?= 200
+# The oldest transformers that pyproject.toml accepts, beside the pinned one, and the tests of what touches it.
+OLDEST := build/oldest
+OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+OLDEST_TESTS := $(addprefix tests/test_,cache.py generate.py patching.py attention.py own_attention.py cache_file.py \
+                  compile.py capture.py)
 SANITIZER ?= compute-sanitizer
 SANITIZE_TOOLS ?= memcheck racecheck initcheck
 
@@ -28,7 +33,7 @@ DEMO_PROMPTS := $(sort $(wildcard evals/demo_prompts/*.txt))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quality test sanitize lint format types cuda wheel clean distclean
+.PHONY: help setup demo quality test oldest sanitize lint format types cuda wheel clean distclean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -52,6 +57,13 @@ quality: $(READY)  ## measure the README's quality table anew, and render it (QU
 
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+oldest: $(READY)  ## tests of the cache and of generation under the oldest transformers that is accepted
+	test -f $(OLDEST)/stamp || $(BIN)/pip install --quiet --upgrade --target $(OLDEST) \
+	    "transformers==$(OLDEST_TRANSFORMERS)"
+	@touch $(OLDEST)/stamp
+	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(PYTEST_ARGS) $(OLDEST_TESTS)
 
 # Every tensor gets memory of its own, so that a read behind its end is one. CUDA calls that fail on purpose, as torch's
 # look for devices, are not reported.

@@ -54,7 +54,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_kvquant import KVQuantCache, ops, patched
-from hf_kvquant.evaluation.plots import GRID, picture
+from hf_kvquant.evaluation.plots import GRID, PALETTE, picture
 from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu_state
 
 DTYPE = torch.bfloat16
@@ -398,10 +398,14 @@ def plotted(results: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
 
 def draw(numbers: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
     """Tokens a second and memory against context, side by side."""
+    # A colour for each system, a marker for each batch.
+    systems, batches = (list(dict.fromkeys(label.split(", ")[i] for label in numbers["speed"])) for i in range(2))
     with picture(path, numbers, columns=2, size=(11.5, 3.6)) as (figure, ((speed, memory),)):
         for axes, lines in ((speed, numbers["speed"]), (memory, numbers["memory"])):
             for label, points in lines.items():
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
+                system, batch = label.split(", ")
+                colour, marker = PALETTE[systems.index(system) % len(PALETTE)], "os^D"[batches.index(batch) % 4]
+                axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label)
             ticks = sorted({context for points in lines.values() for context, _ in points})
             axes.set(xscale="log", xlabel="context, tokens")
             axes.set_xticks(ticks, [Case(1, int(tick)).name[2:] for tick in ticks])

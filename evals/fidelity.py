@@ -19,6 +19,7 @@ from rich.console import Console
 
 from hf_kvquant import cli
 from hf_kvquant.evaluation import perplexity
+from hf_kvquant.evaluation.perplexity_results import kld_of, show
 from hf_kvquant.evaluation.preparation import OUTLIER_PAIRS
 from hf_kvquant.evaluation.provenance import ROOT, sha256
 
@@ -70,7 +71,7 @@ def flattened(record: dict[str, Any], folder: Path) -> dict[str, Any]:
 def window(part: dict[str, Any]) -> dict[str, float]:
     """One window under one preset: means over its tokens."""
     return {
-        "kld": float(perplexity.kld_of(part).mean()),
+        "kld": float(kld_of(part).mean()),
         "agreement": part["agreeing"] / len(part["kld"]),
         "nll": part["nll"] / part["tokens"],
         "reference_nll": part["reference_nll"] / part["tokens"],
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     output, args.output = args.output, args.record
     record = perplexity.measure(args).to_dict()
     results = flattened(record, Path(args.model))
-    perplexity.show(Console(highlight=False), record["parts"]["summary"]["modes"], record["settings"])
+    show(Console(highlight=False), record)
     if output:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
         Path(output).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

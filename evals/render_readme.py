@@ -4,8 +4,9 @@
 
 A test compares what this file makes with what is committed, so a number in the README is always one of a results file;
 a picture carries its numbers along for that, since its bytes depend on the version of matplotlib, which only drawing
-needs (`pip install matplotlib`). Without `decode.json` the README says nothing about GPUs. What is measured and how is
-decided in the scripts beside this file and in `hf_kvquant/evaluation/`, which also knows how a picture looks.
+needs (`pip install matplotlib`). Without `decode.json` and `generate.json` the README says nothing about GPUs. What the
+latter's part looks like is decided in `render_generate.py`; what is measured and how, in the other scripts beside this
+file and in `hf_kvquant/evaluation/`, which also knows how a picture looks.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_kvquant.evaluation.page import scientific, spelled_average, zero_shot
+import render_generate
+
+from hf_kvquant.evaluation.page import scientific, spelled_average, table
 from hf_kvquant.evaluation.plots import GRID, PALETTE, picture
 from hf_kvquant.evaluation.task_files import AVERAGED
+from hf_kvquant.evaluation.task_results import averages, by_task_and_preset
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results"
@@ -25,6 +29,7 @@ PICTURE = RESULTS / "presets.svg"
 GPU_PICTURE = RESULTS / "decode.svg"
 BEGIN, END = "<!-- begin: evals/render_readme.py -->\n", "<!-- end -->"
 GPU_BEGIN = "<!-- begin: evals/render_readme.py, GPU -->\n"
+GENERATE_BEGIN = "<!-- begin: evals/render_readme.py, generate -->\n"
 REPRODUCE = (
     "The same for a model of your own, from a folder or the hub, as a page with pictures: "
     "`hf-kvquant eval report MODEL --text FILE --output DIR` (`pip install 'hf-kvquant[eval]'`)."
@@ -41,10 +46,10 @@ def load(name: str) -> dict[str, Any]:
     return results
 
 
-def load_all() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any] | None]:
-    """The results files of quality, zero-shot tasks, CPU and GPU; `None` where no GPU was measured yet."""
-    gpu = load("decode.json") if (RESULTS / "decode.json").exists() else None
-    return load("fidelity.json"), load("tasks.json"), load("cpu_decode.json"), gpu
+def load_all() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any] | None, dict[str, Any] | None]:
+    """The results files of quality, zero-shot tasks, CPU, GPU and `generate`; `None` where no GPU was measured yet."""
+    gpu, generate = (load(name) if (RESULTS / name).exists() else None for name in ("decode.json", "generate.json"))
+    return load("fidelity.json"), load("tasks.json"), load("cpu_decode.json"), gpu, generate
 
 
 def speedups(cpu: dict[str, Any]) -> dict[str, float]:
@@ -52,24 +57,20 @@ def speedups(cpu: dict[str, Any]) -> dict[str, float]:
     return {row["preset"]: row["speedup"] for row in cpu["rows"]}
 
 
-def table(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]) -> str:
+def quality_table(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]) -> str:
     """The README's table, with a line that says where its numbers come from."""
-    ratios, averages = speedups(cpu), zero_shot(tasks)
+    ratios, means = speedups(cpu), averages(by_task_and_preset(tasks["parts"]))
     unquantised = fidelity["presets"]["none"]["bytes_per_token"]
-    lines = [
-        "| preset | bits a value | cache | perplexity | KL, nats a token | same next token | zero-shot average, % "
-        "| CPU decode, times PyTorch |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    headings = ["preset", "bits a value", "cache", "perplexity", "KL, nats a token", "same next token"]
+    headings += ["zero-shot average, %", "CPU decode, times PyTorch"]
+    rows = []
     for preset, row in fidelity["presets"].items():
         ratio = f"{ratios[preset]:.1f}" if preset in ratios else "-"
         change = f" ({row['perplexity_change']:+.2%})" if preset != "none" else ""
-        lines.append(
-            f"| `{preset}` | {row['bits_per_value']:.4g} | {row['bytes_per_token'] / unquantised:.0%} "
-            f"| {row['perplexity']:.2f}{change} | {scientific(row['kld'])} "
-            f"| {row['agreement']:.1%} | {spelled_average(averages.get(preset))} | {ratio} |"
-        )
-    return "\n".join(lines)
+        cells = [f"`{preset}`", f"{row['bits_per_value']:.4g}", f"{row['bytes_per_token'] / unquantised:.0%}"]
+        cells += [f"{row['perplexity']:.2f}{change}", scientific(row["kld"]), f"{row['agreement']:.1%}"]
+        rows.append([*cells, spelled_average(means.get(preset)), ratio])
+    return table(headings, rows)
 
 
 def caption(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]) -> str:
@@ -145,13 +146,12 @@ def peer_table(gpu: dict[str, Any]) -> str:
     names = [(f"hf_kvquant `{name}`", "preset", "rows", name) for name in ours]
     # A peer's name begins with the type of its keys and values.
     names += [(f"{name.partition(' ')[2]}, {name.partition(' ')[0]}", "peer", "peers", name) for name in others]
-    heads = " | ".join(f"{describe_case(case)}, {describe_heads(case)}" for case in cases)
-    lines = [f"| kernel, µs | {heads} |", "|---" + "|--:" * len(cases) + "|"]
+    headings = ["kernel, µs", *(f"{describe_case(case)}, {describe_heads(case)}" for case in cases)]
+    rows = []
     for label, key, kind, name in names:
         times = [next((row["median_us"] for row in case[kind] if row[key] == name), None) for case in cases]
-        cells = ["-" if time is None else microseconds(time) for time in times]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([label, *("-" if time is None else microseconds(time) for time in times)])
+    return table(headings, rows)
 
 
 def gpu_caption(gpu: dict[str, Any]) -> str:
@@ -248,18 +248,28 @@ def draw_gpu(numbers: dict[str, dict[str, list[list[float]]]], path: Path) -> No
 
 
 def rendered(
-    readme: str, fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any], gpu: dict[str, Any] | None
+    readme: str,
+    fidelity: dict[str, Any],
+    tasks: dict[str, Any],
+    cpu: dict[str, Any],
+    gpu: dict[str, Any] | None,
+    generate: dict[str, Any] | None,
 ) -> str:
     """The README with what stands between the markers made anew."""
     place = PICTURE.relative_to(ROOT).as_posix()
     picture_of_presets = f"![Quality and speed of the presets]({place})"
-    parts = [picture_of_presets, table(fidelity, tasks, cpu), caption(fidelity, tasks, cpu), REPRODUCE]
+    parts = [picture_of_presets, quality_table(fidelity, tasks, cpu), caption(fidelity, tasks, cpu), REPRODUCE]
     readme = _filled(readme, BEGIN, parts)
-    if gpu is None:
-        return _filled(readme, GPU_BEGIN, [])
-    place = GPU_PICTURE.relative_to(ROOT).as_posix()
-    picture_of_gpu = f"![Time against context and share of the read bandwidth on a GPU]({place})"
-    parts = ["## On a GPU", picture_of_gpu, gpu_table(gpu), peer_table(gpu), gpu_caption(gpu)]
+    parts = []
+    if generate is not None:
+        parts = ["## `generate` on a GPU", render_generate.step_table(generate), render_generate.caption(generate)]
+    readme = _filled(readme, GENERATE_BEGIN, parts)
+    parts = []
+    if gpu is not None:
+        place = GPU_PICTURE.relative_to(ROOT).as_posix()
+        picture_of_gpu = f"![Time against context and share of the read bandwidth on a GPU]({place})"
+        parts = ["## One layer's decode attention on a GPU", picture_of_gpu, gpu_table(gpu), peer_table(gpu)]
+        parts.append(gpu_caption(gpu))
     return _filled(readme, GPU_BEGIN, parts)
 
 
@@ -271,11 +281,13 @@ def _filled(readme: str, begin: str, parts: list[str]) -> str:
 
 def main() -> None:
     """Write the pictures and the README."""
-    fidelity, tasks, cpu, gpu = load_all()
+    fidelity, tasks, cpu, gpu, generate = load_all()
     draw(plotted(fidelity, cpu), PICTURE)
     if gpu is not None:
         draw_gpu(plotted_gpu(gpu), GPU_PICTURE)
-    README.write_text(rendered(README.read_text(encoding="utf-8"), fidelity, tasks, cpu, gpu), encoding="utf-8")
+    README.write_text(
+        rendered(README.read_text(encoding="utf-8"), fidelity, tasks, cpu, gpu, generate), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from .config import PRESETS, KVQuantConfig, LayerFormats
 from .formats import KVFormat
 from .patching import disable, enable, patch, patched, unpatch
 from .preflight import run_preflight
+from .report import LayerReport, Report, report
 from .transforms import KeyTransform
 from .transforms.of_model import key_transforms
 from .transforms.smoothing import load_smoothing, smooth_attention, unsmooth
@@ -28,8 +29,10 @@ __all__ = [
     "KVQuantConfig",
     "KeyTransform",
     "LayerFormats",
+    "LayerReport",
     "Preflight",
     "PreflightError",
+    "Report",
     "SmoothingResult",
     "__version__",
     "disable",
@@ -38,6 +41,7 @@ __all__ = [
     "load_smoothing",
     "patch",
     "patched",
+    "report",
     "run_preflight",
     "smooth_attention",
     "unpatch",

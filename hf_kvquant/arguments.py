@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ._errors import did_you_mean
 from .config import PRESETS, WINDOWS, KVQuantConfig
 from .fidelity import is_out_of_memory
+from .patching import patched
 from .transforms.smoothing import load_smoothing
 from .transforms.smoothing_file import FILE_NAME
 
@@ -33,11 +34,24 @@ class UsageError(Exception):
 
 
 class Refused(Exception):
-    """A preset that the model does not bear. Its text is shown below the findings."""
+    """An answer of no: a preset that the model does not bear, or a measurement that fails its own checks."""
 
 
 class Interrupted(KeyboardInterrupt):
     """An interruption, with what is left of the run as its text."""
+
+
+def add_placement(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """The options that say how a model is loaded. `checked_device` and `load` take them.
+
+    Args:
+        parser: Gets them.
+        more: What else is to be said of the dtype.
+    """
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help=f"of the model{more} (default: the checkpoint's)"
+    )
+    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
 
 
 def add_presets(parser: argparse.ArgumentParser, default: Iterable[str], more: str = "") -> None:
@@ -128,6 +142,32 @@ def checked_preset(name: str, where: str, *, spelled: str | None = None) -> str:
     return name
 
 
+def check_counts(args: argparse.Namespace, names: Iterable[str], where: str) -> None:
+    """Refuse options below 1, of those that were given.
+
+    Raises:
+        UsageError: There is one.
+    """
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"{where}: `--{name.replace('_', '-')}` must be at least 1, got {value}.")
+
+
+def check_fit(model: PreTrainedModel, name: str, configs: Mapping[str, KVQuantConfig], where: str) -> None:
+    """Refuse configs that a model cannot be patched with, before anything is run.
+
+    Raises:
+        UsageError: There is one.
+    """
+    for preset, config in configs.items():
+        try:
+            with patched(model, config):
+                pass
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise UsageError(f"{where}: `--preset {preset}` does not fit {name}. {error}") from error
+
+
 def read_text(name: str, where: str) -> str:
     """A text file; `where` opens the message when it is none."""
     try:
@@ -165,7 +205,7 @@ def load(name: str, dtype: str, device: torch.device, where: str) -> tuple[PreTr
             f"{where}: `MODEL` must be a folder with a transformers model or a hub id, got {name}: {found}."
         )
     transformers.utils.logging.disable_progress_bar()
-    source = str(path) if path.exists() else name
+    source = source_of(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
@@ -183,6 +223,12 @@ def load(name: str, dtype: str, device: torch.device, where: str) -> tuple[PreTr
             f"{where}: `MODEL` must fit into the memory of {device}, got {name}, which does not. Use --dtype bfloat16, "
             "another --device or a smaller model."
         ) from error
+
+
+def source_of(name: str) -> str:
+    """What `from_pretrained` takes for the model of this name: a folder that is there, else a hub id."""
+    path = Path(name).expanduser()
+    return str(path) if path.exists() else name
 
 
 def load_calibration(model: PreTrainedModel, name: str) -> None:

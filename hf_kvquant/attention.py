@@ -29,6 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .handle import KVHandle, KVLength
 
 NAME = "hf_kvquant"
+NOT_QUANTIZED = "nothing is quantised in this layer"
 
 # What transformers passes to attention functions, apart from tensors: these do not change what is computed ...
 _IGNORED = frozenset(
@@ -274,7 +275,7 @@ def _why_not_kernel(
 ) -> str | None:
     """Why a layer has to attend to dense tensors, or `None` if the kernel serves it."""
     if not is_quantized:
-        return "nothing is quantised in this layer"
+        return NOT_QUANTIZED
     if mask is not None and not is_bounds(mask):
         return "the attention mask is neither causal nor left padding"
     if dropout and module.training:

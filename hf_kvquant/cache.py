@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, QuantizedCache
 from .config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
 from .handle import KVHandle, KVLength, KVStep, MaskNotes
 from .lengths import LengthGroup, Lengths
+from .offloading import OffloadedStorage, Offloader
 from .pool import BufferPool
 from .storage import LayerStorage
 from .transforms import KeyTransform
@@ -253,6 +254,11 @@ class KVQuantCache(QuantizedCache):
                 "KVQuantCache: `max_cache_len` must be given for a static cache, got None. "
                 "Give the longest sequence in tokens, prompt included."
             )
+        if quant_config.offloading and max_cache_len is not None:
+            raise ValueError(
+                f"KVQuantCache: `max_cache_len` must be None with offloading=True, got {max_cache_len}. Only growing "
+                "caches are offloaded: leave out either."
+            )
         text_config = config.get_text_config(decoder=True)
         layer_types, layer_kwargs = layers_of(text_config)
         check_model(text_config, layer_types, quant_config)
@@ -274,13 +280,16 @@ class KVQuantCache(QuantizedCache):
         from .rings import KVQuantRingLayer, RingStorage  # which imports this module
 
         ring_lengths: dict[Any, Lengths] = defaultdict(Lengths)
+        new_storage: Callable[..., LayerStorage] = LayerStorage
+        if quant_config.offloading:
+            new_storage = functools.partial(OffloadedStorage, offloader=Offloader())
 
         def new_layer(index: int, layer_type: str, kwargs: dict[str, Any]) -> Any:
             formats, name = quant_config.formats(index), f"layer {index}"
             if index not in quantized:
                 return _transformers_layer(layer_type, kwargs, max_cache_len)
             if layer_type == "full_attention":
-                storage = LayerStorage(
+                storage = new_storage(
                     formats,
                     max_cache_len=max_cache_len,
                     name=name,
@@ -387,6 +396,12 @@ class KVQuantCache(QuantizedCache):
             if isinstance(layer, KVQuantLayer):
                 layer.storage.set_key_transform(key_transforms.get(index))
 
+    def count_fallbacks_in(self, tally: dict[int, Counter[str]]) -> None:
+        """Count steps that attend to dequantised tensors for longer than there is this cache: by layer, by reason."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, KVQuantLayer):
+                layer.storage.tally = tally.setdefault(index, Counter())
+
     def check_in_step(self) -> None:
         """Refuse a captured step over layers of different lengths.
 
@@ -468,6 +483,17 @@ def quantized_layers(
     return [index for index, layer_type in enumerate(layer_types) if layer_type in kinds]
 
 
+def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
+    """Where the weights of each layer are, by index of the layer; where the model's are, if a layer cannot be found."""
+    layer_types, _ = layers_of(model.config.get_text_config(decoder=True))
+    found: dict[int, torch.device] = {}
+    for module in (model.get_decoder() or model).modules():
+        index, parameter = getattr(module, "layer_idx", None), next(module.parameters(), None)
+        if isinstance(index, int) and parameter is not None:
+            found.setdefault(index, parameter.device)
+    return {index: found.get(index, model.device) for index in range(len(layer_types))}
+
+
 def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_config: KVQuantConfig) -> None:
     """Refuse a model or a config that cannot be served, before anything is built.
 
@@ -513,14 +539,14 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
     quantized = quantized_layers(layer_types, quant_config)
     # In transformers 5.17, layers at the end that share the keys and values of others have no cache layer at all.
     for index, layer_config in zip(range(len(layer_types)), layer_configs, strict=False):
-        head_dim = _head_dim(layer_config)
+        head_dim = head_dim_of(layer_config)
         if index in quantized and head_dim is not None:
             formats: LayerFormats = quant_config.formats(index)
             formats.key.num_groups(head_dim)
             formats.value.num_groups(head_dim)
 
 
-def _head_dim(config: PreTrainedConfig) -> int | None:
+def head_dim_of(config: PreTrainedConfig) -> int | None:
     """Channels of a head as far as a config tells; tensors decide in the end."""
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None and getattr(config, "num_attention_heads", None):

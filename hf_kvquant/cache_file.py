@@ -32,20 +32,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .cache import KVQuantCache, KVQuantLayer, layers_of, quantized_layers
+from .cache import KVQuantCache, KVQuantLayer, layer_devices, layers_of, quantized_layers
 from .config import KVQuantConfig
 from .formats import Planes
+from .offloading import check_home
 from .rings import RingStorage
 from .storage import SERVED_DTYPES, LayerStorage
 from .transforms import KeyTransform
-from .transforms.folding import hash_of
+from .transforms.folding import weights_hash
 from .transforms.sharding import rank_of
 from .transforms.smoothing_file import content_hash
 
 _FORMAT = "hf_kvquant-cache"
 _VERSION = 1
-# Of each weight, so that a model of 300 weights is known again in some hundredths of a second, whatever its size.
-_SAMPLES = 4096
 # What a text config says that keys and values do not depend on: it differs between machines, versions and tokenizers.
 _VOLATILE = frozenset(
     (
@@ -161,6 +160,10 @@ def load_cache(
                 found = facts["model"]
                 saved_by = found["config"].items(), found["dtype"], found["weights_sha256"]
             _check_meant(where, name, model, saved_by, config, wanted)
+            config = config if wanted is None else wanted
+            if config.offloading:
+                for place in places.values():
+                    check_home(f"{where}: {name}", place)
             with _damage(expected):
                 max_cache_len = None if facts["max_cache_len"] is None else _number(facts, "max_cache_len")
                 # Whether the cache was given transforms matters when it is reset; which ones, comes below.
@@ -365,14 +368,10 @@ def _identity(model: PreTrainedModel) -> dict[str, Any]:
         for name, value in model.config.get_text_config(decoder=True).to_dict().items()
         if name not in _VOLATILE and not name.startswith("_")
     }
-    # What `state_dict` has and a module does not own as a tensor is made up by quantised layers. Buffers that are not
-    # saved, such as frequencies of a RoPE that grows with the context, change while the model runs.
-    owned = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-    names = sorted(owned.intersection(model.state_dict()))
     return {
         "config": json.loads(json.dumps(settings, default=str)),  # as it comes back
         "dtype": str(model.dtype).removeprefix("torch."),
-        "weights_sha256": hash_of(model, names, samples=_SAMPLES),
+        "weights_sha256": weights_hash(model),
     }
 
 
@@ -384,8 +383,8 @@ def _check_meant(
     config: KVQuantConfig,
     wanted: KVQuantConfig | None,
 ) -> None:
-    """Refuse a file of another model or config."""
-    if wanted is not None and config != wanted:
+    """Refuse a file of another model or config. Where codes are kept is no part of what they are."""
+    if wanted is not None and config != dataclasses.replace(wanted, offloading=config.offloading):
         raise ValueError(
             f"{where}: `preset_or_config` must be what {name} was saved with, {config}, got {wanted}. "
             "Leave it out to take the file as it is."
@@ -415,15 +414,9 @@ def _places(where: str, model: PreTrainedModel, device: torch.device | str | Non
     Raises:
         ValueError: There is no memory there, as for a model whose weights are fetched when they are needed.
     """
-    layer_types, _ = layers_of(model.config.get_text_config(decoder=True))
-    places = dict.fromkeys(range(len(layer_types)), model.device if device is None else torch.device(device))
-    if device is None:
-        found: dict[int, torch.device] = {}
-        for module in (model.get_decoder() or model).modules():
-            index, parameter = getattr(module, "layer_idx", None), next(module.parameters(), None)
-            if isinstance(index, int) and index in places and parameter is not None:
-                found.setdefault(index, parameter.device)
-        places |= found
+    places = layer_devices(model)
+    if device is not None:
+        places = dict.fromkeys(places, torch.device(device))
     if any(place.type == "meta" for place in places.values()):
         raise ValueError(
             f"{where}: `device` must be one with memory, got {'no device' if device is None else device} for a model "

@@ -11,28 +11,26 @@ with a traceback.
 from __future__ import annotations
 
 import argparse
-import platform
-import shutil
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, get_args
 
-import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import __version__, ops
+from . import __version__
 from .arguments import (
-    DTYPES,
     Interrupted,
     Refused,
     UsageError,
+    add_placement,
     add_presets,
+    check_counts,
+    check_fit,
     checked_configs,
     checked_device,
     checked_preset,
@@ -41,16 +39,16 @@ from .arguments import (
     read_text,
 )
 from .config import PRESETS, WINDOWS
+from .environment import environment
 from .evaluation import cli as evaluation
 from .generation import UNQUANTIZED, Summary, run_presets
-from .patching import patched
+from .offloading import HOMES
 from .preflight import run_preflight
 from .transforms.smoothing import Mode, smooth_attention
 from .transforms.smoothing_file import FILE_NAME, SmoothingResult
 from .verdict import Preflight, PreflightError, cells
 
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
-REINSTALL = "pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,8 +101,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_presets(generate, COMPARED_PRESETS)
     generate.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
-    generate.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
-    generate.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
+    add_placement(generate)
     generate.add_argument("--sample", action="store_true", help="sample instead of taking the most likely token")
     generate.add_argument("--temperature", type=float, metavar="X", help="with --sample (default: 1)")
     generate.add_argument("--top-p", type=float, metavar="X", help="with --sample (default: 1)")
@@ -112,6 +109,9 @@ def parser() -> argparse.ArgumentParser:
         "--repetition-penalty", type=float, metavar="X", help="above 1 discourages tokens that were there (default: 1)"
     )
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="with --sample, for every text (default: 0)")
+    generate.add_argument(
+        "--offloading", action="store_true", help="keep codes in CPU memory but for those of two layers; on a GPU"
+    )
     generate.add_argument("--no-stream", action="store_true", help="show the table only, not the text")
     generate.set_defaults(run=run_generate)
     calibrate = commands.add_parser(
@@ -151,10 +151,7 @@ def parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--tokens", type=int, default=16384, metavar="N", help="at most (default: 16384)")
     calibrate.add_argument("--window", type=int, default=2048, metavar="N", help="tokens of a forward (default: 2048)")
     calibrate.add_argument("--batch-size", type=int, default=1, metavar="N", help="windows of a forward (default: 1)")
-    calibrate.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
-    calibrate.add_argument(
-        "--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)"
-    )
+    add_placement(calibrate)
     calibrate.set_defaults(run=run_calibrate)
     evaluation.add_parser(commands)
     env = commands.add_parser("env", help="show versions, kernels and devices, and what is missing")
@@ -174,18 +171,19 @@ def run_generate(args: argparse.Namespace) -> None:
     presets = checked_configs(args, "generate", COMPARED_PRESETS)
     texts = checked_prompts(args)
     sampling = checked_sampling(args)
-    if args.max_new_tokens < 1:
-        raise UsageError(f"generate: `--max-new-tokens` must be at least 1, got {args.max_new_tokens}.")
+    check_counts(args, ("max_new_tokens",), "generate")
     device = checked_device(args.device, "generate")
+    if args.offloading:
+        if device.type not in HOMES:
+            raise UsageError(
+                f"generate: `--offloading` must come with a GPU, got {device}, where codes are in CPU memory anyway. "
+                "Leave it out."
+            )
+        presets = {name: dataclasses.replace(config, offloading=True) for name, config in presets.items()}
     model, tokenizer = load(args.model, args.dtype, device, "generate")
     load_calibration(model, args.model)
     prompts = tokenize(model, tokenizer, texts, args.max_new_tokens)
-    for preset, config in presets.items():
-        try:
-            with patched(model, config):
-                pass
-        except (NotImplementedError, ValueError, TypeError) as error:
-            raise UsageError(f"generate: `--preset {preset}` does not fit {args.model}. {error}") from error
+    check_fit(model, args.model, presets, "generate")
 
     console = Console(highlight=False)
 
@@ -215,6 +213,7 @@ def run_generate(args: argparse.Namespace) -> None:
     )
     where = f"{model.dtype} on {device}".removeprefix("torch.")
     windows = "".join(f", {name} {length}" for name in WINDOWS if (length := getattr(args, name)))
+    windows += ", offloaded" if args.offloading else ""
     show_summaries(console, summaries, title=f"{args.model}, {where}, {len(prompts)} prompts{windows}")
 
 
@@ -473,36 +472,3 @@ def run_env(args: argparse.Namespace) -> None:
     for name, value in environment().items():
         table.add_row(name, value)
     Console(highlight=False).print(table)
-
-
-def environment() -> dict[str, str]:
-    """What there is, and for what there is not, how to get it."""
-    module = ops.extension()
-    facts = {
-        "hf-kvquant": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "platform": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
-    }
-    if isinstance(module, ModuleType):
-        facts["extension"] = str(module.__file__)
-        facts["CPU kernels"] = str(module.cpu_capability())
-    else:
-        facts["extension"] = (
-            f"missing ({module}): the PyTorch reference serves. Install a C++ compiler, then {REINSTALL}"
-        )
-    if ops.has_kernels("cuda"):
-        assert isinstance(module, ModuleType)
-        facts["CUDA kernels"] = f"compute capabilities {module.cuda_archs()}"
-    else:
-        nvcc = "nvcc is there" if shutil.which("nvcc") else "no nvcc on PATH: install the CUDA toolkit"
-        facts["CUDA kernels"] = f"missing ({nvcc}). Then {REINSTALL}"
-    if torch.cuda.is_available():
-        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        facts["GPUs"] = ", ".join(f"{device.name} ({device.major}.{device.minor})" for device in devices)
-    elif torch.version.cuda is None:
-        facts["GPUs"] = "none: this torch is built for CPUs only"
-    else:
-        facts["GPUs"] = f"none found by this torch, built for CUDA {torch.version.cuda}"
-    return facts

@@ -58,7 +58,7 @@ _DEFAULT_TRANSFORMS = {"none": (), "int8": TRANSFORMS, "int4": TRANSFORMS, "fp8"
 WINDOWS = ("sink_length", "residual_length")
 
 _SIDES = ("preset", "key", "value", "transforms", *WINDOWS)
-_KEYS = ("backend", *_SIDES, "layers", "sliding", "static", "max_cache_len", "capture")
+_KEYS = ("backend", *_SIDES, "layers", "sliding", "static", "max_cache_len", "capture", "offloading")
 _ALIASES = ("nbits", "q_group_size")
 
 
@@ -91,6 +91,11 @@ class LayerFormats:
         if isinstance(self.key, KVFormat) and isinstance(self.value, KVFormat):
             _check_windows("LayerFormats", self.key, self.value, self.sink_length, self.residual_length)
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys or values are."""
+        return self.key.is_quantized or self.value.is_quantized
+
     def describe(self) -> str:
         """A short name for reports: one description when both sides are alike, else both; and the dense windows."""
         key, value = self.key.describe(), self.value.describe()
@@ -120,6 +125,8 @@ class KVQuantConfig:
             rounded up, or what the buffers of an earlier call hold.
         capture: Whether `generate` of a patched model captures the decode step as a CUDA graph as it is, in place of
             transformers' compilation: ready at once, for one GPU. Implies `static`.
+        offloading: Whether the codes of a growing cache are in CPU memory, but for those of two layers on each GPU: the
+            one that is attended to, and the next, which is on its way. See `offloading.py`.
 
     Raises:
         TypeError, ValueError: Naming the argument, what was expected and what came.
@@ -135,6 +142,7 @@ class KVQuantConfig:
     static: bool = False
     max_cache_len: int | None = None
     capture: bool = False
+    offloading: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key", "value"):
@@ -146,7 +154,7 @@ class KVQuantConfig:
         object.__setattr__(self, "transforms", _canonical_transforms("KVQuantConfig", self.transforms, self.key))
         _check_value("KVQuantConfig", self.value)
         _check_windows("KVQuantConfig", self.key, self.value, self.sink_length, self.residual_length)
-        for name in ("sliding", "static", "capture"):
+        for name in ("sliding", "static", "capture", "offloading"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"KVQuantConfig: `{name}` must be True or False, got {getattr(self, name)!r}.")
         if self.max_cache_len is not None:
@@ -159,6 +167,11 @@ class KVQuantConfig:
                 )
         if self.max_cache_len is not None or self.capture:
             object.__setattr__(self, "static", True)
+        if self.offloading and self.static:
+            raise ValueError(
+                "KVQuantConfig: `offloading` must be False for a static cache, got True: a compiled or captured step "
+                "finds its buffers on the GPU. Leave static, max_cache_len and capture out, or offloading."
+            )
         if not isinstance(self.layers, Mapping):
             raise TypeError(
                 f"KVQuantConfig: `layers` must map layer indices to LayerFormats, got {type(self.layers).__name__}."
@@ -243,10 +256,9 @@ class KVQuantConfig:
         `sink_length` and `residual_length` (tokens at the beginning and at the end that stay as they came; 0 if left
         out), `layers` (layer index to a preset's name or to a dictionary with `preset`, `key`, `value`, `transforms`,
         `sink_length`, `residual_length`; a layer that does not say how many tokens stay dense keeps as many as the
-        others, where it quantises), `sliding`, `static`, `max_cache_len`, `capture`, `backend` (ignored when it is
-        ours).
-        transformers' own spellings are understood: `nbits` (8 or 4, both sides) and `q_group_size` (channels per scale,
-        both sides).
+        others, where it quantises), `sliding`, `static`, `max_cache_len`, `capture`, `offloading`, `backend` (ignored
+        when it is ours). transformers' own spellings are understood: `nbits` (8 or 4, both sides) and `q_group_size`
+        (channels per scale, both sides).
 
         Raises:
             ValueError: A key is unknown (the nearest known one is suggested) or a value has no meaning.
@@ -283,6 +295,7 @@ class KVQuantConfig:
             static=data.get("static", False),
             max_cache_len=data.get("max_cache_len"),
             capture=data.get("capture", False),
+            offloading=data.get("offloading", False),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -308,6 +321,7 @@ class KVQuantConfig:
             "static": self.static,
             "max_cache_len": self.max_cache_len,
             "capture": self.capture,
+            "offloading": self.offloading,
         }
 
 
@@ -355,7 +369,7 @@ def _layer_formats(where: str, spelled: object, windows: Mapping[str, int] | Non
         key=_side(where, "key", spelled["key"]) if "key" in spelled else base.key,
         value=_side(where, "value", spelled["value"]) if "value" in spelled else base.value,
     )
-    if windows is not None and (formats.key.is_quantized or formats.value.is_quantized):
+    if windows is not None and formats.is_quantized:
         spelled = {**windows, **spelled}
     return _with_options(where, formats, spelled)
 

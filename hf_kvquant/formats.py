@@ -95,6 +95,20 @@ class Planes:
 
         return Planes(self.codes[:, :, begin:end], cut(self.scale), cut(self.zero), self.tail)
 
+    def token_axes(self, block_size: int | None = None) -> dict[str, int]:
+        """The axis of tokens of every plane that grows with them, by name; of blocks, where channels have scales.
+
+        A frozen scale and a tail do not grow. For whole planes: of a single token, a scale would look frozen.
+
+        Args:
+            block_size: As in `narrow`.
+        """
+        axes = {"codes": 2}
+        for name, plane in (("scale", self.scale), ("zero", self.zero)):
+            if plane is not None and (block_size is not None or plane.shape[-1] > 1):
+                axes[name] = 3 if block_size is None else 2
+        return axes
+
     @property
     def num_bytes(self) -> int:
         """Bytes allocated for all planes."""
@@ -280,9 +294,9 @@ class KVFormat:
     ) -> Planes:
         """New planes for `capacity` tokens.
 
-        Scales start at zero: a kernel that reads a tile beyond the length multiplies a probability of 0 with them, and
-        0 · NaN would be NaN. Codes are left unwritten, since every bit pattern of an integer code is finite; those of
-        fp8, `none` and a tail are not, and start at zero.
+        All start at zero: a kernel that reads a tile beyond the length multiplies a probability of 0 with what is
+        there, and 0 · NaN would be NaN. Integer codes are finite whatever they are, but whoever copies whole planes
+        would read memory that nobody has written, among which a checker cannot tell what matters.
 
         Args:
             batch: Sequences.
@@ -302,8 +316,7 @@ class KVFormat:
         if not self.is_quantized:
             return Planes(torch.zeros((*rows, head_dim), dtype=dtype, device=device), None, None)
         shape = self.scale_shape(batch, num_kv_heads, head_dim, capacity)
-        make_codes = torch.zeros if self.storage == "fp8" else torch.empty
-        codes = make_codes((*rows, self.row_bytes(head_dim)), dtype=torch.uint8, device=device)
+        codes = torch.zeros((*rows, self.row_bytes(head_dim)), dtype=torch.uint8, device=device)
         scale = torch.zeros(shape, dtype=SCALE_DTYPE, device=device)
         assert self.block_size is None or capacity % self.block_size == 0
         tail = None

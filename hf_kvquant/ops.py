@@ -312,26 +312,64 @@ def _has_kernel(device: torch.device, *head_dims: int) -> bool:
     return max(head_dims) <= MAX_CUDA_HEAD_DIM and _serves_gpu(0 if device.index is None else device.index)
 
 
-def _warn_reference(device: torch.device, *head_dims: int) -> None:
-    """Say why the reference serves, once for every reason."""
+@dataclasses.dataclass(frozen=True)
+class NoKernel:
+    """Why the PyTorch reference serves.
+
+    Attributes:
+        what: For which there are no compiled kernels.
+        reason: Why not.
+        remedy: What to do.
+    """
+
+    what: str
+    reason: str
+    remedy: str
+
+
+def why_reference(device: torch.device, *head_dims: int) -> NoKernel | None:
+    """Why the reference serves calls on a device, or `None` where compiled kernels do.
+
+    Args:
+        device: Of the codes.
+        *head_dims: Of keys and of values; left out where they are not known.
+    """
     module = extension()
     if isinstance(module, ImportError) or not has_kernels(device.type):
         reason = module if isinstance(module, ImportError) else f"it was built without kernels for {device.type}"
         remedy = "Install a compiler and reinstall: pip install --no-build-isolation ."
-        _log_reference(device.type, str(reason), remedy)
-    elif device.type == "cuda" and not serves_gpu(device.index):
+        return NoKernel(device.type, str(reason), remedy)
+    if device.type != "cuda":
+        return None
+    if not serves_gpu(device.index):
         major, minor = torch.cuda.get_device_capability(device.index)
-        _log_reference(
+        return NoKernel(
             f"{torch.cuda.get_device_name(device.index)}, compute capability {major}.{minor}",
             f"they were built for {module.cuda_archs()}",
             f"Reinstall: HF_KVQUANT_CUDA_ARCHS={major}{minor} pip install --no-build-isolation . (8.0 is the least)",
         )
-    elif device.type == "cuda" and max(head_dims) > MAX_CUDA_HEAD_DIM:
-        _log_reference(
+    if max(head_dims, default=0) > MAX_CUDA_HEAD_DIM:
+        return NoKernel(
             f"head_dim {max(head_dims)} on {device.type}",
             f"they end at {MAX_CUDA_HEAD_DIM}",
             "Leave this model unpatched where speed matters more than memory.",
         )
+    return None
+
+
+def kernel_name(device: torch.device, *head_dims: int) -> str:
+    """What serves calls on a device, in words; see `why_reference`."""
+    module = extension()
+    if isinstance(module, ImportError) or why_reference(device, *head_dims) is not None:
+        return "PyTorch reference"
+    return f"CPU kernel, {module.cpu_capability()}" if device.type == "cpu" else f"{device.type.upper()} kernel"
+
+
+def _warn_reference(device: torch.device, *head_dims: int) -> None:
+    """Say why the reference serves, once for every reason."""
+    without = why_reference(device, *head_dims)
+    if without is not None:
+        _log_reference(without.what, without.reason, without.remedy)
 
 
 @functools.cache

@@ -65,6 +65,12 @@ def patch(model: nn.Module) -> bool:
         if "forward" not in module.__dict__:
             # A partial of a module-level function survives pickle and deepcopy with the model.
             module.forward = functools.partial(_forward, module)
+    return is_patched(model)
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether there are attention modules that we know, and all of them have our `forward`."""
+    known = [module for module in model.modules() if _family_of(module) is not None]
     return bool(known) and all(_is_ours(module) for module in known)
 
 

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -50,11 +51,13 @@ class PatchState:
         config: How `generate` caches by default.
         previous_attention: The attention implementation to restore.
         captures: The captured decode steps, where the config asks for them.
+        fallbacks: By layer, why steps of `generate` attended to dequantised tensors, and how many did.
     """
 
     config: KVQuantConfig
     previous_attention: str
     captures: Captures = dataclasses.field(default_factory=Captures, compare=False)
+    fallbacks: dict[int, Counter[str]] = dataclasses.field(default_factory=dict, compare=False)
 
 
 def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET) -> Model:
@@ -213,6 +216,9 @@ def prepare_cache(
         if fall_through is not None:
             return fall_through(model, generation_config, model_kwargs, *args)
         return getattr(type(model), _HOOK)(model, generation_config, model_kwargs, *args)
+    state = state_of(model)
+    if state is not None:
+        cache.count_fallbacks_in(state.fallbacks)
     model_kwargs["past_key_values"] = cache
     if generation_config.prefill_chunk_size is not None and not is_captured(cache):
         generating: Any = model
@@ -403,12 +409,16 @@ def _route_attention(model: PreTrainedModel, previous: str) -> None:
     if own_attention.patch(model):
         return
     _set_attention(model, name)
-    if _text_config(model)._attn_implementation != name:
-        logger.warning(
-            "patch: %s computes attention by itself, outside transformers' registry, so it attends to dequantised "
-            "tensors. Correct, slower.",
-            type(model).__name__,
-        )
+    reason = why_dense(model)
+    if reason is not None:
+        logger.warning("patch: %s, so it attends to dequantised tensors. Correct, slower.", reason)
+
+
+def why_dense(model: PreTrainedModel) -> str | None:
+    """Why a patched model attends to dequantised tensors whatever its layers hold, or `None` if it does not."""
+    if is_ours(_text_config(model)._attn_implementation) or own_attention.is_patched(model):
+        return None
+    return f"{type(model).__name__} computes attention by itself, outside transformers' registry"
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:

@@ -181,7 +181,7 @@ class _Check:
     def whole(self, config: KVQuantConfig) -> float | None:
         """The divergence of a config; `None` where there is none."""
         self.say("all layers")
-        growing = dataclasses.replace(config, static=False, max_cache_len=None)
+        growing = dataclasses.replace(config, static=False, max_cache_len=None, offloading=False)
         kld = self._measured([config.formats(index) for index in self.signals], growing)
         return kld if isinstance(kld, float) else None
 

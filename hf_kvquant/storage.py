@@ -82,7 +82,7 @@ class LayerStorage:
         pool: BufferPool | None = None,
     ) -> None:
         self.formats = formats
-        self.is_quantized = formats.key.is_quantized or formats.value.is_quantized
+        self.is_quantized = formats.is_quantized
         self.max_cache_len = max_cache_len
         self.name = name
         self._pool = pool
@@ -105,8 +105,9 @@ class LayerStorage:
         self.dtype: torch.dtype | None = None
         self._device: torch.device | None = None  # of the planes; not asked of them, which compiled steps would guard
         self.num_kv_heads = self.key_head_dim = self.value_head_dim = self.batch = 0
-        self.fallbacks: Counter[str] = Counter()  # reason -> steps that attended to dequantised tensors
         self.window = 0  # positions visible to a query, itself included; 0 for all
+        self.fallbacks: Counter[str] = Counter()  # reason -> steps that attended to dequantised tensors ...
+        self.tally: Counter[str] | None = None  # ... and where they are counted for longer than there is this storage
 
     def _checked(self, key_transform: KeyTransform | None) -> KeyTransform | None:
         if key_transform is not None and not isinstance(key_transform, KeyTransform):
@@ -562,6 +563,8 @@ class LayerStorage:
         """Count a step that attends to dequantised tensors, and say so once in the log."""
         if not torch.compiler.is_compiling():
             self.fallbacks[reason] += 1
+            if self.tally is not None:
+                self.tally[reason] += 1
             _log_fallback(reason)
 
     def _planes(self) -> tuple[Planes, Planes]:
@@ -693,9 +696,8 @@ class LayerStorage:
             return
         self.flush()
         length = max(0, self.length - num_tokens)
-        for planes, kv_format, transform in zip(
-            self._planes(), self._formats(), (self.key_transform, None), strict=True
-        ):
+        sides = zip(self._planes(), self._formats(), (self.key_transform, None), strict=True) if self.has_tail else ()
+        for planes, kv_format, transform in sides:
             reference.reopen(planes, kv_format, self.length, length, key_transform=transform, **self._windows())
         self._counted().place(self._member, length)
         self.is_empty = length == 0

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import compare
@@ -43,6 +44,11 @@ PAD, BOS = 0, 1
 HEAD_DIM = 64
 LEFT_OUT = object()  # an option with this value takes the common one away
 HIDDEN_SIZE = 128  # not the 4 heads times HEAD_DIM, where a config has a head_dim of its own
+SENTENCE = "The river rises in the north of the country and flows south for about three hundred kilometres. "
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content | trim }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +219,13 @@ def tokenizer(**options: Any) -> PreTrainedTokenizerFast:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=inner, **options)
+
+
+def save_llama(path: Path, context: int, **options: Any) -> str:
+    """Save a tiny llama of so many positions, and its tokenizer with these options. Returns the folder's name."""
+    tokenizer(model_max_length=context, **options).save_pretrained(path)
+    build("llama", max_position_embeddings=context).save_pretrained(path)
+    return str(path)
 
 
 @functools.cache

@@ -10,12 +10,12 @@ import torch
 
 from hf_kvquant import KVQuantConfig, smooth_attention
 from hf_kvquant.evaluation import details
-from hf_kvquant.evaluation.perplexity import weights_hash
 from hf_kvquant.evaluation.records import RunRecord
+from hf_kvquant.transforms.folding import hash_of
 from hf_kvquant.transforms.injection import inject_key_outliers
 from hf_kvquant.transforms.smoothing import CONFIG_KEY
 
-TEXT = "The river rises in the north of the country and flows south for about three hundred kilometres. " * 30
+TEXT = 30 * models.SENTENCE
 
 
 @pytest.fixture
@@ -59,9 +59,10 @@ def test_layers_are_measured_alone_and_once(model: Any) -> None:
 
 def test_key_magnitudes_are_those_of_calibration(model: Any) -> None:
     """The model stays as it is; one that is calibrated is seen with its own factors, to the same result."""
-    before = weights_hash(model)
+    before = hash_of(model, model.state_dict())
     found = details.key_magnitudes(model, tokenizer(), TEXT, ids())
-    assert weights_hash(model) == before and found["is_calibrated"] is False and list(found["layers"]) == [0, 1]
+    assert hash_of(model, model.state_dict()) == before
+    assert found["is_calibrated"] is False and list(found["layers"]) == [0, 1]
     for layer in found["layers"].values():
         assert len(layer["before"]) == 2 and max(map(max, layer["after"])) < max(map(max, layer["before"]))
     smooth_attention(model, tokenizer(), [TEXT], "int4", num_tokens=details.CALIBRATION_TOKENS, window=64)

@@ -17,13 +17,14 @@ import torch
 pytest.importorskip("lm_eval")
 
 from hf_kvquant import cli
-from hf_kvquant.evaluation import long_context, perplexity, records, tasks
+from hf_kvquant.evaluation import long_context, perplexity, preparation, records, tasks
+from hf_kvquant.evaluation.records import RunRecord
 
 # lm-eval says so of every model that is handed to it, and its dependencies of each other.
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 CONTEXT = 256
-TEXT = "The river rises in the north of the country and flows south for about three hundred kilometres. " * 8
+TEXT = 8 * models.SENTENCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +76,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny model, and something to measure it on."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # and afterwards whatever it was
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    tokenizer = models.tokenizer(model_max_length=CONTEXT, bos_token="!", eos_token="~")
-    tokenizer.save_pretrained(tmp_path / "model")
-    models.build("llama", max_position_embeddings=CONTEXT).save_pretrained(tmp_path / "model")
+    models.save_llama(tmp_path / "model", CONTEXT, bos_token="!", eos_token="~")
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     item = json.dumps({"query": "a king", "choices": ["and", "or"], "gold": 1})
     for name in ("copa", "boolq"):
@@ -167,6 +166,14 @@ def test_memory_that_runs_out(
     assert json.loads(output.read_text(encoding="utf-8"))["parts"]
 
 
+def test_memory_that_does_not_suffice_to_calibrate(
+    evaluation: Evaluation, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "smooth_attention", lambda *args: fill_cpu())
+    code, error = evaluation.run(capsys, folder, "--calibrate", str(folder / "text.txt"))
+    assert code == 2 and "`--calibrate` must fit into memory, got" in last_line(error)
+
+
 def test_a_disk_that_is_full(
     evaluation: Evaluation, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +184,21 @@ def test_a_disk_that_is_full(
     code, error = evaluation.run(capsys, folder, "--output", str(folder / "out.json"))
     assert code == 2
     assert "`--output` must be a file that can be written, got No space left on device in" in last_line(error)
+
+
+@pytest.mark.parametrize("name", ["perplexity", "long"])
+def test_a_disk_that_is_full_in_the_end(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(self: RunRecord, part: str, result: Any) -> None:
+        if part == "summary":
+            raise records.CannotKeep("No space left on device")
+        original(self, part, result)
+
+    original = RunRecord.put
+    monkeypatch.setattr(RunRecord, "put", put)
+    code, error = EVALUATIONS[name].run(capsys, folder, "--output", str(folder / "out.json"))
+    assert code == 2 and "got No space left on device in the summary. Make room" in last_line(error)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +238,12 @@ def test_a_record_that_is_none(
         ),
         (None, ["--residual-length", "-3"], "`--residual-length` must be at least 0, got -3."),
         (None, ["--calibrate", "nowhere.txt"], "`--calibrate` must be a text file, got nowhere.txt: No such file"),
+        (None, ["--calibrate", "FOLDER/empty.txt"], "`--calibrate` .*empty.txt must hold text, got nothing but white"),
+        (
+            None,
+            ["--calibrate", "FOLDER/short.txt"],
+            "cannot be calibrated. smooth_attention: `texts` must have at least",
+        ),
         (None, ["--output", "nowhere/out.json"], "`--output` cannot be used. .* no folder nowhere to write into"),
         ("perplexity", ["--text", "nowhere.txt"], "`--text` must be a text file, got nowhere.txt: No such file"),
         ("perplexity", ["--text", "FOLDER/empty.txt"], "`--text` .*empty.txt must hold text, got nothing but white"),
@@ -254,6 +282,12 @@ def test_what_is_misspelt_or_empty(
         assert error.startswith(f"hf-kvquant: error: eval {each}: ") and re.search(message, error), error
 
 
+def test_presets_that_do_not_fit(evaluation: Evaluation, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models.build("llama", max_position_embeddings=CONTEXT, head_dim=40).save_pretrained(folder / "model")
+    code, error = evaluation.run(capsys, folder, "--preset", "int4-g32")
+    assert code == 2 and "`--preset int4-g32` does not fit" in last_line(error)
+
+
 def test_items_that_do_not_fit_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     item = {"query": "a king", "choices": ["and", "or " * CONTEXT], "gold": 1}
     (folder / "copa.jsonl").write_text(json.dumps(item) + "\n", encoding="utf-8")
@@ -275,3 +309,5 @@ def test_models_whose_attention_cannot_be_watched(folder: Path, capsys: pytest.C
     assert code == 1 and "hf-kvquant: refused: eval tasks: copa, int8: loglikelihood: mode 'decode' must" in error
     code, error = EVALUATIONS["tasks"].run(capsys, folder, "--mode", "simulated")
     assert code == 2 and "cannot be evaluated so. simulate: XGLMForCausalLM computes attention by itself" in error
+    code, error = EVALUATIONS["perplexity"].run(capsys, folder)
+    assert code == 2 and "cannot be measured. simulate: XGLMForCausalLM computes attention by itself" in error

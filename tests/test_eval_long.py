@@ -1,4 +1,4 @@
-"""That `hf-kvquant eval long` asks what it says, where it says, and that answers are read from codes."""
+"""`hf-kvquant eval long`: that answers are read from codes, what is kept and said of them, and its mistakes."""
 
 from __future__ import annotations
 
@@ -12,31 +12,23 @@ import models
 import pytest
 import torch
 from rich.console import Console
-from tokenizers.processors import TemplateProcessing
-from transformers import DynamicCache, PreTrainedTokenizerFast
+from transformers import DynamicCache
 
 from hf_kvquant import KVQuantConfig, cli
-from hf_kvquant.evaluation import long_context
-from hf_kvquant.evaluation.long_context import SUMMARY, Cell, Scores, ask, score
-from hf_kvquant.evaluation.prompts import TESTS, Prompt, PromptError, Writer
+from hf_kvquant.evaluation import long_context, long_results, long_scores
+from hf_kvquant.evaluation.long_context import SUMMARY
+from hf_kvquant.evaluation.long_results import Cell
+from hf_kvquant.evaluation.long_scores import Scores, ask, score
+from hf_kvquant.evaluation.prompts import Prompt, Writer
 from hf_kvquant.evaluation.records import RunRecord
 
 CONTEXT = 512
-FILLER = " ".join(f"Sentence {number} says nothing." for number in range(40))
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return models.tokenizer()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model and its tokenizer."""
-    path = tmp_path_factory.mktemp("model")
-    models.tokenizer(model_max_length=CONTEXT).save_pretrained(path)
-    models.build("llama", max_position_embeddings=CONTEXT).save_pretrained(path)
-    return str(path)
+    return models.save_llama(tmp_path_factory.mktemp("model"), CONTEXT)
 
 
 def run(capsys: pytest.CaptureFixture[str], folder: str, *arguments: str) -> tuple[int, str, str]:
@@ -45,108 +37,6 @@ def run(capsys: pytest.CaptureFixture[str], folder: str, *arguments: str) -> tup
     code = cli.main(("eval", "long", folder, *small, *arguments))
     captured = capsys.readouterr()
     return code, " ".join(captured.out.split()), captured.err
-
-
-# --- prompts ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("test", TESTS)
-@pytest.mark.parametrize("filler", [None, FILLER], ids=["made_up", "file"])
-@pytest.mark.parametrize("length", [256, 777])
-def test_lengths_are_exact_and_needles_where_they_should_be(
-    tokenizer: PreTrainedTokenizerFast, test: str, filler: str | None, length: int
-) -> None:
-    writer = Writer(tokenizer, filler)
-    for depth in (0, 30, 50, 100):
-        prompts = [writer.prompt(test, length, depth, sample) for sample in range(3)]
-        for prompt in prompts:
-            assert prompt.ids.shape == (length,)
-            answer = tokenizer.decode(prompt.answer).strip()
-            needle = tokenizer.decode(prompt.context[list(prompt.needle)])
-            assert answer.isdigit() and answer in needle
-            assert tokenizer.decode(prompt.context).count(needle) == 1
-            # A sentence or pair is not torn apart: the longest one has some 90 characters, half of it to either side.
-            room = len(prompt.context) - len(prompt.needle)
-            assert abs(prompt.needle.start - depth / 100 * room) <= (0 if depth in (0, 100) else 50)
-        assert len({(len(prompt.context), len(prompt.question)) for prompt in prompts}) == 1
-        assert len({tuple(prompt.ids.tolist()) for prompt in prompts}) == len(prompts)
-
-
-def test_the_number_that_is_asked_for_is_the_subjects(tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt = Writer(tokenizer).prompt("recall", 777, 50, 0)
-    text, question, answer = map(tokenizer.decode, (prompt.context, prompt.question, prompt.answer))
-    subject = question.split("What is the number of the ")[1].split("?")[0]
-    assert f"The number of the {subject} is{answer}." in text
-    assert text.count(f" {subject} ") == 1 and text.count("The number of the") > 10
-
-
-def test_seeds_repeat(tokenizer: PreTrainedTokenizerFast) -> None:
-    prompts = [Writer(tokenizer, seed=seed).prompt("needle", 300, 50, 1).ids for seed in (3, 3, 4)]
-    assert prompts[0].equal(prompts[1]) and not prompts[0].equal(prompts[2])
-
-
-def test_a_text_begins_as_the_tokenizer_says() -> None:
-    plain = models.tokenizer(bos_token="~")
-    template = models.tokenizer(bos_token="~")
-    template.backend_tokenizer.post_processor = TemplateProcessing("~ $A", special_tokens=[("~", plain.bos_token_id)])
-    prompts = [Writer(tokenizer).prompt("needle", 300, 0, 0) for tokenizer in (plain, template)]
-    assert prompts[1].context[0] == template.bos_token_id != prompts[0].context[0]
-    assert len(prompts[1].ids) == 300 and prompts[1].needle.start == prompts[0].needle.start + 1
-
-
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content | trim }}</>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-@pytest.mark.parametrize("test", TESTS)
-def test_chat_templates_wrap_prompts(test: str) -> None:
-    tokenizer = models.tokenizer()
-    plain = Writer(tokenizer).prompt(test, 300, 50, 1)
-    tokenizer.chat_template = TEMPLATE
-    prompt = Writer(tokenizer, is_chat=True).prompt(test, 300, 50, 1)
-    assert prompt.ids.shape == (300,)
-    context, question, answer = map(tokenizer.decode, (prompt.context, prompt.question, prompt.answer))
-    said, lead = tokenizer.decode(plain.question).split("? ")
-    assert context.startswith("<user>") and question == f"{said}?</><assistant>{lead}"
-    assert answer == tokenizer.decode(plain.answer)
-    assert answer.strip() in tokenizer.decode(prompt.context[list(prompt.needle)])
-
-
-@pytest.mark.parametrize(
-    "template, message",
-    [
-        (
-            None,
-            "`--chat-template` needs a tokenizer whose chat template takes what a user says, got none. Leave it",
-        ),
-        (
-            "{{ raise_exception('no user') }}",
-            "takes what a user says, got no user. Leave it out, or name a chat model.",
-        ),
-        ("{{ messages[0].content | upper }}", "that has what a user says in it once, got it 0 times. Leave it out."),
-    ],
-)
-def test_chat_templates_that_cannot_be_used(template: str | None, message: str) -> None:
-    tokenizer = models.tokenizer()
-    tokenizer.chat_template = template
-    with pytest.raises(PromptError, match=message):
-        Writer(tokenizer, is_chat=True)
-
-
-@pytest.mark.parametrize(
-    "filler, length, message",
-    [
-        (None, 20, r"`--lengths` must be at least 112 for the test needle with this tokenizer, got 20\."),
-        ("Too short.", 300, r"`--filler-file` must hold at least 188 tokens for these lengths, got 11\. Give a longer"),
-    ],
-)
-def test_prompts_that_cannot_be_written(
-    tokenizer: PreTrainedTokenizerFast, filler: str | None, length: int, message: str
-) -> None:
-    with pytest.raises(PromptError, match=message):
-        Writer(tokenizer, filler).prompt("needle", length, 50, 0)
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -197,7 +87,7 @@ def test_codes_are_read(name: str) -> None:
 def test_one_reading_of_the_context_serves_all_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches that take the keys and values of another one answer as those do that the model fills."""
     _, shared = asked("int4", "int4-channel")
-    monkeypatch.setattr(long_context, "KVQuantLayer", ())
+    monkeypatch.setattr(long_scores, "KVQuantLayer", ())
     _, own = asked("int4", "int4-channel")
     assert shared == own
 
@@ -297,13 +187,9 @@ def test_difficulties_are_injected(folder: str, capsys: pytest.CaptureFixture[st
 def test_dense_windows_and_chat_templates_are_settings(
     capsys: pytest.CaptureFixture[str], folder: str, tmp_path: Path
 ) -> None:
-    chat = tmp_path / "chat"
-    tokenizer = models.tokenizer(model_max_length=CONTEXT)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(chat)
-    models.build("llama", max_position_embeddings=CONTEXT).save_pretrained(chat)
+    chat = models.save_llama(tmp_path / "chat", CONTEXT, chat_template=models.CHAT_TEMPLATE)
     words = ("--preset", "int4", "--preset", "int4:0+9", "--sink-length", "2", "--residual-length", "300")
-    code, _, error = run(capsys, str(chat), *words, "--chat-template", "--output", str(tmp_path / "long.json"))
+    code, _, error = run(capsys, chat, *words, "--chat-template", "--output", str(tmp_path / "long.json"))
     assert code == 0, error
     content = json.loads((tmp_path / "long.json").read_text())
     configs = content["settings"]["presets"]
@@ -325,7 +211,7 @@ def test_only_what_the_model_can_do_is_scored(accuracy: float, text: str) -> Non
         "none": {"correct": [index < 10 * accuracy for index in range(10)], "log_likelihood": [-1.0] * 10},
         "int4": {"correct": [index < 8 for index in range(10)], "log_likelihood": [-1.5, -1.0] * 5},
     }
-    assert long_context._cell(result, "int4") == f"{text}\n-0.250"
+    assert long_results.cell_text(result, "int4") == f"{text}\n-0.250"
 
 
 def test_the_summary_is_over_what_is_scored() -> None:
@@ -335,14 +221,14 @@ def test_the_summary_is_over_what_is_scored() -> None:
     for cell, is_right in zip(cells, (True, False), strict=True):
         none = {"correct": [is_right] * 2, "log_likelihood": [-1.0, -2.0]}
         record.put(cell.part, {"none": none, "int4": {"correct": [True, False], "log_likelihood": [-1.5, -2.0]}})
-    summary = long_context.summarize(record, cells, ("none", "int4"))
+    summary = long_results.summarize(record, cells, ("none", "int4"))
     assert summary["none"] == {
         "num_cells": 2, "num_scored": 1, "accuracy": 1.0, "log_likelihood_change": 0.0, "standard_error": 0.0
     }  # fmt: skip
     assert (summary["int4"]["accuracy"], summary["int4"]["log_likelihood_change"]) == (0.5, -0.25)
     assert summary["int4"]["standard_error"] == pytest.approx(0.5 / 12**0.5)
     file = io.StringIO()
-    long_context.show(Console(file=file, width=120), record, cells, summary, title="model")
+    long_results.show(Console(file=file, width=120), record, cells, summary, title="model")
     text = " ".join(file.getvalue().split())
     assert "int4 │ 1 of 2 │ 50.0% │ -0.2500 ± 0.1443 │" in text and "can do none" not in text
 

@@ -5,29 +5,29 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import models
 import pytest
 import torch
 
-from hf_kvquant import cli
+from hf_kvquant import KVQuantConfig, cli
+from hf_kvquant.arguments import Refused
 from hf_kvquant.evaluation import gate, perplexity, windows
 from hf_kvquant.fidelity import OutOfMemory
 from hf_kvquant.simulation import causal_pairs
 
 WINDOW = 24
-TEXT = "The river rises in the north of the country and flows south for about three hundred kilometres. " * 8
+TEXT = 8 * models.SENTENCE
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model and its tokenizer."""
-    path = tmp_path_factory.mktemp("model")
-    models.tokenizer(model_max_length=64).save_pretrained(path)
-    models.build("llama", max_position_embeddings=64).save_pretrained(path)
-    return str(path)
+    return models.save_llama(tmp_path_factory.mktemp("model"), 64)
 
 
 def run(capsys: pytest.CaptureFixture[str], folder: str, tmp_path: Path, *more: str, text: str = TEXT) -> Any:
@@ -64,7 +64,7 @@ def test_controls(
     code, found, error = run(capsys, folder, tmp_path, "--controls", "--inject-outliers", "8", "--mode", "simulated")
     assert code == 0, error
     controls = found["parts"]["controls"]
-    assert controls["none"] < 1e-6 and list(controls["permuted_scales"]) == ["int8"] and controls["count_of_0_aborts"]
+    assert controls["none"] < 1e-6 and list(controls["permuted_scales"]) == ["int8"]
     assert found["settings"]["injected_outliers"] == 8.0
     (tmp_path / "out.json").unlink()
     monkeypatch.setattr(gate, "CONTROL_AGREEMENT", 0.0)
@@ -175,7 +175,7 @@ def test_what_fails_the_run(
         (["--preset", "int9"], "`--preset` must be one of none, int8, "),
         (["--window", "65"], "`--window` must be at least 3 and at most the model's 64 positions, got 65."),
         (["--stride", "23"], "`--stride` must be the window or less than it by 2, got 23 with 24 tokens."),
-        (["--chunk", "0"], "`--chunk` must be positive, got 0."),
+        (["--chunk", "0"], "`--chunk` must be at least 1, got 0."),
         (["--inject-outliers", "0"], "nothing can be injected into "),
         (["--tokens", "100000"], "`--tokens` must be at most "),
         (["--dataset", "x"], "`--text` or `--dataset` must be given, got both. Add --text FILE."),
@@ -193,3 +193,30 @@ def test_argument_errors(
 def test_text_errors(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str) -> None:
     code, _, error = run(capsys, folder, tmp_path, text=text)
     assert code == 2 and message in error and len(error.splitlines()) == 1
+
+
+def test_data_sets_that_cannot_be_read(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_dataset(*args: Any, **kwargs: Any) -> Any:
+        raise FileNotFoundError("no route to host")
+
+    words = ["eval", "perplexity", folder, "--dataset", "wikitext:wikitext-2-raw-v1"]
+    for module, message in (
+        (None, "`--dataset` needs the package datasets, which is not installed."),
+        (
+            SimpleNamespace(load_dataset=load_dataset),
+            "`--dataset` must be one that can be loaded, with --split test and --field text, got "
+            "wikitext:wikitext-2-raw-v1: no route to host",
+        ),
+    ):
+        monkeypatch.setitem(sys.modules, "datasets", module)
+        assert cli.main(words) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_an_inexact_control_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "GATE_NONE", 0.0)
+    ids = torch.randint(3, models.VOCAB_SIZE, (1, 12))
+    with pytest.raises(Refused, match=r"control: `none` must be within 0\.0 nats of the unquantised cache, got "):
+        gate.run_controls(models.llama(), ids, {"none": KVQuantConfig.from_preset("none")})

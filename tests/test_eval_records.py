@@ -87,13 +87,24 @@ def test_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         RunRecord.open(path, SETTINGS)
 
 
-def test_errors(tmp_path: Path) -> None:
+def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path, found in ((tmp_path, "a folder"), (tmp_path / "no" / "x", f"no folder {tmp_path / 'no'} to write into")):
         with pytest.raises(ValueError) as error:
             RunRecord.open(path, SETTINGS)
         assert str(error.value) == (
             f"RunRecord: `path` must be a file's in a folder that is there, got {path}: {found}."
         )
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *args: False)
+        with pytest.raises(ValueError, match=f"got {tmp_path / 'x'}: {tmp_path} cannot be written to"):
+            RunRecord.open(tmp_path / "x", SETTINGS)
     with pytest.raises(TypeError, match="results must be JSON-serialisable, got PosixPath"):
         RunRecord.open(None, {"a": tmp_path})
     assert os.listdir(tmp_path) == []
+
+
+def test_a_model_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert provenance.model_name("~/model") == provenance.model_name(str(tmp_path / "model")) == "model"
+    assert provenance.model_name("somebody/model") == "somebody/model"

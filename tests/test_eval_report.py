@@ -13,24 +13,22 @@ import pytest
 import torch
 
 from hf_kvquant import cli
-from hf_kvquant.evaluation import details, page, paired, perplexity, plots, report, tasks
+from hf_kvquant.evaluation import details, page, paired, perplexity, pictures, plots, report, tasks
 from hf_kvquant.evaluation.task_files import AVERAGED
+from hf_kvquant.evaluation.task_results import average_lines, averages, by_task_and_preset
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is optional")
 # lm-eval and its dependencies warn of each other.
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
-TEXT = "The river rises in the north of the country and flows south for about three hundred kilometres. " * 30
+TEXT = 30 * models.SENTENCE
 PRESETS = ["none", "int8", "int4"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model and its tokenizer."""
-    path = tmp_path_factory.mktemp("model")
-    models.tokenizer(model_max_length=64).save_pretrained(path)
-    models.build("llama", max_position_embeddings=64).save_pretrained(path)
-    return str(path)
+    return models.save_llama(tmp_path_factory.mktemp("model"), 64)
 
 
 @pytest.fixture
@@ -153,7 +151,7 @@ def test_a_report_is_run_interrupted_and_resumed(
     grown = (injected / before - report.OUTLIER_FACTOR).abs() < 0.1
     assert (grown.sum(1) == 6).all() and ((injected / before)[~grown] - 1).abs().max() < 0.01
     after = torch.tensor(outliers["parts"]["keys"]["layers"]["0"]["after"])
-    assert page.ratio(after.flatten().tolist()) < page.ratio(injected.flatten().tolist())
+    assert pictures.ratio(after.flatten().tolist()) < pictures.ratio(injected.flatten().tolist())
 
 
 @needs_matplotlib
@@ -182,15 +180,16 @@ def test_page_and_pictures_show_the_records(capsys: pytest.CaptureFixture[str], 
     output = write(tmp_path / "out", found)
     code, _, error = run(capsys, "somewhere/model", output, "--render")
     assert code == 0, error
-    drawn = {"quality": page.quality_numbers, "positions": page.position_numbers}
-    drawn |= {"layers": page.layer_numbers, "keys": page.key_numbers}
+    texts = page.of_texts(found)
+    drawn = {"quality": pictures.quality_numbers, "positions": pictures.position_numbers}
+    drawn |= {"layers": pictures.layer_numbers, "keys": pictures.key_numbers}
     for name, numbers in drawn.items():
-        assert plots.described(output / f"{name}.svg") == numbers(found)
+        assert plots.described(output / f"{name}.svg") == numbers(texts)
         picture = (output / f"{name}.svg").read_text(encoding="utf-8")
         assert "<text" in picture and "with injected outliers" in picture
-    assert page.quality_numbers(found)["as it is"] == {"int8": [8.5, 1e-4], "int4": [4.5, 1e-2]}
-    assert page.layer_numbers(found)["as it is"]["int4"] == [[0, 0.005], [1, 1.005]]
-    keys = page.key_numbers(found)["with injected outliers"]
+    assert pictures.quality_numbers(texts)["as it is"] == {"int8": [8.5, 1e-4], "int4": [4.5, 1e-2]}
+    assert pictures.layer_numbers(texts)["as it is"]["int4"] == [[0, 0.005], [1, 1.005]]
+    keys = pictures.key_numbers(texts)["with injected outliers"]
     assert keys["before"] == [1.0, 2.0, 27.0, 2.0] and keys["uneven"]["after"] == [[0, 1.5], [1, 1.5]]
     shown = (output / report.PAGE).read_text(encoding="utf-8")
     assert "| `int4` | 4.5 | 1.0·10⁻² ± 1.0·10⁻³ | 5.0·10⁻³ | 9.0·10⁻² | 90.0% | 30.00 | +1.00% | 25.0 (" in shown
@@ -214,15 +213,16 @@ def test_what_is_not_there_is_left_out_and_told(capsys: pytest.CaptureFixture[st
 
 
 def test_averages() -> None:
-    found = records()[page.TASKS]
-    averages = page.zero_shot(found)
-    assert averages["none"].value == 0.5 and averages["none"].change is None
-    assert averages["int8"].change_interval == (0, 0) and averages["int4"].change == pytest.approx(-0.25)
+    parts = by_task_and_preset(records()[page.TASKS]["parts"])
+    found = averages(parts)
+    assert found["none"].value == 0.5 and found["none"].change is None
+    assert found["int8"].change_interval == (0, 0) and found["int4"].change == pytest.approx(-0.25)
     changes = {task: [0, -1, 0, 0] for task in AVERAGED}
-    assert averages["int4"].change_interval == paired.bootstrap_average(changes)[1:]
-    assert page.spelled_average(averages["int8"]) == "50.0 (+0.0 to +0.0)" and page.spelled_average(None) == "-"
-    del found["parts"]["piqa/int4"]
-    assert list(page.zero_shot(found)) == ["none", "int8"]
+    assert found["int4"].change_interval == paired.bootstrap_average(changes)[1:]
+    assert page.spelled_average(found["int8"]) == "50.0 (+0.0 to +0.0)" and page.spelled_average(None) == "-"
+    assert "average, int8: 50.00% (" in average_lines(parts)[1]
+    del parts["piqa", "int4"]
+    assert list(averages(parts)) == ["none", "int8"]
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
@@ -245,6 +245,8 @@ def test_missing_packages(
 @pytest.mark.parametrize(
     "words, message",
     [
+        (["--batch-size", "0"], "eval report: `--batch-size` must be at least 1, got 0."),
+        (["--limit", "0"], "eval report: `--limit` must be at least 1, got 0."),
         (["--preset", "int9"], "eval report: `--preset` must be one of none, int8, "),
         (["--text", "nowhere.txt"], "`--text` must be a text file, got nowhere.txt: No such file or directory."),
         (

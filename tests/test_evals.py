@@ -493,6 +493,7 @@ def test_generate_arithmetic(generating: ModuleType) -> None:
         (["--cases", "8k16"], "a case must be batch and context, such as 8x16k or 2x100, got '8k16'"),
         (["--systems", "int4,int5"], "unknown systems ['int5']"),
         (["--new-tokens", "7"], "--new-tokens must be at least 8, got 7"),
+        (["--resume"], "--resume needs --output, the results to go on with"),
     ],
 )
 def test_generate_argument_errors(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
+import importlib
 import io
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,12 +26,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def renderer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("render_readme", ROOT / "evals" / "render_readme.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def renderer() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.syspath_prepend(str(ROOT / "evals"))  # as for a script there
+        yield importlib.import_module("render_readme")
 
 
 def test_code_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +52,8 @@ def test_code_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tables_and_pictures_are_those_of_the_results(renderer: ModuleType) -> None:
-    fidelity, tasks, cpu, gpu = renderer.load_all()
-    assert renderer.rendered(README, fidelity, tasks, cpu, gpu) == README, "run: python evals/render_readme.py"
+    fidelity, _, cpu, gpu, _ = results = renderer.load_all()
+    assert renderer.rendered(README, *results) == README, "run: python evals/render_readme.py"
     assert described(renderer.PICTURE) == renderer.plotted(fidelity, cpu)
     assert renderer.GPU_PICTURE.exists() == (gpu is not None)
     if gpu is not None:
@@ -63,9 +62,10 @@ def test_tables_and_pictures_are_those_of_the_results(renderer: ModuleType) -> N
 
 def test_quality_table(renderer: ModuleType) -> None:
     """Each preset's row has the numbers of all three files; an answer that changes, changes the average."""
-    fidelity, tasks, cpu, _ = renderer.load_all()
+    fidelity, tasks, cpu, *_ = renderer.load_all()
     rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in renderer.table(fidelity, tasks, cpu).splitlines()
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in renderer.quality_table(fidelity, tasks, cpu).splitlines()
     ]
     assert rows[0][6] == "zero-shot average, %" and [row[0] for row in rows[2:]] == [f"`{name}`" for name in PRESETS]
     right = [tasks["parts"][f"{task}/none"]["items"]["acc"] for task in AVERAGED]
@@ -135,12 +135,60 @@ def test_gpu_tables(renderer: ModuleType) -> None:
 
 def test_gpu_part_comes_and_goes(renderer: ModuleType) -> None:
     """With results there is a section between its markers, and without them nothing; the rest stays as it is."""
-    *results, gpu = renderer.load_all()
-    without = renderer.rendered(README, *results, None)
-    shown = renderer.rendered(without, *results, gpu_results())
-    assert "On a GPU" not in without and "\n## On a GPU\n" in shown and "Some GPU" in shown
-    assert renderer.rendered(shown, *results, None) == without
-    assert renderer.rendered(shown, *results, gpu) == README
+    *results, gpu, generate = renderer.load_all()
+    without = renderer.rendered(README, *results, None, None)
+    assert not re.search(r"^#.* on a GPU$", without, flags=re.MULTILINE)
+    shown = renderer.rendered(without, *results, gpu_results(), None)
+    assert "\n## One layer's decode attention on a GPU\n" in shown and "Some GPU" in shown
+    shown = renderer.rendered(shown, *results, None, generate_results())
+    assert "\n## `generate` on a GPU\n" in shown and "Some GPU" not in shown and "Another GPU" in shown
+    assert renderer.rendered(shown, *results, None, None) == without
+    assert renderer.rendered(shown, *results, gpu, generate) == README
+
+
+def generate_results() -> dict[str, Any]:
+    """A results file of bench_generate.py, of which one case lacks transformers' cache."""
+
+    def row(system: str, step_ms: float, cache_bytes: int, start_s: float) -> dict[str, Any]:
+        speeds = {"step_ms": step_ms, "tokens_per_s": 8000 / step_ms, "start_s": start_s}
+        return {"system": system, **speeds, "cache_bytes": cache_bytes}
+
+    ours = [
+        row("int8-static", 8.0, 8_000_000_000, 20.0),
+        row("int4-static", 7.0, 4_000_000_000, 21.4),
+        row("int4-capture", 5.0, 4_000_000_000, 0.4),
+    ]
+    floor = {"step_ms": 6.0}
+    return {
+        "parameters": 8.03e9,
+        "dtype": "bfloat16",
+        "torch": "2.11.0",
+        "transformers": "5.17.0",
+        "gpu": "Another GPU",
+        "date": "2026-11-22 10:00 UTC",
+        "cases": [
+            {"case": "8x16k", "floor": floor, "rows": [row("static", 45.0, 17_000_000_000, 25.0), *ours]},
+            {"case": "64x8k", "floor": floor, "rows": ours[1:]},
+        ],
+    }
+
+
+def test_the_picture_of_generate_shows_the_results(renderer: ModuleType) -> None:
+    bench = importlib.import_module("bench_generate")
+    results = renderer.load_all()[-1]
+    assert results is not None and described(renderer.RESULTS / "generate.svg") == bench.plotted(results)
+
+
+def test_generate_table(renderer: ModuleType) -> None:
+    results = generate_results()
+    lines = renderer.render_generate.step_table(results).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert {len(row) for row in rows} == {8}
+    speeds = ["45.00 (178)", "8.00 (1,000)", "7.00 (1,143)", "5.00 (1,600)"]
+    assert rows[2] == ["8 x 16k", "6.00", *speeds, "9.0", "17.00, 8.00, 4.00"]
+    assert rows[3] == ["64 x 8k", "6.00", "-", "-", *speeds[2:], "-", "-, -, 4.00"]
+    caption = renderer.render_generate.caption(results)
+    assert "takes 21 to 21 s" in caption and "(0.4 to 0.4 s)" in caption and "8.0 billion" in caption
 
 
 def test_gpu_picture_shows_the_results(renderer: ModuleType) -> None:

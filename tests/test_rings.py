@@ -29,6 +29,7 @@ from hf_kvquant.attention import attention, attention_mask
 from hf_kvquant.cache import _log_sliding_left
 from hf_kvquant.cache_file import _dropped
 from hf_kvquant.handle import KVHandle, KVLength, MaskNotes
+from hf_kvquant.offloading import OffloadedStorage
 from hf_kvquant.rings import KVQuantRingLayer, RingStorage
 
 BATCH, KV_HEADS, Q_HEADS, HEAD_DIM = 3, 2, 4, models.HEAD_DIM
@@ -571,6 +572,12 @@ def test_static_caches_leave_windows_to_transformers(caplog: pytest.LogCaptureFi
         "KVQuantCache: layers with sliding windows are not quantised in a static cache, transformers' own serve them. "
         "Correct, larger. Leave static and max_cache_len out to quantise them, or pass sliding=False."
     ]
+
+
+def test_rings_are_not_offloaded() -> None:
+    """They do not grow; transformers leaves its own on the GPU too."""
+    cache = KVQuantCache(models.family("gemma2").config, {"preset": "int4", "offloading": True})
+    assert [type(storage) for storage in cache.storages] == [RingStorage, OffloadedStorage]
 
 
 def test_one_layer_of_another_format() -> None:

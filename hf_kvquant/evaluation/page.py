@@ -1,45 +1,23 @@
-"""What a report says of finished records: a page of Markdown and the numbers of its pictures, and nothing measured.
+"""What a report says of finished records: a page of Markdown, and nothing measured.
 
 Records are those of `eval perplexity` and `eval tasks` as they stand in their files, so that the same files always make
-the same page. Which records there are is decided in `report.py`, how a picture looks in `plots.py`. What is not in the
+the same page. Which records there are is decided in `report.py`, which pictures in `pictures.py`. What is not in the
 records is left out, and the page says so.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from ..generation import UNQUANTIZED
-from . import plots
-from .tasks import cells, part_name
+from .perplexity_results import Record, is_finished, rows_of
+from .pictures import PICTURES
+from .task_files import AVERAGED
+from .task_results import HEADINGS, LEGEND, Average, Part, averages, by_task_and_preset, cells
 
 PLAIN, OUTLIERS, TASKS = "plain", "outliers", "tasks"
 # How panels and headings name the evaluations of a text.
 TITLES = {PLAIN: "as it is", OUTLIERS: "with injected outliers"}
-
-Record = Mapping[str, Any]
-Panels = dict[str, dict[str, Any]]
-
-KLD_LABEL = "KL divergence, nats a token"
-
-
-# --- numbers of records -----------------------------------------------------------------------------------------------
-
-
-def rows_of(record: Record) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The mode of a finished record of `eval perplexity`, the first where there are several, and its row per preset."""
-    modes: dict[str, dict[str, dict[str, Any]]] = record["parts"]["summary"]["modes"]
-    return next(iter(modes.items()))
-
-
-def is_finished(record: Record) -> bool:
-    """Whether all windows of a record of `eval perplexity` were measured."""
-    return "summary" in record["parts"]
 
 
 def of_texts(records: Mapping[str, Record]) -> dict[str, Record]:
@@ -47,110 +25,7 @@ def of_texts(records: Mapping[str, Record]) -> dict[str, Record]:
     return {TITLES[kind]: records[kind] for kind in TITLES if kind in records and is_finished(records[kind])}
 
 
-def quality_numbers(records: Mapping[str, Record]) -> Panels:
-    """By panel and preset: bits of a value, and the mean divergence."""
-    return {
-        title: {
-            name: [row["bits_per_value"], row["kld"]]
-            for name, row in rows_of(record)[1].items()
-            if name != UNQUANTIZED and row["kld"] > 0
-        }
-        for title, record in of_texts(records).items()
-    }
-
-
-def position_numbers(records: Mapping[str, Record]) -> Panels:
-    """By panel and preset: where each part of the window begins, and its mean divergence."""
-    found = {
-        title: {
-            name: [list(point) for point in zip(where["begin"], where["kld"], strict=True)]
-            for name, row in rows_of(record)[1].items()
-            if name != UNQUANTIZED and (where := row.get("by_position"))
-        }
-        for title, record in of_texts(records).items()
-    }
-    return {title: panel for title, panel in found.items() if panel}
-
-
-def layer_numbers(records: Mapping[str, Record]) -> Panels:
-    """By panel and preset: each layer, and the mean divergence with it alone quantised."""
-    found: Panels = {}
-    for title, record in of_texts(records).items():
-        layers = record["parts"].get("layers", {})
-        for index, by_preset in layers.items():
-            for name, each in by_preset.items():
-                found.setdefault(title, {}).setdefault(name, []).append([int(index), each["kld"]])
-    return found
-
-
-def key_numbers(records: Mapping[str, Record]) -> Panels:
-    """By panel: the channels of the layer where calibration evens out most, and of each layer its largest channel over
-    the median one, before and after."""
-    found: Panels = {}
-    for title, record in of_texts(records).items():
-        layers = record["parts"].get("keys", {}).get("layers")
-        if not layers:
-            continue
-        flat = {
-            int(index): {when: [value for head in layer[when] for value in head] for when in ("before", "after")}
-            for index, layer in layers.items()
-        }
-        uneven = {when: [[index, ratio(layer[when])] for index, layer in flat.items()] for when in ("before", "after")}
-        gains = {index: before - after for (index, before), (_, after) in zip(*uneven.values(), strict=True)}
-        shown = max(gains, key=lambda index: gains[index])
-        found[title] = {"layer": shown, **flat[shown], "uneven": uneven}
-    return found
-
-
-def ratio(values: Sequence[float]) -> float:
-    """The largest over the median, which is not zero in keys that are more than a constant."""
-    return max(values) / max(statistics.median(values), 1e-12)
-
-
-@dataclasses.dataclass(frozen=True)
-class Average:
-    """The zero-shot average of a preset, with 95 % intervals by resampling items within tasks. All are shares.
-
-    Attributes:
-        value: Mean over tasks of the accuracy.
-        interval: Of it.
-        change: From that of the unquantised cache, on the same items; `None` for that one itself.
-        change_interval: Of the change.
-    """
-
-    value: float
-    interval: tuple[float, float]
-    change: float | None
-    change_interval: tuple[float, float] | None
-
-
-def zero_shot(record: Record) -> dict[str, Average]:
-    """Per preset that answered all tasks of QServe's average, its average."""
-    from .paired import bootstrap_average
-    from .task_files import AVERAGED
-
-    parts = record["parts"]
-    right = {
-        preset: {task: parts[part_name(task, preset)]["items"]["acc"] for task in AVERAGED}
-        for preset in dict.fromkeys(name.partition("/")[2] for name in parts)
-        if all(part_name(task, preset) in parts for task in AVERAGED)
-    }
-    averages = {}
-    for preset, tasks in right.items() if UNQUANTIZED in right else ():
-        value, low, high = bootstrap_average(tasks)
-        averages[preset] = Average(value, (low, high), None, None)
-        if preset != UNQUANTIZED:
-            change, *interval = bootstrap_average(
-                {
-                    task: [mine - other for mine, other in zip(items, right[UNQUANTIZED][task], strict=True)]
-                    for task, items in tasks.items()
-                }
-            )
-            averages[preset] = Average(value, (low, high), change, (interval[0], interval[1]))
-    return averages
-
-
-# --- how they are spelled ---------------------------------------------------------------------------------------------
+# --- how numbers are spelled ------------------------------------------------------------------------------------------
 
 
 def scientific(number: float) -> str:
@@ -182,77 +57,6 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Picture:
-    """A picture of the page.
-
-    Attributes:
-        numbers: Of records; nothing where they have none.
-        draw: Takes the place of the SVG and the numbers.
-        heading: Of its section; the section before goes on where there is none.
-        alt: What a reader is told who does not see it.
-        text: Below it.
-    """
-
-    numbers: Callable[[Mapping[str, Record]], Panels]
-    draw: Callable[[Path, Panels], None]
-    heading: str
-    alt: str
-    text: str
-
-
-PICTURES = {
-    "quality.svg": Picture(
-        quality_numbers,
-        functools.partial(plots.scatter, xlabel="bits a value, scales and zeros included", ylabel=KLD_LABEL),
-        "",
-        "Divergence against bits",
-        "Lower and further left is better; the scale is logarithmic.",
-    ),
-    "positions.svg": Picture(
-        position_numbers,
-        functools.partial(plots.lines, xlabel="position in the window, tokens", ylabel=KLD_LABEL),
-        "Where in a text",
-        "Divergence by position in the window",
-        "Each point is the mean over a part of the window that begins there. Every window starts with an empty cache, "
-        "so further to the right more is read from codes.",
-    ),
-    "layers.svg": Picture(
-        layer_numbers,
-        functools.partial(plots.lines, xlabel="layer, the only one quantised", ylabel=KLD_LABEL),
-        "Layer by layer",
-        "Divergence with one layer quantised at a time",
-        'A layer that stands out is the first to be given a larger format: `layers={0: "int8"}` in a config.',
-    ),
-    "keys.svg": Picture(
-        key_numbers,
-        plots.keys,
-        "Why: the keys",
-        "Largest key per channel before and after calibration",
-        "The largest magnitude of each channel of the keys, in the layer that calibration evens out most, and how far "
-        "the largest channel of every layer is above the median one. A few large channels leave few codes for all "
-        "others. Calibration for `int4` subtracts a centre and divides by factors; rotation, which spreads what is "
-        "left over a head, comes after it and is not shown. The numbers above are of caches without this calibration, "
-        "unless the model came with it.",
-    ),
-}
-
-
-def draw(records: Mapping[str, Record], folder: Path) -> list[str]:
-    """Draw the pictures for which the records have numbers.
-
-    Returns:
-        Names of their files.
-    """
-    drawn = []
-    for name, picture in PICTURES.items():
-        numbers = picture.numbers(records)
-        if any(numbers.values()):
-            picture.draw(folder / name, numbers)
-            drawn.append(name)
-    return drawn
-
-
 def page(records: Mapping[str, Record], files: Mapping[str, str], pictures: Sequence[str]) -> str:
     """The page.
 
@@ -264,10 +68,11 @@ def page(records: Mapping[str, Record], files: Mapping[str, str], pictures: Sequ
     texts = of_texts(records)
     first = next(iter(texts.values()))
     sections = [f"# Quantised caches of {first['settings']['model']}", opening(first)]
-    averages = zero_shot(records[TASKS]) if TASKS in records else {}
+    of_tasks = by_task_and_preset(records[TASKS]["parts"]) if TASKS in records else {}
+    means = averages(of_tasks)
     for title, record in texts.items():
-        sections += [f"## Quality, {title}", quality_table(record, averages if title == TITLES[PLAIN] else {})]
-    sections.append(columns_text(has_outliers=TITLES[OUTLIERS] in texts, has_averages=bool(averages)))
+        sections += [f"## Quality, {title}", quality_table(record, means if title == TITLES[PLAIN] else {})]
+    sections.append(columns_text(has_outliers=TITLES[OUTLIERS] in texts, has_averages=bool(means)))
     for name in pictures:
         picture = PICTURES[name]
         sections += [f"## {picture.heading}"] * bool(picture.heading) + [f"![{picture.alt}]({name})", picture.text]
@@ -275,7 +80,7 @@ def page(records: Mapping[str, Record], files: Mapping[str, str], pictures: Sequ
         reason = record["parts"].get("keys", {}).get("unmeasured")
         sections += [f"Keys were not looked at {title}: {reason.rstrip('.')}."] if reason else []
     if TASKS in records:
-        sections += ["## Zero-shot tasks", *task_sections(records[TASKS])]
+        sections += ["## Zero-shot tasks", *task_sections(of_tasks, records[TASKS]["settings"]["limit"])]
     sections += ["## How these numbers came about", provenance(records, files)]
     return "\n\n".join(sections) + "\n"
 
@@ -335,31 +140,21 @@ def columns_text(*, has_outliers: bool, has_averages: bool) -> str:
         )
     if has_averages:
         text += (
-            " Zero-shot average: accuracy over piqa, arc_easy, arc_challenge, hellaswag and winogrande, and the change "
-            "from the unquantised cache on the same items with its 95 % interval, in points."
+            f" Zero-shot average: accuracy over {', '.join(AVERAGED)}, and the change from the unquantised cache on "
+            "the same items with its 95 % interval, in points."
         )
     return text
 
 
-def task_sections(record: Record) -> list[str]:
-    """A table per task, as far as tasks were run."""
-    parts = record["parts"].values()
-    names = dict.fromkeys(part["task"] for part in parts)
+def task_sections(parts: Mapping[tuple[str, str], Part], limit: int | None) -> list[str]:
+    """A table per task, as far as tasks were run, and what its columns mean."""
     sections = []
-    for task in names:
-        by_preset = {name.partition("/")[2]: part for name, part in record["parts"].items() if part["task"] == task}
+    for task in dict.fromkeys(task for task, _ in parts):
+        by_preset = {preset: part for (name, preset), part in parts.items() if name == task}
         reference = by_preset.get(UNQUANTIZED)
-        rows = [[f"`{name}`", *cells(name, part, reference)[1:]] for name, part in by_preset.items()]
-        headings = ["preset", "items", "acc, %", "norm, %", "change", "p", "same", "gold"]
-        sections += [f"### {task}", table(headings, rows)]
-    limit = record["settings"]["limit"]
-    sections.append(
-        f"{'All items' if limit is None else f'The first {limit} items'} of each task. Acc: accuracy with its standard "
-        "error; norm: with log-likelihoods per character. Change: from the unquantised cache on the same items, in "
-        "points; p: of an exact McNemar test. Same: items with the same answer. Gold: mean change of the right "
-        "answer's log-likelihood, in nats."
-    )
-    return sections
+        rows = [[f"`{preset}`", *cells(preset, part, reference)[1:]] for preset, part in by_preset.items()]
+        sections += [f"### {task}", table(["preset", *HEADINGS], rows)]
+    return [*sections, f"{'All items' if limit is None else f'The first {limit} items'} of each task. {LEGEND}"]
 
 
 def provenance(records: Mapping[str, Record], files: Mapping[str, str]) -> str:

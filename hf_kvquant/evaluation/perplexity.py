@@ -2,42 +2,46 @@
 
 `windows.py` cuts a text into windows, each of which starts with an empty cache whose first token is exact,
 `fidelity.py` compares one window, `gate.py` has what a run must pass before a number is written. Here is decided what
-is added up over windows, and what a record holds. Results are kept per mode and window, so that an interrupted run
-loses no more than one.
+is run in which order; what is kept of a window, and added up over them, is in `perplexity_results.py`. Results are kept
+per mode and window, so that an interrupted run loses no more than one.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
-import math
+import itertools
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from ..arguments import DTYPES, UsageError, add_presets, checked_configs, checked_device, load
+from ..arguments import (
+    UsageError,
+    add_placement,
+    add_presets,
+    check_counts,
+    checked_device,
+    load,
+    source_of,
+)
 from ..cache import KVQuantCache
 from ..config import PRESETS, KVQuantConfig
-from ..fidelity import Fidelity, compare
+from ..fidelity import compare
 from ..generation import UNQUANTIZED
 from ..patching import patched
 from . import details, preparation, windows
-from .gate import check_counter, check_modes, gate_text, run_controls
-from .provenance import place
-from .records import RunRecord, early_end, open_record
+from .gate import check_modes, gate_text, run_controls
+from .perplexity_results import of_window, show, summarize
+from .progress import bar, early_end
+from .records import RunRecord, open_record
 from .windows import FIRST_CHUNK, WHERE
 
 MODES = ("simulated", "chunked", "decode")
-# How they are shown; what is too large for a float is unknown.
-LIKELIHOODS = {"perplexity": ".3f", "perplexity_change": "+.2%", "perplexity_per_word": ".1f", "rms_delta_p": ".2%"}
 
 
 def add_parser(commands: Any) -> None:
@@ -75,8 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also with one layer quantised at a time, and look at the keys channel by channel",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
-    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
+    add_placement(parser)
     parser.add_argument("--output", metavar="FILE", help="results as JSON; a second run goes on where one stopped")
 
 
@@ -86,8 +89,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         As for `measure`.
     """
-    content = measure(args).to_dict()
-    show(Console(highlight=False), content["parts"]["summary"]["modes"], content["settings"])
+    show(Console(highlight=False), measure(args).to_dict())
 
 
 def measure(args: argparse.Namespace) -> RunRecord:
@@ -102,24 +104,21 @@ def measure(args: argparse.Namespace) -> RunRecord:
         UsageError: An argument has no meaning, does not fit the model or the text, or not into memory.
     """
     started = time.monotonic()
-    configs = checked_configs(args, WHERE, PRESETS)
-    configs = {UNQUANTIZED: KVQuantConfig.from_preset(UNQUANTIZED), **configs}
-    check_positive(args)
+    configs = preparation.compared_configs(args, WHERE, PRESETS)
+    check_counts(args, ("chunk", "window", "stride", "tokens"), WHERE)
     device = checked_device(args.device, WHERE)
     source, text = windows.read_source(args)
     model, tokenizer = load(args.model, args.dtype, device, WHERE)
-    prepared = preparation.prepare(model, tokenizer, args, WHERE)
+    prepared = preparation.prepare(model, tokenizer, configs, args, WHERE)
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     pieces, begins = windows.cut(ids, args, model)
     window, stride = pieces.shape[1], args.stride or pieces.shape[1]
+    kept_in = stored_dtype(model, args.model)
     settings = {
         "evaluation": "perplexity",
-        "model": place(Path(args.model)) if Path(args.model).exists() else args.model,
-        "weights_sha256": weights_hash(model),
+        **prepared,
         "tokens_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "stored_dtype": str(stored_dtype(model, args.model)).removeprefix("torch."),
-        "device": str(device),
+        "stored_dtype": str(kept_in).removeprefix("torch."),
         "source": source,
         "mode": args.mode,
         "chunk": args.chunk,
@@ -128,118 +127,67 @@ def measure(args: argparse.Namespace) -> RunRecord:
         "stride": stride,
         "begins": begins,
         "words_per_token": len(text.split()) / len(ids),
-        **prepared,
         "presets": {name: config.to_dict() for name, config in configs.items()},
         "controls": args.controls,
     }
     record = open_record(args.output, settings, WHERE)
     modes = MODES if args.mode == "all" else (args.mode,)
-    steps = [(mode, index) for mode in modes for index in range(len(begins))]
-    console = Console(highlight=False, stderr=True)
+
+    def measure_window(mode: str, index: int) -> dict[str, Any]:
+        compared = compare(
+            model,
+            pieces[index : index + 1].to(device),
+            configs,
+            first_chunk=FIRST_CHUNK,
+            chunk_size=1 if mode == "decode" else args.chunk,
+            simulate=mode == "simulated",
+        )
+        # Of a window that overlaps the one before, what is new.
+        newest = None if begins[index] == 0 else stride
+        return {name: of_window(name, each, newest) for name, each in compared.items()}
+
+    gated = gate_text(pieces, configs).to(device)
+    # What is done, in words, the part that it leaves, and what makes that.
+    steps: list[tuple[str, str, Callable[[], dict[str, Any]]]] = [
+        ("the gate", "gate", functools.partial(check_modes, model, gated, configs, args.chunk))
+    ]
+    if args.controls:
+        steps.append(("the controls", "controls", functools.partial(run_controls, model, gated, configs)))
+    for mode, (index, start) in itertools.product(modes, enumerate(begins)):
+        what = f"{mode}, window {index + 1} of {len(begins)}"
+        steps.append((what, f"{mode} {start}", functools.partial(measure_window, mode, index)))
     ending = early_end(record, WHERE, lower="--window", value=window, more=", or --chunk, or run fewer presets at once")
     try:
-        with ending as ongoing, bar(console) as progress:
+        with ending as ongoing, bar() as progress:
             num_details = details.num_steps(model) if args.details else 0
-            task = progress.add_task("", total=len(steps) + 1 + args.controls + num_details)
+            task = progress.add_task("", total=len(steps) + num_details)
 
-            def begin(part: str) -> None:
-                ongoing.part = part
-                progress.update(task, description=part)
+            def begin(what: str) -> None:
+                ongoing.part = what
+                progress.update(task, description=what)
 
-            begin("the gate")
-            if record.get("gate") is None:
-                record.put("gate", check_modes(model, gate_text(pieces, configs).to(device), configs, args.chunk))
-            progress.advance(task)
-            if args.controls:
-                begin("the controls")
-                if record.get("controls") is None:
-                    record.put("controls", run_controls(model, gate_text(pieces, configs).to(device), configs))
-                progress.advance(task)
-            for mode, index in steps:
-                begin(f"{mode}, window {index + 1} of {len(begins)}")
-                part = f"{mode} {begins[index]}"
+            for what, part, make in steps:
+                begin(what)
                 if record.get(part) is None:
-                    compared = compare(
-                        model,
-                        pieces[index : index + 1].to(device),
-                        configs,
-                        first_chunk=FIRST_CHUNK,
-                        chunk_size=1 if mode == "decode" else args.chunk,
-                        simulate=mode == "simulated",
-                    )
-                    # Of a window that overlaps the one before, what is new.
-                    newest = None if begins[index] == 0 else stride
-                    record.put(part, {name: of_window(name, each, newest) for name, each in compared.items()})
+                    record.put(part, make())
                 progress.advance(task)
             if args.details:
                 first = pieces[:1].to(device)
-                for part in details.measure(record, model, tokenizer, text, first, configs, args.chunk):
-                    begin(part)
+                for what in details.measure(record, model, tokenizer, text, first, configs, args.chunk):
+                    begin(what)
                     progress.advance(task)
+            ongoing.part = "the summary"
+            sizes = sizes_of(model, configs, kept_in)
+            summary = {mode: summarize(record, mode, sizes, settings) for mode in modes}
+            record.put("summary", {"modes": summary, "seconds": round(time.monotonic() - started, 1)})
     except NotImplementedError as error:
         raise UsageError(f"{WHERE}: {args.model} cannot be measured. {error}") from error
-    sizes = sizes_of(model, configs, stored_dtype(model, args.model))
-    summary = {mode: summarize(record, mode, sizes, settings) for mode in modes}
-    record.put("summary", {"modes": summary, "seconds": round(time.monotonic() - started, 1)})
     return record
-
-
-def check_positive(args: argparse.Namespace) -> None:
-    """Refuse numbers that have no meaning."""
-    for name in ("chunk", "window", "stride", "tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UsageError(f"{WHERE}: `--{name.replace('_', '-')}` must be positive, got {value}.")
-
-
-def bar(console: Console) -> Progress:
-    """A progress bar with the time that is left, gone when it is done; none where nobody looks."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
-
-
-def weights_hash(model: PreTrainedModel) -> str:
-    """A hash of what the model computes with, injected or calibrated weights included."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-# --- what is added up -------------------------------------------------------------------------------------------------
-
-
-def of_window(name: str, result: Fidelity, newest: int | None) -> dict[str, Any]:
-    """What a window says about a preset.
-
-    Args:
-        name: The preset.
-        result: Of the comparison.
-        newest: How many tokens at the end count; `None` for all.
-
-    Raises:
-        Refused: The counter differs from its closed form.
-    """
-    check_counter(name, result)
-    last = slice(None) if newest is None else slice(-newest, None)
-    nll, reference_nll = result.nll.double()[last], result.reference_nll.double()[last]
-    return {
-        "pairs_read": result.pairs_read,
-        "pairs_expected": result.pairs_expected,
-        "tokens": len(nll),
-        "nll": float(nll.sum()),
-        "reference_nll": float(reference_nll.sum()),
-        "squared_delta_p": float((torch.exp(-nll) - torch.exp(-reference_nll)).square().sum()),
-        "agreeing": int(result.agrees[last].sum()),
-        # As many digits as tell float32 apart. Rounding makes some of what is nothing negative.
-        "kld": [float(f"{value:.9g}") for value in result.kld[last].tolist()],
-    }
 
 
 def stored_dtype(model: PreTrainedModel, name: str) -> torch.dtype:
     """In which an unquantised cache keeps its values where the model is used, whatever it is measured in."""
-    spelled = AutoConfig.from_pretrained(str(Path(name).expanduser()) if Path(name).exists() else name).dtype
+    spelled = AutoConfig.from_pretrained(source_of(name)).dtype
     found = getattr(torch, spelled) if isinstance(spelled, str) else spelled
     return found if isinstance(found, torch.dtype) else model.dtype
 
@@ -269,81 +217,3 @@ def sizes_of(
         num_bytes = sum(getattr(config, side).bytes_per_token(*shape, dtype) for side, *shape in sides)
         sizes[name] = {"bits_per_value": 8 * num_bytes / num_values, "bytes_per_token": num_bytes}
     return sizes
-
-
-def summarize(
-    record: RunRecord, mode: str, sizes: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """One mode's aggregates over all windows, per preset, behind its sizes."""
-    parts = [record.get(f"{mode} {begin}") or {} for begin in settings["begins"]]
-    rows = {}
-    for name, size in sizes.items():
-        measured = [part[name] for part in parts]
-        klds = [kld_of(window) for window in measured]
-        kld, by_window = torch.cat(klds), torch.stack([each.mean() for each in klds])
-        total = {key: sum(window[key] for window in measured) for key in measured[0] if key != "kld"}
-        nll, reference_nll = total["nll"] / total["tokens"], total["reference_nll"] / total["tokens"]
-        rows[name] = {
-            **size,
-            "scored_tokens": len(kld),
-            "kld": float(kld.mean()),
-            "kld_standard_error": float(by_window.std() / len(measured) ** 0.5) if len(measured) > 1 else None,
-            "kld_median": float(kld.median()),
-            "kld_p99": float(kld.quantile(0.99)),
-            "kld_max": float(kld.max()),
-            "by_position": details.by_position(klds, settings["window"]),
-            "agreement": total["agreeing"] / len(kld),
-            "rms_delta_p": (total["squared_delta_p"] / total["tokens"]) ** 0.5,
-            "perplexity": _exp(nll),
-            "perplexity_per_word": _exp(nll / settings["words_per_token"]),
-            "perplexity_change": _exp(nll - reference_nll) - 1,
-            "reference_perplexity": _exp(reference_nll),
-            "pairs_read": total["pairs_read"],
-            "pairs_expected": total["pairs_expected"],
-        }
-    return rows
-
-
-def kld_of(part: Mapping[str, Any]) -> Tensor:
-    """Divergences of a window's tokens, `[scored]` float64, to the bit what was measured in float32."""
-    return torch.tensor(part["kld"], dtype=torch.float32).double()
-
-
-def _exp(value: float) -> float:
-    """What is too large for a float is infinite, and so unknown in a record."""
-    return math.exp(value) if value < 700 else math.inf
-
-
-def show(console: Console, summary: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]) -> None:
-    """Print a table per mode, and below it what its columns mean."""
-    for mode, rows in summary.items():
-        how = f", chunks of {settings['chunk']}" if mode != "decode" else ""
-        table = Table(
-            title=f"{settings['model']}, {settings['dtype']}, {mode}{how}", title_justify="left", title_style="bold"
-        )
-        likelihoods = Table()
-        for each, headings in (
-            (table, ("bits", "KL, nats/token", "median", "99 %", "max", "agreement")),
-            (likelihoods, ("perplexity", "change", "per word", "RMS Δp")),
-        ):
-            each.add_column("preset")
-            for heading in headings:
-                each.add_column(heading, justify="right")
-        for name, row in rows.items():
-            divergences = [f"{row[key]:.1e}" for key in ("kld", "kld_median", "kld_p99", "kld_max")]
-            table.add_row(name, f"{row['bits_per_value']:.4g}", *divergences, f"{row['agreement']:.2%}")
-            likelihoods.add_row(
-                name,
-                *("-" if row[key] is None else format(row[key], form) for key, form in LIKELIHOODS.items()),
-            )
-        console.print(table)
-        console.print(likelihoods)
-    first = next(iter(summary.values()))[UNQUANTIZED]
-    console.print(
-        f"{first['scored_tokens']:,} tokens in windows of {settings['window']}, each from an empty cache whose first "
-        "token is exact. Bits: of a cached value, with scales and zeros. KL, agreement of the most likely next token "
-        "and RMS change of the true token's probability: against the unquantised cache in the same run. Per word: of "
-        "white space, by its tokens per word. All presets read as many (query, token) pairs from codes as they must, "
-        "and modes agree.",
-        style="dim",
-    )

@@ -1,26 +1,29 @@
-"""What is done to a model before an evaluation measures it: made harder, calibrated, or left as it is.
+"""What every evaluation does before it measures: which configs it compares, and what is done to the model.
 
-The options are those of every evaluation. How keys get outliers or a bias is `transforms/injection.py`'s, how centres
-and factors are found `transforms/smoothing.py`'s; here is decided what a user may ask for, in which order it is done,
-and what a record says of it.
+A model is made harder, calibrated, or left as it is. How keys get outliers or a bias is `transforms/injection.py`'s,
+how centres and factors are found `transforms/smoothing.py`'s; here is decided what a user may ask for, in which order
+it is done, and what a record says of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..arguments import UsageError, load_calibration, read_text
-from ..config import PRESETS
+from ..arguments import UsageError, check_fit, checked_configs, load_calibration, read_text
+from ..config import PRESETS, KVQuantConfig
 from ..fidelity import is_out_of_memory
+from ..generation import UNQUANTIZED
+from ..transforms.folding import weights_hash
 from ..transforms.injection import inject_key_bias, inject_key_outliers
 from ..transforms.smoothing import smooth_attention
 from ..transforms.smoothing_file import FILE_NAME, SmoothingResult
-from .provenance import sha256
+from .provenance import model_name, sha256
 
 OUTLIER_PAIRS = 3  # RoPE pairs per head, of the channels that are made larger
 OUTLIER_FACTOR = 10.0  # about what large models have
@@ -56,17 +59,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def prepare(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace, where: str
-) -> dict[str, Any]:
-    """Make a model harder and calibrate it, as far as the arguments ask for that.
-
-    Returns:
-        What a record says of it, among its settings.
+def compared_configs(args: argparse.Namespace, where: str, default: Iterable[str]) -> dict[str, KVQuantConfig]:
+    """The configs to run by name, the unquantised cache, which others are compared with, always and first.
 
     Raises:
-        UsageError: Its keys are not made in a way that is known, a number has no meaning, or memory runs out.
+        UsageError: As for `checked_configs`.
     """
+    configs = checked_configs(args, where, default)
+    return {UNQUANTIZED: KVQuantConfig.from_preset(UNQUANTIZED), **configs}
+
+
+def prepare(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    configs: Mapping[str, KVQuantConfig],
+    args: argparse.Namespace,
+    where: str,
+) -> dict[str, Any]:
+    """Make a model harder and calibrate it, as far as the arguments ask for that, once all configs are known to fit it.
+
+    Returns:
+        What a record says of the model, among its settings.
+
+    Raises:
+        UsageError: A config does not fit, keys are not made in a way that is known, a number has no meaning, or memory
+            runs out.
+    """
+    check_fit(model, args.model, configs, where)
     text = None if args.calibrate is None else read_text(args.calibrate, f"{where}: `--calibrate`")
     if text is not None and not text.strip():
         raise UsageError(
@@ -81,25 +100,29 @@ def prepare(
             inject_key_bias(model, args.inject_bias)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise UsageError(f"{where}: nothing can be injected into {args.model}. {error}") from error
-    told = {
+    calibration = None
+    if text is not None:
+        try:
+            result = smooth_attention(model, tokenizer, [text], args.calibrate_for)
+        except (MemoryError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise UsageError(
+                    f"{where}: `--calibrate` must fit into memory, got {args.calibrate}, which does not. Calibrate "
+                    "with hf-kvquant calibrate and a smaller --window, and evaluate what it saves."
+                ) from error
+            raise UsageError(f"{where}: {args.model} cannot be calibrated. {error}") from error
+        print(result.report(), file=sys.stderr)
+        calibration = describe(result, Path(args.calibrate), args.calibrate_for)
+    return {
+        "model": model_name(args.model),
+        "weights_sample_sha256": weights_hash(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
         "smoothing_sha256": sha256(calibrated) if calibrated.is_file() else None,
         "injected_outliers": args.inject_outliers,
         "injected_bias": args.inject_bias,
-        "calibration": None,
+        "calibration": calibration,
     }
-    if text is None:
-        return told
-    try:
-        result = smooth_attention(model, tokenizer, [text], args.calibrate_for)
-    except (MemoryError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        if is_out_of_memory(error):
-            raise UsageError(
-                f"{where}: `--calibrate` must fit into memory, got {args.calibrate}, which does not. Calibrate with "
-                "hf-kvquant calibrate and a smaller --window, and evaluate what it saves."
-            ) from error
-        raise UsageError(f"{where}: {args.model} cannot be calibrated. {error}") from error
-    print(result.report(), file=sys.stderr)
-    return {**told, "calibration": describe(result, Path(args.calibrate), args.calibrate_for)}
 
 
 def describe(result: SmoothingResult, path: Path, preset: str) -> dict[str, Any]:

@@ -104,6 +104,12 @@ def place(path: Path) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
+def model_name(name: str) -> str:
+    """How a record calls a model: a folder by its place, whatever else by its hub id."""
+    path = Path(name).expanduser()
+    return place(path) if path.is_dir() else name
+
+
 def describe_error(error: BaseException) -> str:
     """An exception and its cause in one short line without paths."""
     cause = f" ({describe_error(error.__cause__)})" if error.__cause__ is not None else ""

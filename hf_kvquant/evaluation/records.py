@@ -2,25 +2,22 @@
 
 A record holds the card of the run (`provenance.py`), its settings, and its parts, results by name. What a part is, the
 evaluation decides; here is decided when a file may be gone on with: where its settings are equal, and so are the code
-and the machine that its parts come from. And what a user is told of a run that ends before its time.
+and the machine that its parts come from.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..arguments import Interrupted, UsageError
-from ..fidelity import OutOfMemory, is_out_of_memory
+from ..arguments import UsageError
 from .provenance import card, gpu_card
 
 # What may differ between the runs that fill one record.
@@ -69,7 +66,7 @@ class RunRecord:
             raise ValueError(f"RunRecord: `path` must be a file's in a folder that is there, got {path}: {found}.")
         if not path.exists():
             return cls(path, content)
-        earlier = _read(path)
+        earlier = read_record(path)
         for kind, allowed in (("settings", ()), ("card", _FREE)):
             difference = _difference(earlier[kind], content[kind], allowed)
             if difference is not None:
@@ -78,15 +75,6 @@ class RunRecord:
                     f"{_REMEDY}"
                 )
         return cls(path, earlier)
-
-    @staticmethod
-    def read(path: Path) -> dict[str, Any]:
-        """Card, settings and parts of a file, for whoever only looks at them.
-
-        Raises:
-            ValueError: The file is no record.
-        """
-        return _read(path)
 
     def get(self, part: str) -> dict[str, Any] | None:
         """A part's result, `None` where it has none yet."""
@@ -136,49 +124,12 @@ def open_record(output: str | None, settings: Mapping[str, Any], where: str) -> 
         raise UsageError(f"{where}: `--output` cannot be used. {error}") from error
 
 
-@dataclasses.dataclass
-class Ongoing:
-    """What is being measured, in words, for whoever has to be told that it was not."""
-
-    part: str = "the first steps"
-
-
-@contextlib.contextmanager
-def early_end(record: RunRecord, where: str, *, lower: str, value: object, more: str = "") -> Iterator[Ongoing]:
-    """Tell in a line what is left of a run that is interrupted, or lacks memory or room for its results.
-
-    Args:
-        record: Of the run.
-        where: Opens the message.
-        lower: The option that takes the most memory.
-        value: What was given for it.
-        more: What else to do, opening with a comma.
+def read_record(path: Path) -> dict[str, Any]:
+    """Card, settings and parts of a file.
 
     Raises:
-        Interrupted: The run is; the text says what was kept.
-        UsageError: Memory has run out, or what was measured cannot be written.
+        ValueError: The file is no record.
     """
-    ongoing = Ongoing()
-    try:
-        yield ongoing
-    except KeyboardInterrupt as error:
-        raise Interrupted(f"{where} ended in {ongoing.part}. {record.kept()}") from error
-    except CannotKeep as error:
-        raise UsageError(
-            f"{where}: `--output` must be a file that can be written, got {error} in {ongoing.part}. Make room, then "
-            "run the same command again: it goes on with what was written before."
-        ) from error
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        under = f" under {error.name}" if isinstance(error, OutOfMemory) else ""
-        raise UsageError(
-            f"{where}: `{lower}` must fit into memory, got {value}, which does not in {ongoing.part}{under}. Lower it"
-            f"{more}. {record.kept()}"
-        ) from error
-
-
-def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

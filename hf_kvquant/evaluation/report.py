@@ -15,11 +15,12 @@ from typing import Any
 
 from rich.console import Console
 
-from ..arguments import DTYPES, UsageError, add_presets, checked_configs
+from ..arguments import UsageError, add_placement, add_presets, check_counts, checked_configs
 from ..config import PRESETS
-from . import page, perplexity, plots, tasks, windows
-from .provenance import place
-from .records import RunRecord
+from . import page, perplexity, pictures, plots, tasks, windows
+from .provenance import model_name
+from .records import read_record
+from .task_files import AVERAGED, check_data
 
 WHERE = "eval report"
 FILES = {page.PLAIN: "perplexity.json", page.OUTLIERS: "perplexity_outliers.json", page.TASKS: "tasks.json"}
@@ -54,8 +55,7 @@ def add_parser(commands: Any) -> None:
         "--limit", type=int, default=LIMIT, metavar="N", help=f"the first N items of each task (default: {LIMIT})"
     )
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts of a forward (default: 8)")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: the checkpoint's)")
-    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
+    add_placement(parser)
     parser.set_defaults(run=run)
 
 
@@ -98,6 +98,7 @@ def check(args: argparse.Namespace, folder: Path, steps: dict[str, str]) -> None
             f"{WHERE}: `--output` must be a folder or a new one in a folder that is there, got {args.output}."
         )
     checked_configs(args, WHERE, PRESETS)
+    check_counts(args, ("window", "stride", "tokens", "limit", "batch_size"), WHERE)
     if args.dataset is None:
         windows.read_source(args)
     if page.TASKS not in steps:
@@ -107,18 +108,12 @@ def check(args: argparse.Namespace, folder: Path, steps: dict[str, str]) -> None
             f"{WHERE}: lm-eval must be installed for zero-shot tasks, got no such package. Install it: pip install "
             "'hf-kvquant[eval]', or add --skip tasks."
         )
-    if args.limit < 1:
-        raise UsageError(f"{WHERE}: `--limit` must be at least 1, got {args.limit}.")
-    from .task_files import AVERAGED, check_data
-
     if args.data is not None:
         check_data(AVERAGED, args.data)
 
 
 def evaluate(args: argparse.Namespace, kind: str, path: Path) -> None:
     """Run one evaluation as its own command would, into a record."""
-    from .task_files import AVERAGED
-
     module, name = (tasks, "tasks") if kind == page.TASKS else (perplexity, "perplexity")
     parser = argparse.ArgumentParser(prog=WHERE)
     module.add_parser(parser.add_subparsers())
@@ -142,7 +137,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
         UsageError: A file is no record.
     """
     try:
-        return {kind: RunRecord.read(folder / name) for kind, name in FILES.items() if (folder / name).exists()}
+        return {kind: read_record(folder / name) for kind, name in FILES.items() if (folder / name).exists()}
     except ValueError as error:
         raise UsageError(f"{WHERE}: `--output` must hold records alone under their names. {error}") from error
 
@@ -153,7 +148,7 @@ def check_same_model(model: str, records: dict[str, dict[str, Any]]) -> None:
     Raises:
         UsageError: It is one.
     """
-    name = place(Path(model)) if Path(model).expanduser().exists() else model
+    name = model_name(model)
     for kind, record in records.items():
         found = record["settings"].get("model")
         if found != name:
@@ -170,12 +165,13 @@ def render(model: str, folder: Path) -> None:
     """
     records = read(folder)
     check_same_model(model, records)
-    if not page.of_texts(records):
+    texts = page.of_texts(records)
+    if not texts:
         found = ", ".join(FILES[kind] for kind in records) or "none"
         raise UsageError(
             f"{WHERE}: `--output` must hold a finished {FILES[page.PLAIN]} or {FILES[page.OUTLIERS]}, got {folder} "
             f"with records: {found}. Run without --render first."
         )
-    pictures = page.draw(records, folder)
-    (folder / PAGE).write_text(page.page(records, FILES, pictures), encoding="utf-8")
-    Console(highlight=False).print(f"{folder / PAGE}, with {', '.join(pictures)}", soft_wrap=True)
+    drawn = pictures.draw(texts, folder)
+    (folder / PAGE).write_text(page.page(records, FILES, drawn), encoding="utf-8")
+    Console(highlight=False).print(f"{folder / PAGE}, with {', '.join(drawn)}", soft_wrap=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cache import _head_dim, layers_of
+from ..cache import head_dim_of, layers_of
 from ..config import KVQuantConfig, LayerFormats
 from ..patching import _text_config
 from .centering import bias_centers
@@ -186,7 +186,7 @@ def read_signals(
         bias = bias_center = spread = ratio = source = None
         num_kv_heads = getattr(layer_config, "num_key_value_heads", None)
         num_q_heads = getattr(layer_config, "num_attention_heads", None)
-        head_dim = _head_dim(layer_config)
+        head_dim = head_dim_of(layer_config)
         if keys is not None and index in keys:
             key, num_q_heads = keys[index]  # [num_kv_heads, tokens, head_dim]
             num_kv_heads, _, head_dim = key.shape

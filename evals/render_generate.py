@@ -1,0 +1,69 @@
+"""What the README says about `generate` on a GPU, from `evals/results/generate.json` and from nothing else.
+
+`bench_generate.py` measures, and `render_readme.py` puts this into the README.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_kvquant.evaluation.page import table
+
+# How the columns are called, in their order; the names are those of bench_generate.py.
+SYSTEMS = {
+    "static": "transformers, static",
+    "int8-static": "`int8`, compiled",
+    "int4-static": "`int4`, compiled",
+    "int4-capture": "`int4`, captured",
+}
+# Whose cache is shown, and how it is called.
+CACHES = {"static": "bf16", "int8-static": "`int8`", "int4-static": "`int4`"}
+
+
+def step_table(results: dict[str, Any]) -> str:
+    """Per case: milliseconds a step and tokens a second of each system, the floor first, and the caches' sizes."""
+    headings = ["batch x context", "floor, ms a step", *SYSTEMS.values(), "times transformers"]
+    headings.append(f"cache, GB: {', '.join(CACHES.values())}")
+    lines = []
+    for case in results["cases"]:
+        rows = {row["system"]: row for row in case["rows"]}
+        cells = [case["case"].replace("x", " x "), f"{case['floor']['step_ms']:.2f}"]
+        cells += [_speed(rows.get(name)) for name in SYSTEMS]
+        lines.append([*cells, _ratio(rows), ", ".join(_gigabytes(rows.get(name)) for name in CACHES)])
+    return table(headings, lines)
+
+
+def _speed(row: dict[str, Any] | None) -> str:
+    return "-" if row is None else f"{row['step_ms']:.2f} ({row['tokens_per_s']:,.0f})"
+
+
+def _ratio(rows: dict[str, Any]) -> str:
+    """How many times as fast as transformers' static cache our fastest is."""
+    ours = [rows[name]["step_ms"] for name in SYSTEMS if name != "static" and name in rows]
+    return f"{rows['static']['step_ms'] / min(ours):.1f}" if "static" in rows and ours else "-"
+
+
+def _gigabytes(row: dict[str, Any] | None) -> str:
+    return "-" if row is None else f"{row['cache_bytes'] / 1e9:.2f}"
+
+
+def caption(results: dict[str, Any]) -> str:
+    """What was measured, on what and when."""
+    starts = {
+        name: [row["start_s"] for case in results["cases"] for row in case["rows"] if row["system"] == name]
+        for name in ("int4-static", "int4-capture")
+    }
+    return (
+        f"`generate` with the shape of Llama-3-8B ({results['parameters'] / 1e9:.1f} billion parameters, random "
+        f"{results['dtype']} weights), greedy: milliseconds a decode step and, in brackets, tokens a second of the "
+        "whole batch. The floor is transformers' static cache, compiled, with hardly any context; compiled are ours "
+        f"as well (the first call takes {_seconds(starts['int4-static'])}), while `capture=True` records the "
+        f"step as it is ({_seconds(starts['int4-capture'])}). A dash: not measured. torch {results['torch']}, "
+        f"transformers {results['transformers']}, {results['gpu']}, {results['date'][:10]}, "
+        "`evals/results/generate.json`."
+    )
+
+
+def _seconds(starts: list[float]) -> str:
+    low, high = min(starts), max(starts)
+    return f"{low:.0f} to {high:.0f} s" if high >= 2 else f"{low:.1f} to {high:.1f} s"

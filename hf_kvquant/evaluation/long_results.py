@@ -1,0 +1,140 @@
+"""What is kept of `eval long`, one test at one length and depth at a time, and what is said about it.
+
+A preset is scored only where the unquantised cache finds nine of ten. `long_context.py` fills a record with such parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..generation import UNQUANTIZED
+from .long_scores import Scores
+from .prompts import NUM_ANSWERS
+from .records import RunRecord
+
+# A preset is scored where the unquantised cache gets this share of answers right. What a model cannot do anyway says
+# nothing about its cache, and a preset that is right there by chance would look better than it is.
+MIN_ACCURACY = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One test at one length and depth."""
+
+    test: str
+    length: int
+    depth: float
+
+    @property
+    def part(self) -> str:
+        """Its name in a record."""
+        return f"{self.test}/{self.length}/{self.depth:g}"
+
+
+def joined(parts: Sequence[Scores]) -> dict[str, Any]:
+    """Batches of one cell, as a record holds them."""
+    return {
+        "correct": [value for part in parts for value in part.correct],
+        "log_likelihood": [value for part in parts for value in part.log_likelihood],
+        "pairs_read": sum(part.pairs_read for part in parts),
+        "pairs_expected": sum(part.pairs_expected for part in parts),
+    }
+
+
+def summarize(record: RunRecord, cells: Sequence[Cell], presets: Mapping[str, Any]) -> dict[str, Any]:
+    """Per preset: accuracy over the cells that the model can do, and the change of the log-likelihood over all."""
+    results = [_result(record, cell) for cell in cells]
+    scored = [result for result in results if is_scored(result)]
+    summary = {}
+    for name in presets:
+        changes = [change for result in results for change in changes_of(result, name)]
+        correct = [value for result in scored for value in result[name]["correct"]]
+        summary[name] = {
+            "num_cells": len(cells),
+            "num_scored": len(scored),
+            "accuracy": statistics.fmean(correct) if correct else None,
+            "log_likelihood_change": statistics.fmean(changes),
+            "standard_error": statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else None,
+        }
+    return summary
+
+
+def is_scored(result: Mapping[str, Any]) -> bool:
+    """Whether the unquantised cache gets enough of a cell right."""
+    return accuracy_of(result, UNQUANTIZED) >= MIN_ACCURACY
+
+
+def accuracy_of(result: Mapping[str, Any], preset: str) -> float:
+    """Share of a cell's answers that are right."""
+    return statistics.fmean(result[preset]["correct"])
+
+
+def changes_of(result: Mapping[str, Any], preset: str) -> list[float]:
+    """Per prompt, what a preset adds to the log-likelihood of the answer, nats."""
+    exact, other = (result[name]["log_likelihood"] for name in (UNQUANTIZED, preset))
+    return [after - before for before, after in zip(exact, other, strict=True)]
+
+
+def _result(record: RunRecord, cell: Cell) -> dict[str, Any]:
+    result = record.get(cell.part)
+    assert result is not None
+    return result
+
+
+def show(console: Console, record: RunRecord, cells: Sequence[Cell], summary: Mapping[str, Any], *, title: str) -> None:
+    """Print a table per test and preset, and one of all presets."""
+    depths = dict.fromkeys(cell.depth for cell in cells)
+    lengths = dict.fromkeys(cell.length for cell in cells)
+    for test in dict.fromkeys(cell.test for cell in cells):
+        for name in summary:
+            table = Table(title=f"{test}, {name}", title_justify="left", title_style="bold")
+            table.add_column("tokens", justify="right")
+            for depth in depths:
+                table.add_column(f"{depth:g} %", justify="right")
+            for length in lengths:
+                results = (_result(record, Cell(test, length, depth)) for depth in depths)
+                table.add_row(f"{length:,}", *(cell_text(result, name) for result in results))
+            console.print(table)
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("preset")
+    for heading in ("cells scored", "right", "log-likelihood, nats/answer"):
+        table.add_column(heading, justify="right")
+    for name, row in summary.items():
+        table.add_row(name, f"{row['num_scored']} of {row['num_cells']}", *_summary_cells(row))
+    console.print(table)
+    for note in _notes(summary):
+        console.print(note, style="dim")
+
+
+def cell_text(result: Mapping[str, Any], preset: str) -> str:
+    accuracy = f"{accuracy_of(result, preset):.0%}"
+    if preset == UNQUANTIZED:
+        log_likelihood = statistics.fmean(result[preset]["log_likelihood"])
+        return f"{accuracy if is_scored(result) else f'{accuracy}, cannot'}\n{log_likelihood:.2f}"
+    change = statistics.fmean(changes_of(result, preset))
+    return f"{accuracy if is_scored(result) else 'cannot'}\n{change:+.3f}"
+
+
+def _summary_cells(row: Mapping[str, Any]) -> Iterator[str]:
+    yield "-" if row["accuracy"] is None else f"{row['accuracy']:.1%}"
+    error = "" if row["standard_error"] is None else f" ± {row['standard_error']:.4f}"
+    yield f"{row['log_likelihood_change']:+.4f}{error}"
+
+
+def _notes(summary: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"Rows: tokens of the prompt; columns: depth of what is hidden. Right: each token of the answer is the most "
+        f"likely one, in cells where '{UNQUANTIZED}' gets {MIN_ACCURACY:.0%} right; in others the model itself cannot. "
+        f"Below: log-likelihood of the right answer under '{UNQUANTIZED}', nats (a guess: "
+        f"{-math.log(NUM_ANSWERS):.1f}), and how presets change it on the same prompts, ± one standard error. "
+        "Questions and answers read codes, which was counted."
+    )
+    if not any(row["num_scored"] for row in summary.values()):
+        yield "The model can do none of the cells: only the log-likelihoods say something."

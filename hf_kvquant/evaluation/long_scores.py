@@ -1,0 +1,121 @@
+"""What a model makes of prompts with something hidden in them, through caches whose keys and values are codes.
+
+A context is the first chunk of a cache, which is exact by design; so the question goes in as a second chunk, and the
+answer token by token, as `generate` decodes it. All of these read codes, which is counted. The right answer is fed
+whatever the model would say: up to its first mistake that is what greedy decoding feeds, so that an answer is right
+where each of its tokens was the most likely one; and its log-likelihood tells presets apart on models that are never
+right. What is asked is `prompts.py`'s, of which prompts `long_context.py` decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from ..cache import KVQuantCache, KVQuantLayer
+from ..config import KVQuantConfig
+from ..fidelity import PairCounter
+from ..generation import UNQUANTIZED
+from ..patching import patched
+from ..simulation import expected_pairs
+from ..transforms.of_model import key_transforms
+from .prompts import Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What one config makes of some prompts.
+
+    Attributes:
+        correct: Per prompt, whether greedy decoding gives the answer.
+        log_likelihood: Per prompt, of the whole answer behind the question, nats.
+        pairs_read: (Query, token) pairs that were served from codes, or from what stays dense beside them (of
+            `int4-channel`, tokens of the unfinished block), summed over layers.
+        pairs_expected: What that number is where every quantised layer is read as codes.
+    """
+
+    correct: list[bool]
+    log_likelihood: list[float]
+    pairs_read: int
+    pairs_expected: int
+
+
+@torch.inference_mode()
+def score(model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[str, KVQuantConfig]) -> dict[str, Scores]:
+    """Ask a model all prompts at once, through one cache per config.
+
+    The contexts are read once: all caches keep the same keys and values of a first chunk, each in its own way.
+
+    Args:
+        model: Any model that `patch` accepts, patched or not; left as it was.
+        prompts: Of the same shape.
+        configs: By name.
+
+    Returns:
+        One result per name.
+    """
+    context, question, answer = (
+        torch.stack([getattr(prompt, part) for prompt in prompts]).to(model.device)
+        for part in ("context", "question", "answer")
+    )
+    results = {}
+    with patched(model, UNQUANTIZED):
+        read = DynamicCache(config=model.config)
+        _last_logits(model, context, read)
+        for name, config in configs.items():
+            cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
+            if all(isinstance(layer, KVQuantLayer) and not layer.is_sliding for layer in cache.layers):
+                for index, layer in enumerate(read.layers):
+                    assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
+                    cache.update(layer.keys, layer.values, index)
+            else:  # what other layers keep is not all that they were given
+                _last_logits(model, context, cache)
+            with PairCounter() as counter:
+                correct, log_likelihood = ask(model, question, answer, cache)
+            fed = context.shape[1] + question.shape[1] + answer.shape[1] - 1
+            results[name] = Scores(
+                correct=correct.tolist(),
+                log_likelihood=log_likelihood.tolist(),
+                pairs_read=counter.pairs,
+                pairs_expected=len(prompts) * expected_pairs(cache, fed, context.shape[1]),
+            )
+    return results
+
+
+@torch.inference_mode()
+def ask(model: PreTrainedModel, question: Tensor, answer: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
+    """Feed a question and its answer to a cache that holds a context.
+
+    Args:
+        model: Patched where `cache` is ours.
+        question: `[batch, tokens]` int64, one chunk.
+        answer: `[batch, tokens]` int64, fed token by token; the last one is only predicted.
+        cache: Holds the contexts; advances.
+
+    Returns:
+        correct: `[batch]` bool: whether every token of the answer was the most likely one.
+        log_likelihood: `[batch]` float32: of the answer, nats.
+    """
+    correct = torch.ones(len(answer), dtype=torch.bool, device=answer.device)
+    log_likelihood = torch.zeros(len(answer), device=answer.device)
+    for index, chunk in enumerate((question, *answer[:, :-1].split(1, dim=1))):
+        log_probs = _last_logits(model, chunk, cache).float().log_softmax(-1)
+        token = answer[:, index]
+        correct &= log_probs.argmax(-1) == token
+        log_likelihood += log_probs.gather(1, token[:, None])[:, 0]
+    return correct, log_likelihood
+
+
+def _last_logits(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:
+    """Logits behind a chunk, `[batch, vocab_size]`."""
+    # Those of a whole context may be larger than its keys and values.
+    takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
+    options = {"logits_to_keep": 1} if takes_count else {}
+    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits
+    return logits[:, -1]

@@ -1,0 +1,163 @@
+"""Which pictures a report has, the numbers that each one takes from finished records, and what is said below it.
+
+Records are those of `eval perplexity` as they stand in their files. How a picture looks is decided in `plots.py`, where
+it stands in the page in `page.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..generation import UNQUANTIZED
+from . import plots
+from .perplexity_results import Record, rows_of
+
+KLD_LABEL = "KL divergence, nats a token"
+
+Panels = dict[str, dict[str, Any]]
+
+
+# --- their numbers ----------------------------------------------------------------------------------------------------
+
+
+def quality_numbers(texts: Mapping[str, Record]) -> Panels:
+    """By panel and preset: bits of a value, and the mean divergence."""
+    return {
+        title: {
+            name: [row["bits_per_value"], row["kld"]]
+            for name, row in rows_of(record)[1].items()
+            if name != UNQUANTIZED and row["kld"] > 0
+        }
+        for title, record in texts.items()
+    }
+
+
+def position_numbers(texts: Mapping[str, Record]) -> Panels:
+    """By panel and preset: where each part of the window begins, and its mean divergence."""
+    found = {
+        title: {
+            name: [list(point) for point in zip(where["begin"], where["kld"], strict=True)]
+            for name, row in rows_of(record)[1].items()
+            if name != UNQUANTIZED and (where := row.get("by_position"))
+        }
+        for title, record in texts.items()
+    }
+    return {title: panel for title, panel in found.items() if panel}
+
+
+def layer_numbers(texts: Mapping[str, Record]) -> Panels:
+    """By panel and preset: each layer, and the mean divergence with it alone quantised."""
+    found: Panels = {}
+    for title, record in texts.items():
+        layers = record["parts"].get("layers", {})
+        for index, by_preset in layers.items():
+            for name, each in by_preset.items():
+                found.setdefault(title, {}).setdefault(name, []).append([int(index), each["kld"]])
+    return found
+
+
+def key_numbers(texts: Mapping[str, Record]) -> Panels:
+    """By panel: the channels of the layer where calibration evens out most, and of each layer its largest channel over
+    the median one, before and after."""
+    found: Panels = {}
+    for title, record in texts.items():
+        layers = record["parts"].get("keys", {}).get("layers")
+        if not layers:
+            continue
+        flat = {
+            int(index): {when: [value for head in layer[when] for value in head] for when in ("before", "after")}
+            for index, layer in layers.items()
+        }
+        uneven = {when: [[index, ratio(layer[when])] for index, layer in flat.items()] for when in ("before", "after")}
+        gains = {index: before - after for (index, before), (_, after) in zip(*uneven.values(), strict=True)}
+        shown = max(gains, key=lambda index: gains[index])
+        found[title] = {"layer": shown, **flat[shown], "uneven": uneven}
+    return found
+
+
+def ratio(values: Sequence[float]) -> float:
+    """The largest over the median, which is not zero in keys that are more than a constant."""
+    return max(values) / max(statistics.median(values), 1e-12)
+
+
+# --- the pictures -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A picture of the page.
+
+    Attributes:
+        numbers: Of records by the title of their panel; nothing where they have none.
+        draw: Takes the place of the SVG and the numbers.
+        heading: Of its section; the section before goes on where there is none.
+        alt: What a reader is told who does not see it.
+        text: Below it.
+    """
+
+    numbers: Callable[[Mapping[str, Record]], Panels]
+    draw: Callable[[Path, Panels], None]
+    heading: str
+    alt: str
+    text: str
+
+
+PICTURES = {
+    "quality.svg": Picture(
+        quality_numbers,
+        functools.partial(plots.scatter, xlabel="bits a value, scales and zeros included", ylabel=KLD_LABEL),
+        "",
+        "Divergence against bits",
+        "Lower and further left is better; the scale is logarithmic.",
+    ),
+    "positions.svg": Picture(
+        position_numbers,
+        functools.partial(plots.lines, xlabel="position in the window, tokens", ylabel=KLD_LABEL),
+        "Where in a text",
+        "Divergence by position in the window",
+        "Each point is the mean over a part of the window that begins there. Every window starts with an empty cache, "
+        "so further to the right more is read from codes.",
+    ),
+    "layers.svg": Picture(
+        layer_numbers,
+        functools.partial(plots.lines, xlabel="layer, the only one quantised", ylabel=KLD_LABEL),
+        "Layer by layer",
+        "Divergence with one layer quantised at a time",
+        'A layer that stands out is the first to be given a larger format: `layers={0: "int8"}` in a config.',
+    ),
+    "keys.svg": Picture(
+        key_numbers,
+        plots.keys,
+        "Why: the keys",
+        "Largest key per channel before and after calibration",
+        "The largest magnitude of each channel of the keys, in the layer that calibration evens out most, and how far "
+        "the largest channel of every layer is above the median one. A few large channels leave few codes for all "
+        "others. Calibration for `int4` subtracts a centre and divides by factors; rotation, which spreads what is "
+        "left over a head, comes after it and is not shown. The numbers above are of caches without this calibration, "
+        "unless the model came with it.",
+    ),
+}
+
+
+def draw(texts: Mapping[str, Record], folder: Path) -> list[str]:
+    """Draw the pictures for which there are numbers.
+
+    Args:
+        texts: By the title of a panel, finished records of `eval perplexity`.
+        folder: For the files.
+
+    Returns:
+        Names of their files.
+    """
+    drawn = []
+    for name, picture in PICTURES.items():
+        numbers = picture.numbers(texts)
+        if any(numbers.values()):
+            picture.draw(folder / name, numbers)
+            drawn.append(name)
+    return drawn

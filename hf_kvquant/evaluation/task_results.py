@@ -1,0 +1,259 @@
+"""What is kept of lm-eval's results, one task under one preset at a time, and what is said about them.
+
+Values are kept per item, so that everything can be paired later. What a difference means is in `paired.py`; `tasks.py`
+prints what is said here, `page.py` and the README show it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..generation import UNQUANTIZED
+from .paired import bootstrap_average, mean_and_error, paired_accuracy
+from .task_files import AVERAGED
+
+# Metrics of an item that is right or wrong, the first one being what is compared.
+_ACCURACIES = ("acc", "exact_match", "acc_norm")
+# Of the columns of a table behind that of presets, and what they mean.
+HEADINGS = ("items", "acc, %", "norm, %", "change", "p", "same", "gold")
+LEGEND = (
+    "Acc: accuracy, or exact match, with its standard error; norm: with log-likelihoods per character. Change: of "
+    "accuracy from that of the unquantised cache on the same items, in points, with its standard error; p: of an exact "
+    "McNemar test. Same: items with the same answer. Gold: mean change of the right answer's log-likelihood, in nats."
+)
+
+# One task under one preset, as `evaluate` returns it and a record keeps it.
+Part = Mapping[str, Any]
+
+
+def part_name(task: str, preset: str) -> str:
+    """How a results file calls one task under one preset."""
+    return f"{task}/{preset}"
+
+
+def by_task_and_preset(parts: Mapping[str, Part]) -> dict[tuple[str, str], Part]:
+    """The parts of a results file."""
+    return {(task, preset): part for name, part in parts.items() for task, _, preset in [name.partition("/")]}
+
+
+def evaluate(lm: Any, name: str, task: Any, limit: int | None) -> dict[str, Any] | None:
+    """Run one task.
+
+    Args:
+        lm: The model, in the preset it is to be run with.
+        name: Of the task.
+        task: lm-eval's object.
+        limit: Items at most; `None` takes all.
+
+    Returns:
+        What a results file says of it: aggregates, counters, and per item what pairs are made of. `None` where another
+        process has it.
+    """
+    import lm_eval
+
+    started = time.monotonic()
+    # Standard errors are computed here from the items: lm-eval's own bootstrap starts a pool of processes.
+    results = lm_eval.evaluate(lm, {"tasks": {name: task}, "groups": {}}, limit=limit, bootstrap_iters=0)
+    if results is None:
+        return None
+    samples = results["samples"][name]
+    samples = sorted(
+        (sample for sample in samples if sample["filter"] == samples[0]["filter"]), key=lambda sample: sample["doc_id"]
+    )
+    metrics = {
+        key.partition(",")[0]: float(value)
+        for key, value in results["results"][name].items()
+        if key.endswith(f",{samples[0]['filter']}") and "_stderr" not in key and isinstance(value, (int, float))
+    }
+    items = item_values(task, samples)
+    errors = {metric: standard_error(metric, value, items) for metric, value in metrics.items()}
+    return {
+        "task": name,
+        "preset": lm.quant_config.to_dict(),
+        "num_items": len(samples),
+        "metrics": metrics,
+        "standard_errors": errors,
+        "pairs_read": lm.pairs_read,
+        "pairs_expected": lm.pairs_expected,
+        "seconds": round(time.monotonic() - started, 1),
+        "items": items,
+    }
+
+
+def item_values(task: Any, samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """What is kept per item, each a list over items, as far as the task has it.
+
+    Returns:
+        One list per accuracy, 0 or 1; `answer`: the choice taken, or whether the text is the greedy one, or what was
+        generated; `gold_log_likelihood`: nats, of the right choice or of the text.
+    """
+    items: dict[str, list[Any]] = {
+        metric: [int(sample[metric]) for sample in samples] for metric in _ACCURACIES if metric in samples[0]["metrics"]
+    }
+    if task.OUTPUT_TYPE == "multiple_choice":
+        scores = [[float(score) for score, _ in sample["filtered_resps"]] for sample in samples]
+        items["answer"] = [row.index(max(row)) for row in scores]
+        gold = [gold_index(task, sample) for sample in samples]
+        if all(index is not None for index in gold):
+            items["gold_log_likelihood"] = [
+                round(row[index], 6) for row, index in zip(scores, gold, strict=True) if index is not None
+            ]
+    elif task.OUTPUT_TYPE == "loglikelihood":
+        items["answer"] = [int(sample["filtered_resps"][0][1]) for sample in samples]
+        items["gold_log_likelihood"] = [round(float(sample["filtered_resps"][0][0]), 6) for sample in samples]
+    elif task.OUTPUT_TYPE == "generate_until":
+        items["answer"] = [str(sample["filtered_resps"][0]) for sample in samples]
+    return items
+
+
+def gold_index(task: Any, sample: Mapping[str, Any]) -> int | None:
+    """The right choice of an item, `None` where there are several."""
+    doc = sample["doc"]
+    gold = task.doc_to_text(doc) if task.multiple_input else sample["target"]
+    if isinstance(gold, str):
+        choices = task.doc_to_choice(doc)
+        return choices.index(gold) if gold in choices else None
+    return gold if isinstance(gold, int) else None
+
+
+def standard_error(metric: str, value: float, items: Mapping[str, Sequence[Any]]) -> float | None:
+    """Of an aggregate over items; `None` where it is not a mean over them, nor a function of one."""
+    if metric in items:
+        return mean_and_error(items[metric])[1]
+    if metric == "perplexity" and "gold_log_likelihood" in items:
+        # exp(-mean): the error of the mean, times the slope.
+        error = mean_and_error(items["gold_log_likelihood"])[1]
+        return None if error is None else value * error
+    return None
+
+
+# --- averages ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """The zero-shot average of a preset, with 95 % intervals by resampling items within tasks. All are shares.
+
+    Attributes:
+        value: Mean over tasks of the accuracy.
+        interval: Of it.
+        change: From that of the unquantised cache, on the same items; `None` for that one itself.
+        change_interval: Of the change.
+    """
+
+    value: float
+    interval: tuple[float, float]
+    change: float | None = None
+    change_interval: tuple[float, float] | None = None
+
+
+def averages(parts: Mapping[tuple[str, str], Part]) -> dict[str, Average]:
+    """Per preset that answered all tasks of QServe's average, as the unquantised cache did, its average.
+
+    Args:
+        parts: By task and preset.
+    """
+    right = {
+        preset: {task: parts[task, preset]["items"]["acc"] for task in AVERAGED}
+        for preset in dict.fromkeys(preset for _, preset in parts)
+        if all((task, preset) in parts for task in AVERAGED)
+    }
+    found = {}
+    for preset, tasks in right.items() if UNQUANTIZED in right else ():
+        value, *interval = bootstrap_average(tasks)
+        found[preset] = Average(value, (interval[0], interval[1]))
+        if preset != UNQUANTIZED:
+            changes = {
+                task: [mine - other for mine, other in zip(items, right[UNQUANTIZED][task], strict=True)]
+                for task, items in tasks.items()
+            }
+            change, *interval = bootstrap_average(changes)
+            found[preset] = dataclasses.replace(
+                found[preset], change=change, change_interval=(interval[0], interval[1])
+            )
+    return found
+
+
+def average_lines(parts: Mapping[tuple[str, str], Part]) -> list[str]:
+    """The averages in words; where tasks of them did not run, which."""
+    missing = [name for name in AVERAGED if name not in {task for task, _ in parts}]
+    if missing:
+        return [f"No average: it is that of {', '.join(AVERAGED)}, and {', '.join(missing)} did not run."]
+    lines = []
+    for preset, average in averages(parts).items():
+        low, high = average.interval
+        line = f"average, {preset}: {average.value:.2%} ({low:.2%} to {high:.2%})"
+        if average.change is not None and average.change_interval is not None:
+            change, low, high = (100 * value for value in (average.change, *average.change_interval))
+            line += f", change {change:+.2f} points ({low:+.2f} to {high:+.2f})"
+        lines.append(line)
+    return [*lines, f"Average: of {', '.join(AVERAGED)}, with 95 % intervals by resampling items within tasks."]
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def show(console: Console, parts: Mapping[tuple[str, str], Part], *, title: str) -> None:
+    """Print the table of tasks and presets, the averages, and what the columns mean.
+
+    Args:
+        console: Where to.
+        parts: Results by task and preset.
+        title: Of the table.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, padding=0)
+    table.add_column("preset", no_wrap=True)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    others: list[str] = []
+    previous = None
+    for (name, preset), part in parts.items():
+        if previous != name:
+            table.add_section()
+            table.add_row(f"[bold]{name}[/]")
+        previous = name
+        table.add_row(*cells(preset, part, parts.get((name, UNQUANTIZED))))
+        spoken = {key: value for key, value in part["metrics"].items() if key not in _ACCURACIES and value is not None}
+        if spoken:
+            told = ", ".join(f"{key} {spelled(value, part['standard_errors'][key])}" for key, value in spoken.items())
+            others.append(f"{name}, {preset}: {told}")
+    console.print(table)
+    for line in [*others, *average_lines(parts)]:
+        console.print(line, soft_wrap=True)
+    console.print(LEGEND, style="dim")
+
+
+def cells(preset: str, part: Part, reference: Part | None) -> list[str]:
+    """A row of the table: the preset, then what `HEADINGS` say."""
+    items, metrics, errors = part["items"], part["metrics"], part["standard_errors"]
+    metric = next((name for name in _ACCURACIES if name in items), None)
+    row = [preset, str(part["num_items"])]
+    for name in (metric, "acc_norm"):
+        row.append("-" if name not in metrics else spelled(metrics[name], errors[name], percent=True))
+    if reference is None or preset == UNQUANTIZED:
+        return [*row, "-", "-", "-", "-"]
+    pair = None if metric is None else paired_accuracy(items[metric], reference["items"][metric])
+    row.append("-" if pair is None else f"{pair.difference * 100:+.2f} ± {pair.standard_error * 100:.2f}")
+    row.append("-" if pair is None else f"{pair.p_value:.2f}")
+    answers = zip(items.get("answer", ()), reference["items"].get("answer", ()), strict=True)
+    same = [mine == other for mine, other in answers]
+    row.append(f"{sum(same) / len(same):.0%}" if same else "-")
+    golds = zip(items.get("gold_log_likelihood", ()), reference["items"].get("gold_log_likelihood", ()), strict=True)
+    changes = [mine - other for mine, other in golds]
+    row.append(f"{mean_and_error(changes)[0]:+.3f}" if changes else "-")
+    return row
+
+
+def spelled(value: float, error: float | None, *, percent: bool = False) -> str:
+    """A number with its standard error."""
+    if percent:
+        value, error = 100 * value, None if error is None else 100 * error
+    digits = 1 if percent or abs(value) >= 100 else 3
+    return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")

@@ -1,0 +1,394 @@
+"""Layers whose codes are in CPU memory, and on the GPU while attention reads them: `offloading=True` in a config.
+
+What grows with the sequence travels: codes, scales, zeros. What does not (dense windows, frozen scales, transforms,
+lengths) stays on the GPU. Codes of a token never change, so a step reads a layer's once over the bus and writes those
+of the new token back; it is codes that travel, so that int4 moves a quarter of what transformers' own offloading does.
+
+When a layer's turn comes, those before it go, and the next one starts to come on a stream of its own, so that it
+travels while this one attends. At any time at most two layers of a cache are on a device. Whatever touches a layer
+takes a turn: attention, but also a reorder, a crop that needs codes, a save, a copy.
+
+Order on the GPU: what goes away is copied by the stream that attends, behind the writes of its tokens and before its
+memory is given back to that stream. What comes waits for that stream first, so for everything that reads the memory it
+comes into, and for the copies that it reads from; attention waits for what comes. The host waits for nothing.
+
+Copies in CPU memory are pinned, with tokens first, so that those of a range of tokens are in one piece, as copies that
+overlap with kernels must be; they are turned into planes on the GPU. What the bytes of a plane are is decided in
+`formats.py`, when tokens are written in `storage.py`; which layers are offloaded in `cache.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import LayerFormats
+from .formats import KVFormat, Planes
+from .storage import LayerStorage
+
+# Devices whose memory is worth sparing. Only tests put others here.
+HOMES = frozenset(("cuda",))
+
+# Of keys and of values: the planes that travel, by name.
+Slot = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def check_home(where: str, device: torch.device) -> None:
+    """Refuse a device that nothing is offloaded from.
+
+    Args:
+        where: Opens the message.
+        device: Of a layer.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if device.type not in HOMES:
+        raise ValueError(
+            f"{where}: `offloading` must be False for a layer on {device}, got True: only codes on a GPU can be "
+            "offloaded to CPU memory. Leave offloading out, or move the model to a GPU."
+        )
+
+
+class Offloader:
+    """Decides which layers of one cache are on their device. Pickled and copied as an empty one, which storages join.
+
+    Between turns it keeps the memory that layers come into, two slots of each kind that there is on a device.
+    """
+
+    def __init__(self) -> None:
+        # Weak, so that a cache dies, with its memory, as soon as nobody has it.
+        self._members: list[weakref.ref[OffloadedStorage]] = []
+        self._residents: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._free: dict[Hashable, list[Slot]] = {}
+
+    def __reduce__(self) -> tuple[type[Offloader], tuple[()]]:
+        return type(self), ()
+
+    def join(self, storage: OffloadedStorage) -> int:
+        """Add a storage behind those that are there. Returns its place in their order."""
+        self._members.append(weakref.ref(storage))
+        return len(self._members) - 1
+
+    @torch.compiler.disable(reason="codes that are offloaded come and go")
+    def take_turn(self, storage: OffloadedStorage) -> None:
+        """Have a storage on its device, the next one on its way, and no other."""
+        device, following = storage.device, self._after(storage)
+        for other in list(self._residents):
+            if other is not storage and other is not following and other.device == device:
+                other.send()
+        storage.fetch()
+        storage.receive()
+        if following is not None:
+            following.fetch()
+
+    def _after(self, storage: OffloadedStorage) -> OffloadedStorage | None:
+        """The storage that comes next on the same device; `None` while a first chunk is on its way through them."""
+        begin = storage.place + 1
+        for member in (*self._members[begin:], *self._members[: storage.place]):
+            other = member()
+            if other is not None:
+                if not other.is_allocated:
+                    return None
+                if other.device == storage.device:
+                    return other
+        return None
+
+    def note(self, storage: OffloadedStorage, *, is_resident: bool) -> None:
+        """Keep book of who is on its device."""
+        (self._residents.add if is_resident else self._residents.discard)(storage)
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """On which layers come; `None` where nothing runs beside anything."""
+        if device.type != "cuda":
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def take_slot(self, kind: Hashable, like: Slot, device: torch.device) -> Slot:
+        """Memory for tensors of these shapes and dtypes: what a layer of this kind has left, or new."""
+        if self._free.get(kind):
+            return self._free[kind].pop()
+        # Layers have grown or changed: what none of them would fit any more is let go.
+        members = [member() for member in self._members]
+        kinds = {member.kind() for member in members if member is not None and member.is_allocated}
+        self._free = {each: slots for each, slots in self._free.items() if each in kinds}
+        stream = self.stream(device)
+        slot = tuple(
+            {name: torch.zeros(plane.shape, dtype=plane.dtype, device=device) for name, plane in side.items()}
+            for side in like
+        )
+        for side in slot:
+            for plane in side.values():
+                if stream is not None:
+                    # It belongs to the stream that attends. Should it die while something comes into it, it is kept.
+                    plane.record_stream(stream)
+        return slot[0], slot[1]
+
+    def leave_slot(self, kind: Hashable, slot: Slot) -> None:
+        """Give memory back for the next layer of this kind."""
+        self._free.setdefault(kind, []).append(slot)
+
+
+class OffloadedStorage(LayerStorage):
+    """A growing storage that an `Offloader` sends to CPU memory and fetches.
+
+    To everything that `LayerStorage` does its planes are there whenever it asks for them: asking takes a turn.
+
+    Args:
+        formats: Of keys and of values.
+        offloader: Shared by the storages of one cache, in the order of its layers.
+        **options: Of `LayerStorage`.
+    """
+
+    def __init__(self, formats: LayerFormats, *, offloader: Offloader, **options: Any) -> None:
+        self._offloader = offloader
+        self._sides: list[Planes | None] = [None, None]  # while away, with copies in place of what travels
+        self._copies: list[Planes] | None = None  # in CPU memory, tokens first, made when first sent
+        self._num_copied = [0, 0]  # tokens of keys and of values that the copies hold
+        self._is_away = False
+        self._is_coming = False  # on its way, to be waited for
+        self._arrival: torch.cuda.Event | None = None
+        self._slot: Slot | None = None  # where it is, unless in memory of its own
+        self._found_operands: Any = None
+        super().__init__(formats, **options)
+        assert not self.is_static
+        self.place = offloader.join(self)
+
+    # --- what the base class finds ------------------------------------------------------------------------------------
+
+    @property
+    def key_planes(self) -> Planes | None:
+        """Of keys, on the device."""
+        self._be_here()
+        return self._sides[0]
+
+    @key_planes.setter
+    def key_planes(self, planes: Planes | None) -> None:
+        self._replace(0, planes)
+
+    @property
+    def value_planes(self) -> Planes | None:
+        """Of values, on the device."""
+        self._be_here()
+        return self._sides[1]
+
+    @value_planes.setter
+    def value_planes(self, planes: Planes | None) -> None:
+        self._replace(1, planes)
+
+    @property
+    def _operands(self) -> Any:
+        self._be_here()
+        return self._found_operands
+
+    @_operands.setter
+    def _operands(self, operands: Any) -> None:
+        self._found_operands = operands
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for codes, scales and zeros, wherever they are; once, where they are in both places."""
+        return sum(planes.num_bytes for planes in self._sides if planes is not None)
+
+    def _be_here(self) -> None:
+        if self._is_away or self._is_coming:
+            self._offloader.take_turn(self)
+
+    def _replace(self, side: int, planes: Planes | None) -> None:
+        """Take planes that the base class has made: copies are those of others, and memory is our own."""
+        self._sides[side] = planes
+        self._copies = self._slot = self._arrival = None
+        self._is_away = self._is_coming = False
+        self._offloader.note(self, is_resident=planes is not None)
+        if planes is not None:
+            self._offloader.take_turn(self)
+
+    # --- to CPU memory and back ---------------------------------------------------------------------------------------
+
+    def send(self) -> None:
+        """Write to the copies in CPU memory what they lack, and let the planes go."""
+        self.flush()
+        if self._copies is None:
+            is_pinned = self.device.type == "cuda"
+            self._copies = [
+                _copied(planes, kv_format, is_pinned)
+                for planes, kv_format in zip(self._here(), self._formats(), strict=True)
+            ]
+            self._num_copied = [0, 0]
+        kind = self.kind()
+        for side, kv_format in enumerate(self._formats()):
+            planes, copies = self._here()[side], self._copies[side]
+            begin, end = self._num_copied[side], self.num_coded(kv_format, self.length)
+            for old, new in _rows(planes, copies, kv_format, begin, end):
+                new.copy_(old.contiguous(), non_blocking=True)
+            self._num_copied[side] = end
+        # Only now: where memory for a copy is short, the planes are still what counts.
+        self._sides = [*self._copies]
+        if self._slot is not None:
+            self._offloader.leave_slot(kind, self._slot)
+        self._slot = self._arrival = self._found_operands = None
+        self._is_away, self._is_coming = True, False
+        self._offloader.note(self, is_resident=False)
+
+    def fetch(self) -> None:
+        """Start to bring the planes back, if they are away. `receive` waits for them."""
+        if not self._is_away:
+            return
+        assert self._copies is not None
+        slot = self._offloader.take_slot(self.kind(), self._travelling(), self.device)
+        stream = self._offloader.stream(self.device)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        sides = [dataclasses.replace(copies, **room) for copies, room in zip(self._copies, slot, strict=True)]
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            for copies, planes, kv_format, end in zip(
+                self._copies, sides, self._formats(), self._num_copied, strict=True
+            ):
+                for old, new in _rows(copies, planes, kv_format, 0, end):
+                    new.copy_(old.to(self.device, non_blocking=True))
+        self._sides = [*sides]
+        self._slot = slot
+        self._arrival = None if stream is None else stream.record_event()
+        self._is_away, self._is_coming = False, True
+        self._offloader.note(self, is_resident=True)
+
+    def receive(self) -> None:
+        """Have what runs from now on wait for planes that are on their way."""
+        if not self._is_coming:
+            return
+        if self._arrival is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._arrival)
+        self._arrival, self._is_coming = None, False
+        self._planes_changed()
+
+    def _here(self) -> tuple[Planes, Planes]:
+        """The planes, wherever what travels is."""
+        key, value = self._sides
+        assert key is not None and value is not None
+        return key, value
+
+    def _travelling(self) -> Slot:
+        key, value = (
+            {name: getattr(planes, name) for name in planes.token_axes(kv_format.block_size)}
+            for planes, kv_format in zip(self._here(), self._formats(), strict=True)
+        )
+        return key, value
+
+    def kind(self) -> Hashable:
+        """Layers of one kind come into the same memory, one after the other."""
+        sides = [tuple((name, plane.shape, plane.dtype) for name, plane in side.items()) for side in self._travelling()]
+        return self.device, *sides
+
+    # --- what differs from a storage that stays -----------------------------------------------------------------------
+
+    @torch.compiler.disable(reason="codes that are offloaded come and go")
+    def extend(self, key: Tensor, value: Tensor) -> None:
+        """See `LayerStorage.extend`.
+
+        Raises:
+            RuntimeError: The step is being captured. Nothing has changed.
+            TypeError, ValueError: As there, and for keys on a device that nothing is offloaded from.
+        """
+        if key.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{self.name}: `offloading` must be False in a step that is captured, got True: codes come and go, and "
+                "a graph would replay where they were. Run the step as it is, or leave offloading out."
+            )
+        super().extend(key, value)
+
+    def _check_served(self, key: Tensor, value: Tensor) -> None:
+        super()._check_served(key, value)
+        check_home(self.name, key.device)
+
+    def restore(self, held: tuple[Planes, Planes], *, device: torch.device, **options: Any) -> None:
+        """See `LayerStorage.restore`."""
+        # With its index: only a layer that is known to be on the same device makes room for this one.
+        super().restore(held, device=torch.empty(0, device=device).device, **options)
+
+    def dequantize(self) -> tuple[Tensor, Tensor]:
+        """See `LayerStorage.dequantize`; never views, since another layer comes into the same memory."""
+        key, value = (
+            dense if kv_format.is_quantized else dense.clone()
+            for dense, kv_format in zip(super().dequantize(), self._formats(), strict=True)
+        )
+        return key, value
+
+    def held_planes(self) -> tuple[Planes, Planes]:
+        """See `LayerStorage.held_planes`; never views, likewise."""
+        key, value = super().held_planes()
+        return key.map(torch.clone), value.map(torch.clone)
+
+    def crop(self, num_tokens: int) -> None:
+        """See `LayerStorage.crop`. Without a tail nothing travels."""
+        super().crop(num_tokens)
+        self._forget_copies()
+
+    def reset(self) -> None:
+        """See `LayerStorage.reset`."""
+        super().reset()
+        self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        """Tokens that take the place of others have other codes."""
+        kept = [self.num_coded(kv_format, self.length) for kv_format in self._formats()]
+        self._num_copied = [min(counts) for counts in zip(self._num_copied, kept, strict=True)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As of a storage that is away, whose copies have all been written."""
+        if self.is_allocated and not self._is_away:
+            self.send()
+        if self.is_allocated and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        state = super().__getstate__()
+        del state["_operands"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.place = self._offloader.join(self)
+        if self._copies is not None and self.device.type == "cuda":
+            # Neither a copy nor a pickle of pinned memory is pinned.
+            fresh = [
+                _copied(planes, kv_format, is_pinned=True)
+                for planes, kv_format in zip(self._copies, self._formats(), strict=True)
+            ]
+            for copies, planes, kv_format, end in zip(
+                self._copies, fresh, self._formats(), self._num_copied, strict=True
+            ):
+                for old, new in _rows(copies, planes, kv_format, 0, end):
+                    new.copy_(old)
+            self._copies = fresh
+            self._sides = [*fresh]
+
+
+def _copied(planes: Planes, kv_format: KVFormat, is_pinned: bool) -> Planes:
+    """Planes with room in CPU memory in place of what travels, laid out with tokens first."""
+    room = {}
+    for name, axis in planes.token_axes(kv_format.block_size).items():
+        plane = getattr(planes, name)
+        shape = plane.movedim(axis, 0).shape
+        room[name] = torch.empty(shape, dtype=plane.dtype, device="cpu", pin_memory=is_pinned).movedim(0, axis)
+    return dataclasses.replace(planes, **room)
+
+
+def _rows(source: Planes, target: Planes, kv_format: KVFormat, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
+    """What belongs to tokens `begin … end - 1` in each plane that travels, tokens first. `begin` is a block's first."""
+    if begin == end:
+        return []
+    size = kv_format.block_size
+    pairs = source.narrow(end, size, begin), target.narrow(end, size, begin)
+    rows = []
+    for name, axis in source.token_axes(size).items():
+        old, new = (getattr(planes, name).movedim(axis, 0) for planes in pairs)
+        # Four bytes at a time: a kernel that turns axes takes as long for one.
+        rows.append((old.view(torch.int32), new.view(torch.int32)) if old.dtype == torch.uint8 else (old, new))
+    return rows

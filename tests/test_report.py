@@ -1,0 +1,310 @@
+"""That a report says what became of each layer, in the words of those who decide it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import models
+import pytest
+import torch
+from models import greedy, left_padded
+from transformers import DynamicCache
+
+import hf_kvquant
+from hf_kvquant import KVQuantCache, LayerReport, Report, environment, offloading, ops, patched, report
+from hf_kvquant.attention import NOT_QUANTIZED
+from hf_kvquant.handle import LOOKED_INSIDE
+
+KERNEL = {"cpu": f"CPU kernel, {ops.extension().cpu_capability()}", "cuda": "CUDA kernel"}  # type: ignore[union-attr]
+REINSTALL = environment.REINSTALL
+
+
+def found(model: Any, cache: KVQuantCache | None = None) -> list[tuple[str | None, str, str]]:
+    return [(layer.formats, layer.kernel, layer.reason) for layer in report(model, cache).layers]
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after", "cache"])
+@pytest.mark.parametrize("config", ["int4", "int8", "int4-channel", {"preset": "fp8", "static": True}])
+def test_layers_that_a_kernel_serves(config: Any, when: str, device: str) -> None:
+    model = models.on(device, models.llama())
+    with patched(model, config):
+        cache = None if when == "before" else greedy(model, left_padded(), disable_compile=True).past_key_values
+        result = report(model, cache if when == "cache" else None)
+    preset = config["preset"] if isinstance(config, dict) else config
+    assert [(layer.formats, layer.kernel, layer.reason) for layer in result.layers] == [
+        (preset, KERNEL[device], "")
+    ] * 2
+    assert result.is_served and result.cache == ("static" if isinstance(config, dict) else "growing")
+    assert [layer.device for layer in result.layers] == [str(model.device)] * 2
+    assert "0-1" in str(result) and KERNEL[device] in str(result)
+
+
+def test_layers_of_their_own_formats() -> None:
+    model = models.llama(num_hidden_layers=4)
+    config = {"preset": "int4", "layers": {1: "none", 2: {"preset": "int8", "transforms": []}}}
+    with patched(model, config):
+        layers = found(model)
+    assert layers == [
+        ("int4", KERNEL["cpu"], ""),
+        ("none", "transformers, over keys and values as they are", NOT_QUANTIZED),
+        ("int8 (no transforms)", KERNEL["cpu"], ""),
+        ("int4", KERNEL["cpu"], ""),
+    ]
+
+
+def test_layers_that_transformers_keeps() -> None:
+    model = models.family("gemma2")
+    with patched(model, {"preset": "int4", "sliding": False}):
+        output = greedy(model, left_padded())
+        for result in (report(model), report(model, output.past_key_values)):
+            assert [layer.formats for layer in result.layers] == [None, "int4"] and result.cache == "growing"
+            assert result.layers[0].kernel == "transformers' own cache"
+            assert result.layers[0].reason == "its cache (sliding_attention) is not quantised"
+            assert result.is_served, "in the layers whose cache is ours"
+            assert re.search(r"^0 +sliding_attention +cpu ", str(result), flags=re.MULTILINE)
+
+
+def test_layers_with_a_window_are_ours_where_the_cache_grows() -> None:
+    model = models.family("gemma2")
+    with patched(model, "int4"):
+        cache = greedy(model, left_padded()).past_key_values
+        for result in (report(model), report(model, cache)):
+            assert [(layer.layer_type, layer.formats) for layer in result.layers] == [
+                ("sliding_attention", "int4"),
+                ("full_attention", "int4"),
+            ]
+            assert result.is_served
+        static = report(model, KVQuantCache(model.config, "int4", max_cache_len=64))
+        assert [layer.formats for layer in static.layers] == [None, "int4"]
+
+
+def test_what_a_model_does_shows_after_it_has_run() -> None:
+    """Also where nobody keeps the cache; patching again starts anew."""
+    model = models.family("jetmoe")
+    with patched(model, "int4"):
+        assert report(model).is_served, "nobody can know"
+        for steps in (5, 10):
+            cache = greedy(model, left_padded()).past_key_values
+            assert [layer.fallbacks for layer in report(model).layers] == [{LOOKED_INSIDE: steps}] * 2
+        result = report(model, cache)
+        assert [layer.fallbacks for layer in result.layers] == [{LOOKED_INSIDE: 5}] * 2, "of one cache"
+        assert not result.is_served
+        assert f"5 steps on dequantised tensors: {LOOKED_INSIDE}" in str(result)
+        hf_kvquant.patch(model, "int4")
+        assert report(model).is_served
+
+
+def test_a_model_that_is_not_routed_through_us(caplog: pytest.LogCaptureFixture) -> None:
+    model = models.family("xglm")
+    reason = "XGLMForCausalLM computes attention by itself, outside transformers' registry"
+    with patched(model, "int4"):
+        assert f"patch: {reason}, so it attends to dequantised tensors." in caplog.text
+        assert found(model) == [("int4", "transformers, over dequantised tensors", reason)] * 2
+
+
+@pytest.mark.parametrize("family", ["bloom", "gptj"])
+def test_attention_outside_the_registry_that_we_know(family: str) -> None:
+    model = models.family(family)
+    with patched(model, "int4"):
+        assert found(model) == [("int4", KERNEL["cpu"], "")] * 2
+
+
+def test_a_model_that_is_not_patched() -> None:
+    model = models.llama()
+    cache = KVQuantCache(model.config, "int8")
+    expected = [("int8", "transformers, over dequantised tensors", LOOKED_INSIDE)] * 2
+    assert found(model, cache) == expected
+    greedy(model, left_padded(), past_key_values=cache)
+    assert found(model, cache) == expected and report(model, cache).layers[0].fallbacks == {LOOKED_INSIDE: 5}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        ({}, "growing"),
+        ({"static": True}, "static"),
+        ({"capture": True}, "captured"),
+        ({"offloading": True}, "offloaded"),
+    ],
+)
+def test_kinds_of_caches(config: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "HOMES", frozenset(("cpu", "cuda")))
+    model = models.llama()
+    with patched(model, {"preset": "int4", **config}):
+        assert report(model).cache == kind
+    if not config:
+        assert report(model, KVQuantCache(model.config, "int4", max_cache_len=64)).cache == "static"
+
+
+# --- where there are no kernels ---------------------------------------------------------------------------------------
+
+
+def test_without_an_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "extension", lambda: ImportError("no file"))
+    model = models.llama()
+    with patched(model, "int4"):
+        result = report(model)
+    reason = (
+        "no compiled kernels for cpu (no file). Install a compiler and reinstall: pip install --no-build-isolation ."
+    )
+    assert {(layer.kernel, layer.reason) for layer in result.layers} == {("PyTorch reference", reason)}
+    assert not result.is_served and result.environment["extension"].startswith("missing (no file)")
+
+
+class Gpu:
+    """A GPU that is not there, and an extension that was built for others."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+        module = SimpleNamespace(
+            HAS_CUDA=1, HAS_CPU=1, cuda_archs=lambda: "90a", cpu_capability=lambda: "avx2", __file__="_C.so"
+        )
+        monkeypatch.setattr(ops, "extension", lambda: module)
+        monkeypatch.setattr(ops, "has_kernels", lambda kind: True)
+        monkeypatch.setattr(ops, "serves_gpu", lambda index: ops.covers("90a", capability))
+        monkeypatch.setattr(environment, "ModuleType", SimpleNamespace)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Some GPU")
+        properties = SimpleNamespace(name="Some GPU", major=capability[0], minor=capability[1], total_memory=80 * 2**30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+
+
+GPU_CASES: dict[str, tuple[tuple[int, int], tuple[int, ...], str, str]] = {
+    "served": ((9, 0), (128, 128), "CUDA kernel", ""),
+    "head_dim": (
+        (9, 0),
+        (320,),
+        "PyTorch reference",
+        "head_dim 320 on cuda: they end at 256: Leave this model unpatched where speed matters more than memory.",
+    ),
+    "architecture": (
+        (8, 0),
+        (),
+        "PyTorch reference",
+        "Some GPU, compute capability 8.0: they were built for 90a: Reinstall: HF_KVQUANT_CUDA_ARCHS=80 pip install "
+        "--no-build-isolation . (8.0 is the least)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_kernels_of_a_gpu(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capability, head_dims, kernel, reason = GPU_CASES[case]
+    Gpu(monkeypatch, capability)
+    device = torch.device("cuda", 0)
+    without = ops.why_reference(device, *head_dims)
+    assert ops.kernel_name(device, *head_dims) == kernel
+    assert ("" if without is None else f"{without.what}: {without.reason}: {without.remedy}") == reason
+
+
+def test_weights_that_are_not_in_memory() -> None:
+    model = copy.deepcopy(models.llama()).to("meta")
+    with patched(model, "int8"):
+        assert {(layer.device, layer.kernel) for layer in report(model).layers} == {
+            ("meta", "not known before the first tokens")
+        }
+
+
+# --- the object, and what it refuses ----------------------------------------------------------------------------------
+
+
+def test_a_report_is_data() -> None:
+    model = models.family("jetmoe")
+    with patched(model, "int4"):
+        greedy(model, left_padded())
+        result = report(model)
+    assert isinstance(result, Report) and isinstance(result.layers[0], LayerReport)
+    data = json.loads(json.dumps(result.to_dict()))
+    assert data["layers"][1] == {
+        "layer_idx": 1,
+        "layer_type": "full_attention",
+        "formats": "int4",
+        "device": "cpu",
+        "kernel": KERNEL["cpu"],
+        "reason": "",
+        "fallbacks": {LOOKED_INSIDE: 5},
+    }
+    assert data["model"] == "JetMoeForCausalLM" and data["is_served"] is False
+    assert data["environment"]["hf-kvquant"] == hf_kvquant.__version__
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a pipeline": (
+        lambda: report("model"),  # type: ignore[arg-type]
+        TypeError,
+        "report: `model` must be a transformers PreTrainedModel, got str. Pass the model itself, not a pipeline",
+    ),
+    "another cache": (
+        lambda: report(models.llama(), DynamicCache()),  # type: ignore[arg-type]
+        TypeError,
+        "report: `cache` must be a KVQuantCache or None, got DynamicCache. Other caches hold no codes: leave it out.",
+    ),
+    "an unpatched model": (
+        lambda: report(models.llama()),
+        ValueError,
+        "report: `model` must be patched or come with a cache, got an unpatched LlamaForCausalLM alone. Call patch",
+    ),
+    "another model's": (
+        lambda: report(models.llama(), KVQuantCache(models.llama(num_hidden_layers=3).config)),
+        ValueError,
+        "report: `cache` must be one for this model with 2 cache layers, got one with 3. Pass the model that",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses(case: str) -> None:
+    call, error, message = REFUSED[case]
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+# --- what is installed ------------------------------------------------------------------------------------------------
+
+
+def test_environment_says_how_to_get_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "extension", lambda: ImportError("no file"))
+    monkeypatch.setattr(environment, "EVALUATION", ("lm-eval", "nobody-has-this"))
+    monkeypatch.setenv("CXX", "no-such-compiler -O3")
+    facts = environment.environment()
+    assert facts["extension"].startswith("missing (no file)") and REINSTALL in facts["extension"]
+    assert facts["CUDA kernels"].startswith("missing") and REINSTALL in facts["CUDA kernels"]
+    assert facts["evaluation"].startswith("missing ") and "pip install 'hf-kvquant[eval]'" in facts["evaluation"]
+    assert facts["to build"].startswith("C++ compiler missing, nvcc ")
+    assert facts["torch"].startswith(f"{torch.__version__}, built for C")
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 6)])
+def test_environment_names_gpus(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpu(monkeypatch, capability)
+    facts = environment.environment()
+    assert facts["CUDA kernels"] == "compute capabilities 90a"
+    start = f"Some GPU ({capability[0]}.{capability[1]}), 80 GiB: "
+    remedy = "Reinstall: HF_KVQUANT_CUDA_ARCHS=86 pip install --no-build-isolation . (8.0 is the least)"
+    expected = "served" if capability == (9, 0) else f"not served (they were built for 90a). {remedy}"
+    assert facts["GPU 0"] == start + expected
+
+
+def test_environment_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert environment.environment()["GPUs"] == "none found by this torch, built for CUDA 13.0"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert environment.environment()["GPUs"] == "none: this torch is built for CPUs only"
+
+
+def test_the_extra_is_that_of_the_package() -> None:
+    text = (Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    [line] = re.findall(r"^eval = \[(.*)\]$", text, flags=re.MULTILINE)
+    assert [re.split("[=>]", name)[0] for name in re.findall(r'"([^"]+)"', line)] == list(environment.EVALUATION)
