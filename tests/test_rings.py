@@ -475,7 +475,7 @@ def test_models_that_change_keys_get_the_mask_of_their_window(q_len: int) -> Non
         ({"use_vmap": True}, False),
         ({"mask_function": causal_mask_function}, False),
     ],
-    ids=str,
+    ids=["sliding", "one_query", "blocks", "another_window", "vmap", "causal"],
 )
 def test_masks_that_a_window_alone_cannot_say_are_dense(options: dict[str, Any], is_plain: bool) -> None:
     arguments: dict[str, Any] = {
