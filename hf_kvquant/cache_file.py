@@ -10,9 +10,10 @@ special tokens), its dtype, and a hash over some thousand numbers of each of its
 an adapter, factors folded in or taken out, another RoPE are noticed; a change of a few single weights may not be, nor
 one of weights that are offloaded, nor a setting that only one of two versions of transformers knows.
 
-Saved are caches all of whose state is in our layers. Sliding windows, chunks and linear attention are kept by
-transformers in classes that differ from version to version, so caches with such layers are refused. How planes are laid
-out is decided in `formats.py`, what a layer's state is in `storage.py`.
+Saved are caches all of whose state is in our layers, rings of sliding windows among them, of which the file has what
+the window sees and how many tokens came before. Chunks, linear attention and sliding windows that are not quantised are
+kept by transformers in classes that differ from version to version, so caches with such layers are refused. How planes
+are laid out is decided in `formats.py`, what a layer's state is in `storage.py`.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .cache import KVQuantCache, KVQuantLayer, layer_devices, layers_of
+from .cache import KVQuantCache, KVQuantLayer, layer_devices, layers_of, quantized_layers
 from .config import KVQuantConfig
 from .formats import Planes
 from .offloading import check_home
+from .rings import RingStorage
 from .storage import SERVED_DTYPES, LayerStorage
 from .transforms import KeyTransform
 from .transforms.folding import weights_hash
@@ -100,6 +102,7 @@ def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrai
             "dtype": str(storage.dtype).removeprefix("torch."),
             "capacity": storage.capacity,
             "is_rotated": transform.is_rotated,
+            **({"dropped": storage.dropped} if isinstance(storage, RingStorage) else {}),
             **{f"has_{name}": tensor is not None for name, tensor in found.items()},
         }
         # Cloned, since layers share the numbers of one mask, and a file of safetensors has no shared ones.
@@ -196,6 +199,7 @@ class _Plan:
         prefix: Of its tensors' names.
         shape: Batch, key-value heads, head_dim of keys and of values.
         length: Tokens held.
+        dropped: Tokens that came before them, which a ring does not hold any more.
         capacity: Tokens there is room for.
         dtype: The model's.
         is_rotated: Whether keys are.
@@ -206,6 +210,7 @@ class _Plan:
     prefix: str
     shape: tuple[int, int, int, int]
     length: int
+    dropped: int
     capacity: int
     dtype: torch.dtype
     is_rotated: bool
@@ -235,6 +240,8 @@ class _Plan:
             device=device,
             starts=tensors.get(f"{self.prefix}.starts"),
         )
+        if isinstance(storage, RingStorage):
+            storage.dropped = self.dropped
 
 
 def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> dict[int, _Plan]:
@@ -245,13 +252,17 @@ def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> di
     """
     if sorted(facts["layers"]) != sorted(map(str, storages)):
         raise ValueError(f"it has layers {list(facts['layers'])}, not {list(storages)}")
-    length, batch = _number(facts, "length"), _number(facts, "batch")
+    total, batch = _number(facts, "length"), _number(facts, "batch")
     plans = {}
     for index, storage in storages.items():
         layer = facts["layers"][str(index)]
         sizes = [_number(layer, name) for name in ("num_kv_heads", "key_head_dim", "value_head_dim")]
         shape = batch, sizes[0], sizes[1], sizes[2]
         capacity, dtype = _number(layer, "capacity"), _DTYPES[layer["dtype"]]
+        dropped = 0
+        if isinstance(storage, RingStorage):
+            dropped = _dropped(layer, storage, total)
+        length = total - dropped
         prefix = f"layers.{index}"
         named = dict(_named(storage.planned_planes(shape, length, capacity, dtype)))
         if _flag(layer, "has_starts"):
@@ -261,8 +272,17 @@ def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> di
                 named[name] = torch.empty((shape[1], shape[2]), dtype=torch.float32, device="meta")
         expected = {f"{prefix}.{name}": tensor for name, tensor in named.items() if tensor is not None}
         num_bytes = storage.planned_bytes(shape, capacity, dtype)
-        plans[index] = _Plan(prefix, shape, length, capacity, dtype, _flag(layer, "is_rotated"), num_bytes, expected)
+        rotated = _flag(layer, "is_rotated")
+        plans[index] = _Plan(prefix, shape, length, dropped, capacity, dtype, rotated, num_bytes, expected)
     return plans
+
+
+def _dropped(layer: Mapping[str, Any], ring: RingStorage, total: int) -> int:
+    """How many of `total` tokens a ring does not hold any more: whole blocks, and none that a window sees."""
+    dropped = layer["dropped"]
+    if type(dropped) is not int or not 0 <= dropped <= ring.surplus(total) or dropped % ring.block_size:
+        raise ValueError(f"`dropped` is {dropped!r} of {total} tokens, with a window of {ring.window}")
+    return dropped
 
 
 def _named(sides: tuple[Planes, Planes]) -> Iterator[tuple[str, Tensor | None]]:
@@ -452,17 +472,18 @@ def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[i
     """
     layer_types, _ = layers_of(model.config.get_text_config(decoder=True))
     storages = {index: layer.storage for index, layer in enumerate(cache.layers) if isinstance(layer, KVQuantLayer)}
-    quantized = [index for index, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
+    quantized = quantized_layers(layer_types, cache.quant_config, is_static=cache.is_static)
     if len(cache.layers) != len(layer_types) or list(storages) != quantized:
         raise ValueError(
             f"{where}: `model` must be the one that the cache was made for, got a {type(model).__name__} with "
             f"{len(layer_types)} cache layers, {len(quantized)} of them quantised, for {len(cache.layers)} and "
             f"{len(storages)}. Pass the model whose tokens it holds."
         )
-    foreign = sorted(set(layer_types) - {"full_attention", *_STATELESS})
+    others = {layer_type for index, layer_type in enumerate(layer_types) if index not in storages}
+    foreign = sorted(others - set(_STATELESS))
     if foreign:
         raise NotImplementedError(
-            f"{where}: `model` must have full attention in all layers, got a {type(model).__name__} with layers of "
+            f"{where}: `model` must have a quantised cache in all layers, got a {type(model).__name__} with layers of "
             f"type {foreign}, whose state transformers keeps in classes of its own. Keep the text, or pickle the cache."
         )
     return storages
@@ -482,7 +503,7 @@ def _check_at_rest(where: str, storages: Mapping[int, LayerStorage]) -> tuple[in
         )
     if all(storage.is_empty for storage in storages.values()):
         raise ValueError(f"{where}: `cache` must hold tokens, got an empty one. Save it after the first call.")
-    counts = {(storage.length, storage.batch) for storage in storages.values()}
+    counts = {(storage.total_length, storage.batch) for storage in storages.values()}
     is_counted_alike = len(counts) == 1 and all(
         storage.lengths is not None and bool((storage.lengths == storage.length).all()) for storage in storages.values()
     )

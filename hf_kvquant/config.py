@@ -59,7 +59,7 @@ _DEFAULT_TRANSFORMS = {"none": (), "int8": TRANSFORMS, "int4": TRANSFORMS, "fp8"
 WINDOWS = ("sink_length", "residual_length")
 
 _SIDES = ("preset", "key", "value", "transforms", *WINDOWS)
-_KEYS = ("backend", *_SIDES, "layers", "static", "max_cache_len", "capture", "offloading")
+_KEYS = ("backend", *_SIDES, "layers", "sliding", "static", "max_cache_len", "capture", "offloading")
 _ALIASES = ("nbits", "q_group_size")
 
 
@@ -118,6 +118,9 @@ class KVQuantConfig:
         sink_length: The first tokens of a sequence, padding aside, that stay as they came, likewise.
         residual_length: The newest tokens that do, likewise.
         layers: Per-layer overrides, by layer index.
+        sliding: Whether layers with sliding windows are quantised like the others, in rings of their window, where the
+            cache grows. A static cache leaves them to transformers. The first `sink_length` tokens, which leave a
+            window like all others, get codes there.
         static: Whether buffers are allocated once for `max_cache_len` tokens, so that the decode step can be compiled.
         max_cache_len: Tokens that a static cache holds; given, it implies `static`. `None` takes what `generate` needs,
             rounded up, or what the buffers of an earlier call hold.
@@ -136,6 +139,7 @@ class KVQuantConfig:
     sink_length: int = 0
     residual_length: int = 0
     layers: Mapping[int, LayerFormats] = dataclasses.field(default_factory=dict)
+    sliding: bool = True
     static: bool = False
     max_cache_len: int | None = None
     capture: bool = False
@@ -151,7 +155,7 @@ class KVQuantConfig:
         object.__setattr__(self, "transforms", _canonical_transforms("KVQuantConfig", self.transforms, self.key))
         _check_value("KVQuantConfig", self.value)
         _check_windows("KVQuantConfig", self.key, self.value, self.sink_length, self.residual_length)
-        for name in ("static", "capture", "offloading"):
+        for name in ("sliding", "static", "capture", "offloading"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"KVQuantConfig: `{name}` must be True or False, got {getattr(self, name)!r}.")
         if self.max_cache_len is not None:
@@ -253,9 +257,9 @@ class KVQuantConfig:
         `sink_length` and `residual_length` (tokens at the beginning and at the end that stay as they came; 0 if left
         out), `layers` (layer index to a preset's name or to a dictionary with `preset`, `key`, `value`, `transforms`,
         `sink_length`, `residual_length`; a layer that does not say how many tokens stay dense keeps as many as the
-        others, where it quantises), `static`, `max_cache_len`, `capture`, `offloading`, `backend` (ignored when it is
-        ours). transformers' own spellings are understood: `nbits` (8 or 4, both sides) and `q_group_size` (channels per
-        scale, both sides).
+        others, where it quantises), `sliding`, `static`, `max_cache_len`, `capture`, `offloading`, `backend` (ignored
+        when it is ours). transformers' own spellings are understood: `nbits` (8 or 4, both sides) and `q_group_size`
+        (channels per scale, both sides).
 
         Raises:
             ValueError: A key is unknown (the nearest known one is suggested) or a value has no meaning.
@@ -293,6 +297,7 @@ class KVQuantConfig:
                 _layer_index(index): _layer_formats(f"KVQuantConfig: layer {index}", v, windows)
                 for index, v in (layers or {}).items()
             },
+            sliding=data.get("sliding", True),
             static=data.get("static", False),
             max_cache_len=data.get("max_cache_len"),
             capture=data.get("capture", False),
@@ -318,6 +323,7 @@ class KVQuantConfig:
                 }
                 for index, formats in self.layers.items()
             },
+            "sliding": self.sliding,
             "static": self.static,
             "max_cache_len": self.max_cache_len,
             "capture": self.capture,

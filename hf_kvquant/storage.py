@@ -105,6 +105,7 @@ class LayerStorage:
         self.dtype: torch.dtype | None = None
         self._device: torch.device | None = None  # of the planes; not asked of them, which compiled steps would guard
         self.num_kv_heads = self.key_head_dim = self.value_head_dim = self.batch = 0
+        self.window = 0  # positions visible to a query, itself included; 0 for all
         self.fallbacks: Counter[str] = Counter()  # reason -> steps that attended to dequantised tensors ...
         self.tally: Counter[str] | None = None  # ... and where they are counted for longer than there is this storage
 
@@ -151,6 +152,21 @@ class LayerStorage:
     def length(self) -> int:
         """Tokens held per sequence, pending ones included. Waits for the device after a compiled static step."""
         return 0 if self._group is None else self._group.length(self._member)
+
+    @property
+    def total_length(self) -> int:
+        """Tokens taken per sequence, whether or not they are all held still (see `rings.py`)."""
+        return self.length
+
+    @property
+    def num_visible(self) -> int:
+        """Tokens that `dequantize` returns."""
+        return self.max_cache_len if self.max_cache_len is not None else self.length
+
+    @property
+    def mask_offset(self) -> int:
+        """Position of the first of them in the sequence."""
+        return 0
 
     @property
     def length_group(self) -> LengthGroup | None:
@@ -463,6 +479,10 @@ class LayerStorage:
                 if planes.zero is not None and zero is not None:
                     planes.zero.copy_(zero)
 
+    def set_starts(self, starts: Tensor | None) -> None:
+        """Note the first position of each sequence that is not padding (`[batch]` int32; `None` for 0)."""
+        self.starts = starts
+
     def forget_pending(self) -> None:
         """Let go of tokens that only a capture that failed half-way has taken: nothing has run on the device."""
         self.pending = None
@@ -537,7 +557,7 @@ class LayerStorage:
         """Position of the first of the newest `q_len` tokens; a 0-d tensor in a static storage."""
         if self.is_static:
             return self._lengths()[0] - q_len
-        return self.length - q_len
+        return self.total_length - q_len
 
     def note_fallback(self, reason: str) -> None:
         """Count a step that attends to dequantised tensors, and say so once in the log."""
@@ -674,6 +694,9 @@ class LayerStorage:
         self._planes_changed()
 
     # --- what transformers does to caches -----------------------------------------------------------------------------
+
+    def check_crop(self, num_tokens: int) -> None:
+        """Refuse a crop that cannot be served; whoever holds all tokens serves every one."""
 
     def crop(self, num_tokens: int) -> None:
         """Forget the newest `num_tokens` tokens of every sequence, at most all of them.

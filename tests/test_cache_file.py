@@ -275,12 +275,14 @@ def test_caches_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     refuses(NotImplementedError, "must be whole in this process, got one .* over 2 ranks", cache, path, model)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "jamba"])
-def test_layers_of_transformers_are_refused(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family, options", [("gemma3_text", {"sliding": False}), ("gemma3_text", {"static": True}), ("jamba", {})]
+)
+def test_layers_of_transformers_are_refused(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = models.family(family)
-    with patched(model, "int8"):
+    with patched(model, {"preset": "int8", **options}):
         cache = greedy(model, left_padded(), 2).past_key_values
-    refuses(NotImplementedError, "must have full attention in all layers, got a", cache, tmp_path / "cache", model)
+    refuses(NotImplementedError, "must have a quantised cache in all layers, got a", cache, tmp_path / "cache", model)
 
 
 def test_no_file_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

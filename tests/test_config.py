@@ -211,6 +211,7 @@ def test_dictionary_of_a_config() -> None:
                 "residual_length": 0,
             }
         },
+        "sliding": True,
         "static": True,
         "max_cache_len": 64,
         "capture": False,
@@ -221,8 +222,8 @@ def test_dictionary_of_a_config() -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 KNOWN = (
-    "['backend', 'preset', 'key', 'value', 'transforms', 'sink_length', 'residual_length', 'layers', 'static', "
-    "'max_cache_len', 'capture', 'offloading', 'nbits', 'q_group_size']"
+    "['backend', 'preset', 'key', 'value', 'transforms', 'sink_length', 'residual_length', 'layers', 'sliding', "
+    "'static', 'max_cache_len', 'capture', 'offloading', 'nbits', 'q_group_size']"
 )
 PRESET_NAMES = "['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'int4-channel', 'fp8']"
 STORAGES = "['none', 'int8', 'int4', 'fp8']"
