@@ -22,10 +22,12 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from . import own_attention
 from .attention import _call
 from .cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig
 from .formats import KVFormat
+from .own_simulation import SimulatingLayer
 from .patching import _set_attention, state_of
 from .storage import LayerStorage
 from .transforms.of_model import key_transforms
@@ -34,7 +36,7 @@ from .transforms.of_model import key_transforms
 _SERVED = ("sdpa", "eager")
 
 
-class SimulatedLayer(DynamicLayer):
+class SimulatedLayer(DynamicLayer, SimulatingLayer):
     """Keys and values of one layer, as they came and dequantised, of some texts.
 
     Args:
@@ -196,6 +198,10 @@ def simulated(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     Raises:
         NotImplementedError: Its attention is not one of transformers' own that takes a mask.
     """
+    with own_attention.overridden(model) as is_own:
+        if is_own:
+            yield model
+            return
     text_config = model.config.get_text_config(decoder=True)
     before = text_config._attn_implementation
     state = state_of(model)
