@@ -227,6 +227,18 @@ def simulated(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         _set_attention(model, before)
 
 
+@torch.inference_mode()
+def why_not_simulated(model: PreTrainedModel) -> str | None:
+    """Why a model cannot attend to simulated caches, or `None` if it can. Runs it on two tokens."""
+    try:
+        with simulated(model):
+            ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+            model(input_ids=ids, past_key_values=simulated_cache(model, "int8"), use_cache=True)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
 def simulated_mask(*, prev: str, **kwargs: Any) -> Any:
     """The mask of `prev`, never left out."""
     mask_function: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[prev]

@@ -63,7 +63,6 @@ def test_it_is_the_cache_of_models_that_compute_attention_by_themselves(
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-
 def test_pairs_are_counted() -> None:
     ids = torch.randint(3, models.VOCAB_SIZE, (1, TOKENS))
     results = compare(models.llama(), ids, CONFIGS, first_chunk=2, chunk_size=4, simulate=True)
