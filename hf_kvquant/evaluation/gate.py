@@ -37,6 +37,9 @@ GATE_ERRORS = 4.0
 # Agreement with the unquantised cache that permuted scales must not reach.
 CONTROL_AGREEMENT = 0.5
 
+# What is said of numbers that came so.
+DEQUANTIZED = "No kernel serves the model, which attended to dequantised tensors: the formats' scores all the same."
+
 
 def check_counter(name: str, result: Fidelity) -> None:
     """Abort where a number would not be one of the quantised cache.

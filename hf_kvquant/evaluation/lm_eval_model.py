@@ -27,7 +27,7 @@ from transformers import Cache
 from ..cache import KVQuantCache, KVQuantLayer
 from ..config import DEFAULT_PRESET, KVQuantConfig
 from ..fidelity import PairCounter
-from ..patching import patch
+from ..patching import patch, state_of
 from ..simulation import causal_pairs, pairs_of, simulated, simulated_cache
 from ..transforms.of_model import key_transforms
 
@@ -121,7 +121,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         patch(self.model, config)
         self.quant_config = config
         self._transforms = key_transforms(self.model, config)
-        self.pairs_read = self.pairs_expected = 0
+        self.pairs_read = self.pairs_expected = self.pairs_dequantized = 0
 
     # --- log-likelihood -----------------------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             scores = self._scores(pieces(), targets, begins, rows)
         num_quantized = sum(storage.is_quantized for storage in cache.storages)
         expected = num_quantized * len(rows) * causal_pairs(width + longest, width)
-        self._count(counter.pairs, expected)
+        self._count(counter.pairs, expected, cache.pairs_dequantized)
         return scores
 
     @torch.inference_mode()
@@ -335,20 +335,26 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             results.append((all_log_probs[index, begin:end], bool(all_hits[index, begin:end].all()), last))
         return results
 
-    def _count(self, read: int, expected: int) -> None:
+    def _count(self, read: int, expected: int, dequantized: int = 0) -> None:
         """Add to the counters of this preset.
 
+        Args:
+            read: (Query, token) pairs that were served from codes.
+            expected: How many there were to serve.
+            dequantized: How many were served from codes made dense again, where no kernel serves the model.
+
         Raises:
-            NothingRead: Less was read from codes than there was to read.
+            NothingRead: Less was served than there was to serve.
         """
-        if read < expected:
+        if read + dequantized < expected:
             raise NothingRead(
                 f"loglikelihood: mode '{self.mode}' must read {expected} (query, token) pairs from codes in this "
-                f"batch, got {read}. Some layer attended to something else (the log says why), so scores would not be "
-                "those of the quantised cache. Use another model."
+                f"batch, got {read + dequantized}. Some layer attended to something else (the log says why), so scores "
+                "would not be those of the quantised cache. Use another model."
             )
         self.pairs_read += read
         self.pairs_expected += expected
+        self.pairs_dequantized += dequantized
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -358,16 +364,26 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         Raises:
             NothingRead: It was not.
         """
+        steps = self._num_dense_steps()
         with PairCounter() as counter:
             generated: Tensor = super()._model_generate(context, max_length, stop, **generation_kwargs)
         cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
         new_tokens = generated.shape[1] - context.shape[1]
         is_quantized = any(storage.is_quantized for storage in cache.storages)
+        # At least: such a step of a layer looks at more than the prompt.
+        dequantized = (self._num_dense_steps() - steps) * context.numel()
         # The prompt's last logits are exact; every later token is one step of one query, at least over the prompt.
-        if is_quantized and counter.pairs < max(0, new_tokens - 1) * context.numel():
+        if is_quantized and counter.pairs + dequantized < max(0, new_tokens - 1) * context.numel():
             raise NothingRead(
                 f"generate: {new_tokens} tokens must have been decoded from codes, got {counter.pairs} tokens read. "
                 "Some layer attended to something else; the log says why."
             )
         self.pairs_read += counter.pairs
+        self.pairs_dequantized += dequantized
         return generated
+
+    def _num_dense_steps(self) -> int:
+        """How many steps of layers attended to dequantised tensors in calls of `generate` so far."""
+        state = state_of(self.model)
+        assert state is not None
+        return sum(sum(reasons.values()) for reasons in state.fallbacks.values())
