@@ -3,9 +3,9 @@
 lm-eval's own class scores a text in one forward without a cache, so under it every preset looks lossless. Here a text
 is scored in one of two modes. *decode*: the context without its last token fills the cache, then that token and the
 continuation come as later chunks, through append and the decode kernel, as in a chat. *simulated*: one forward does
-what these chunks would, without cache and kernels (`simulation.py`): the same function, for whatever a kernel does not
-serve. What was read as codes is counted and compared with its closed form, batch by batch. Which tasks run, and what
-becomes of the scores, is decided in `tasks.py`.
+what these chunks would, without cache and kernels (`simulation.py`): the same function. What was read as codes is
+counted and compared with its closed form, batch by batch; so is, apart, what no kernel serves and was read dequantised.
+Which tasks run, and what becomes of the scores, is decided in `tasks.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..cache import KVQuantCache, KVQuantLayer
 from ..config import DEFAULT_PRESET, KVQuantConfig
 from ..fidelity import PairCounter
 from ..patching import patch, state_of
-from ..simulation import causal_pairs, pairs_of, simulated, simulated_cache
+from ..simulation import causal_pairs, pairs_of, simulated, simulated_cache, why_not_simulated
 from ..transforms.of_model import key_transforms
 
 MODES = ("decode", "simulated")
@@ -116,8 +116,9 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         """
         config = KVQuantConfig.resolve(preset_or_config)
         if self.mode == "simulated":
-            with simulated(self.model):
-                pass
+            reason = why_not_simulated(self.model)
+            if reason is not None:
+                raise NotImplementedError(reason)
         patch(self.model, config)
         self.quant_config = config
         self._transforms = key_transforms(self.model, config)
