@@ -114,6 +114,14 @@ def test_perplexity_without_simulation(
     )
 
 
+@pytest.mark.parametrize("family", ["xglm", "bloom", "falcon_alibi"])
+def test_the_gate_in_16_bits(folder_of: Any, family: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = (*of_text(tmp_path), "--dtype", "bfloat16")
+    code, found, _, error = run(capsys, tmp_path, "perplexity", folder_of(family), *words)
+    assert code == 0, error
+    assert ("simulated and chunked" in found["parts"]["gate"]["int4:2+6"]["between"]) == (family != "xglm")
+
+
 @pytest.mark.parametrize("family", ["xglm", "jetmoe"])
 def test_simulation_is_refused(folder_of: Any, family: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = folder_of(family)
