@@ -436,6 +436,14 @@ class KVQuantCache(QuantizedCache):
         return [layer.storage for layer in self.layers if isinstance(layer, KVQuantLayer)]
 
     @property
+    def pairs_dequantized(self) -> int:
+        """(Query, token) pairs of fallbacks so far, summed over the layers of this package, padding included.
+
+        Those of growing caches alone: a static one does not know its length without waiting for the device.
+        """
+        return sum(storage.pairs_dequantized for storage in self.storages)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes allocated by the layers of this package."""
         return sum(storage.num_bytes for storage in self.storages)

@@ -43,6 +43,7 @@ class Fidelity:
         pairs_read: (Query, token) pairs that were served from codes, or from what stays dense beside them, summed over
             layers.
         pairs_expected: What that number has to be when every layer that is quantised was read as codes.
+        pairs_dequantized: Pairs that were served from codes made dense again, where no kernel serves the model.
     """
 
     kld: Tensor
@@ -51,6 +52,7 @@ class Fidelity:
     reference_nll: Tensor
     pairs_read: int
     pairs_expected: int
+    pairs_dequantized: int
 
 
 @torch.inference_mode()
@@ -109,6 +111,7 @@ def compare(
             reference_nll=reference_nll,
             pairs_read=stream.pairs_read,
             pairs_expected=stream.pairs_expected(fed.shape[1], first_chunk),
+            pairs_dequantized=stream.pairs_dequantized,
         )
     return results
 
@@ -221,6 +224,11 @@ class Stream:
     def pairs_read(self) -> int:
         """(Query, token) pairs that were served from codes so far, summed over layers."""
         return self._counter.pairs + pairs_of(self._cache)
+
+    @property
+    def pairs_dequantized(self) -> int:
+        """Pairs that were served from dequantised tensors so far, summed over layers."""
+        return self._cache.pairs_dequantized if isinstance(self._cache, KVQuantCache) else 0
 
     @property
     def storages(self) -> list[LayerStorage]:

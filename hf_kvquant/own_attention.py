@@ -15,11 +15,12 @@ Falcon to bfloat16, are not rounded here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from .attention import is_tracing, num_pads
 from .cache import KVQuantCache, KVQuantLayer
 from .handle import KVHandle
+from .own_simulation import SimulatingLayer, simulate
 
 # Of query, key and value, each `[batch, heads, q_len, head_dim]`, and options of `LayerStorage.attend`; makes
 # `[batch, q_len, num_q_heads * head_dim]`.
@@ -66,6 +68,18 @@ def patch(model: nn.Module) -> bool:
             # A partial of a module-level function survives pickle and deepcopy with the model.
             module.forward = functools.partial(_forward, module)
     return is_patched(model)
+
+
+@contextlib.contextmanager
+def overridden(model: nn.Module) -> Iterator[bool]:
+    """`patch` for the length of a `with` block, with what it returns; afterwards modules are as they were before."""
+    before = {module for module in model.modules() if _is_ours(module)}
+    try:
+        yield patch(model)
+    finally:
+        for module in model.modules():
+            if _is_ours(module) and module not in before:
+                del module.__dict__["forward"]
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -139,13 +153,16 @@ def _attend_of(module: Any, family: Family, kwargs: dict[str, Any]) -> Attend | 
         return None
     index = getattr(module, family.layer_index)
     layer = cache.layers[index]
-    if not isinstance(layer, KVQuantLayer):
+    if not isinstance(layer, (KVQuantLayer, SimulatingLayer)):
         return None
     storage, notes = layer.storage, cache.notes
     # Every head has the same, but for ALiBi that Falcon adds to its mask, which is far from what hides a token.
     is_visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
     if family.is_hidden:
         is_visible = ~is_visible
+    is_left_alone = not storage.is_quantized or module.training or kwargs.get("output_attentions")
+    if isinstance(layer, SimulatingLayer):
+        return None if is_left_alone else functools.partial(simulate, cache, index, is_visible)
     starts = num_pads(is_visible[:, -1])  # [batch or 1]
     q_len = is_visible.shape[1]
     if layer is next(each for each in cache.layers if isinstance(each, KVQuantLayer)) and not is_tracing(mask):
@@ -155,8 +172,7 @@ def _attend_of(module: Any, family: Family, kwargs: dict[str, Any]) -> Attend | 
             notes.has_holes = notes.has_holes or not _is_left_padded(is_visible, starts, offset)
         if storage.is_empty:
             notes.starts, notes.has_dense_masks = starts, True
-    is_served = storage.is_quantized and not storage.is_empty and not notes.has_holes
-    if not is_served or module.training or kwargs.get("output_attentions"):
+    if is_left_alone or storage.is_empty or notes.has_holes:
         return None
     return functools.partial(_attend, cache, index, starts)
 

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -403,6 +404,10 @@ def _check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
         own_attention.check_static(model, "patch")
 
 
+# Models whose fallback the log has told of.
+_told: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
 def _route_attention(model: PreTrainedModel, previous: str) -> None:
     """Set our attention over `previous`; what does not use transformers' registry gets ours by hand, or falls back."""
     name = implementation_name(previous)
@@ -410,7 +415,8 @@ def _route_attention(model: PreTrainedModel, previous: str) -> None:
         return
     _set_attention(model, name)
     reason = why_dense(model)
-    if reason is not None:
+    if reason is not None and model not in _told:
+        _told.add(model)
         logger.warning("patch: %s, so it attends to dequantised tensors. Correct, slower.", reason)
 
 
@@ -421,14 +427,20 @@ def why_dense(model: PreTrainedModel) -> str | None:
     return f"{type(model).__name__} computes attention by itself, outside transformers' registry"
 
 
+# Models whose class has no say in attention, which transformers would warn of at every attempt.
+_unreachable: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
 def _set_attention(model: PreTrainedModel, name: str) -> None:
     """Set the attention implementation of the text model, and of nothing else."""
     text_config = _text_config(model)
-    if text_config._attn_implementation == name:
+    if text_config._attn_implementation == name or model in _unreachable:
         return
     if text_config is model.config:
         model.set_attn_implementation(name)
-        return
-    for key in model.config.sub_configs:
-        if getattr(model.config, key, None) is text_config:
-            model.set_attn_implementation({key: name})
+    else:
+        for key in model.config.sub_configs:
+            if getattr(model.config, key, None) is text_config:
+                model.set_attn_implementation({key: name})
+    if text_config._attn_implementation != name:
+        _unreachable.add(model)

@@ -22,10 +22,12 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from . import own_attention
 from .attention import _call
 from .cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig
 from .formats import KVFormat
+from .own_simulation import SimulatingLayer
 from .patching import _set_attention, state_of
 from .rings import RingStorage
 from .storage import LayerStorage
@@ -35,7 +37,7 @@ from .transforms.of_model import key_transforms
 _SERVED = ("sdpa", "eager")
 
 
-class SimulatedLayer(DynamicLayer):
+class SimulatedLayer(DynamicLayer, SimulatingLayer):
     """Keys and values of one layer, as they came and dequantised, of some texts.
 
     Args:
@@ -226,6 +228,10 @@ def simulated(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     Raises:
         NotImplementedError: Its attention is not one of transformers' own that takes a mask.
     """
+    with own_attention.overridden(model) as is_own:
+        if is_own:
+            yield model
+            return
     text_config = model.config.get_text_config(decoder=True)
     before = text_config._attn_implementation
     state = state_of(model)
@@ -249,6 +255,18 @@ def simulated(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         yield model
     finally:
         _set_attention(model, before)
+
+
+@torch.inference_mode()
+def why_not_simulated(model: PreTrainedModel) -> str | None:
+    """Why a model cannot attend to simulated caches, or `None` if it can. Runs it on two tokens."""
+    try:
+        with simulated(model):
+            ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+            model(input_ids=ids, past_key_values=simulated_cache(model, "int8"), use_cache=True)
+    except NotImplementedError as error:
+        return str(error)
+    return None
 
 
 def simulated_mask(*, prev: str, **kwargs: Any) -> Any:

@@ -108,6 +108,7 @@ class LayerStorage:
         self.window = 0  # positions visible to a query, itself included; 0 for all
         self.fallbacks: Counter[str] = Counter()  # reason -> steps that attended to dequantised tensors ...
         self.tally: Counter[str] | None = None  # ... and where they are counted for longer than there is this storage
+        self.pairs_dequantized = 0  # (query, token) pairs of such steps, padding included; of growing storages alone
 
     def _checked(self, key_transform: KeyTransform | None) -> KeyTransform | None:
         if key_transform is not None and not isinstance(key_transform, KeyTransform):
@@ -563,6 +564,9 @@ class LayerStorage:
         """Count a step that attends to dequantised tensors, and say so once in the log."""
         if not torch.compiler.is_compiling():
             self.fallbacks[reason] += 1
+            if self.pending is not None and not self.is_static:
+                q_len = self.pending[0].shape[2]
+                self.pairs_dequantized += self.batch * (q_len * self.length - q_len * (q_len - 1) // 2)
             if self.tally is not None:
                 self.tally[reason] += 1
             _log_fallback(reason)

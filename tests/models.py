@@ -223,8 +223,13 @@ def tokenizer(**options: Any) -> PreTrainedTokenizerFast:
 
 def save_llama(path: Path, context: int, **options: Any) -> str:
     """Save a tiny llama of so many positions, and its tokenizer with these options. Returns the folder's name."""
-    tokenizer(model_max_length=context, **options).save_pretrained(path)
-    build("llama", max_position_embeddings=context).save_pretrained(path)
+    return save(build("llama", max_position_embeddings=context), path, model_max_length=context, **options)
+
+
+def save(model: PreTrainedModel, path: Path, **options: Any) -> str:
+    """Save a model, and our tokenizer with these options. Returns the folder's name."""
+    tokenizer(**options).save_pretrained(path)
+    model.save_pretrained(path)
     return str(path)
 
 

@@ -300,14 +300,3 @@ def test_tokenizers_that_lm_eval_cannot_use(folder: Path, capsys: pytest.Capture
     models.tokenizer(model_max_length=CONTEXT).save_pretrained(folder / "model")
     code, error = EVALUATIONS["tasks"].run(capsys, folder)
     assert code == 2 and "`MODEL` must have a tokenizer with a token that begins or ends a text" in last_line(error)
-
-
-def test_models_whose_attention_cannot_be_watched(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = {**models.FAMILIES["xglm"].options, "max_position_embeddings": CONTEXT}
-    models.build("xglm", **options).save_pretrained(folder / "model")
-    code, error = EVALUATIONS["tasks"].run(capsys, folder)
-    assert code == 1 and "hf-kvquant: refused: eval tasks: copa, int8: loglikelihood: mode 'decode' must" in error
-    code, error = EVALUATIONS["tasks"].run(capsys, folder, "--mode", "simulated")
-    assert code == 2 and "cannot be evaluated so. simulate: XGLMForCausalLM computes attention by itself" in error
-    code, error = EVALUATIONS["perplexity"].run(capsys, folder)
-    assert code == 2 and "cannot be measured. simulate: XGLMForCausalLM computes attention by itself" in error

@@ -15,7 +15,9 @@ from rich.console import Console
 from transformers import DynamicCache
 
 from hf_kvquant import KVQuantConfig, cli
+from hf_kvquant.arguments import Refused
 from hf_kvquant.evaluation import long_context, long_results, long_scores
+from hf_kvquant.evaluation.gate import DEQUANTIZED
 from hf_kvquant.evaluation.long_context import SUMMARY
 from hf_kvquant.evaluation.long_results import Cell
 from hf_kvquant.evaluation.long_scores import Scores, ask, score
@@ -223,7 +225,8 @@ def test_the_summary_is_over_what_is_scored() -> None:
         record.put(cell.part, {"none": none, "int4": {"correct": [True, False], "log_likelihood": [-1.5, -2.0]}})
     summary = long_results.summarize(record, cells, ("none", "int4"))
     assert summary["none"] == {
-        "num_cells": 2, "num_scored": 1, "accuracy": 1.0, "log_likelihood_change": 0.0, "standard_error": 0.0
+        "num_cells": 2, "num_scored": 1, "accuracy": 1.0, "log_likelihood_change": 0.0, "standard_error": 0.0,
+        "pairs_dequantized": 0,
     }  # fmt: skip
     assert (summary["int4"]["accuracy"], summary["int4"]["log_likelihood_change"]) == (0.5, -0.25)
     assert summary["int4"]["standard_error"] == pytest.approx(0.5 / 12**0.5)
@@ -264,12 +267,21 @@ def test_mistakes(
     assert found == 2 and message in error and error.count("\n") == 1
 
 
-def test_what_is_not_read_as_codes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    models.tokenizer().save_pretrained(tmp_path)
+def test_where_no_kernel_serves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {**models.FAMILIES["xglm"].options, "max_position_embeddings": CONTEXT}
-    models.build("xglm", **options).save_pretrained(tmp_path)
-    code, _, error = run(capsys, str(tmp_path), "--preset", "int8")
-    assert code == 1 and "preset int8 must read" in error and "got 0: the model attends to dequantised" in error
+    folder = models.save(models.build("xglm", **options), tmp_path / "model")
+    code, out, error = run(capsys, folder, "--preset", "int8", "--output", str(tmp_path / "out.json"))
+    assert code == 0, error
+    assert DEQUANTIZED in " ".join(out.split())
+    parts = json.loads((tmp_path / "out.json").read_text())["parts"]
+    cell = next(part["int8"] for name, part in parts.items() if "/" in name)
+    assert cell["pairs_read"] == 0 < cell["pairs_dequantized"] == cell["pairs_expected"]
+
+
+def test_what_is_not_read_as_codes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_context, "score", lambda *_: {"int8": Scores([True], [-1.0], 4, 7, 2)})
+    with pytest.raises(Refused, match=r"preset int8 must read 7 .* pairs from codes, got 6: some layer attended to"):
+        long_context.checked_scores(models.llama(), [], {})
 
 
 @pytest.mark.parametrize(

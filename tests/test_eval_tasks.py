@@ -88,7 +88,7 @@ def scores(preset: str, mode: str = "decode", batch_size: int = 1, family: str =
     with patched(models.family(family), "none"):
         lm = KVQuantLM(models.family(family), preset, mode, batch_size=batch_size, tokenizer=tokenizer())
         result = score(lm)
-        assert lm.pairs_read >= lm.pairs_expected
+        assert lm.pairs_read + lm.pairs_dequantized >= lm.pairs_expected
         assert (lm.pairs_expected > 0) == (preset != "none")
     return result
 
@@ -154,10 +154,11 @@ WINDOWED = KVQuantConfig.from_preset("int4", sink_length=2, residual_length=3)
 
 @pytest.mark.parametrize("config", ["int8", "int4", "int4-g32", "int4-channel", "fp8", WINDOWED], ids=str)
 @pytest.mark.parametrize("batch_size", [1, 8])
-def test_modes_are_the_same_function(config: str | KVQuantConfig, batch_size: int) -> None:
+def test_modes_are_the_same_function(config: str | KVQuantConfig, batch_size: int, family: str = "llama") -> None:
     """Item by item: sums in another order flip codes, which is far from what codes do."""
     dense, decoded, simulated = (
-        scores.__wrapped__(*how, batch_size) for how in (("none", "decode"), (config, "decode"), (config, "simulated"))
+        scores.__wrapped__(*how, batch_size, family)
+        for how in (("none", "decode"), (config, "decode"), (config, "simulated"))
     )
     between, effect = differences(decoded, simulated), differences(decoded, dense)
     assert (between < FLOAT_NOISE).float().mean() > 0.6
@@ -184,13 +185,28 @@ def test_what_differs_in_its_last_token_is_fed_once() -> None:
 
 @pytest.mark.parametrize("family", ["xglm", "bloom", "gemma2", "qwen3_next"])
 def test_other_families(family: str) -> None:
-    if models.FAMILIES[family].is_served:
-        assert differences(scores("none", "decode", 8, family), scores("none", "decode", 1, family)).max() < 1e-3
-        return
-    with pytest.raises(NothingRead, match=r"must read .* pairs from codes in this batch, got 0.*Use another model"):
-        scores("int8", "decode", 8, family)
+    assert differences(scores("none", "decode", 8, family), scores("none", "decode", 1, family)).max() < 1e-3
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon", "mpt"])
+def test_models_that_compute_attention_by_themselves_are_simulated(family: str) -> None:
+    test_modes_are_the_same_function("int8", 8, family)
+
+
+def test_where_no_kernel_serves() -> None:
+    """Scores are those of the formats all the same, and what came so is counted apart."""
+    assert 0 < differences(scores("int8", "decode", 1, "xglm"), scores("none", "decode", 1, "xglm")).mean() < 0.5
     with pytest.raises(NotImplementedError, match=r"simulate: .* computes attention by itself"):
-        scores("int8", "simulated", 8, family)
+        scores("int8", "simulated", 8, "xglm")
+    until = [Instance("generate_until", {}, (text(2, 5), {"until": ["~"], "max_gen_toks": 9}), 0)]
+    model = models.family("xglm")
+    with patched(model, "none"):
+        lm = KVQuantLM(model, "int8", batch_size=2, tokenizer=tokenizer())
+        lm._loglikelihood_tokens(requests(), disable_tqdm=True)
+        assert lm.pairs_read == 0 < lm.pairs_expected <= lm.pairs_dequantized
+        assert all(lm.generate_until(until, disable_tqdm=True))
+        with pytest.raises(NothingRead, match=r"must read 7 .* pairs from codes in this batch, got 6.*Use another"):
+            lm._count(4, 7, 2)
 
 
 def test_rolling_and_generation_read_the_cache() -> None:

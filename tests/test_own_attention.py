@@ -196,6 +196,21 @@ def test_patching_says_nothing_where_all_is_served(caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
+def test_a_fallback_is_told_once_for_a_model(caplog: pytest.LogCaptureFixture) -> None:
+    """... by us and by transformers, however often it is patched."""
+    model = build("xglm")
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        for _ in range(3):
+            with patched(model, "int8"):
+                pass
+        assert model.config._attn_implementation == "eager"
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    told = [record.name.partition(".")[0] for record in caplog.records if "XGLMForCausalLM" in record.message]
+    assert told == ["transformers", "hf_kvquant"]
+
+
 @pytest.mark.parametrize("case", ["overridden", "another signature", "computes otherwise"])
 def test_what_we_do_not_know_falls_back(
     case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -104,7 +104,7 @@ def test_what_a_model_does_shows_after_it_has_run() -> None:
 
 
 def test_a_model_that_is_not_routed_through_us(caplog: pytest.LogCaptureFixture) -> None:
-    model = models.family("xglm")
+    model = models.build("xglm", **models.FAMILIES["xglm"].options)  # one that has not been told of
     reason = "XGLMForCausalLM computes attention by itself, outside transformers' registry"
     with patched(model, "int4"):
         assert f"patch: {reason}, so it attends to dequantised tensors." in caplog.text

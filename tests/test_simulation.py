@@ -5,12 +5,15 @@ from __future__ import annotations
 import models
 import pytest
 import torch
+from models import greedy
 
 from hf_kvquant import KVQuantConfig
 from hf_kvquant.fidelity import Chunks, Stream, compare, divergence, route
+from hf_kvquant.patching import patched, why_dense
 from hf_kvquant.simulation import causal_pairs, expected_pairs, pairs_of, simulated, simulated_cache
 
 TOKENS = 41
+OWN = ["gptj", "codegen", "gpt_neo", "bloom", "falcon", "falcon_alibi", "falcon_new", "mpt"]
 CONFIGS = {
     "none": KVQuantConfig.from_preset("none"),
     "k8v4": KVQuantConfig.from_preset("k8v4"),
@@ -45,6 +48,23 @@ def test_it_is_the_cache(family: str, implementation: str, first_chunk: int, chu
     assert model.config.get_text_config()._attn_implementation == implementation
 
 
+@pytest.mark.parametrize("chunks", [(1, 1), (3, 7)])
+@pytest.mark.parametrize("name", ["k8v4", "int4-windows"])
+@pytest.mark.parametrize("family", OWN)
+def test_it_is_the_cache_of_models_that_compute_attention_by_themselves(
+    family: str, name: str, chunks: tuple[int, int]
+) -> None:
+    model = models.family(family)
+    ids = torch.randint(3, models.VOCAB_SIZE, (1, TOKENS))
+    simulation, cache, dense = (
+        log_probs(model, ids, config, Chunks(*chunks, simulate))
+        for config, simulate in ((CONFIGS[name], True), (CONFIGS[name], False), (CONFIGS["none"], True))
+    )
+    assert divergence(cache, simulation).quantile(0.5) < 1e-5
+    assert divergence(cache, simulation).mean() < 0.1 * divergence(dense, cache).mean()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
 def test_pairs_are_counted() -> None:
     ids = torch.randint(3, models.VOCAB_SIZE, (1, TOKENS))
     results = compare(models.llama(), ids, CONFIGS, first_chunk=2, chunk_size=4, simulate=True)
@@ -53,10 +73,10 @@ def test_pairs_are_counted() -> None:
         assert result.pairs_read == result.pairs_expected == expected
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family, implementation", [("llama", "sdpa"), ("llama", "eager"), ("bloom", "eager")])
 @pytest.mark.parametrize("preset", ["k8v4", "fp8"])
-def test_texts_may_have_first_chunks_of_their_own(implementation: str, preset: str) -> None:
-    model = models.llama()
+def test_texts_may_have_first_chunks_of_their_own(family: str, implementation: str, preset: str) -> None:
+    model = models.family(family)
     model.set_attn_implementation(implementation)
     ids = torch.randint(3, models.VOCAB_SIZE, (3, TOKENS))
     firsts = [5, 1, TOKENS]
@@ -72,6 +92,16 @@ def test_texts_may_have_first_chunks_of_their_own(implementation: str, preset: s
     assert pairs_of(together) == 2 * sum(causal_pairs(TOKENS, first) for first in firsts)
 
 
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_a_patched_model_stays_patched(family: str) -> None:
+    model, ids = models.family(family), torch.randint(3, models.VOCAB_SIZE, (1, TOKENS))
+    compared = [compare(model, ids, {"int8": "int8"}, simulate=True)["int8"].kld]
+    with patched(model, "int4"):
+        compared.append(compare(model, ids, {"int8": "int8"}, simulate=True)["int8"].kld)
+        assert why_dense(model) is None and greedy(model, {"input_ids": ids}).past_key_values.num_bytes > 0
+    assert torch.equal(*compared)
+
+
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(3, models.VOCAB_SIZE, (1, 8))
     model = models.llama()
@@ -84,8 +114,8 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     for look in (lambda: handle.transpose(1, 2), lambda: torch.cat((handle,))):
         with pytest.raises(NotImplementedError, match="simulate: the model must leave keys and values to its"):
             look()
-    with pytest.raises(NotImplementedError, match="simulate: GPTJForCausalLM computes attention by itself"):
-        compare(models.family("gptj"), ids, {"int8": "int8"}, simulate=True)
+    with pytest.raises(NotImplementedError, match="simulate: XGLMForCausalLM computes attention by itself"):
+        compare(models.family("xglm"), ids, {"int8": "int8"}, simulate=True)
     monkeypatch.setattr(model.config, "_attn_implementation", "flex_attention")
     with pytest.raises(NotImplementedError, match="must be one of sdpa, eager, got 'flex_attention'"):
         with simulated(model):

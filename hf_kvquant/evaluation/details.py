@@ -1,8 +1,9 @@
 """What `eval perplexity` says of a model beyond totals: where in a window quantising costs, in which layer, and why.
 
 Divergence by position comes from the numbers that every window leaves anyway. With one layer quantised at a time the
-text is fed anew, simulated, which the gate allows. The keys of a text are looked at channel by channel, as they are and
-as they would be quantised after calibration. Which windows there are and what is kept is decided in `perplexity.py`.
+text is fed anew, simulated, which the gate allows; in chunks where the model cannot be simulated. The keys of a text
+are looked at channel by channel, as they are and as they would be quantised after calibration. Which windows there are
+and what is kept is decided in `perplexity.py`.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def measure(
     ids: Tensor,
     configs: Mapping[str, KVQuantConfig],
     chunk: int,
+    *,
+    simulate: bool = True,
 ) -> Iterator[str]:
     """Fill the parts `layers` and `keys` of a record, as far as they are not there yet.
 
@@ -87,6 +90,7 @@ def measure(
         ids: `[1, tokens]` int64, one of them.
         configs: By name.
         chunk: Tokens that come at a time.
+        simulate: Whether one forward does what chunks would, layer by layer.
 
     Yields:
         What is done next, in words.
@@ -102,7 +106,7 @@ def measure(
             continue
         there = {name: alone(index, config.formats(index)) for name, config in quantized.items()}
         compared = compare(
-            model, ids[:, :LAYER_TOKENS], there, first_chunk=FIRST_CHUNK, chunk_size=chunk, simulate=True
+            model, ids[:, :LAYER_TOKENS], there, first_chunk=FIRST_CHUNK, chunk_size=chunk, simulate=simulate
         )
         for name, each in compared.items():
             check_counter(name, each)

@@ -1,8 +1,9 @@
 """What a run of `eval perplexity` must pass before a number is written: the gate between modes, the counter, controls.
 
 Three modes feed a text: one simulated forward, chunks through the cache, and token by token. They are the same
-function, and where they are not, one of them is wrong and no number of either means anything. The counter refuses
-numbers that never saw a code. Negative controls break the cache on purpose, to see that it shows.
+function, and where they are not, one of them is wrong and no number of either means anything. A model that cannot be
+simulated has the latter two, which are compared where they are the same. The counter refuses numbers that never saw a
+code. Negative controls break the cache on purpose, to see that it shows.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ GATE_ERRORS = 4.0
 # Agreement with the unquantised cache that permuted scales must not reach.
 CONTROL_AGREEMENT = 0.5
 
+# What is said of numbers that came so.
+DEQUANTIZED = "No kernel serves the model, which attended to dequantised tensors: the formats' scores all the same."
+
 
 def check_counter(name: str, result: Fidelity) -> None:
     """Abort where a number would not be one of the quantised cache.
@@ -43,10 +47,11 @@ def check_counter(name: str, result: Fidelity) -> None:
     Raises:
         Refused: It would not.
     """
-    if result.pairs_read != result.pairs_expected:
+    pairs = result.pairs_read + result.pairs_dequantized
+    if pairs != result.pairs_expected:
         raise Refused(
             f"{WHERE}: preset {name} must read {result.pairs_expected} (query, token) pairs from codes, got "
-            f"{result.pairs_read}. Some layer attended to something else, as the log above says; the number would be "
+            f"{pairs}. Some layer attended to something else, as the log above says; the number would be "
             "that of another cache."
         )
 
@@ -65,14 +70,20 @@ def gate_text(windows: Tensor, configs: Mapping[str, KVQuantConfig]) -> Tensor:
 
 
 def check_modes(
-    model: PreTrainedModel, ids: Tensor, configs: Mapping[str, KVQuantConfig], chunk: int
+    model: PreTrainedModel,
+    ids: Tensor,
+    configs: Mapping[str, KVQuantConfig],
+    chunk: int,
+    *,
+    can_simulate: bool = True,
 ) -> dict[str, Any]:
     """How far the modes are apart, per preset, on a text (`[1, tokens]`): in mean KL divergence from each other, or, in
     16 bits, in that from the unquantised cache.
 
     Modes are compared where they are the same function: the simulation of chunks with chunks, that of single tokens
     with decoding, and chunks with decoding unless they differ by definition: a block of tokens ends within a chunk, and
-    a window of the newest tokens with a chunk.
+    a window of the newest tokens with a chunk. Where nothing can be simulated, presets that know chunks are so not
+    compared at all, and their `between` is empty.
 
     Raises:
         Refused: Two modes disagree.
@@ -81,10 +92,13 @@ def check_modes(
     found: dict[str, Any] = {}
     for name, config in configs.items():
         ways = [Chunks(FIRST_CHUNK, *how) for how in ((1,), (chunk,), (1, True), (chunk, True))]
-        decode, chunked, as_decode = (log_probs(model, ids, name, config, way) for way in ways[:3])
+        decode, chunked = (log_probs(model, ids, name, config, way) for way in ways[:2])
         knows_chunks = config.key.block_size is not None or config.residual_length > 0
-        as_chunked = log_probs(model, ids, name, config, ways[3]) if knows_chunks else as_decode
-        pairs = {"simulated and decode": (decode, as_decode), "simulated and chunked": (chunked, as_chunked)}
+        pairs = {}
+        if can_simulate:
+            as_decode = log_probs(model, ids, name, config, ways[2])
+            as_chunked = log_probs(model, ids, name, config, ways[3]) if knows_chunks else as_decode
+            pairs = {"simulated and decode": (decode, as_decode), "simulated and chunked": (chunked, as_chunked)}
         if not knows_chunks:
             pairs["chunked and decode"] = (decode, chunked)
         distance = mean(divergence(reference, decode))
@@ -93,7 +107,7 @@ def check_modes(
         if model.dtype != torch.float32:
             apart = [divergence(reference, one) - divergence(reference, other) for one, other in pairs.values()]
             means = {what: abs(mean(each)) for what, each in zip(pairs, apart, strict=True)}
-            error = max(float(each.double().std()) / len(each) ** 0.5 for each in apart)
+            error = max((float(each.double().std()) / len(each) ** 0.5 for each in apart), default=0.0)
             bound = max(GATE_NONE, GATE_SHARE_OF_MEAN * distance, GATE_ERRORS * error)
             if name == UNQUANTIZED:
                 bound = math.inf  # it is nothing but rounding, which is what this row is there to show

@@ -3,9 +3,9 @@
 lm-eval's own class scores a text in one forward without a cache, so under it every preset looks lossless. Here a text
 is scored in one of two modes. *decode*: the context without its last token fills the cache, then that token and the
 continuation come as later chunks, through append and the decode kernel, as in a chat. *simulated*: one forward does
-what these chunks would, without cache and kernels (`simulation.py`): the same function, for whatever a kernel does not
-serve. What was read as codes is counted and compared with its closed form, batch by batch. Which tasks run, and what
-becomes of the scores, is decided in `tasks.py`.
+what these chunks would, without cache and kernels (`simulation.py`): the same function. What was read as codes is
+counted and compared with its closed form, batch by batch; so is, apart, what no kernel serves and was read dequantised.
+Which tasks run, and what becomes of the scores, is decided in `tasks.py`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from transformers import Cache
 from ..cache import KVQuantCache, KVQuantLayer
 from ..config import DEFAULT_PRESET, KVQuantConfig
 from ..fidelity import PairCounter
-from ..patching import patch
-from ..simulation import expected_pairs, pairs_of, simulated, simulated_cache
+from ..patching import patch, state_of
+from ..simulation import expected_pairs, pairs_of, simulated, simulated_cache, why_not_simulated
 from ..transforms.of_model import key_transforms
 
 MODES = ("decode", "simulated")
@@ -116,12 +116,13 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         """
         config = KVQuantConfig.resolve(preset_or_config)
         if self.mode == "simulated":
-            with simulated(self.model):
-                pass
+            reason = why_not_simulated(self.model)
+            if reason is not None:
+                raise NotImplementedError(reason)
         patch(self.model, config)
         self.quant_config = config
         self._transforms = key_transforms(self.model, config)
-        self.pairs_read = self.pairs_expected = 0
+        self.pairs_read = self.pairs_expected = self.pairs_dequantized = 0
 
     # --- log-likelihood -----------------------------------------------------------------------------------------------
 
@@ -249,7 +250,8 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
 
         with PairCounter() as counter:
             scores = self._scores(pieces(), targets, begins, rows)
-        self._count(counter.pairs, len(rows) * expected_pairs(cache, width + longest, width))
+        expected = len(rows) * expected_pairs(cache, width + longest, width)
+        self._count(counter.pairs, expected, cache.pairs_dequantized)
         return scores
 
     @torch.inference_mode()
@@ -332,20 +334,26 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             results.append((all_log_probs[index, begin:end], bool(all_hits[index, begin:end].all()), last))
         return results
 
-    def _count(self, read: int, expected: int) -> None:
+    def _count(self, read: int, expected: int, dequantized: int = 0) -> None:
         """Add to the counters of this preset.
 
+        Args:
+            read: (Query, token) pairs that were served from codes.
+            expected: How many there were to serve.
+            dequantized: How many were served from codes made dense again, where no kernel serves the model.
+
         Raises:
-            NothingRead: Less was read from codes than there was to read.
+            NothingRead: Less was served than there was to serve.
         """
-        if read < expected:
+        if read + dequantized < expected:
             raise NothingRead(
                 f"loglikelihood: mode '{self.mode}' must read {expected} (query, token) pairs from codes in this "
-                f"batch, got {read}. Some layer attended to something else (the log says why), so scores would not be "
-                "those of the quantised cache. Use another model."
+                f"batch, got {read + dequantized}. Some layer attended to something else (the log says why), so scores "
+                "would not be those of the quantised cache. Use another model."
             )
         self.pairs_read += read
         self.pairs_expected += expected
+        self.pairs_dequantized += dequantized
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -355,16 +363,26 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         Raises:
             NothingRead: It was not.
         """
+        steps = self._num_dense_steps()
         with PairCounter() as counter:
             generated: Tensor = super()._model_generate(context, max_length, stop, **generation_kwargs)
         cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
         new_tokens = generated.shape[1] - context.shape[1]
         is_quantized = any(storage.is_quantized for storage in cache.storages)
+        # At least: such a step of a layer looks at more than the prompt.
+        dequantized = (self._num_dense_steps() - steps) * context.numel()
         # The prompt's last logits are exact; every later token is one step of one query, at least over the prompt.
-        if is_quantized and counter.pairs < max(0, new_tokens - 1) * context.numel():
+        if is_quantized and counter.pairs + dequantized < max(0, new_tokens - 1) * context.numel():
             raise NothingRead(
                 f"generate: {new_tokens} tokens must have been decoded from codes, got {counter.pairs} tokens read. "
                 "Some layer attended to something else; the log says why."
             )
         self.pairs_read += counter.pairs
+        self.pairs_dequantized += dequantized
         return generated
+
+    def _num_dense_steps(self) -> int:
+        """How many steps of layers attended to dequantised tensors in calls of `generate` so far."""
+        state = state_of(self.model)
+        assert state is not None
+        return sum(sum(reasons.values()) for reasons in state.fallbacks.values())

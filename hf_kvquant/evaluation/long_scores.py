@@ -38,12 +38,14 @@ class Scores:
         pairs_read: (Query, token) pairs that were served from codes, or from what stays dense beside them (of
             `int4-channel`, tokens of the unfinished block), summed over layers.
         pairs_expected: What that number is where every quantised layer is read as codes.
+        pairs_dequantized: Pairs that were served from codes made dense again, where no kernel serves the model.
     """
 
     correct: list[bool]
     log_likelihood: list[float]
     pairs_read: int
     pairs_expected: int
+    pairs_dequantized: int = 0
 
 
 @torch.inference_mode()
@@ -84,6 +86,7 @@ def score(model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[st
                 log_likelihood=log_likelihood.tolist(),
                 pairs_read=counter.pairs,
                 pairs_expected=len(prompts) * expected_pairs(cache, fed, context.shape[1]),
+                pairs_dequantized=cache.pairs_dequantized,
             )
     return results
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..generation import UNQUANTIZED
-from .perplexity_results import Record, is_finished, rows_of
+from .perplexity_results import Record, is_finished, passed, rows_of
 from .pictures import PICTURES
 from .task_files import AVERAGED
 from .task_results import HEADINGS, LEGEND, Average, Part, averages, by_task_and_preset, cells
@@ -174,6 +174,6 @@ def provenance(records: Mapping[str, Record], files: Mapping[str, str]) -> str:
         if kind != TASKS and not is_finished(record):
             line += " Not finished, and so not shown: run the command again."
         elif kind != TASKS:
-            line += " Every (query, token) pair that had to be read from codes was; the ways of feeding a text agree."
+            line += f" {passed(record)}"
         lines.append(line)
     return "\n".join([*lines, *(f"- Command: `{command}`" for command in commands)])

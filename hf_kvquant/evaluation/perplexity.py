@@ -12,6 +12,7 @@ import argparse
 import functools
 import hashlib
 import itertools
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,6 +35,7 @@ from ..config import PRESETS, KVQuantConfig
 from ..fidelity import compare
 from ..generation import UNQUANTIZED
 from ..patching import patched
+from ..simulation import why_not_simulated
 from . import details, preparation, windows
 from .gate import check_modes, gate_text, run_controls
 from .perplexity_results import of_window, show, summarize
@@ -66,8 +68,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--mode",
         choices=(*MODES, "all"),
         default="chunked",
-        help="simulated: one forward does what chunks would; chunked: through the cache; decode: token by token "
-        "(default: chunked)",
+        help="simulated: one forward does what chunks would; chunked: through the cache; decode: token by token; all: "
+        "those that the model serves (default: chunked)",
     )
     parser.add_argument("--chunk", type=int, default=32, metavar="N", help="tokens of a chunk (default: 32)")
     preparation.add_options(parser)
@@ -112,6 +114,8 @@ def measure(args: argparse.Namespace) -> RunRecord:
     prepared = preparation.prepare(model, tokenizer, configs, args, WHERE)
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     pieces, begins = windows.cut(ids, args, model)
+    unsimulated = why_not_simulated(model)
+    can_simulate, modes = unsimulated is None, modes_of(args, unsimulated)
     window, stride = pieces.shape[1], args.stride or pieces.shape[1]
     kept_in = stored_dtype(model, args.model)
     settings = {
@@ -131,7 +135,6 @@ def measure(args: argparse.Namespace) -> RunRecord:
         "controls": args.controls,
     }
     record = open_record(args.output, settings, WHERE)
-    modes = MODES if args.mode == "all" else (args.mode,)
 
     def measure_window(mode: str, index: int) -> dict[str, Any]:
         compared = compare(
@@ -147,10 +150,9 @@ def measure(args: argparse.Namespace) -> RunRecord:
         return {name: of_window(name, each, newest) for name, each in compared.items()}
 
     gated = gate_text(pieces, configs).to(device)
+    gate = functools.partial(check_modes, model, gated, configs, args.chunk, can_simulate=can_simulate)
     # What is done, in words, the part that it leaves, and what makes that.
-    steps: list[tuple[str, str, Callable[[], dict[str, Any]]]] = [
-        ("the gate", "gate", functools.partial(check_modes, model, gated, configs, args.chunk))
-    ]
+    steps: list[tuple[str, str, Callable[[], dict[str, Any]]]] = [("the gate", "gate", gate)]
     if args.controls:
         steps.append(("the controls", "controls", functools.partial(run_controls, model, gated, configs)))
     for mode, (index, start) in itertools.product(modes, enumerate(begins)):
@@ -172,17 +174,42 @@ def measure(args: argparse.Namespace) -> RunRecord:
                     record.put(part, make())
                 progress.advance(task)
             if args.details:
-                first = pieces[:1].to(device)
-                for what in details.measure(record, model, tokenizer, text, first, configs, args.chunk):
+                for what in details.measure(
+                    record, model, tokenizer, text, pieces[:1].to(device), configs, args.chunk, simulate=can_simulate
+                ):
                     begin(what)
                     progress.advance(task)
             ongoing.part = "the summary"
             sizes = sizes_of(model, configs, kept_in)
             summary = {mode: summarize(record, mode, sizes, settings) for mode in modes}
-            record.put("summary", {"modes": summary, "seconds": round(time.monotonic() - started, 1)})
+            seconds = round(time.monotonic() - started, 1)
+            record.put("summary", {"modes": summary, "unsimulated": unsimulated, "seconds": seconds})
     except NotImplementedError as error:
         raise UsageError(f"{WHERE}: {args.model} cannot be measured. {error}") from error
     return record
+
+
+def modes_of(args: argparse.Namespace, unsimulated: str | None) -> tuple[str, ...]:
+    """The modes to run. Where the model cannot be simulated, a line on stderr says so.
+
+    Args:
+        args: Of the command.
+        unsimulated: Why it cannot; `None` where it can.
+
+    Raises:
+        UsageError: That very mode was asked for.
+    """
+    if unsimulated is None:
+        return MODES if args.mode == "all" else (args.mode,)
+    if args.mode == "simulated":
+        raise UsageError(
+            f"{WHERE}: `--mode` must be chunked, decode or all for {args.model}, got simulated. {unsimulated}"
+        )
+    print(
+        f"{WHERE}: chunked and decode are compared with each other only, not with simulated. {unsimulated}",
+        file=sys.stderr,
+    )
+    return MODES[1:] if args.mode == "all" else (args.mode,)
 
 
 def stored_dtype(model: PreTrainedModel, name: str) -> torch.dtype:

@@ -45,6 +45,7 @@ def of_window(name: str, result: Fidelity, newest: int | None) -> dict[str, Any]
     return {
         "pairs_read": result.pairs_read,
         "pairs_expected": result.pairs_expected,
+        "pairs_dequantized": result.pairs_dequantized,
         "tokens": len(nll),
         "nll": float(nll.sum()),
         "reference_nll": float(reference_nll.sum()),
@@ -84,6 +85,7 @@ def summarize(
             "reference_perplexity": _exp(reference_nll),
             "pairs_read": total["pairs_read"],
             "pairs_expected": total["pairs_expected"],
+            "pairs_dequantized": total.get("pairs_dequantized", 0),
         }
     return rows
 
@@ -128,8 +130,7 @@ def show(console: Console, record: Record) -> None:
         f"{first['scored_tokens']:,} tokens in windows of {settings['window']}, each from an empty cache whose first "
         "token is exact. Bits: of a cached value, with scales and zeros. KL, agreement of the most likely next token "
         "and RMS change of the true token's probability: against the unquantised cache in the same run. Per word: of "
-        "white space, by its tokens per word. All presets read as many (query, token) pairs from codes as they must, "
-        "and modes agree.",
+        f"white space, by its tokens per word. {passed(record)}",
         style="dim",
     )
 
@@ -140,6 +141,17 @@ def show(console: Console, record: Record) -> None:
 def is_finished(record: Record) -> bool:
     """Whether all windows of a record of `eval perplexity` were measured."""
     return "summary" in record["parts"]
+
+
+def passed(record: Record) -> str:
+    """What a finished record of `eval perplexity` has passed, in a sentence."""
+    summary = record["parts"]["summary"]
+    text = "Every (query, token) pair that had to be read from codes was"
+    if any(row.get("pairs_dequantized") for rows in summary["modes"].values() for row in rows.values()):
+        text += ", though as dequantised tensors: no kernel serves the model"
+    if summary.get("unsimulated"):
+        return f"{text}; chunks and single tokens agree where a preset makes no difference between them."
+    return f"{text}; the ways of feeding a text agree."
 
 
 def rows_of(record: Record) -> tuple[str, dict[str, dict[str, Any]]]:

@@ -31,6 +31,10 @@ BIAS_NORM = 100.0
 CALIBRATED_PRESET = "int4"
 
 
+class CannotInject(UsageError):
+    """A model whose keys are made in a way that is not known, or cannot be what was asked for."""
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of evaluations that change a model before it is measured."""
     parser.add_argument(
@@ -82,8 +86,8 @@ def prepare(
         What a record says of the model, among its settings.
 
     Raises:
-        UsageError: A config does not fit, keys are not made in a way that is known, a number has no meaning, or memory
-            runs out.
+        CannotInject: Keys are not made in a way that is known, or a number has no meaning.
+        UsageError: A config does not fit, or memory runs out.
     """
     check_fit(model, args.model, configs, where)
     text = None if args.calibrate is None else read_text(args.calibrate, f"{where}: `--calibrate`")
@@ -99,7 +103,7 @@ def prepare(
         if args.inject_bias is not None:
             inject_key_bias(model, args.inject_bias)
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise UsageError(f"{where}: nothing can be injected into {args.model}. {error}") from error
+        raise CannotInject(f"{where}: nothing can be injected into {args.model}. {error}") from error
     calibration = None
     if text is not None:
         try:

@@ -1,8 +1,9 @@
 """`hf-kvquant eval report`: the whole suite on one model, and a page of it with pictures.
 
 Runs `eval perplexity` on the model as it is and with injected outliers, then `eval tasks`, each of which keeps its own
-record in one folder and resumes it, so an interrupted report does as well. Here is decided which evaluations there are
-and with which defaults; what is said of their records is `page.py`'s, which needs no model: `--render` does only that.
+record in one folder and resumes it, so an interrupted report does as well. Outliers are left out where none can be put
+into the model's keys. Here is decided which evaluations there are and with which defaults; what is said of their
+records is `page.py`'s, which needs no model: `--render` does only that.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from ..arguments import UsageError, add_placement, add_presets, check_counts, checked_configs
 from ..config import PRESETS
-from . import page, perplexity, pictures, plots, tasks, windows
+from . import page, perplexity, pictures, plots, preparation, tasks, windows
 from .provenance import model_name
 from .records import read_record
 from .task_files import AVERAGED, check_data
@@ -81,7 +82,11 @@ def run(args: argparse.Namespace) -> None:
     started = time.monotonic()
     for number, (kind, name) in enumerate(steps.items(), 1):
         console.print(f"{number} of {len(steps)}: {name} ({time.monotonic() - started:.0f} s so far)")
-        evaluate(args, kind, folder / name)
+        try:
+            evaluate(args, kind, folder / name)
+        except preparation.CannotInject as error:
+            # As it is, the model has been measured all the same, and the page says what is not there.
+            console.print(f"{name} is left out. {error}", soft_wrap=True, markup=False)
     render(args.model, folder)
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..generation import UNQUANTIZED
+from .gate import DEQUANTIZED
 from .paired import bootstrap_average, mean_and_error, paired_accuracy
 from .task_files import AVERAGED
 
@@ -82,6 +83,7 @@ def evaluate(lm: Any, name: str, task: Any, limit: int | None) -> dict[str, Any]
         "standard_errors": errors,
         "pairs_read": lm.pairs_read,
         "pairs_expected": lm.pairs_expected,
+        "pairs_dequantized": lm.pairs_dequantized,
         "seconds": round(time.monotonic() - started, 1),
         "items": items,
     }
@@ -227,6 +229,8 @@ def show(console: Console, parts: Mapping[tuple[str, str], Part], *, title: str)
     console.print(table)
     for line in [*others, *average_lines(parts)]:
         console.print(line, soft_wrap=True)
+    if any(part.get("pairs_dequantized") for part in parts.values()):
+        console.print(DEQUANTIZED, soft_wrap=True)
     console.print(LEGEND, style="dim")
 
 
