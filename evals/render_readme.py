@@ -5,8 +5,9 @@
 A test compares what this file makes with what is committed, so a number in the README is always one of a results file;
 a picture carries its numbers along for that, since its bytes depend on the version of matplotlib, which only drawing
 needs (`pip install matplotlib`). Without `decode.json` and `generate.json` the README says nothing about GPUs. What the
-latter's part looks like is decided in `render_generate.py`; what is measured and how, in the other scripts beside this
-file and in `hf_kvquant/evaluation/`, which also knows how a picture looks.
+latter's part looks like is decided in `render_generate.py`, and the table of models in `render_families.py`; what is
+measured and how, in the other scripts beside this file and in `hf_kvquant/evaluation/`, which also knows how a picture
+looks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import render_families
 import render_generate
 
 from hf_kvquant.evaluation.page import scientific, spelled_average, table
@@ -30,6 +32,7 @@ GPU_PICTURE = RESULTS / "decode.svg"
 BEGIN, END = "<!-- begin: evals/render_readme.py -->\n", "<!-- end -->"
 GPU_BEGIN = "<!-- begin: evals/render_readme.py, GPU -->\n"
 GENERATE_BEGIN = "<!-- begin: evals/render_readme.py, generate -->\n"
+FAMILIES_BEGIN = "<!-- begin: evals/render_readme.py, families -->\n"
 REPRODUCE = (
     "The same for a model of your own, from a folder or the hub, as a page with pictures: "
     "`hf-kvquant eval report MODEL --text FILE --output DIR` (`pip install 'hf-kvquant[eval]'`)."
@@ -260,6 +263,9 @@ def rendered(
     picture_of_presets = f"![Quality and speed of the presets]({place})"
     parts = [picture_of_presets, quality_table(fidelity, tasks, cpu), caption(fidelity, tasks, cpu), REPRODUCE]
     readme = _filled(readme, BEGIN, parts)
+    families = load("families.json")
+    parts = [render_families.families_table(families), render_families.caption(families)]
+    readme = _filled(readme, FAMILIES_BEGIN, parts)
     parts = []
     if generate is not None:
         parts = ["## `generate` on a GPU", render_generate.step_table(generate), render_generate.caption(generate)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+from inspect import signature
 from typing import Any
 
 import compare
@@ -32,6 +33,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, pipeline
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.masking_utils import create_chunked_causal_mask
 
 import hf_kvquant
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched, reference
@@ -573,6 +575,12 @@ def test_the_decoder_of_an_encoder_decoder(preset: str) -> None:
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss", "exaone4", "llama4_text"])
 def test_layers_that_are_not_full_attention_stay_with_transformers(family: str, static: bool) -> None:
+    if (
+        static
+        and family == "llama4_text"
+        and "block_sequence_ids" not in signature(create_chunked_causal_mask).parameters
+    ):
+        pytest.skip("this version of transformers makes no masks of chunks for static caches")
     model, inputs = models.family(family), left_padded(tokens=12)
     expected = greedy(model, inputs, 12, cache_implementation="static" if static else "dynamic")
     with patched(model, {"preset": "none", "static": static, "sliding": False}):

@@ -1,0 +1,74 @@
+"""What becomes of each model family: run, told by `hf_kvquant.report`, and kept in `evals/results/families.json`.
+
+    python evals/families.py
+
+The models are the tiny random ones of `tests/models.py`: each generates under `int4` on a CPU, and `report` says what
+served its layers. Which of transformers' models are refused is asked of `KVQuantCache` by their default configs. A test
+does the same and compares; `render_families.py` makes the README's table of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import hf_kvquant
+from hf_kvquant import KVQuantCache
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "evals" / "results" / "families.json"
+sys.path.insert(0, str(ROOT / "tests"))
+import models  # noqa: E402
+
+
+def how_served(name: str) -> str:
+    """Which heading of render_families.py a family of `tests/models.py` belongs under."""
+    model = models.family(name)
+    with hf_kvquant.patched(model, "int4"), torch.inference_mode():
+        output = models.greedy(model, models.left_padded(), 4)
+        report = hf_kvquant.report(model, output.past_key_values)
+    ours = [layer for layer in report.layers if layer.formats is not None]
+    if not ours or not all(layer.is_served for layer in ours):
+        return "dense"
+    if len(ours) < len(report.layers):
+        return "some"
+    return "rings" if any(layer.layer_type == "sliding_attention" for layer in ours) else "codes"
+
+
+def how_refused(model_type: str) -> str | None:
+    """Which heading one of transformers' models belongs under; `None` where its cache is not refused."""
+    try:
+        KVQuantCache(AutoConfig.for_model(model_type), "int4")
+    except NotImplementedError as error:
+        return "latent" if "(MLA)" in str(error) else "others"
+    except Exception:  # a default config that transformers itself refuses, or one of a size that no model has
+        return None
+    return None
+
+
+def measured() -> dict[str, Any]:
+    """What `families.json` holds: for each family, and for each refused model type of transformers, its heading."""
+    refused = {model_type: how_refused(model_type) for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
+    return {
+        "command": "python evals/families.py",
+        "hf_kvquant": hf_kvquant.__version__,
+        "transformers": transformers.__version__,
+        "families": {name: how_served(name) for name in sorted(models.FAMILIES)},
+        "refused": {model_type: heading for model_type, heading in refused.items() if heading is not None},
+    }
+
+
+def main() -> None:
+    """Run every family, and write the results."""
+    RESULTS.write_text(json.dumps(measured(), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

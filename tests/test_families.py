@@ -1,0 +1,55 @@
+"""That the README's table of model families says what is so: each is run as `evals/families.py` does."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from models import FAMILIES
+from transformers import CONFIG_MAPPING
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = json.loads((ROOT / "evals" / "results" / "families.json").read_text(encoding="utf-8"))
+AGAIN = "run: python evals/families.py && python evals/render_readme.py"
+
+
+@pytest.fixture(scope="module")
+def evals() -> Iterator[Any]:
+    """Imports a script of `evals/`."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.syspath_prepend(str(ROOT / "evals"))
+        yield importlib.import_module
+
+
+def test_every_family_is_in_the_table() -> None:
+    assert set(RESULTS["families"]) == set(FAMILIES), AGAIN
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_served_as_the_table_says(family: str, evals: Any) -> None:
+    script: ModuleType = evals("families")
+    assert script.how_served(family) == RESULTS["families"][family], AGAIN
+
+
+@pytest.mark.parametrize("model_type", RESULTS["refused"])
+def test_models_are_refused_as_the_table_says(model_type: str, evals: Any) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers does not know {model_type}")
+    script: ModuleType = evals("families")
+    assert script.how_refused(model_type) == RESULTS["refused"][model_type], AGAIN
+
+
+def test_others_are_not_refused(evals: Any) -> None:
+    script: ModuleType = evals("families")
+    assert all(script.how_refused(model_type) is None for model_type in ("llama", "gpt_oss", "qwen3_next"))
+
+
+def test_the_table_has_every_family_once(evals: Any) -> None:
+    rendered: str = evals("render_families").families_table(RESULTS)
+    for name in (*RESULTS["families"], *RESULTS["refused"]):
+        assert rendered.count(f"`{name}`") == 1, name
