@@ -10,6 +10,8 @@ Environment:
     HF_KVQUANT_CUDA_ARCHS   compute capabilities without dots, separated by `;` (default `80;86;89;90`); the last one
                             is also stored as PTX, which newer GPUs compile when they first load it
     HF_KVQUANT_SKIP_CUDA=1  compile no CUDA source
+    HF_KVQUANT_SANITIZE=1   compile the CPU kernels under the address and undefined-behaviour sanitizers, into
+                            build/sanitized: `make sanitize-cpu` says how to build and run that
     MAX_JOBS                compiler processes at a time (ninja decides when unset)
     CUDA_HOME, CXX          where CUDA is, which C++ compiler to use
 """
@@ -29,9 +31,12 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+IS_SANITIZED = os.environ.get("HF_KVQUANT_SANITIZE", "0") not in ("", "0")
 # Relative to ROOT. Fixed, not setuptools' temporary folder, so that ninja finds its objects again and compiles only
 # what has changed.
-OBJECTS = Path("build", "ninja")
+OBJECTS = Path("build", "sanitized" if IS_SANITIZED else "ninja")
+# Where the package goes with a sanitized extension, which only a Python with libasan preloaded can load.
+SANITIZED_LIB = Path("build", "sanitized", "lib")
 
 # Headers of this version for isolated builds on a machine without torch. The binary does not depend on it.
 FALLBACK_TORCH = "torch==2.13.0"
@@ -40,6 +45,14 @@ DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030A
 # Neither fast-math nor contraction: codes and scales are bitwise those of reference.py. No -march either: a wheel runs
 # on any processor of its kind, and the files below are entered only after a look at what the processor can do.
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
+# The first error ends the run. What torch allocates has bounds too, though torch itself is not instrumented.
+SANITIZE_FLAGS = [
+    "-O1",
+    "-g",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+]
 X86_FLAGS = {
     "_avx2": "-mavx2 -mfma -mf16c",
     "_avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c",
@@ -78,8 +91,8 @@ def torch_folder() -> Path | None:
 
 def find_cuda() -> tuple[Path, Path] | None:
     """The CUDA toolkit and its folder of libraries, or `None` when there is none or CUDA is to be skipped."""
-    if os.environ.get("HF_KVQUANT_SKIP_CUDA", "0") not in ("", "0"):
-        print("hf_kvquant: HF_KVQUANT_SKIP_CUDA is set, building the CPU kernels only.")
+    if IS_SANITIZED or os.environ.get("HF_KVQUANT_SKIP_CUDA", "0") not in ("", "0"):
+        print("hf_kvquant: HF_KVQUANT_SKIP_CUDA or HF_KVQUANT_SANITIZE is set, building the CPU kernels only.")
         return None
     on_path = shutil.which("nvcc")
     beside_nvcc = Path(on_path).resolve().parents[1] if on_path else None
@@ -146,7 +159,11 @@ def write_ninja(torch: Path, output: Path) -> str:
         ]
         # Linked statically, so that the binary does not care which CUDA runtime torch brings, or whether it brings one.
         link_flags += [f'-L"{libraries}"', "-lcudart_static", "-ldl", "-lrt"]
-    lines.append(f"flags = {' '.join(CXX_FLAGS + defines + includes)}")
+    flags = list(CXX_FLAGS)
+    if IS_SANITIZED:
+        flags += SANITIZE_FLAGS  # behind -O3, which the last -O overrides
+        link_flags += SANITIZE_FLAGS
+    lines.append(f"flags = {' '.join(flags + defines + includes)}")
     lines += [f"link_flags = {' '.join(link_flags)}", NINJA_RULES]
     objects = []
     for source in sources:
@@ -164,6 +181,14 @@ def write_ninja(torch: Path, output: Path) -> str:
 
 class NinjaBuild(build_ext):
     """Runs ninja instead of setuptools' compiler classes, which know neither nvcc nor incremental builds."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if IS_SANITIZED and (self.inplace or Path(self.build_lib) != SANITIZED_LIB):
+            raise SystemExit(
+                f"setup: `HF_KVQUANT_SANITIZE` must come with `setup.py build --build-lib {SANITIZED_LIB}`, so that no "
+                "other build is replaced, got another place. Use make sanitize-cpu, or unset it."
+            )
 
     def build_extension(self, ext: Extension) -> None:
         torch = torch_folder()

@@ -10,6 +10,8 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+#include <utility>
 
 // The message is built only when the check fails.
 #define KVQ_CHECK(condition, ...) \
@@ -73,13 +75,27 @@ Dtype dense_dtype(const char* where, const std::string& name, const Tensor& tens
   }
 }
 
+// Where a tensor's elements begin. torch.frombuffer makes tensors that kernels must not read numbers from.
+template <class T>
+T* memory_of(const char* where, const std::string& name, const Tensor& tensor) {
+  T* memory;
+  if constexpr (std::is_const_v<T>) {
+    memory = static_cast<T*>(tensor.const_data_ptr());
+  } else {
+    memory = static_cast<T*>(tensor.data_ptr());
+  }
+  KVQ_CHECK(reinterpret_cast<uintptr_t>(memory) % tensor.element_size() == 0, where, ": `", name,
+            "` must start at a multiple of ", tensor.element_size(), " bytes, got a view that does not. Call .clone().");
+  return memory;
+}
+
 Dense dense(const char* where, const char* name, const Tensor& x, const Tensor& like) {
   KVQ_CHECK(x.dim() == 4, where, ": `", name, "` must be [batch, heads, tokens, head_dim], got ", shape_of(x), ".");
   check_device(where, name, x, like);
   const Dtype dtype = dense_dtype(where, name, x);
   KVQ_CHECK(x.stride(3) == 1 || x.numel() == 0, where, ": `", name, "` must have contiguous channels, got stride ",
             x.stride(3), ". Call .contiguous().");
-  return dense_of(x, dtype);
+  return Dense{memory_of<const void>(where, name, x), dtype, x.stride(0), x.stride(1), x.stride(2)};
 }
 
 // The stride of an axis that may be shared: 0 when it has size 1.
@@ -148,8 +164,9 @@ void add_tail(const char* where, const std::string& name, const PlaneArgs& plane
             side.head_dim, "] like the codes, got ", shape_of(tail), kFromThisPackage);
   KVQ_CHECK(tail.stride(3) == 1, where, ": `", name, "_tail` must have contiguous rows, got stride ", tail.stride(3),
             kFromThisPackage);
-  side.ring = to_int(where, "residual_length", ring);
-  side.tail = tail.data_ptr();
+  to_int(where, "sink_length", sinks + ring);  // rows are counted by ints
+  side.ring = static_cast<int>(ring);
+  side.tail = memory_of<void>(where, name + "_tail", tail);
   side.tail_stride_b = tail.stride(0);
   side.tail_stride_h = tail.stride(1);
   side.tail_stride_t = tail.stride(2);
@@ -164,11 +181,11 @@ void add_blocks(const char* where, const std::string& name, const PlaneArgs& pla
   check_block_plane(where, name + "_scale", scale, codes, side.head_dim);
   check_block_plane(where, name + "_zero", zero, codes, side.head_dim);
   side.num_groups = 1;
-  side.scale = static_cast<half_bits*>(scale.data_ptr());
+  side.scale = memory_of<half_bits>(where, name + "_scale", scale);
   side.scale_stride_b = scale.stride(0);
   side.scale_stride_h = scale.stride(1);
   side.scale_stride_g = scale.stride(2);
-  side.zero = static_cast<half_bits*>(zero.data_ptr());
+  side.zero = memory_of<half_bits>(where, name + "_zero", zero);
   side.zero_stride_b = zero.stride(0);
   side.zero_stride_h = zero.stride(1);
   side.zero_stride_g = zero.stride(2);
@@ -205,7 +222,7 @@ Side side(const char* where, const std::string& name, const PlaneArgs& planes, c
   KVQ_CHECK(codes.size(2) % kTokenAlignment == 0, where, ": `", name, "_codes` must have a capacity that is a ",
             "multiple of ", kTokenAlignment, ", got ", codes.size(2), kFromThisPackage);
   const int64_t bytes = is_quantized ? 1 : static_cast<int64_t>(codes.element_size());
-  side.codes = static_cast<uint8_t*>(codes.data_ptr());
+  side.codes = memory_of<uint8_t>(where, name + "_codes", codes);
   side.codes_stride_b = codes.stride(0) * bytes;
   side.codes_stride_h = codes.stride(1) * bytes;
   side.codes_stride_t = codes.stride(2) * bytes;
@@ -233,7 +250,7 @@ Side side(const char* where, const std::string& name, const PlaneArgs& planes, c
     side.num_groups = static_cast<int>(scale.size(2));
     side.is_frozen = scale.size(3) == 1;
     side.is_shared_by_heads = scale.size(1) == 1 && (codes.size(1) > 1 || side.is_frozen);
-    side.scale = static_cast<half_bits*>(scale.data_ptr());
+    side.scale = memory_of<half_bits>(where, name + "_scale", scale);
     side.scale_stride_b = shared_stride(scale, 0);
     side.scale_stride_h = shared_stride(scale, 1);
     side.scale_stride_g = shared_stride(scale, 2);
@@ -244,7 +261,7 @@ Side side(const char* where, const std::string& name, const PlaneArgs& planes, c
     check_scale_plane(where, name + "_zero", zero, codes, side.head_dim);
     KVQ_CHECK(shape_of(zero) == shape_of(*planes.scale), where, ": `", name, "_zero` must be ",
               shape_of(*planes.scale), " like the scale, got ", shape_of(zero), kFromThisPackage);
-    side.zero = static_cast<half_bits*>(zero.data_ptr());
+    side.zero = memory_of<half_bits>(where, name + "_zero", zero);
     side.zero_stride_b = shared_stride(zero, 0);
     side.zero_stride_h = shared_stride(zero, 1);
     side.zero_stride_g = shared_stride(zero, 2);
@@ -280,7 +297,7 @@ const int32_t* per_sequence(const char* where, const char* name, const Tensor& t
             "], one number per sequence of the cache, got ", shape_of(tensor), ".");
   KVQ_CHECK(tensor.is_contiguous(), where, ": `", name, "` must be contiguous, got stride ", tensor.stride(0),
             ". Call .contiguous().");
-  return static_cast<const int32_t*>(tensor.const_data_ptr());
+  return memory_of<const int32_t>(where, name, tensor);
 }
 
 int32_t* counter_array(const std::optional<Tensor>& counters, const Tensor& codes) {
@@ -293,7 +310,7 @@ int32_t* counter_array(const std::optional<Tensor>& counters, const Tensor& code
             "], got ", shape_of(*counters), kMake);
   KVQ_CHECK(counters->is_contiguous(), "decode: `counters` must be contiguous, got stride ", counters->stride(0),
             kMake);
-  return static_cast<int32_t*>(counters->data_ptr());
+  return memory_of<int32_t>("decode", "counters", *counters);
 }
 
 const float* per_channel(const char* where, const char* name, const std::optional<Tensor>& tensor,
@@ -307,7 +324,7 @@ const float* per_channel(const char* where, const char* name, const std::optiona
             shape_of(*tensor), ". Was it made for another model?");
   KVQ_CHECK(tensor->is_contiguous(), where, ": `", name, "` must be contiguous, got stride ", tensor->stride(0),
             ". Call .contiguous().");
-  return static_cast<const float*>(tensor->const_data_ptr());
+  return memory_of<const float>(where, name, *tensor);
 }
 
 KeyTransform key_transform(const char* where, const TransformArgs& transform, const Tensor& codes, const Side& side) {
@@ -329,7 +346,7 @@ const float* per_head(const char* name, const std::optional<Tensor>& tensor, con
             "], one number per query head, got ", shape_of(*tensor), ".");
   KVQ_CHECK(tensor->is_contiguous(), "decode: `", name, "` must be contiguous, got stride ", tensor->stride(0),
             ". Call .contiguous().");
-  return static_cast<const float*>(tensor->const_data_ptr());
+  return memory_of<const float>("decode", name, *tensor);
 }
 
 // --- what lies between linear layers
@@ -373,12 +390,100 @@ Dense angles(const char* name, const Tensor& x, const Tensor& query, Dtype dtype
   return Dense{x.const_data_ptr(), dtype, x.size(0) == 1 ? 0 : x.stride(0), 0, x.stride(1)};
 }
 
+// Rows along four axes; their strides and their size are in the same unit.
+struct Layout {
+  int64_t sizes[4], strides[4], row;
+};
+
+// Whether elements share memory, as those of an expanded tensor do. Also where rows are interleaved in a way that no
+// slicing and transposing of whole tensors arrives at.
+bool has_overlap(const Layout& layout) {
+  int order[4] = {0, 1, 2, 3};
+  std::sort(order, order + 4, [&layout](int a, int b) { return layout.strides[a] < layout.strides[b]; });
+  int64_t extent = layout.row;
+  for (const int axis : order) {
+    if (layout.sizes[axis] == 0) return false;
+    if (layout.sizes[axis] == 1) continue;
+    if (layout.strides[axis] < extent) return true;
+    extent += (layout.sizes[axis] - 1) * layout.strides[axis];
+  }
+  return false;
+}
+
+// What is written must not share memory with itself: which of two tokens stays would be up to the order of threads.
+void check_apart(const char* where, const std::string& name, const Side& side, const AppendParams& params) {
+  const int64_t batch = params.batch, heads = params.num_kv_heads, capacity = params.capacity;
+  const auto check = [&](const char* plane, const Layout& layout) {
+    KVQ_CHECK(!has_overlap(layout), where, ": `", name, plane,
+              "` must have memory of its own for each element, got strides that share it. Call .clone().");
+  };
+  check("_codes", {{batch, heads, capacity, 1},
+                   {side.codes_stride_b, side.codes_stride_h, side.codes_stride_t, 0},
+                   row_bytes_of(side)});
+  if (side.tail != nullptr) {
+    check("_tail", {{batch, heads, params.sink_length + int64_t{side.ring}, 1},
+                    {side.tail_stride_b, side.tail_stride_h, side.tail_stride_t, 0},
+                    side.head_dim});
+  }
+  const auto check_scales = [&](const char* plane, int64_t stride_b, int64_t stride_h, int64_t stride_g,
+                                int64_t stride_t) {
+    if (side.has_channel_scales) {
+      check(plane, {{batch, heads, capacity / kBlockSize, 1}, {stride_b, stride_h, stride_g, 0}, side.head_dim});
+      return;
+    }
+    const int64_t rows = side.is_shared_by_heads ? 1 : heads, tokens = side.is_frozen ? 1 : capacity;
+    check(plane, {{batch, rows, side.num_groups, tokens}, {stride_b, stride_h, stride_g, stride_t}, 1});
+  };
+  if (side.scale != nullptr) {
+    check_scales("_scale", side.scale_stride_b, side.scale_stride_h, side.scale_stride_g, side.scale_stride_t);
+  }
+  if (side.zero != nullptr) {
+    check_scales("_zero", side.zero_stride_b, side.zero_stride_h, side.zero_stride_g, side.zero_stride_t);
+  }
+}
+
+// Nor with anything else that a call reads or writes. Views may begin at different places and overlap all the same, but
+// the mistake to make is to pass one tensor twice.
+void check_distinct(const char* where, const AppendParams& params, const void* query) {
+  const Side &key = params.key_side, &value = params.value_side;
+  const std::pair<const char*, const void*> memories[] = {
+      {"key_codes", key.codes},     {"key_scale", key.scale},     {"key_zero", key.zero},     {"key_tail", key.tail},
+      {"value_codes", value.codes}, {"value_scale", value.scale}, {"value_zero", value.zero}, {"value_tail", value.tail},
+      {"key", params.key.data},     {"value", params.value.data}, {"query", query},
+      {"lengths", params.lengths},  {"starts", params.starts},
+      {"key_center", params.key_transform.center},                {"key_smoothing", params.key_transform.smoothing}};
+  constexpr int kNumWritten = 8, kNumMemories = sizeof(memories) / sizeof(memories[0]);
+  for (int i = 0; i < kNumWritten; ++i) {
+    for (int j = i + 1; j < kNumMemories && memories[i].second != nullptr; ++j) {
+      KVQ_CHECK(memories[i].second != memories[j].second, where, ": `", memories[i].first,
+                "` must have memory of its own, got that of `", memories[j].first, "`. Call .clone().");
+    }
+  }
+}
+
 void check_start(const char* where, const int32_t* starts, int b) {
   KVQ_CHECK(starts == nullptr || starts[b] >= 0, where, ": `starts` must not be negative, got ", starts[b],
             " for sequence ", b, ".");
 }
 
+// Those of a KeyTransform are, but tensors can be written to.
+void check_factors(const char* where, const KeyTransform& transform, int64_t count) {
+  for (int64_t i = 0; i < count && transform.center != nullptr; ++i) {
+    KVQ_CHECK(std::isfinite(transform.center[i]), where, ": `key_center` must be finite, got ", transform.center[i],
+              ". Was it taken from broken keys?");
+  }
+  for (int64_t i = 0; i < count && transform.smoothing != nullptr; ++i) {
+    KVQ_CHECK(std::isfinite(transform.smoothing[i]) && transform.smoothing[i] > 0, where,
+              ": `key_smoothing` must be positive and finite, got ", transform.smoothing[i],
+              ". Use 1 for channels that stay as they are.");
+  }
+}
+
 }  // namespace
+
+void check_given(const char* where, const char* name, const Tensor& tensor) {
+  KVQ_CHECK(tensor.defined(), where, ": `", name, "` must be a tensor, got None.");
+}
 
 Tensor with_contiguous_channels(const Tensor& x) {
   const bool is_row_major = x.dim() != 4 || x.stride(3) == 1 || x.numel() == 0;
@@ -391,7 +496,7 @@ Dense dense_of(const Tensor& x, Dtype dtype) {
 
 AppendParams append_params(const char* where, const Tensor& key, const Tensor& value, const PlaneArgs& key_planes,
                            const PlaneArgs& value_planes, const Tensor& lengths, const std::optional<Tensor>& starts,
-                           const WindowArgs& windows, const TransformArgs& transform) {
+                           const WindowArgs& windows, const TransformArgs& transform, const void* query) {
   AppendParams params{};
   params.key_side = side(where, "key", key_planes, windows, key_planes.codes);
   params.value_side = side(where, "value", value_planes, windows, key_planes.codes);
@@ -416,6 +521,9 @@ AppendParams append_params(const char* where, const Tensor& key, const Tensor& v
   check_tail("key", params.key, params.key_side);
   check_tail("value", params.value, params.value_side);
   params.key_transform = key_transform(where, transform, codes, params.key_side);
+  check_apart(where, "key", params.key_side, params);
+  check_apart(where, "value", params.value_side, params);
+  if (params.batch > 0 && params.q_len > 0 && params.capacity > 0) check_distinct(where, params, query);
   return params;
 }
 
@@ -443,14 +551,20 @@ DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, con
   params.num_q_heads = to_int("decode", "num_q_heads", query.size(1));
   params.num_kv_heads = to_int("decode", "num_kv_heads", codes.size(1));
   params.q_len = to_int("decode", "q_len", query.size(2));
+  KVQ_CHECK(query.size(2) <= std::numeric_limits<int>::max() / query.size(1), "decode: `query` must have at most ",
+            std::numeric_limits<int>::max(), " rows in a sequence, got ", shape_of(query), ". Pass fewer tokens.");
   params.capacity = to_int("decode", "capacity", codes.size(2));
   params.lengths = per_sequence("decode", "lengths", lengths, codes);
-  params.counters = counter_array(counters, codes);
   params.starts = starts.has_value() ? per_sequence("decode", "starts", *starts, codes) : nullptr;
+  params.counters = counter_array(counters, codes);
   params.sinks = per_head("sinks", sinks, query);
   params.alibi_slopes = per_head("alibi_slopes", alibi_slopes, query);
-  KVQ_CHECK(std::isfinite(softcap) && softcap >= 0, "decode: `softcap` must be positive, or 0 for none, got ", softcap,
-            ".");
+  // As float32, which is what kernels compute with.
+  constexpr double kLargest = std::numeric_limits<float>::max(), kSmallest = std::numeric_limits<float>::min();
+  KVQ_CHECK(std::abs(softmax_scale) <= kLargest, "decode: `softmax_scale` must be a finite float32 number, got ",
+            softmax_scale, ".");
+  KVQ_CHECK(softcap == 0 || (softcap >= kSmallest && softcap <= kLargest),
+            "decode: `softcap` must be positive, or 0 for none, got ", softcap, ".");
   params.softmax_scale = static_cast<float>(softmax_scale);
   params.softcap = static_cast<float>(softcap);
   // A window of the whole capacity hides nothing, and positions minus a larger one might not fit an int.
@@ -542,7 +656,7 @@ SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up) {
   return params;
 }
 
-void check_lengths(const char* where, const AppendParams& params) {
+void check_numbers(const char* where, const AppendParams& params) {
   for (int b = 0; b < params.batch; ++b) {
     const int length = params.lengths[b];
     KVQ_CHECK(length >= params.q_len, where, ": `lengths` must count the ", params.q_len, " new tokens, got ", length,
@@ -552,9 +666,10 @@ void check_lengths(const char* where, const AppendParams& params) {
               ". Make a larger cache (max_cache_len), or crop or reset this one.");
     check_start(where, params.starts, b);
   }
+  check_factors(where, params.key_transform, static_cast<int64_t>(params.num_kv_heads) * params.key_side.head_dim);
 }
 
-void check_lengths(const char* where, const DecodeParams& params) {
+void check_numbers(const char* where, const DecodeParams& params) {
   for (int b = 0; b < params.batch; ++b) {
     const int length = params.lengths[b];
     KVQ_CHECK(length >= 0 && length <= params.capacity, where, ": `lengths` must be between 0 and the cache's ",
@@ -562,6 +677,7 @@ void check_lengths(const char* where, const DecodeParams& params) {
               ". Make a larger cache (max_cache_len), or crop or reset this one.");
     check_start(where, params.starts, b);
   }
+  check_factors(where, params.key_transform, static_cast<int64_t>(params.num_kv_heads) * params.key_side.head_dim);
 }
 
 }  // namespace hf_kvquant

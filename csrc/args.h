@@ -40,10 +40,11 @@ struct TransformArgs {
 // A view whose channels are contiguous: the tensor itself, or a copy of it. The caller keeps it alive.
 Tensor with_contiguous_channels(const Tensor& x);
 
-// All of these throw std::invalid_argument (ValueError in Python) naming the argument. `where` is the op's name.
+// All of these throw std::invalid_argument (ValueError in Python) naming the argument. `where` is the op's name, `query`
+// where the queries of the same call are; nullptr: there are none.
 AppendParams append_params(const char* where, const Tensor& key, const Tensor& value, const PlaneArgs& key_planes,
                            const PlaneArgs& value_planes, const Tensor& lengths, const std::optional<Tensor>& starts,
-                           const WindowArgs& windows, const TransformArgs& transform);
+                           const WindowArgs& windows, const TransformArgs& transform, const void* query);
 
 // Leaves `out` and `lse` for the caller to allocate.
 DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, const PlaneArgs& value_planes,
@@ -65,8 +66,11 @@ SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up);
 // Where heads and tokens of [batch, heads, tokens, head_dim] are.
 Dense dense_of(const Tensor& x, Dtype dtype);
 
-// For lengths in host memory: room for what is written, and nothing read beyond the capacity.
-void check_lengths(const char* where, const AppendParams& params);
-void check_lengths(const char* where, const DecodeParams& params);
+// For numbers in host memory: room for what is written, nothing read beyond the capacity, and keys that can be divided.
+void check_numbers(const char* where, const AppendParams& params);
+void check_numbers(const char* where, const DecodeParams& params);
+
+// Refuses a tensor that Python gave as None.
+void check_given(const char* where, const char* name, const Tensor& tensor);
 
 }  // namespace hf_kvquant

@@ -20,13 +20,13 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-// How a device runs what has been checked. Lengths in host memory are checked too, before anything is written.
+// How a device runs what has been checked. Numbers in host memory are checked too, before anything is written.
 struct CpuDevice {
   explicit CpuDevice(const Tensor&) {}
 
   template <class Params>
   void check(const char* where, const Params& params) const {
-    check_lengths(where, params);
+    check_numbers(where, params);
   }
   void append(const AppendParams& params) const { cpu::append(params); }
   void decode(const DecodeParams& params, const AppendParams* new_tokens) const {
@@ -77,10 +77,15 @@ void append(const Tensor& key, const Tensor& value, const Tensor& key_codes, con
             int64_t key_storage, int64_t value_storage) {
   const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage, key_clip_ratio};
   const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_tail, value_storage, value_clip_ratio};
+  check_given("append", "key", key);
+  check_given("append", "value", value);
+  check_given("append", "key_codes", key_codes);
+  check_given("append", "value_codes", value_codes);
+  check_given("append", "lengths", lengths);
   const Tensor key_rows = with_contiguous_channels(key), value_rows = with_contiguous_channels(value);
   const AppendParams params = append_params("append", key_rows, value_rows, key_planes, value_planes, lengths,
                                             starts, {sink_length, residual_length},
-                                            {key_center, key_smoothing, rotates_key});
+                                            {key_center, key_smoothing, rotates_key}, nullptr);
   const Device device(key_codes);
   device.check("append", params);
   if (params.batch > 0 && params.q_len > 0) device.append(params);
@@ -101,6 +106,10 @@ std::tuple<Tensor, Tensor> decode(
   const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_tail, value_storage, value_clip_ratio};
   const WindowArgs windows{sink_length, residual_length};
   const TransformArgs transform{key_center, key_smoothing, rotates_key};
+  check_given("decode", "query", query);
+  check_given("decode", "key_codes", key_codes);
+  check_given("decode", "value_codes", value_codes);
+  check_given("decode", "lengths", lengths);
   const Tensor query_rows = with_contiguous_channels(query);
   DecodeParams params = decode_params(query_rows, key_planes, value_planes, lengths, counters, starts, sinks,
                                       alibi_slopes, softmax_scale, softcap, sliding_window, num_splits, windows,
@@ -115,7 +124,8 @@ std::tuple<Tensor, Tensor> decode(
     key_rows = with_contiguous_channels(*key);
     value_rows = with_contiguous_channels(*value);
     new_tokens =
-        append_params("decode", *key_rows, *value_rows, key_planes, value_planes, lengths, starts, windows, transform);
+        append_params("decode", *key_rows, *value_rows, key_planes, value_planes, lengths, starts, windows, transform,
+                      params.query.data);
     device.check("decode", new_tokens);
   }
 

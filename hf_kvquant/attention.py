@@ -19,7 +19,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .handle import KVHandle, KVLength
@@ -90,7 +94,8 @@ def attention_mask(
 
     Returns:
         For plain causal masks over handles `[2, batch, 1, 1]` int32: the number of left-padding tokens, and the
-        position of the first query. `None` where neither says anything: one query, no padding, a growing cache.
+        position of the first query; with a sliding window `[3, batch, 1, 1]`, the window behind them. `None` where
+        none of them says anything: one query, no padding, a growing cache.
         Otherwise what `prev` needs.
     """
     if isinstance(kv_length, KVLength):
@@ -104,16 +109,47 @@ def attention_mask(
         if kv_length.is_first_chunk or not torch.compiler.is_compiling():
             notes.starts = starts
             notes.has_seen_mask = notes.has_seen_mask or not torch.compiler.is_compiling()
-        is_plain = mask_function is causal_mask_function and not kwargs.get("use_vmap", False)
+        is_plain = _is_plain(mask_function, kv_length.window, **kwargs)
         if is_plain and not kv_length.is_first_chunk and not notes.has_holes:
-            return _bounds(starts, **kwargs)
+            return _bounds(starts, kv_length.window, **kwargs)
     return _mask_of(prev)(
         kv_length=int(kv_length), mask_function=mask_function, attention_mask=attention_mask, **kwargs
     )
 
 
+def _is_plain(
+    mask_function: Callable[..., Any],
+    window: int,
+    *,
+    q_length: int,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **_: Any,
+) -> bool:
+    """Whether a mask is causal, and with a window hides what lies before it, and nothing else.
+
+    The function of a sliding window is a new one every time. What transformers adds to it, from models or for images,
+    is known by `use_vmap`, or by a causal mask that may not be skipped, which one query has no use for.
+    """
+    if use_vmap:
+        return False
+    if window == 0:
+        return mask_function is causal_mask_function
+    return (
+        mask_function is not causal_mask_function and local_size == window and (allow_is_causal_skip or q_length == 1)
+    )
+
+
 def _bounds(
-    starts: Tensor | None, *, batch_size: int, q_length: int, q_offset: int | Tensor, device: torch.device, **_: Any
+    starts: Tensor | None,
+    window: int,
+    *,
+    batch_size: int,
+    q_length: int,
+    q_offset: int | Tensor,
+    device: torch.device,
+    **_: Any,
 ) -> Tensor | None:
     """What attention over handles has to know, from the arguments of a mask function. See `attention_mask`.
 
@@ -123,10 +159,12 @@ def _bounds(
     is_growing = isinstance(q_offset, int)
     if starts is None and q_length == 1 and is_growing:
         return None
-    bounds = torch.zeros((2, batch_size, 1, 1), dtype=torch.int32, device=device)
+    bounds = torch.zeros((3 if window else 2, batch_size, 1, 1), dtype=torch.int32, device=device)
     if starts is not None:
         bounds[0] = starts.view(-1, 1, 1)
     bounds[1] = q_offset
+    if window:
+        bounds[2] = window
     return bounds
 
 
@@ -186,7 +224,7 @@ def attention(
     """
     if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
         if is_bounds(attention_mask):  # the model has changed what `update` gave it
-            attention_mask = _dense_mask(prev, query, key.shape[2], attention_mask[1, 0, 0, 0], attention_mask)
+            attention_mask = _mask_over_changed(prev, query, key.shape[2], attention_mask)
         return _call(prev, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     for name in _REFUSED:
         if kwargs.get(name) is not None:
@@ -213,11 +251,12 @@ def attention(
         )
         return out, None
     if is_bounds(attention_mask) and not torch.compiler.is_compiling():
-        storage.starts = attention_mask[0].view(-1)  # padding may be longer than the first chunk was
+        storage.set_starts(attention_mask[0].view(-1))  # padding may be longer than the first chunk was
     dense_key, dense_value = step.dense(reason)
     mask = attention_mask
     if mask is None or is_bounds(mask):
-        mask = _dense_mask(prev, query, dense_key.shape[2], storage.query_offset(query.shape[2]), mask)
+        offset = storage.query_offset(query.shape[2])
+        mask = _dense_mask(prev, query, dense_key.shape[2], offset, mask, storage.window, storage.mask_offset)
     return _call(prev, module, query, dense_key, dense_value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
@@ -257,24 +296,52 @@ def _is_harmless(name: str) -> bool:
     return name.startswith(("cu_seq_lens", "max_length", "output_", "return_", "num_items"))
 
 
-def _dense_mask(prev: str, query: Tensor, kv_length: int, offset: int | Tensor, bounds: Tensor | None) -> Any:
-    """The mask that `prev` would have got for a causal mask with left padding over a dense cache."""
+def _mask_over_changed(prev: str, query: Tensor, kv_length: int, bounds: Tensor) -> Any:
+    """The mask that `prev` would have got for keys that came of handles, but are none."""
+    if bounds.shape[0] == 2:
+        return _dense_mask(prev, query, kv_length, bounds[1, 0, 0, 0], bounds)
+    offset, window = (int(bound) for bound in bounds[1:, 0, 0, 0])  # rings grow: no compiled step waits here
+    return _dense_mask(prev, query, kv_length, offset, bounds, window, offset + query.shape[2] - kv_length)
+
+
+def _dense_mask(
+    prev: str,
+    query: Tensor,
+    kv_length: int,
+    offset: int | Tensor,
+    bounds: Tensor | None,
+    window: int = 0,
+    kv_offset: int = 0,
+) -> Any:
+    """The mask that `prev` would have got for a causal mask with left padding over a dense cache.
+
+    Args:
+        prev: The implementation.
+        query: `[batch, num_q_heads, q_len, head_dim]`.
+        kv_length: Tokens of the keys.
+        offset: Position of the first query.
+        bounds: See `attention_mask`.
+        window: Positions visible to a query; 0 for all.
+        kv_offset: Position of the first key.
+    """
     batch, _, q_len, _ = query.shape
     mask = None
     if bounds is not None:
-        mask = torch.arange(kv_length, device=query.device) >= bounds[0].view(-1, 1)
+        mask = torch.arange(kv_offset + kv_length, device=query.device) >= bounds[0].view(-1, 1)
+    sliding = {"local_size": window} if window else {}
     return _mask_of(prev)(
         batch_size=batch,
         q_length=q_len,
         kv_length=kv_length,
         q_offset=offset,
-        kv_offset=0,
-        mask_function=causal_mask_function,
+        kv_offset=kv_offset,
+        mask_function=sliding_window_causal_mask_function(window) if window else causal_mask_function,
         attention_mask=mask,
         allow_is_causal_skip=isinstance(offset, int),
         dtype=query.dtype,
         use_vmap=False,
         device=query.device,
+        **sliding,
     )
 
 

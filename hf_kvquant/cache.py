@@ -1,10 +1,10 @@
 """`KVQuantCache`: the transformers `Cache` contract over `storage.py`.
 
-A cache is a list of layers. Full-attention layers become `KVQuantLayer`s here; what transformers keeps in other ways
-(sliding windows, chunks, linear attention) stays with transformers' own layer classes, and what cannot be quantised per
-head (latent caches) is refused. The first chunk of tokens comes back from `update` as it was given, so that prefill
-runs as before and the first token is exact; afterwards `update` returns handles (`handle.py`) that `attention.py`
-serves from codes.
+A cache is a list of layers. Full-attention layers become `KVQuantLayer`s here, those with a sliding window the rings of
+`rings.py`; what transformers keeps in other ways (chunks, linear attention, sliding windows of static caches) stays
+with transformers' own layer classes, and what cannot be quantised per head (latent caches) is refused. The first chunk
+of tokens comes back from `update` as it was given, so that prefill runs as before and the first token is exact;
+afterwards `update` returns handles (`handle.py`) that `attention.py` serves from codes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +33,8 @@ _Cache = TypeVar("_Cache", bound="KVQuantCache")
 
 logger = logging.getLogger(__name__)
 
-# transformers' own cache layers serve these as they are: nothing in them grows with the sequence, or not by keys.
+# transformers' own cache layers serve these as they are: nothing in them grows with the sequence, or not by keys. Those
+# with a sliding window only where `quantized_layers` leaves them out.
 _LEFT_TO_TRANSFORMERS = (
     "sliding_attention",
     "chunked_attention",
@@ -71,8 +72,8 @@ class KVQuantLayer(CacheLayerMixin):
         self.home: torch.device | None = None  # where the layer lives when it is not offloaded
 
     def __repr__(self) -> str:
-        transform = self.storage.key_transform
-        return f"KVQuantLayer({self.storage.formats.describe()}{', ' + transform.describe() if transform else ''})"
+        transform, name = self.storage.key_transform, type(self).__name__
+        return f"{name}({self.storage.formats.describe()}{', ' + transform.describe() if transform else ''})"
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -128,7 +129,7 @@ class KVQuantLayer(CacheLayerMixin):
         if is_first_chunk:
             # Later chunks come with a call that says it. The mask is where the first layer is, not always this one.
             starts = self.notes.starts
-            storage.starts = None if starts is None else starts.to(storage.device)
+            storage.set_starts(None if starts is None else starts.to(storage.device))
             storage.flush()
             if not storage.is_quantized:
                 # What transformers' own layers return, so that matrix products are summed in the same order.
@@ -266,35 +267,64 @@ class KVQuantCache(QuantizedCache):
         self.notes = MaskNotes()
         lengths = Lengths(pool)
         transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
-        quantized = [index for index, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
-        foreign = [index for index in key_transforms or () if index not in quantized]
+        self.is_static = is_static = max_cache_len is not None
+        quantized = quantized_layers(layer_types, quant_config, is_static=is_static)
+        # Transforms for a growing cache serve a static one too, which has fewer layers of ours.
+        known = set(quantized_layers(layer_types, quant_config, is_static=False))
+        foreign = [index for index in key_transforms or () if index not in known]
         if foreign:
             raise ValueError(
-                f"KVQuantCache: `key_transforms` must name full-attention layers, which are {quantized}, "
+                f"KVQuantCache: `key_transforms` must name layers whose cache is quantised, which are {quantized}, "
                 f"got {foreign}. Was it made for another model?"
             )
+        from .rings import KVQuantRingLayer, RingStorage  # which imports this module
+
+        ring_lengths: dict[Any, Lengths] = defaultdict(Lengths)
         new_storage: Callable[..., LayerStorage] = LayerStorage
         if quant_config.offloading:
             new_storage = functools.partial(OffloadedStorage, offloader=Offloader())
-        layers = [
-            KVQuantLayer(
-                new_storage(
-                    quant_config.formats(index),
+
+        def new_layer(index: int, layer_type: str, kwargs: dict[str, Any]) -> Any:
+            formats, name = quant_config.formats(index), f"layer {index}"
+            if index not in quantized:
+                return _transformers_layer(layer_type, kwargs, max_cache_len)
+            if layer_type == "full_attention":
+                storage = new_storage(
+                    formats,
                     max_cache_len=max_cache_len,
-                    name=f"layer {index}",
+                    name=name,
                     key_transform=transforms.get(index),
                     lengths=lengths,
                     pool=pool,
-                ),
-                self.notes,
+                )
+                return KVQuantLayer(storage, self.notes)
+            window = kwargs["sliding_window"]
+            ring = RingStorage(
+                formats,
+                window=window,
+                name=name,
+                key_transform=transforms.get(index),
+                lengths=ring_lengths[window, formats.key.block_size],
             )
-            if layer_type == "full_attention"
-            else _transformers_layer(layer_type, kwargs, max_cache_len)
-            for index, (layer_type, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True))
-        ]
+            return KVQuantRingLayer(ring, self.notes)
+
+        layers = [new_layer(index, *each) for index, each in enumerate(zip(layer_types, layer_kwargs, strict=True))]
+        if is_static and quant_config.sliding and "sliding_attention" in layer_types:
+            _log_sliding_left()
         if not any(isinstance(layer, KVQuantLayer) for layer in layers):
             _log_nothing_to_quantize(tuple(sorted(set(layer_types))))
         Cache.__init__(self, layers=layers)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest `-tokens_to_remove` tokens in all layers, or in none.
+
+        Raises:
+            RuntimeError: Tokens that the window of a layer would see again are gone. See `activate_past_recording`.
+            ValueError: `tokens_to_remove` is positive.
+        """
+        for storage in self.storages:
+            storage.check_crop(-tokens_to_remove)
+        super().crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -314,8 +344,8 @@ class KVQuantCache(QuantizedCache):
 
         Raises:
             FileExistsError: There is something, and `overwrite` is False or it is no file.
-            NotImplementedError: The model has layers whose state transformers keeps (sliding windows, chunks, linear
-                attention), or is sharded over ranks.
+            NotImplementedError: The model has layers whose state transformers keeps (chunks, linear attention, sliding
+                windows that are not quantised), or is sharded over ranks.
             OSError: The file cannot be written.
             RuntimeError: A step is being compiled or captured.
             TypeError, ValueError: `model` is another one, or the cache is empty or within a step.
@@ -350,7 +380,7 @@ class KVQuantCache(QuantizedCache):
 
         Raises:
             FileNotFoundError: There is no such file.
-            RuntimeError: Of torch: the buffers do not fit into the memory of the device.
+            RuntimeError: Of torch: the buffers do not fit into what is free of the device's memory.
             TypeError, ValueError: It is another kind of file, damaged, of a version that is not known, or of another
                 model or config; the message says which.
         """
@@ -425,8 +455,11 @@ class KVQuantCache(QuantizedCache):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token of one sequence takes in all layers of this package. 0 before the first tokens."""
-        return sum(storage.bytes_per_token for storage in self.storages if storage.is_allocated)
+        """Bytes that one more token of one sequence takes in all layers of this package. 0 before the first tokens.
+
+        Layers with a sliding window take no more once it is full, and do not count.
+        """
+        return sum(storage.bytes_per_token for storage in self.storages if storage.is_allocated and not storage.window)
 
 
 def _own_transforms(config: KVQuantConfig, num_layers: int) -> dict[int, KeyTransform]:
@@ -441,6 +474,21 @@ def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, 
     if isinstance(layer_kwargs, dict):  # transformers 5.17 has one dictionary for all layers
         layer_kwargs = [layer_kwargs] * len(layer_types)
     return layer_types, layer_kwargs
+
+
+def quantized_layers(
+    layer_types: Sequence[str], quant_config: KVQuantConfig, *, is_static: bool | None = None
+) -> list[int]:
+    """Indices of the layers that a cache quantises.
+
+    Args:
+        layer_types: As `layers_of` returns them.
+        quant_config: What the user asks for.
+        is_static: Whether the cache is; `None` goes by the config.
+    """
+    has_rings = quant_config.sliding and not (quant_config.static if is_static is None else is_static)
+    kinds = ("full_attention", "sliding_attention") if has_rings else ("full_attention",)
+    return [index for index, layer_type in enumerate(layer_types) if layer_type in kinds]
 
 
 def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
@@ -496,10 +544,11 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
             f"KVQuantCache: `layers` must name layers below {len(layer_types)}, the model's number of layers, "
             f"got {beyond}."
         )
+    quantized = quantized_layers(layer_types, quant_config)
     # In transformers 5.17, layers at the end that share the keys and values of others have no cache layer at all.
-    for index, (layer_type, layer_config) in enumerate(zip(layer_types, layer_configs, strict=False)):
+    for index, layer_config in zip(range(len(layer_types)), layer_configs, strict=False):
         head_dim = head_dim_of(layer_config)
-        if layer_type == "full_attention" and head_dim is not None:
+        if index in quantized and head_dim is not None:
             formats: LayerFormats = quant_config.formats(index)
             formats.key.num_groups(head_dim)
             formats.value.num_groups(head_dim)
@@ -522,8 +571,15 @@ def _transformers_layer(layer_type: str, kwargs: dict[str, Any], max_cache_len: 
 
 
 @functools.cache
+def _log_sliding_left() -> None:
+    logger.warning(
+        "KVQuantCache: layers with sliding windows are not quantised in a static cache, transformers' own serve them. "
+        "Correct, larger. Leave static and max_cache_len out to quantise them, or pass sliding=False."
+    )
+
+
+@functools.cache
 def _log_nothing_to_quantize(layer_types: tuple[str, ...]) -> None:
     logger.warning(
-        "KVQuantCache: the model has no full-attention layer (its layers are %s), so nothing is quantised.",
-        list(layer_types),
+        "KVQuantCache: no layer of the model has a cache that is quantised (its layers are %s).", list(layer_types)
     )

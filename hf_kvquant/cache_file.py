@@ -10,9 +10,10 @@ special tokens), its dtype, and a hash over some thousand numbers of each of its
 an adapter, factors folded in or taken out, another RoPE are noticed; a change of a few single weights may not be, nor
 one of weights that are offloaded, nor a setting that only one of two versions of transformers knows.
 
-Saved are caches all of whose state is in our layers. Sliding windows, chunks and linear attention are kept by
-transformers in classes that differ from version to version, so caches with such layers are refused. How planes are laid
-out is decided in `formats.py`, what a layer's state is in `storage.py`.
+Saved are caches all of whose state is in our layers, rings of sliding windows among them, of which the file has what
+the window sees and how many tokens came before. Chunks, linear attention and sliding windows that are not quantised are
+kept by transformers in classes that differ from version to version, so caches with such layers are refused. How planes
+are laid out is decided in `formats.py`, what a layer's state is in `storage.py`.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .cache import KVQuantCache, KVQuantLayer, layer_devices, layers_of
+from .cache import KVQuantCache, KVQuantLayer, layer_devices, layers_of, quantized_layers
 from .config import KVQuantConfig
 from .formats import Planes
 from .offloading import check_home
+from .rings import RingStorage
 from .storage import SERVED_DTYPES, LayerStorage
 from .transforms import KeyTransform
 from .transforms.folding import weights_hash
@@ -75,6 +77,7 @@ _STORED_AS = {
     torch.int32: "I32",
 }
 _LARGEST = 2**31 - 1  # lengths are int32
+_LONGEST_QUOTE = 1000  # characters
 _PLANES = ("codes", "scale", "zero", "tail")
 
 _Cache = TypeVar("_Cache", bound=KVQuantCache)
@@ -99,6 +102,7 @@ def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrai
             "dtype": str(storage.dtype).removeprefix("torch."),
             "capacity": storage.capacity,
             "is_rotated": transform.is_rotated,
+            **({"dropped": storage.dropped} if isinstance(storage, RingStorage) else {}),
             **{f"has_{name}": tensor is not None for name, tensor in found.items()},
         }
         # Cloned, since layers share the numbers of one mask, and a file of safetensors has no shared ones.
@@ -177,7 +181,8 @@ def load_cache(
                 for index, plan in plans.items():
                     plan.prepare(storages[index], tensors)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{expected}: {error}. Copy it again from where it was written.") from error
+        raise ValueError(f"{expected}: {_quoted(error)}. Copy it again from where it was written.") from error
+    _check_room(expected, plans, places)
     for index, plan in plans.items():
         plan.fill(storages[index], tensors, places[index])
     return cache
@@ -194,18 +199,22 @@ class _Plan:
         prefix: Of its tensors' names.
         shape: Batch, key-value heads, head_dim of keys and of values.
         length: Tokens held.
+        dropped: Tokens that came before them, which a ring does not hold any more.
         capacity: Tokens there is room for.
         dtype: The model's.
         is_rotated: Whether keys are.
+        num_bytes: Of the buffers, which may have more room than tokens.
         expected: The tensors that the file must have for it, on the device `meta`.
     """
 
     prefix: str
     shape: tuple[int, int, int, int]
     length: int
+    dropped: int
     capacity: int
     dtype: torch.dtype
     is_rotated: bool
+    num_bytes: int
     expected: dict[str, Tensor]
 
     def prepare(self, storage: LayerStorage, tensors: Mapping[str, Tensor]) -> None:
@@ -231,6 +240,8 @@ class _Plan:
             device=device,
             starts=tensors.get(f"{self.prefix}.starts"),
         )
+        if isinstance(storage, RingStorage):
+            storage.dropped = self.dropped
 
 
 def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> dict[int, _Plan]:
@@ -241,13 +252,17 @@ def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> di
     """
     if sorted(facts["layers"]) != sorted(map(str, storages)):
         raise ValueError(f"it has layers {list(facts['layers'])}, not {list(storages)}")
-    length, batch = _number(facts, "length"), _number(facts, "batch")
+    total, batch = _number(facts, "length"), _number(facts, "batch")
     plans = {}
     for index, storage in storages.items():
         layer = facts["layers"][str(index)]
         sizes = [_number(layer, name) for name in ("num_kv_heads", "key_head_dim", "value_head_dim")]
         shape = batch, sizes[0], sizes[1], sizes[2]
         capacity, dtype = _number(layer, "capacity"), _DTYPES[layer["dtype"]]
+        dropped = 0
+        if isinstance(storage, RingStorage):
+            dropped = _dropped(layer, storage, total)
+        length = total - dropped
         prefix = f"layers.{index}"
         named = dict(_named(storage.planned_planes(shape, length, capacity, dtype)))
         if _flag(layer, "has_starts"):
@@ -256,8 +271,18 @@ def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> di
             if _flag(layer, f"has_{name}"):
                 named[name] = torch.empty((shape[1], shape[2]), dtype=torch.float32, device="meta")
         expected = {f"{prefix}.{name}": tensor for name, tensor in named.items() if tensor is not None}
-        plans[index] = _Plan(prefix, shape, length, capacity, dtype, _flag(layer, "is_rotated"), expected)
+        num_bytes = storage.planned_bytes(shape, capacity, dtype)
+        rotated = _flag(layer, "is_rotated")
+        plans[index] = _Plan(prefix, shape, length, dropped, capacity, dtype, rotated, num_bytes, expected)
     return plans
+
+
+def _dropped(layer: Mapping[str, Any], ring: RingStorage, total: int) -> int:
+    """How many of `total` tokens a ring does not hold any more: whole blocks, and none that a window sees."""
+    dropped = layer["dropped"]
+    if type(dropped) is not int or not 0 <= dropped <= ring.surplus(total) or dropped % ring.block_size:
+        raise ValueError(f"`dropped` is {dropped!r} of {total} tokens, with a window of {ring.window}")
+    return dropped
 
 
 def _named(sides: tuple[Planes, Planes]) -> Iterator[tuple[str, Tensor | None]]:
@@ -297,6 +322,29 @@ def _check_header(file: Any, plans: Mapping[int, _Plan]) -> None:
             )
 
 
+def _check_room(expected: str, plans: Mapping[int, _Plan], places: Mapping[int, torch.device]) -> None:
+    """Refuse buffers that no memory holds. Systems that promise more than they have would say so much later."""
+    needed = dict.fromkeys(places.values(), 0)
+    for index, plan in plans.items():
+        needed[places[index]] += plan.num_bytes
+    for device, num_bytes in needed.items():
+        memory = _memory_of(device)
+        if memory is not None and num_bytes > memory:
+            raise ValueError(
+                f"{expected}, whose buffers take {num_bytes / 1e9:.1f} GB, more than the {memory / 1e9:.1f} GB of "
+                f"{device}. Load it where it was saved, or fill a new cache from the text."
+            )
+
+
+def _memory_of(device: torch.device) -> int | None:
+    """Bytes of memory that a device has, used or not; `None` where nobody knows."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _checked_text(expected: str, metadata: Mapping[str, str]) -> str:
     """The facts, of a file that is ours and that this version can read."""
     if metadata.get("format") != _FORMAT:
@@ -304,8 +352,8 @@ def _checked_text(expected: str, metadata: Mapping[str, str]) -> str:
     version = metadata.get("version", "")
     if version != str(_VERSION):
         raise ValueError(
-            f"{expected} of format version {version}, this is version {_VERSION} (hf_kvquant {_package_version()}). "
-            "Install the version of hf_kvquant that wrote it."
+            f"{expected} of format version {_quoted(version)}, this is version {_VERSION} "
+            f"(hf_kvquant {_package_version()}). Install the version of hf_kvquant that wrote it."
         )
     text = metadata.get("facts", "")
     if metadata.get("facts_sha256") != content_hash(text, {}):
@@ -322,7 +370,13 @@ def _damage(expected: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{expected}, which is damaged ({error}). {_REMEDY}") from error
+        raise ValueError(f"{expected}, which is damaged ({_quoted(error)}). {_REMEDY}") from error
+
+
+def _quoted(found: object) -> str:
+    """What a message says of a file's contents, which may be of any length."""
+    text = str(found)
+    return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}…"
 
 
 # --- what a cache belongs to ------------------------------------------------------------------------------------------
@@ -374,12 +428,12 @@ def _check_meant(
     settings, dtype, weights = saved_by
     # Other versions of transformers have settings that this one does not know, and the other way round.
     differing = [
-        f"{key} is {own['config'][key]!r}, not {value!r}"
+        f"{key} is {own['config'][key]!r}, not {_quoted(repr(value))}"
         for key, value in settings
         if key in own["config"] and own["config"][key] != value
     ]
     if own["dtype"] != dtype:
-        differing.append(f"dtype is {own['dtype']}, not {dtype}")
+        differing.append(f"dtype is {own['dtype']}, not {_quoted(dtype)}")
     if not differing and own["weights_sha256"] != weights:
         differing.append("its weights are others (fine-tuned, adapted, calibrated or quantised since?)")
     if differing:
@@ -418,17 +472,18 @@ def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[i
     """
     layer_types, _ = layers_of(model.config.get_text_config(decoder=True))
     storages = {index: layer.storage for index, layer in enumerate(cache.layers) if isinstance(layer, KVQuantLayer)}
-    quantized = [index for index, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
+    quantized = quantized_layers(layer_types, cache.quant_config, is_static=cache.is_static)
     if len(cache.layers) != len(layer_types) or list(storages) != quantized:
         raise ValueError(
             f"{where}: `model` must be the one that the cache was made for, got a {type(model).__name__} with "
             f"{len(layer_types)} cache layers, {len(quantized)} of them quantised, for {len(cache.layers)} and "
             f"{len(storages)}. Pass the model whose tokens it holds."
         )
-    foreign = sorted(set(layer_types) - {"full_attention", *_STATELESS})
+    others = {layer_type for index, layer_type in enumerate(layer_types) if index not in storages}
+    foreign = sorted(others - set(_STATELESS))
     if foreign:
         raise NotImplementedError(
-            f"{where}: `model` must have full attention in all layers, got a {type(model).__name__} with layers of "
+            f"{where}: `model` must have a quantised cache in all layers, got a {type(model).__name__} with layers of "
             f"type {foreign}, whose state transformers keeps in classes of its own. Keep the text, or pickle the cache."
         )
     return storages
@@ -448,7 +503,7 @@ def _check_at_rest(where: str, storages: Mapping[int, LayerStorage]) -> tuple[in
         )
     if all(storage.is_empty for storage in storages.values()):
         raise ValueError(f"{where}: `cache` must hold tokens, got an empty one. Save it after the first call.")
-    counts = {(storage.length, storage.batch) for storage in storages.values()}
+    counts = {(storage.total_length, storage.batch) for storage in storages.values()}
     is_counted_alike = len(counts) == 1 and all(
         storage.lengths is not None and bool((storage.lengths == storage.length).all()) for storage in storages.values()
     )

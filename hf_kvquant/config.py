@@ -9,8 +9,9 @@ knows no tensors; what a format is in memory is decided in `formats.py`. A confi
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from ._errors import did_you_mean
 from .formats import BLOCK_SIZE, KVFormat
@@ -58,7 +59,7 @@ _DEFAULT_TRANSFORMS = {"none": (), "int8": TRANSFORMS, "int4": TRANSFORMS, "fp8"
 WINDOWS = ("sink_length", "residual_length")
 
 _SIDES = ("preset", "key", "value", "transforms", *WINDOWS)
-_KEYS = ("backend", *_SIDES, "layers", "static", "max_cache_len", "capture", "offloading")
+_KEYS = ("backend", *_SIDES, "layers", "sliding", "static", "max_cache_len", "capture", "offloading")
 _ALIASES = ("nbits", "q_group_size")
 
 
@@ -117,6 +118,9 @@ class KVQuantConfig:
         sink_length: The first tokens of a sequence, padding aside, that stay as they came, likewise.
         residual_length: The newest tokens that do, likewise.
         layers: Per-layer overrides, by layer index.
+        sliding: Whether layers with sliding windows are quantised like the others, in rings of their window, where the
+            cache grows. A static cache leaves them to transformers. The first `sink_length` tokens, which leave a
+            window like all others, get codes there.
         static: Whether buffers are allocated once for `max_cache_len` tokens, so that the decode step can be compiled.
         max_cache_len: Tokens that a static cache holds; given, it implies `static`. `None` takes what `generate` needs,
             rounded up, or what the buffers of an earlier call hold.
@@ -135,6 +139,7 @@ class KVQuantConfig:
     sink_length: int = 0
     residual_length: int = 0
     layers: Mapping[int, LayerFormats] = dataclasses.field(default_factory=dict)
+    sliding: bool = True
     static: bool = False
     max_cache_len: int | None = None
     capture: bool = False
@@ -150,7 +155,7 @@ class KVQuantConfig:
         object.__setattr__(self, "transforms", _canonical_transforms("KVQuantConfig", self.transforms, self.key))
         _check_value("KVQuantConfig", self.value)
         _check_windows("KVQuantConfig", self.key, self.value, self.sink_length, self.residual_length)
-        for name in ("static", "capture", "offloading"):
+        for name in ("sliding", "static", "capture", "offloading"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"KVQuantConfig: `{name}` must be True or False, got {getattr(self, name)!r}.")
         if self.max_cache_len is not None:
@@ -173,7 +178,7 @@ class KVQuantConfig:
                 f"KVQuantConfig: `layers` must map layer indices to LayerFormats, got {type(self.layers).__name__}."
             )
         for index, formats in self.layers.items():
-            if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+            if not _is_layer_index(index):
                 raise ValueError(f"KVQuantConfig: `layers` must be keyed by layer indices from 0, got {index!r}.")
             if not isinstance(formats, LayerFormats):
                 raise TypeError(f"KVQuantConfig: `layers[{index}]` must be LayerFormats, got {formats!r}.")
@@ -252,9 +257,9 @@ class KVQuantConfig:
         `sink_length` and `residual_length` (tokens at the beginning and at the end that stay as they came; 0 if left
         out), `layers` (layer index to a preset's name or to a dictionary with `preset`, `key`, `value`, `transforms`,
         `sink_length`, `residual_length`; a layer that does not say how many tokens stay dense keeps as many as the
-        others, where it quantises), `static`, `max_cache_len`, `capture`, `offloading`, `backend` (ignored when it is
-        ours). transformers' own spellings are understood: `nbits` (8 or 4, both sides) and `q_group_size` (channels per
-        scale, both sides).
+        others, where it quantises), `sliding`, `static`, `max_cache_len`, `capture`, `offloading`, `backend` (ignored
+        when it is ours). transformers' own spellings are understood: `nbits` (8 or 4, both sides) and `q_group_size`
+        (channels per scale, both sides).
 
         Raises:
             ValueError: A key is unknown (the nearest known one is suggested) or a value has no meaning.
@@ -273,10 +278,15 @@ class KVQuantConfig:
         formats = _layer_formats("KVQuantConfig", {k: v for k, v in data.items() if k in ("preset", "key", "value")})
         formats = _with_options("KVQuantConfig", _apply_aliases(formats, data), data)
         windows = {name: getattr(formats, name) for name in WINDOWS}
-        layers = data.get("layers") or {}
-        if not isinstance(layers, Mapping):
+        layers = data.get("layers")
+        if layers is not None and not isinstance(layers, Mapping):
             raise TypeError(
                 f"KVQuantConfig: `layers` must map layer indices to presets or formats, got {type(layers).__name__}."
+            )
+        indices = [_layer_index(index) for index in layers or ()]
+        if len(set(indices)) < len(indices):
+            raise ValueError(
+                f"KVQuantConfig: `layers` must name a layer once, got {list(layers or ())}. Keep one of 0 and '0'."
             )
         return cls(
             key=formats.key,
@@ -285,8 +295,9 @@ class KVQuantConfig:
             **windows,
             layers={
                 _layer_index(index): _layer_formats(f"KVQuantConfig: layer {index}", v, windows)
-                for index, v in layers.items()
+                for index, v in (layers or {}).items()
             },
+            sliding=data.get("sliding", True),
             static=data.get("static", False),
             max_cache_len=data.get("max_cache_len"),
             capture=data.get("capture", False),
@@ -312,6 +323,7 @@ class KVQuantConfig:
                 }
                 for index, formats in self.layers.items()
             },
+            "sliding": self.sliding,
             "static": self.static,
             "max_cache_len": self.max_cache_len,
             "capture": self.capture,
@@ -433,11 +445,16 @@ def _check_windows(where: str, key: KVFormat, value: KVFormat, sink_length: obje
             )
 
 
+def _is_layer_index(index: object) -> TypeGuard[int]:
+    # No model has as many layers; numbers of thousands of digits would not come back from JSON.
+    return isinstance(index, int) and not isinstance(index, bool) and 0 <= index < 10**9
+
+
 def _layer_index(spelled: object) -> int:
     """A layer index; JSON turns integer keys into strings."""
-    if isinstance(spelled, str) and spelled.isdigit():
+    if isinstance(spelled, str) and re.fullmatch("[0-9]{1,9}", spelled):
         return int(spelled)
-    if isinstance(spelled, bool) or not isinstance(spelled, int) or spelled < 0:
+    if not _is_layer_index(spelled):
         raise ValueError(f"KVQuantConfig: `layers` must be keyed by layer indices from 0, got {spelled!r}.")
     return spelled
 

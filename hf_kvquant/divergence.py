@@ -166,5 +166,7 @@ class Meter:
                 yield logits
         for index, layer in enumerate(cache.layers):
             # Attention gets at what a layer of ours holds through its cache alone, so what is held has been read.
-            if isinstance(layer, KVQuantLayer) and layer.storage.is_quantized and layer.storage.length != self.longest:
-                raise CannotMeasure(f"layer {index} kept {layer.storage.length} of {self.longest} tokens")
+            if not isinstance(layer, KVQuantLayer) or not layer.storage.is_quantized:
+                continue
+            if layer.storage.total_length != self.longest:
+                raise CannotMeasure(f"layer {index} kept {layer.storage.total_length} of {self.longest} tokens")

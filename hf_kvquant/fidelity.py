@@ -24,8 +24,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from .cache import KVQuantCache
 from .config import KVQuantConfig
+from .lengths import causal_pairs
 from .patching import patched
-from .simulation import causal_pairs, pairs_of, simulated, simulated_cache
+from .simulation import expected_pairs, pairs_of, simulated, simulated_cache
 from .storage import LayerStorage
 from .transforms.of_model import key_transforms
 
@@ -110,7 +111,7 @@ def compare(
             nll=nll,
             reference_nll=reference_nll,
             pairs_read=stream.pairs_read,
-            pairs_expected=stream.num_quantized * causal_pairs(fed.shape[1], first_chunk),
+            pairs_expected=stream.pairs_expected(fed.shape[1], first_chunk),
             pairs_dequantized=stream.pairs_dequantized,
         )
     return results
@@ -223,7 +224,7 @@ class Stream:
     @property
     def pairs_read(self) -> int:
         """(Query, token) pairs that were served from codes so far, summed over layers."""
-        return self._counter.pairs + pairs_of(self._cache)[0]
+        return self._counter.pairs + pairs_of(self._cache)
 
     @property
     def pairs_dequantized(self) -> int:
@@ -235,10 +236,9 @@ class Stream:
         """Of the layers that are ours."""
         return self._cache.storages if isinstance(self._cache, KVQuantCache) else []
 
-    @property
-    def num_quantized(self) -> int:
-        """Layers that should serve them."""
-        return pairs_of(self._cache)[1] or sum(storage.is_quantized for storage in self.storages)
+    def pairs_expected(self, tokens: int, first_chunk: int) -> int:
+        """What that number has to be after a whole text."""
+        return expected_pairs(self._cache, tokens, first_chunk)
 
 
 @torch.inference_mode()
@@ -291,8 +291,8 @@ def check_chunks(input_ids: Tensor, first_chunk: int, chunk_size: int) -> int:
 class PairCounter(TorchDispatchMode):
     """Counts the (query, token) pairs that `torch.ops.hf_kvquant.decode` serves while it is active.
 
-    It sees the calls of the op itself, whoever makes them, and reads lengths from the op's arguments. Causal attention
-    over full-length layers without padding is assumed, which is what `compare` feeds.
+    It sees the calls of the op itself, whoever makes them, and reads lengths and windows from the op's arguments.
+    Causal attention without padding is assumed, which is what `compare` feeds.
     """
 
     def __init__(self) -> None:
@@ -303,6 +303,7 @@ class PairCounter(TorchDispatchMode):
         if func in (torch.ops.hf_kvquant.decode.default, torch.ops.hf_kvquant.decode_reference.default):
             named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
             q_len = named["query"].shape[2]
-            # The newest of q_len queries sees `length` tokens, each earlier one a token less.
-            self.pairs += sum(q_len * length - q_len * (q_len - 1) // 2 for length in named["lengths"].tolist())
+            # As many as a text of `length` tokens has whose last q_len ones come behind its first chunk.
+            window = named["sliding_window"]
+            self.pairs += sum(causal_pairs(length, length - q_len, window) for length in named["lengths"].tolist())
         return func(*args, **(kwargs or {}))

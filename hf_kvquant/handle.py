@@ -48,15 +48,18 @@ class KVLength(int):
     Attributes:
         notes: Of the cache.
         is_first_chunk: Whether `update` will return the raw tensors this time, so that a mask is needed as usual.
+        window: Positions visible to a query of these layers, itself included; 0 for all.
     """
 
     notes: MaskNotes
     is_first_chunk: bool
+    window: int
 
-    def __new__(cls, length: int, notes: MaskNotes, is_first_chunk: bool) -> KVLength:
+    def __new__(cls, length: int, notes: MaskNotes, is_first_chunk: bool, window: int = 0) -> KVLength:
         marked = super().__new__(cls, length)
         marked.notes = notes
         marked.is_first_chunk = is_first_chunk
+        marked.window = window
         return marked
 
 
@@ -96,9 +99,8 @@ class KVHandle:
     def shape(self) -> torch.Size:
         """`[batch, num_kv_heads, tokens, head_dim]`, as the dense tensor would have it."""
         storage = self.step.storage
-        tokens = storage.max_cache_len if storage.max_cache_len is not None else storage.length
         head_dim = storage.value_head_dim if self.side else storage.key_head_dim
-        return torch.Size((storage.batch, storage.num_kv_heads, tokens, head_dim))
+        return torch.Size((storage.batch, storage.num_kv_heads, storage.num_visible, head_dim))
 
     @property
     def dtype(self) -> torch.dtype:

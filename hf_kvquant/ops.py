@@ -19,13 +19,14 @@ import functools
 import importlib
 import logging
 import re
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import reference
+from . import op_arguments, reference
 from .formats import BLOCK_SIZE, STORAGE_IDS, TOKEN_ALIGNMENT, KVFormat, Planes, format_of
 from .transforms import KeyTransform
 
@@ -194,42 +195,86 @@ def _transform_of(center: Tensor | None, smoothing: Tensor | None, is_rotated: b
     return KeyTransform(center, smoothing, is_rotated)
 
 
+def _arguments_of(op: str, args: Iterable[object]) -> dict[str, Any]:
+    """Arguments by the names of an op's schema."""
+    schema = getattr(torch.ops.hf_kvquant, op).default._schema
+    return dict(zip((argument.name for argument in schema.arguments), args, strict=True))
+
+
+def _checked_append(*args: Any) -> None:
+    op_arguments.check_append("append", _arguments_of("append", args))
+    with torch.no_grad():  # as the kernels do
+        _append_reference(*args)
+
+
+def _checked_decode(*args: Any) -> tuple[Tensor, Tensor]:
+    op_arguments.check_decode(_arguments_of("decode", args), NUM_COUNTERS)
+    with torch.no_grad():
+        return _decode_reference(*args)
+
+
+def _resolving(op: str) -> Callable[..., Any]:
+    """What torch would do of itself with lazily negated tensors, if it knew what to do with ops that write."""
+
+    def resolve(*args: Any) -> Any:
+        overload = getattr(torch.ops.hf_kvquant, op).default
+        return overload(*op_arguments.without_lazy_negation(op, overload._schema, args))
+
+    return resolve
+
+
 for _name in ("append", "append_reference"):
-    _library.impl(_name, _append_reference, "CompositeExplicitAutograd")
+    _library.impl(_name, _checked_append, "CompositeExplicitAutograd")
+    _library.impl(_name, _resolving(_name), "Negative")
 for _name in ("decode", "decode_reference"):
-    _library.impl(_name, _decode_reference, "CompositeExplicitAutograd")
+    _library.impl(_name, _checked_decode, "CompositeExplicitAutograd")
+    _library.impl(_name, _resolving(_name), "Negative")
 _library.impl("rms_norm", reference.rms_norm, "CompositeExplicitAutograd")
 _library.impl("add_rms_norm", reference.add_rms_norm, "CompositeExplicitAutograd")
 _library.impl("rotary", reference.rotary, "CompositeExplicitAutograd")
 _library.impl("silu_mul", reference.silu_mul, "CompositeExplicitAutograd")
 
 
+# Torch calls a fake, which computes nothing, also where a single tensor is on `meta` and the others hold numbers.
+
+
 @torch.library.register_fake("hf_kvquant::append", lib=_library)
 @torch.library.register_fake("hf_kvquant::append_reference", lib=_library)
 def _append_fake(*args: object) -> None:
-    return None
+    op_arguments.check_devices("append", _arguments_of("append", args))
 
 
 @torch.library.register_fake("hf_kvquant::decode", lib=_library)
 @torch.library.register_fake("hf_kvquant::decode_reference", lib=_library)
-def _decode_fake(query: Tensor, key: Tensor | None, value: Tensor | None, *args: object) -> tuple[Tensor, Tensor]:
+def _decode_fake(*args: object) -> tuple[Tensor, Tensor]:
+    arguments = _arguments_of("decode", args)
+    op_arguments.check_devices("decode", arguments)
+    query = arguments["query"]
     batch, num_q_heads, q_len, _ = query.shape
-    value_codes, value_storage = args[4], args[-1]
-    assert isinstance(value_codes, Tensor) and isinstance(value_storage, int)
-    out = query.new_empty(batch, q_len, num_q_heads, head_dim_of(value_codes, value_storage))
+    value_dim = head_dim_of(arguments["value_codes"], arguments["value_storage"])
+    out = query.new_empty(batch, q_len, num_q_heads, value_dim)
     return out, query.new_empty((batch, num_q_heads, q_len), dtype=torch.float32)
 
 
-@torch.library.register_fake("hf_kvquant::rms_norm", lib=_library)
-@torch.library.register_fake("hf_kvquant::silu_mul", lib=_library)
-def _like_first_fake(x: Tensor, *args: object) -> Tensor:
-    return torch.empty_like(x)
+def _fake_like(op: str, *like: str) -> Callable[..., Any]:
+    """The fake of an op whose results are like some of its arguments."""
+
+    def fake(*args: object) -> Any:
+        arguments = _arguments_of(op, args)
+        op_arguments.check_devices(op, arguments)
+        results = tuple(torch.empty_like(arguments[name]) for name in like)
+        return results if len(results) > 1 else results[0]
+
+    return fake
 
 
-@torch.library.register_fake("hf_kvquant::add_rms_norm", lib=_library)
-@torch.library.register_fake("hf_kvquant::rotary", lib=_library)
-def _like_both_fake(x: Tensor, y: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(y)
+for _name, _like in (
+    ("rms_norm", ("x",)),
+    ("add_rms_norm", ("x", "other")),
+    ("rotary", ("query", "key")),
+    ("silu_mul", ("gate",)),
+):
+    torch.library.register_fake(f"hf_kvquant::{_name}", _fake_like(_name, *_like), lib=_library)
 
 
 def head_dim_of(codes: Tensor, storage_id: int) -> int:
@@ -495,6 +540,11 @@ class Operands:
         return result
 
     def _check_query(self, query: Tensor) -> None:
+        if query.ndim != 4:
+            raise ValueError(
+                f"decode: `query` must be [batch, heads, tokens, head_dim], got {list(query.shape)}. "
+                "Add the axes that are missing."
+            )
         batch, num_q_heads = query.shape[:2]
         if batch != self._batch:
             raise ValueError(

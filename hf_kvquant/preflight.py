@@ -88,7 +88,7 @@ def run_preflight(
     check_whole(model, WHERE)
     with _status(progress) as say, torch.no_grad(), _evaluating(model), patched(model, "none"):
         say("weights")
-        signals, left_out = read_signals(model, where=WHERE)
+        signals, left_out = read_signals(model, config, where=WHERE)
         meter: Meter | None = None
         unmeasured = source = ""
         if measure and signals:

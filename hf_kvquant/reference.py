@@ -404,7 +404,7 @@ def _append_in_blocks(
         dense = torch.cat((ring, x[b, :, : max(0, end - first)].to(tail.dtype)), dim=1)
         is_left_out = None
         if starts is not None or sink_length > 0:
-            start = 0 if starts is None else starts[b]
+            start = 0 if starts is None else starts[b].long()
             is_left_out = (torch.arange(begin, end, device=x.device) < start + sink_length)[None]
         new = quantize(dense[None], kv_format, is_padding=is_left_out)
         assert new.scale is not None and new.zero is not None
@@ -489,7 +489,7 @@ def decode_attention(
     x, constant = (query.float(), None) if key_transform is None else transform_query(query, key_transform)
 
     def products(x: Tensor) -> Tensor:
-        grouped = x.reshape(batch, num_kv_heads, -1, q_len, head_dim)
+        grouped = x.reshape(batch, num_kv_heads, num_q_heads // num_kv_heads, q_len, head_dim)
         return (grouped @ key.float().unsqueeze(2).mT).view(batch, num_q_heads, q_len, capacity)
 
     scores = products(x) if constant is None else products(x) + constant.unsqueeze(-1)
@@ -521,11 +521,24 @@ def decode_attention(
     if is_bad.any():
         seen = is_visible.expand(batch, num_q_heads, q_len, capacity).reshape(batch, num_kv_heads, num_rows, capacity)
         out = out.masked_fill(seen.float() @ is_bad.float() > 0, torch.nan)
-    out = out.view(batch, num_q_heads, q_len, -1)
+    out = out.view(batch, num_q_heads, q_len, value.shape[-1])
     return out.transpose(1, 2).to(query.dtype).contiguous(), lse
 
 
 # --- what lies between linear layers ----------------------------------------------------------------------------------
+
+
+def _check_dense(where: str, **tensors: Tensor) -> None:
+    """Refuse what has no numbers of one floating dtype on one device, which PyTorch would promote or stumble over."""
+    first, like = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if x is None or x.layout != torch.strided or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            got = x if x is None else f"{x.dtype} {x.layout}"
+            raise ValueError(f"{where}: `{name}` must be a dense float32, float16 or bfloat16 tensor, got {got}.")
+        if (x.dtype, x.device) != (like.dtype, like.device):
+            raise ValueError(
+                f"{where}: `{name}` must be {like.dtype} on {like.device} like `{first}`, got {x.dtype} on {x.device}."
+            )
 
 
 def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tensor:
@@ -543,9 +556,16 @@ def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tens
     Raises:
         ValueError: A shape does not fit.
     """
-    if weight.shape != x.shape[-1:]:
+    _check_dense("rms_norm", x=x, weight=weight)
+    if x.ndim == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(
             f"rms_norm: `weight` must be {list(x.shape[-1:])} like the channels of `x`, got {list(weight.shape)}."
+        )
+    expected = (*x.shape[:-1], 1)
+    if mean is not None and (mean.shape, mean.dtype, mean.layout) != (expected, torch.float32, torch.strided):
+        raise ValueError(
+            f"rms_norm: `mean` must be {list(expected)} dense float32, one number for each row, got {list(mean.shape)} "
+            f"{mean.dtype} {mean.layout}."
         )
     wide = x.float()
     mean = wide.pow(2).mean(-1, keepdim=True) if mean is None else mean
@@ -554,6 +574,7 @@ def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tens
 
 def add_rms_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum of two tensors of one shape, rounded to their dtype, and its RMSNorm. New memory."""
+    _check_dense("add_rms_norm", x=x, other=other)
     if other.shape != x.shape:
         raise ValueError(f"add_rms_norm: `other` must be {list(x.shape)} like `x`, got {list(other.shape)}.")
     total = x + other
@@ -575,6 +596,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     Raises:
         ValueError: A shape does not fit.
     """
+    _check_dense("rotary", query=query, key=key, cos=cos, sin=sin)
     if query.ndim != 4:
         raise ValueError(f"rotary: `query` must be [batch, heads, tokens, head_dim], got {list(query.shape)}.")
     batch, _, q_len, head_dim = query.shape
@@ -597,6 +619,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate)`, rounded to the dtype, times `up`, which has its shape. New memory."""
+    _check_dense("silu_mul", gate=gate, up=up)
     if up.shape != gate.shape:
         raise ValueError(f"silu_mul: `up` must be {list(gate.shape)} like `gate`, got {list(up.shape)}.")
     return torch.nn.functional.silu(gate) * up

@@ -27,8 +27,10 @@ from .attention import _call
 from .cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig
 from .formats import KVFormat
+from .lengths import causal_pairs
 from .own_simulation import SimulatingLayer
 from .patching import _set_attention, state_of
+from .rings import RingStorage
 from .storage import LayerStorage
 from .transforms.of_model import key_transforms
 
@@ -100,7 +102,7 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
                         masks.append(_only(mask[..., n0:, :], chosen.unsqueeze(1)))
             outs.append(attend(query[:, :, n0:], torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, -1))[0])
         firsts = self.first_chunks * (batch // len(self.first_chunks))
-        self.pairs += sum(causal_pairs(tokens, min(first, tokens)) for first in firsts)
+        self.pairs += sum(causal_pairs(tokens, min(first, tokens), _window_of(self.storage)) for first in firsts)
         return torch.cat(outs, dim=1)
 
     def _formats(self) -> tuple[KVFormat, KVFormat]:
@@ -174,21 +176,39 @@ def simulated_cache(
     cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
     first_chunks = (first_chunk,) if isinstance(first_chunk, int) else first_chunk
     cache.layers = [
-        SimulatedLayer(layer.storage, first_chunks, chunk_size) if isinstance(layer, KVQuantLayer) else layer
+        SimulatedLayer(_whole(layer.storage), first_chunks, chunk_size) if isinstance(layer, KVQuantLayer) else layer
         for layer in cache.layers
     ]
     return cache
 
 
-def causal_pairs(tokens: int, first_chunk: int) -> int:
-    """(Query, token) pairs that one layer serves from codes for a text fed in chunks, however large they are."""
-    return (tokens * (tokens + 1) - first_chunk * (first_chunk + 1)) // 2
+def _whole(storage: LayerStorage) -> LayerStorage:
+    """A storage that keeps every token of a text; what is beyond a window is hidden by masks."""
+    if not isinstance(storage, RingStorage):
+        return storage
+    whole = LayerStorage(storage.formats, name=storage.name, key_transform=storage.key_transform)
+    whole.window = storage.window
+    return whole
 
 
-def pairs_of(cache: Cache) -> tuple[int, int]:
-    """(Query, token) pairs of a simulated cache that were served from codes, and the layers that are quantised."""
+def _window_of(storage: LayerStorage) -> int:
+    """Positions that a query of a layer sees; 0 for all."""
+    return storage.window or storage.masked_window
+
+
+def expected_pairs(cache: Cache, tokens: int, first_chunk: int) -> int:
+    """`causal_pairs` of all quantised layers of a cache, of ours or a simulated one."""
+    return sum(
+        causal_pairs(tokens, first_chunk, _window_of(layer.storage))
+        for layer in cache.layers
+        if isinstance(layer, (KVQuantLayer, SimulatedLayer)) and layer.storage.is_quantized
+    )
+
+
+def pairs_of(cache: Cache) -> int:
+    """(Query, token) pairs of a simulated cache that were served from codes."""
     layers = [layer for layer in cache.layers if isinstance(layer, SimulatedLayer) and layer.storage.is_quantized]
-    return sum(layer.pairs for layer in layers), len(layers)
+    return sum(layer.pairs for layer in layers)
 
 
 @contextlib.contextmanager

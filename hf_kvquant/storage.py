@@ -23,7 +23,7 @@ from torch import Tensor
 from . import ops, reference
 from .config import LayerFormats
 from .formats import KVFormat, Planes
-from .lengths import LengthGroup, Lengths
+from .lengths import LengthGroup, Lengths, causal_pairs
 from .pool import BufferPool
 from .transforms import KeyTransform
 
@@ -105,6 +105,9 @@ class LayerStorage:
         self.dtype: torch.dtype | None = None
         self._device: torch.device | None = None  # of the planes; not asked of them, which compiled steps would guard
         self.num_kv_heads = self.key_head_dim = self.value_head_dim = self.batch = 0
+        self.window = 0  # positions visible to a query, itself included; 0 for all
+        # The same where a model computes attention by itself, and its cache keeps what it no longer sees (GPT-Neo).
+        self.masked_window = 0
         self.fallbacks: Counter[str] = Counter()  # reason -> steps that attended to dequantised tensors ...
         self.tally: Counter[str] | None = None  # ... and where they are counted for longer than there is this storage
         self.pairs_dequantized = 0  # (query, token) pairs of such steps, padding included; of growing storages alone
@@ -152,6 +155,21 @@ class LayerStorage:
     def length(self) -> int:
         """Tokens held per sequence, pending ones included. Waits for the device after a compiled static step."""
         return 0 if self._group is None else self._group.length(self._member)
+
+    @property
+    def total_length(self) -> int:
+        """Tokens taken per sequence, whether or not they are all held still (see `rings.py`)."""
+        return self.length
+
+    @property
+    def num_visible(self) -> int:
+        """Tokens that `dequantize` returns."""
+        return self.max_cache_len if self.max_cache_len is not None else self.length
+
+    @property
+    def mask_offset(self) -> int:
+        """Position of the first of them in the sequence."""
+        return 0
 
     @property
     def length_group(self) -> LengthGroup | None:
@@ -464,6 +482,10 @@ class LayerStorage:
                 if planes.zero is not None and zero is not None:
                     planes.zero.copy_(zero)
 
+    def set_starts(self, starts: Tensor | None) -> None:
+        """Note the first position of each sequence that is not padding (`[batch]` int32; `None` for 0)."""
+        self.starts = starts
+
     def forget_pending(self) -> None:
         """Let go of tokens that only a capture that failed half-way has taken: nothing has run on the device."""
         self.pending = None
@@ -538,15 +560,15 @@ class LayerStorage:
         """Position of the first of the newest `q_len` tokens; a 0-d tensor in a static storage."""
         if self.is_static:
             return self._lengths()[0] - q_len
-        return self.length - q_len
+        return self.total_length - q_len
 
     def note_fallback(self, reason: str) -> None:
         """Count a step that attends to dequantised tensors, and say so once in the log."""
         if not torch.compiler.is_compiling():
             self.fallbacks[reason] += 1
             if self.pending is not None and not self.is_static:
-                q_len = self.pending[0].shape[2]
-                self.pairs_dequantized += self.batch * (q_len * self.length - q_len * (q_len - 1) // 2)
+                before = self.length - self.pending[0].shape[2]
+                self.pairs_dequantized += self.batch * causal_pairs(self.length, before, self.window)
             if self.tally is not None:
                 self.tally[reason] += 1
             _log_fallback(reason)
@@ -628,6 +650,17 @@ class LayerStorage:
         ]
         return planned[0], planned[1]
 
+    def planned_bytes(self, shape: tuple[int, int, int, int], capacity: int, dtype: torch.dtype) -> int:
+        """Bytes of the buffers that such a storage has. See `planned_planes`."""
+        batch, num_kv_heads, *head_dims = shape
+        meta = torch.device("meta")
+        return sum(
+            kv_format.allocate(
+                batch, num_kv_heads, head_dim, capacity, dtype=dtype, device=meta, **self._windows()
+            ).num_bytes
+            for kv_format, head_dim in zip(self._formats(), head_dims, strict=True)
+        )
+
     def restore(
         self,
         held: tuple[Planes, Planes],
@@ -667,6 +700,9 @@ class LayerStorage:
         self._planes_changed()
 
     # --- what transformers does to caches -----------------------------------------------------------------------------
+
+    def check_crop(self, num_tokens: int) -> None:
+        """Refuse a crop that cannot be served; whoever holds all tokens serves every one."""
 
     def crop(self, num_tokens: int) -> None:
         """Forget the newest `num_tokens` tokens of every sequence, at most all of them.

@@ -33,7 +33,8 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from hf_kvquant import KVQuantCache, KVQuantConfig, reference
+from hf_kvquant import KVQuantCache, KVQuantConfig, key_transforms, patched, reference
+from hf_kvquant.cache import layers_of, quantized_layers
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.formats import Planes
 from hf_kvquant.transforms import KeyTransform
@@ -430,7 +431,7 @@ class ReferenceLayer(DynamicLayer):
 
 
 class ReferenceCache(DynamicCache):
-    """A `DynamicCache` whose full-attention layers attend to dequantised tensors, for an unpatched model.
+    """A `DynamicCache` whose layers that ours quantises attend to dequantised tensors, for an unpatched model.
 
     Args:
         config: The model's config.
@@ -450,11 +451,51 @@ class ReferenceCache(DynamicCache):
     ) -> None:
         super().__init__(config=config)
         quant_config = KVQuantConfig.resolve(preset_or_config)
-        for index, layer in enumerate(self.layers):
-            if type(layer) is DynamicLayer:
-                formats = quant_config.formats(index)
-                transform = KeyTransform(is_rotated="rotate" in formats.transforms)
-                if key_transforms is not None:
-                    transform = key_transforms.get(index, KeyTransform())
-                replayed = None if replay is None else replay[index]
-                self.layers[index] = ReferenceLayer(formats, replayed, mask, transform)
+        layer_types, _ = layers_of(config.get_text_config(decoder=True))
+        for index in quantized_layers(layer_types, quant_config):
+            formats = quant_config.formats(index)
+            if layer_types[index] == "sliding_attention":
+                # All tokens are kept, and what lies before the window is hidden by the mask alone.
+                formats = dataclasses.replace(formats, sink_length=0)
+            transform = KeyTransform(is_rotated="rotate" in formats.transforms)
+            if key_transforms is not None:
+                transform = key_transforms.get(index, KeyTransform())
+            replayed = None if replay is None else replay[index]
+            self.layers[index] = ReferenceLayer(formats, replayed, mask, transform)
+
+
+def check_against_reference(
+    model: Any, config: Any, inputs: Mapping[str, Tensor], exact_model: Any = None, new_tokens: int = 6
+) -> tuple[Tensor, Any]:
+    """Compare the logits of a patched model with those over a `ReferenceCache` that was given the same keys and values.
+
+    Args:
+        model: Unpatched.
+        config: A preset's name or a dictionary.
+        inputs: A prompt.
+        exact_model: The same model in float32, where `model` is not.
+        new_tokens: To generate.
+
+    Returns:
+        The reference's logits, and the cache of the patched model.
+    """
+    cache = RecordingCache(model.config, config)
+    with patched(model, config):
+        output = greedy(model, inputs, new_tokens, past_key_values=cache)
+    transforms = key_transforms(model, config)
+    kept = {storage.name: storage.key_transform for storage in cache.storages if storage.key_transform is not None}
+    assert kept.keys() == {f"layer {index}" for index in transforms}, "the cache has not taken the model's transforms"
+
+    def run(which: Any) -> Tensor:
+        replayed = ReferenceCache(which.config, config, cache.recorded, inputs["attention_mask"], transforms)
+        tokens = forced(output.sequences)
+        return logits(greedy(which, inputs, new_tokens, past_key_values=replayed, prefix_allowed_tokens_fn=tokens))
+
+    torch_logits = run(model)
+    expected = torch_logits if exact_model is None else run(exact_model)
+    bound = tolerances.model_bound(expected, torch_logits, model.dtype)
+    compare.assert_close(logits(output), expected, bound, f"{model.config.model_type}, {config}")
+    tokens = output.sequences[:, -expected.shape[1] :].cpu()
+    chosen = expected.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    assert (chosen >= expected.amax(-1) - 2 * bound).all(), "a token is not the most probable one"
+    return expected, cache

@@ -590,7 +590,9 @@ def test_models_with_latent_caches(model_type: str) -> None:
         KVQuantCache(AutoConfig.for_model(model_type))
 
 
-@pytest.mark.parametrize("model_type", ["minimax_m3_vl_text", "qwen4_exp_text", "unlimited_ocr_text"])
+@pytest.mark.parametrize(
+    "model_type", sorted({"minimax_m3_vl_text", "qwen4_exp_text", "unlimited_ocr_text"} & set(CONFIG_MAPPING))
+)
 def test_models_with_caches_of_their_own(model_type: str) -> None:
     with pytest.raises(NotImplementedError, match="Leave the model unpatched"):
         KVQuantCache(AutoConfig.for_model(model_type))
@@ -607,23 +609,23 @@ def test_dtypes(dtype: torch.dtype) -> None:
 # --- layers that stay with transformers -------------------------------------------------------------------------------
 
 
-def test_a_model_without_full_attention_is_not_quantised(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_whose_layers_are_all_left_out_is_not_quantised(caplog: pytest.LogCaptureFixture) -> None:
     model, inputs = models.build("mistral", sliding_window=4), left_padded()
     expected = greedy(model, inputs)
     _log_nothing_to_quantize.cache_clear()
-    with caplog.at_level(logging.WARNING, "hf_kvquant"), patched(model, "int4"):
+    with caplog.at_level(logging.WARNING, "hf_kvquant"), patched(model, {"preset": "int4", "sliding": False}):
         output = greedy(model, inputs)
     compare.assert_same(logits(output), logits(expected), "logits")
     assert [record.message for record in caplog.records if record.name == "hf_kvquant.cache"] == [
-        "KVQuantCache: the model has no full-attention layer (its layers are ['sliding_attention']), "
-        "so nothing is quantised."
+        "KVQuantCache: no layer of the model has a cache that is quantised (its layers are ['sliding_attention'])."
     ]
 
 
 def test_operations_reach_the_layers_of_transformers() -> None:
     model, inputs = models.family("gemma2"), left_padded()
     with torch.no_grad(), patched(model, "none"):
-        cache, expected = KVQuantCache(model.config, "none"), DynamicCache(config=model.config)
+        config = {"preset": "none", "sliding": False}
+        cache, expected = KVQuantCache(model.config, config), DynamicCache(config=model.config)
         for each in (cache, expected):
             model(**inputs, past_key_values=each)
             each.batch_repeat_interleave(2)
@@ -633,8 +635,9 @@ def test_operations_reach_the_layers_of_transformers() -> None:
         compare.assert_same(layer.keys, other.keys, "keys")
 
 
-def test_recording_of_the_past_reaches_sliding_layers() -> None:
-    cache = KVQuantCache(models.family("gemma2").config, "int8")
+@pytest.mark.parametrize("sliding", [True, False])
+def test_recording_of_the_past_reaches_sliding_layers(sliding: bool) -> None:
+    cache = KVQuantCache(models.family("gemma2").config, {"preset": "int8", "sliding": sliding})
     cache.activate_past_recording()
     assert cache.layers[0].record_past
     assert not hasattr(cache.layers[1], "record_past"), "a full layer needs no record: it can be cropped as it is"
@@ -669,11 +672,15 @@ def test_key_transforms_of_other_layers_are_refused() -> None:
     with pytest.raises(ValueError) as caught:
         KVQuantCache(CONFIG, "int8", key_transforms={0: rotation, 2: rotation})
     assert str(caught.value) == (
-        "KVQuantCache: `key_transforms` must name full-attention layers, which are [0, 1], got [2]. "
+        "KVQuantCache: `key_transforms` must name layers whose cache is quantised, which are [0, 1], got [2]. "
         "Was it made for another model?"
     )
-    with pytest.raises(ValueError, match=r"full-attention layers, which are \[1\], got \[0\]\."):
-        KVQuantCache(models.family("gemma2").config, "int8", key_transforms={0: rotation})
+    config = models.family("gemma2").config
+    with pytest.raises(ValueError, match=r"layers whose cache is quantised, which are \[1\], got \[0\]\."):
+        KVQuantCache(config, {"preset": "int8", "sliding": False}, key_transforms={0: rotation})
+    assert KVQuantCache(config, "int8", key_transforms={0: rotation}).storages[0].key_transform is not None
+    # What a growing cache takes serves a static one.
+    KVQuantCache(config, "int8", max_cache_len=64, key_transforms={0: rotation, 1: rotation})
 
 
 def test_formats_beyond_the_presets() -> None:

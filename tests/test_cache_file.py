@@ -275,12 +275,14 @@ def test_caches_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     refuses(NotImplementedError, "must be whole in this process, got one .* over 2 ranks", cache, path, model)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "jamba"])
-def test_layers_of_transformers_are_refused(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family, options", [("gemma3_text", {"sliding": False}), ("gemma3_text", {"static": True}), ("jamba", {})]
+)
+def test_layers_of_transformers_are_refused(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = models.family(family)
-    with patched(model, "int8"):
+    with patched(model, {"preset": "int8", **options}):
         cache = greedy(model, left_padded(), 2).past_key_values
-    refuses(NotImplementedError, "must have full attention in all layers, got a", cache, tmp_path / "cache", model)
+    refuses(NotImplementedError, "must have a quantised cache in all layers, got a", cache, tmp_path / "cache", model)
 
 
 def test_no_file_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,6 +456,17 @@ def test_tampered_files_are_refused(name: str, tmp_path: Path) -> None:
     """By somebody who has the hashes right."""
     change, message = CHANGES[name]
     refused(rewritten(saved(tmp_path / "cache"), change), f"which is damaged \\(.*({message})")
+
+
+def test_buffers_that_no_memory_holds_are_refused(tmp_path: Path) -> None:
+    """Systems that promise more memory than they have would otherwise make them."""
+    path = rewritten(saved(tmp_path / "cache"), of_facts("layers", "1", "capacity", to=2**31 - 64))
+    refused(path, r"whose buffers take [\d.]+ GB, more than the [\d.]+ GB of cpu\. Load it where it was saved")
+
+
+def test_messages_do_not_repeat_a_file(tmp_path: Path) -> None:
+    path = rewritten(saved(tmp_path / "cache"), of_facts("config", "x" * 100_000, to=1))
+    refused(path, "unknown key 'x{900,1000}…\\). Copy it again")
 
 
 @pytest.mark.parametrize(("name", "to"), [("center", torch.nan), ("smoothing", 0.0)])

@@ -337,7 +337,10 @@ def test_an_unknown_mode_is_refused() -> None:
 
 def test_keys_are_those_of_the_cache() -> None:
     keys, left_out = find_keys(models.family("gemma2"), where="test")
-    assert list(keys) == [1] and left_out == {0: "its cache (sliding_attention) is not quantised"}
+    assert list(keys) == [0, 1] and not left_out, "also where a window has passed over some of them"
+    keys, left_out = find_keys(models.family("llama4_text"), where="test")
+    assert list(keys) == [1] and left_out == {0: "its cache (chunked_attention) is not quantised"}
+    keys, _ = find_keys(models.family("gemma2"), where="test")
     assert (keys[1].num_kv_heads, keys[1].head_dim) == (2, models.HEAD_DIM)
     assert keys[1].name == "model.layers.1.self_attn"
 

@@ -211,6 +211,7 @@ def test_dictionary_of_a_config() -> None:
                 "residual_length": 0,
             }
         },
+        "sliding": True,
         "static": True,
         "max_cache_len": 64,
         "capture": False,
@@ -221,8 +222,8 @@ def test_dictionary_of_a_config() -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 KNOWN = (
-    "['backend', 'preset', 'key', 'value', 'transforms', 'sink_length', 'residual_length', 'layers', 'static', "
-    "'max_cache_len', 'capture', 'offloading', 'nbits', 'q_group_size']"
+    "['backend', 'preset', 'key', 'value', 'transforms', 'sink_length', 'residual_length', 'layers', 'sliding', "
+    "'static', 'max_cache_len', 'capture', 'offloading', 'nbits', 'q_group_size']"
 )
 PRESET_NAMES = "['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'int4-channel', 'fp8']"
 STORAGES = "['none', 'int8', 'int4', 'fp8']"
@@ -297,6 +298,26 @@ STORAGES = "['none', 'int8', 'int4', 'fp8']"
             {"layers": {"-1": "int8"}},
             ValueError,
             "KVQuantConfig: `layers` must be keyed by layer indices from 0, got '-1'.",
+        ),
+        (
+            {"layers": {"²": "int8"}},  # a digit, but no number
+            ValueError,
+            "KVQuantConfig: `layers` must be keyed by layer indices from 0, got '²'.",
+        ),
+        (
+            {"layers": {10**9: "int8"}},
+            ValueError,
+            "KVQuantConfig: `layers` must be keyed by layer indices from 0, got 1000000000.",
+        ),
+        (
+            {"layers": {0: "int8", "0": "int4"}},  # the first would be forgotten
+            ValueError,
+            "KVQuantConfig: `layers` must name a layer once, got [0, '0']. Keep one of 0 and '0'.",
+        ),
+        (
+            {"layers": 0},
+            TypeError,
+            "KVQuantConfig: `layers` must map layer indices to presets or formats, got int.",
         ),
         (
             {"layers": {True: "int8"}},

@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hf_kvquant
+from hf_kvquant import KVQuantConfig
 from hf_kvquant.fidelity import compare, feed, is_out_of_memory
-from hf_kvquant.simulation import causal_pairs
+from hf_kvquant.lengths import causal_pairs
 
 TOKENS = 41
 
@@ -20,10 +21,16 @@ def text() -> Tensor:
     return torch.randint(3, models.VOCAB_SIZE, (1, TOKENS))
 
 
-def test_causal_pairs_are_those_of_a_double_loop() -> None:
+@pytest.mark.parametrize("window", [0, 1, 2, 5, 8, 20])
+def test_causal_pairs_are_those_of_a_double_loop(window: int) -> None:
     for tokens, first_chunk in ((2, 1), (7, 3), (9, 9)):
-        pairs = sum(1 for query in range(first_chunk, tokens) for key in range(tokens) if key <= query)
-        assert causal_pairs(tokens, first_chunk) == pairs
+        pairs = sum(
+            1
+            for query in range(first_chunk, tokens)
+            for key in range(tokens)
+            if key <= query and (window == 0 or key > query - window)
+        )
+        assert causal_pairs(tokens, first_chunk, window) == pairs
 
 
 @pytest.mark.parametrize("first_chunk, chunk_size", [(1, 1), (1, 7), (5, 1), (5, 16)])
@@ -66,10 +73,19 @@ def test_compare_leaves_the_model_as_it_was(text: Tensor) -> None:
         assert hf_kvquant.patching.state_of(model) is state
 
 
-def test_layers_that_stay_dense_are_not_expected(text: Tensor) -> None:
-    """Of two layers, one has a sliding window, which transformers keeps."""
-    result = compare(models.family("gemma2"), text, {"int8": "int8"}, chunk_size=4)["int8"]
-    assert result.pairs_read == result.pairs_expected == causal_pairs(TOKENS - 1, 1)
+@pytest.mark.parametrize("simulate", [False, True])
+@pytest.mark.parametrize("sliding", [True, False])
+def test_what_a_window_hides_and_layers_that_stay_dense_are_not_expected(
+    sliding: bool, simulate: bool, text: Tensor
+) -> None:
+    """Of two layers, one has a sliding window of 6 tokens."""
+    config = {"preset": "int8", "sliding": sliding}
+    model = models.family("gemma2")
+    result = compare(model, text, {"int8": KVQuantConfig.from_dict(config)}, chunk_size=4, simulate=simulate)["int8"]
+    expected = causal_pairs(TOKENS - 1, 1)
+    if sliding:
+        expected += sum(min(6, position + 1) for position in range(1, TOKENS - 1))
+    assert result.pairs_read == result.pairs_expected == expected
 
 
 def test_what_is_not_read_as_codes_is_missed(text: Tensor) -> None:

@@ -150,7 +150,7 @@ def unsharded_heads(ranks: Ranks) -> None:
     centers = {1: torch.randn(NUM_HEADS, models.HEAD_DIM)}
     for model in (whole, sharded):
         of_model.set_centers(model, centers)
-    (transform,) = check_tokens(whole, sharded, "int4", NUM_HEADS)
+    _, transform = check_tokens(whole, sharded, "int4", NUM_HEADS)
     assert torch.equal(transform.center, centers[1])
 
 

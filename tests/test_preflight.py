@@ -157,7 +157,9 @@ def test_presets_that_do_not_fit_a_layer_are_passed_over() -> None:
 
 def test_layers_with_other_caches_are_left_out() -> None:
     family = models.FAMILIES["gemma3_text"]
-    result = run_preflight(models.build(family.model_type, **family.options), "int8")
+    model = models.build(family.model_type, **family.options)
+    assert [layer.layer_idx for layer in run_preflight(model, "int8").layers] == [0, 1]
+    result = run_preflight(model, {"preset": "int8", "sliding": False})
     assert [layer.layer_idx for layer in result.layers] == [1]
     assert result.left_out == {0: "its cache (sliding_attention) is not quantised"}
     assert "    0  left out: its cache (sliding_attention) is not quantised" in result.report()
@@ -165,8 +167,10 @@ def test_layers_with_other_caches_are_left_out() -> None:
 
 def test_a_model_without_caches_of_ours_gets_the_first_preset() -> None:
     model = build("mistral", sliding_window=8)
-    result = run_preflight(model)
-    assert result.layers == () and result.config == KVQuantConfig.from_preset("int4") and result.kld is None
+    assert run_preflight(model).layers, "windows are judged"
+    config = KVQuantConfig.from_preset("int4", sliding=False)
+    result = run_preflight(model, config)
+    assert result.layers == () and result.config == config and result.kld is None
 
 
 # --- refusing ---------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import compare
 import models
 import pytest
 import torch
@@ -401,7 +402,20 @@ def test_transforms_of_a_model() -> None:
     assert key_transforms(plain, {"preset": "int8", "transforms": ["center", "smooth"]}) == {}
     layers = {"preset": "int4", "layers": {0: {"preset": "int8", "transforms": []}}}
     assert described(key_transforms(biased, layers)) == {1: "center+rotate"}
-    assert described(key_transforms(models.family("gemma2"), "int4")) == {1: "rotate"}, "sliding layers are not ours"
+    sliding = models.family("gpt_oss")
+    assert described(key_transforms(sliding, "int4")) == {0: "center+rotate", 1: "center+rotate"}
+    for left_out in ({"sliding": False}, {"static": True}):
+        assert described(key_transforms(sliding, {"preset": "int4", **left_out})) == {1: "center+rotate"}
+
+
+def test_centres_of_data_are_those_of_all_tokens_whatever_the_window() -> None:
+    options = models.FAMILIES["gpt_oss"].options
+    batches = [left_padded(tokens=40)]
+    narrow, wide = (
+        data_centers(models.build("gpt_oss", **{**options, "sliding_window": window}), batches) for window in (6, 64)
+    )
+    assert narrow.keys() == {0, 1}
+    compare.assert_same(narrow[0], wide[0], "the first layer, whose keys are the same")
 
 
 def test_what_is_given_to_a_model_reaches_its_caches() -> None:

@@ -571,20 +571,20 @@ struct Run {
 Run run_from(const DecodeParams& params, int b, int token, int end) {
   Run run = {end, false, false, 0, 0};
   const int start = params.starts == nullptr ? 0 : params.starts[b];
-  const auto cut = [&run, token](int at) {
-    if (token < at && at < run.end) run.end = at;
+  const auto cut = [&run, token](int64_t at) {
+    if (token < at && at < run.end) run.end = static_cast<int>(at);
   };
   const auto look = [&](const Side& side, bool& is_dense, int& row) {
     if (side.tail == nullptr) return;
     const int first_of_recent = tail_begin(side, params.lengths[b], params.residual_length);
     const bool is_first = is_sink(token, start, params.sink_length);
     cut(start);
-    cut(start + params.sink_length);
+    cut(int64_t{start} + params.sink_length);
     cut(first_of_recent);
     is_dense = is_first || token >= first_of_recent;
     if (!is_dense) return;
     row = tail_row(side, token, start, params.sink_length);
-    if (!is_first) cut((token / side.ring + 1) * side.ring);
+    if (!is_first) cut((int64_t{token} / side.ring + 1) * side.ring);
   };
   look(params.key_side, run.has_dense_keys, run.key_row);
   look(params.value_side, run.has_dense_values, run.value_row);

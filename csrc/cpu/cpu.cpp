@@ -214,7 +214,8 @@ Plan make_plan(const DecodeParams& params, int max_rows) {
   plan.num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
   plan.rows_per_block = std::min(plan.num_rows, max_rows);
   plan.num_row_blocks = (plan.num_rows + plan.rows_per_block - 1) / plan.rows_per_block;
-  plan.num_splits = params.num_splits;
+  // More splits than there are tiles leave some without any, and the others as they are.
+  plan.num_splits = std::min(params.num_splits, std::max(1, params.capacity / kTokenAlignment));
   if (plan.num_splits <= 0) {
     int longest = 0;
     for (int b = 0; b < params.batch; ++b) {

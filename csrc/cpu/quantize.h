@@ -281,7 +281,8 @@ void quantize_blocks(const QuantizeTask& task, int b, int head, float* scratch) 
   const Side& side = *task.side;
   const Dense& source = *task.source;
   const int first_new = task.lengths[b] - task.q_len, stride = padded_row(side.head_dim);
-  const int first_counted = (task.starts == nullptr ? 0 : task.starts[b]) + task.sink_length;
+  // Padding may end anywhere, also where another token would be beyond what an int holds.
+  const int64_t first_counted = (task.starts == nullptr ? int64_t{0} : task.starts[b]) + task.sink_length;
   const int end = tail_begin(side, task.lengths[b], task.residual_length);
   for (int begin = tail_begin(side, first_new, task.residual_length); begin < end; begin += kBlockSize) {
     for (int t = 0; t < kBlockSize; ++t) {
@@ -297,7 +298,8 @@ void quantize_blocks(const QuantizeTask& task, int b, int head, float* scratch) 
       for (int c = side.head_dim; c < stride; ++c) row[c] = 0.0f;
     }
     const int block = begin / kBlockSize;
-    const int first = min_of(max_of(first_counted - begin, 0), kBlockSize);
+    const int64_t left_out = first_counted - begin;
+    const int first = left_out < 0 ? 0 : left_out < kBlockSize ? static_cast<int>(left_out) : kBlockSize;
     half_bits* scale = side.scale + b * side.scale_stride_b + head * side.scale_stride_h + block * side.scale_stride_g;
     half_bits* zero = side.zero + b * side.zero_stride_b + head * side.zero_stride_h + block * side.zero_stride_g;
     uint8_t* codes = side.codes + b * side.codes_stride_b + head * side.codes_stride_h + begin * side.codes_stride_t;

@@ -28,7 +28,7 @@ from ..cache import KVQuantCache, KVQuantLayer
 from ..config import DEFAULT_PRESET, KVQuantConfig
 from ..fidelity import PairCounter
 from ..patching import patch, state_of
-from ..simulation import causal_pairs, pairs_of, simulated, simulated_cache, why_not_simulated
+from ..simulation import expected_pairs, pairs_of, simulated, simulated_cache, why_not_simulated
 from ..transforms.of_model import key_transforms
 
 MODES = ("decode", "simulated")
@@ -250,8 +250,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
 
         with PairCounter() as counter:
             scores = self._scores(pieces(), targets, begins, rows)
-        num_quantized = sum(storage.is_quantized for storage in cache.storages)
-        expected = num_quantized * len(rows) * causal_pairs(width + longest, width)
+        expected = len(rows) * expected_pairs(cache, width + longest, width)
         self._count(counter.pairs, expected, cache.pairs_dequantized)
         return scores
 
@@ -272,8 +271,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         # Padding on the right, which no query of a text sees.
         with simulated(self.model):
             logits = self._forward(cache, ids, None, torch.arange(width, device=self.device).unsqueeze(0))
-        pairs, num_quantized = pairs_of(cache)
-        self._count(pairs, num_quantized * sum(causal_pairs(width, first_chunk) for first_chunk in first_chunks))
+        self._count(pairs_of(cache), sum(expected_pairs(cache, width, first_chunk) for first_chunk in first_chunks))
         return self._scores(iter([logits]), targets, begins, rows)
 
     def _forward(self, cache: Cache, ids: Tensor, mask: Tensor | None, positions: Tensor, **options: Any) -> Tensor:

@@ -23,7 +23,7 @@ from ..config import KVQuantConfig
 from ..fidelity import PairCounter
 from ..generation import UNQUANTIZED
 from ..patching import patched
-from ..simulation import causal_pairs
+from ..simulation import expected_pairs
 from ..transforms.of_model import key_transforms
 from .prompts import Prompt
 
@@ -72,7 +72,7 @@ def score(model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[st
         _last_logits(model, context, read)
         for name, config in configs.items():
             cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
-            if all(isinstance(layer, KVQuantLayer) for layer in cache.layers):
+            if all(isinstance(layer, KVQuantLayer) and not layer.is_sliding for layer in cache.layers):
                 for index, layer in enumerate(read.layers):
                     assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
                     cache.update(layer.keys, layer.values, index)
@@ -80,13 +80,12 @@ def score(model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[st
                 _last_logits(model, context, cache)
             with PairCounter() as counter:
                 correct, log_likelihood = ask(model, question, answer, cache)
-            num_quantized = sum(storage.is_quantized for storage in cache.storages)
             fed = context.shape[1] + question.shape[1] + answer.shape[1] - 1
             results[name] = Scores(
                 correct=correct.tolist(),
                 log_likelihood=log_likelihood.tolist(),
                 pairs_read=counter.pairs,
-                pairs_expected=num_quantized * len(prompts) * causal_pairs(fed, context.shape[1]),
+                pairs_expected=len(prompts) * expected_pairs(cache, fed, context.shape[1]),
                 pairs_dequantized=cache.pairs_dequantized,
             )
     return results

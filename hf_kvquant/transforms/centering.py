@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from ..cache import layers_of
+
 # T of the formula above, at most, and no more than a model was made for: pairs that turn about once in so many tokens,
 # or more, are left to the rotation. A centre over more positions than a text has fits its first tokens badly (reference
 # model, bias of norm 100 in the slowest two pairs, texts of 2048 tokens: int4 diverges 1.20 times as much as without
@@ -78,7 +80,7 @@ def num_kv_heads(model: PreTrainedModel) -> dict[int, int]:
 
 def _keys_of_a_token(model: PreTrainedModel) -> dict[int, Tensor]:
     """What arrives in the cache for one token: per layer that keeps all keys `[1, num_kv_heads, 1, head_dim]`."""
-    cache = DynamicCache(config=_text_config(model))
+    cache = whole_cache(model)
     token = torch.zeros((1, 1), dtype=torch.long, device="cpu" if model.device.type == "meta" else model.device)
     with _evaluating(model):
         model(input_ids=token, attention_mask=torch.ones_like(token), past_key_values=cache, use_cache=True)
@@ -109,7 +111,7 @@ def data_centers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]
         mask = batch.get("attention_mask")
         is_token = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(model.device).bool()
         count += int(is_token.sum())
-        cache = DynamicCache(config=_text_config(model))
+        cache = whole_cache(model)
         with _evaluating(model):
             model(
                 input_ids=input_ids,
@@ -126,6 +128,16 @@ def data_centers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]
     if count == 0:
         raise ValueError("data_centers: `batches` must hold at least one token, got none. Give calibration text.")
     return {index: (total / count).float() for index, total in sums.items()}
+
+
+def whole_cache(model: PreTrainedModel) -> DynamicCache:
+    """A cache of transformers that keeps all keys, those that a sliding window has left too; masks hide them."""
+    text_config = _text_config(model)
+    cache = DynamicCache(config=text_config)
+    for index, layer_type in enumerate(layers_of(text_config)[0]):
+        if layer_type == "sliding_attention":
+            cache.layers[index] = DynamicLayer()
+    return cache
 
 
 def _text_config(model: PreTrainedModel) -> Any:

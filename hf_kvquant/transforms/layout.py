@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..cache import check_model, layers_of
+from ..cache import check_model, layers_of, quantized_layers
 from ..config import KVQuantConfig
 from ..patching import _keeps_cache, _text_config
 from .observation import Observation, forward, observed
@@ -163,13 +163,22 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
     return layouts, dict(sorted(left_out.items()))
 
 
-def other_caches(model: PreTrainedModel) -> dict[int, str]:
-    """The layers whose cache is left to transformers, and what is said of them."""
+def other_caches(
+    model: PreTrainedModel, config: KVQuantConfig | None = None, *, is_static: bool | None = None
+) -> dict[int, str]:
+    """The layers whose cache is left to transformers, and what is said of them.
+
+    Args:
+        model: A decoder.
+        config: Of the cache; `None` for one that quantises whatever layer it can.
+        is_static: Whether the cache is; `None` goes by the config.
+    """
     layer_types, _ = layers_of(_text_config(model))
+    quantized = quantized_layers(layer_types, config or KVQuantConfig(), is_static=is_static)
     return {
         index: f"its cache ({layer_type}) is not quantised"
         for index, layer_type in enumerate(layer_types)
-        if layer_type != "full_attention"
+        if index not in quantized
     }
 
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cache import layers_of
+from ..cache import layers_of, quantized_layers
 from ..config import KVQuantConfig
 from .centering import bias_centers
 from .key_transform import KeyTransform
@@ -108,11 +108,7 @@ def key_transforms(
     """
     config = KVQuantConfig.resolve(preset_or_config)
     layer_types, _ = layers_of(model.config.get_text_config(decoder=True))
-    wanted = {
-        index: config.formats(index).transforms
-        for index, layer_type in enumerate(layer_types)
-        if layer_type == "full_attention"
-    }
+    wanted = {index: config.formats(index).transforms for index in quantized_layers(layer_types, config)}
     named = {name for names in wanted.values() for name in names}
     centers = _centers(model) if "center" in named else {}
     smoothing = of_this_rank(model, transforms_of(model).smoothing, "smoothing") if "smooth" in named else {}

@@ -14,10 +14,11 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..cache import layers_of
 from ..patching import _text_config
+from .centering import whole_cache
 from .layout import check_decoder, other_caches
 from .observation import Observation, forward, observed
 
@@ -62,7 +63,7 @@ def find_keys(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerKey
     def note(observation: Observation) -> None:
         seen[observation.layer_idx].append(observation)
 
-    cache = DynamicCache(config=_text_config(model))
+    cache = whole_cache(model)
     input_ids = torch.arange(5, 5 + NUM_TOKENS)[None] % _text_config(model).vocab_size
     with observed(model, note):
         forward(model, input_ids, cache=cache)

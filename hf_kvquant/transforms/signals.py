@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..cache import head_dim_of, layers_of
-from ..config import LayerFormats
+from ..config import KVQuantConfig, LayerFormats
 from ..patching import _text_config
 from .centering import bias_centers
 from .key_transform import KeyTransform
@@ -157,11 +157,14 @@ class KeySignals:
         return found
 
 
-def read_signals(model: PreTrainedModel, *, where: str) -> tuple[dict[int, KeySignals], dict[int, str]]:
+def read_signals(
+    model: PreTrainedModel, config: KVQuantConfig | None = None, *, where: str
+) -> tuple[dict[int, KeySignals], dict[int, str]]:
     """Read what the weights tell. The model is only run, on a few arbitrary tokens, and left as it was.
 
     Args:
         model: A decoder that `patch` accepts, whatever its weights are.
+        config: Of the cache; `None` for one that quantises whatever layer it can.
         where: Opens error messages.
 
     Returns:
@@ -169,7 +172,7 @@ def read_signals(model: PreTrainedModel, *, where: str) -> tuple[dict[int, KeySi
         left_out: The other layers, and why.
     """
     text_config = _text_config(model)
-    left_out = other_caches(model)
+    left_out = other_caches(model, config)
     biases, no_bias = _attempt(lambda: bias_centers(model, 1))
     centers, _ = _attempt(lambda: bias_centers(model))
     keys, no_keys = _attempt(lambda: _arbitrary_keys(model))

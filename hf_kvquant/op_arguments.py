@@ -1,0 +1,347 @@
+"""What `append` and `decode` refuse before anything is written, where the reference serves: csrc/args.cpp in Python.
+
+The compiled ops check for themselves what could be read or written out of bounds; PyTorch would notice some of it in
+the middle of the work, and broadcast over the rest. Here is checked what is checked there, in the same order and naming
+the same argument, which `tests/test_fuzz_ops.py` compares call by call. A few things are asked for by kernels alone and
+not by the reference: contiguous rows, addresses that fit, numbers that fit an int.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .formats import BLOCK_SIZE, STORAGE_IDS, TOKEN_ALIGNMENT
+
+_DENSE = (torch.float32, torch.float16, torch.bfloat16)
+_LARGEST = 2**31 - 1
+_NAMES = {number: name for name, number in STORAGE_IDS.items()}
+_MADE = "Planes are made by KVFormat.allocate."
+_COUNTERS = "Make them with torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32)."
+
+Arguments = Mapping[str, Any]
+
+
+def check_append(where: str, arguments: Arguments) -> None:
+    """Refuse what cannot be appended.
+
+    Args:
+        where: The op's name.
+        arguments: By the names of its schema.
+
+    Raises:
+        ValueError: Naming the argument.
+    """
+    _check_kinds(where, arguments)
+    head_dims = _check_planes(where, arguments)
+    codes, key, value = arguments["key_codes"], arguments["key"], arguments["value"]
+    for name in ("key", "value"):
+        _check_dense(where, name, arguments[name])
+    for name, x in (("key", key), ("value", value)):
+        _check_cache(where, name, "batch", codes.shape[0], x.shape[0])
+        _check_cache(where, name, "num_kv_heads", codes.shape[1], x.shape[1])
+        if x.shape[2] != key.shape[2]:
+            _refuse(where, name, f"must have {key.shape[2]} tokens like the keys, got {x.shape[2]}.")
+        _check_cache(where, name, "head_dim", head_dims[name], x.shape[3])
+    _check_lengths(where, arguments)
+    for name in ("key", "value"):
+        x, tail = arguments[name], arguments[f"{name}_tail"]
+        if tail is not None and tail.dtype != x.dtype:
+            remedy = "Start a new cache after casting the model."
+            _refuse(where, name, f"must be {tail.dtype} like `{name}_tail`, got {x.dtype}. {remedy}")
+    _check_transform(where, arguments, head_dims["key"])
+    _check_memory(where, arguments)
+    _check_numbers(where, arguments, key.shape[2])
+
+
+def check_decode(arguments: Arguments, num_counters: int) -> None:
+    """Refuse what cannot be attended to, and new tokens that cannot be appended. See `check_append`.
+
+    Args:
+        arguments: By the names of the schema.
+        num_counters: How many counters there have to be, if any.
+    """
+    where = "decode"
+    _check_kinds(where, arguments)
+    head_dims = _check_planes(where, arguments)
+    codes, query = arguments["key_codes"], arguments["query"]
+    _check_dense(where, "query", query)
+    _check_cache(where, "query", "batch", codes.shape[0], query.shape[0])
+    num_q_heads, num_kv_heads = query.shape[1], codes.shape[1]
+    if num_q_heads == 0 or num_q_heads % num_kv_heads != 0:
+        problem = f"must have a multiple of {num_kv_heads} heads, the cache's key-value heads, got {num_q_heads}."
+        _refuse(where, "query", f"{problem} Was this cache filled by another model?")
+    _check_cache(where, "query", "head_dim", head_dims["key"], query.shape[3])
+    _check_lengths(where, arguments)
+    counters = arguments["counters"]
+    if counters is not None and (counters.dtype != torch.int32 or counters.shape != (num_counters,)):
+        expected = f"must be {[num_counters]} int32"
+        _refuse(where, "counters", f"{expected}, got {list(counters.shape)} {counters.dtype}. {_COUNTERS}")
+    for name in ("sinks", "alibi_slopes"):
+        x = arguments[name]
+        if x is not None and (x.dtype != torch.float32 or x.shape != (num_q_heads,)):
+            expected = f"must be {[num_q_heads]} float32, one number per query head"
+            _refuse(where, name, f"{expected}, got {list(x.shape)} {x.dtype}.")
+    largest, smallest = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+    if not abs(arguments["softmax_scale"]) <= largest:
+        _refuse(where, "softmax_scale", f"must be a finite float32 number, got {arguments['softmax_scale']}.")
+    if arguments["softcap"] != 0 and not smallest <= arguments["softcap"] <= largest:
+        _refuse(where, "softcap", f"must be positive, or 0 for none, got {arguments['softcap']}.")
+    for name in ("sliding_window", "num_splits"):
+        _check_count(where, name, arguments[name])
+    _check_transform(where, arguments, head_dims["key"])
+    _check_numbers(where, arguments, 0)
+    key, value = arguments["key"], arguments["value"]
+    if (key is None) != (value is None):
+        expected, got = ("None", "a tensor") if key is None else ("given", "None")
+        _refuse(where, "value", f"must be {expected} like `key`, got {got}. Give both or neither.")
+    if key is None:
+        return
+    if key.ndim == 4 and key.shape[2] != query.shape[2]:
+        expected = f"must have {query.shape[2]} tokens like the query"
+        _refuse(where, "key", f"{expected}, got {key.shape[2]}. Append other tokens beforehand.")
+    check_append(where, arguments)
+
+
+def check_devices(where: str, arguments: Arguments) -> None:
+    """Refuse tensors of several devices. With one on `meta`, torch calls the op's fake, which computes nothing.
+
+    Raises:
+        ValueError: Naming the first that is elsewhere than the first tensor.
+    """
+    first = next((name for name, x in arguments.items() if isinstance(x, Tensor)), "")
+    for name, x in arguments.items():
+        if isinstance(x, Tensor) and x.device != arguments[first].device:
+            expected = f"must be on the device of `{first}`, {arguments[first].device}"
+            _refuse(where, name, f"{expected}, got {x.device}. Move the inputs, or build the cache where the model is.")
+
+
+def without_lazy_negation(where: str, schema: torch.FunctionSchema, args: Iterable[Any]) -> list[Any]:
+    """The arguments, with what torch has yet to negate (as in `z.conj().imag`) negated: kernels read what is there.
+
+    Raises:
+        ValueError: Something of that kind is written.
+    """
+    resolved = []
+    for argument, x in zip(schema.arguments, args, strict=True):
+        is_lazy = isinstance(x, Tensor) and x.is_neg()
+        if is_lazy and argument.is_write:
+            problem = "must hold its numbers as they are, got a view that negates them. Call .resolve_neg()."
+            _refuse(where, argument.name, problem)
+        resolved.append(x.resolve_neg() if is_lazy else x)
+    return resolved
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def _refuse(where: str, name: str, problem: str) -> NoReturn:
+    raise ValueError(f"{where}: `{name}` {problem}")
+
+
+def _check_kinds(where: str, arguments: Arguments) -> None:
+    """Tensors in memory of one device, none left out."""
+    for name in ("query", "key_codes", "value_codes", "lengths", *(("key", "value") if where == "append" else ())):
+        if name in arguments and arguments[name] is None:
+            _refuse(where, name, "must be a tensor, got None.")
+    check_devices(where, arguments)
+    for name, x in arguments.items():
+        if isinstance(x, Tensor) and x.layout != torch.strided:
+            _refuse(where, name, f"must be a dense tensor, got layout {x.layout}. Call .to_dense().")
+
+
+def _check_cache(where: str, name: str, what: str, expected: int, got: int) -> None:
+    if expected != got:
+        _refuse(
+            where, name, f"must have {what} {expected} like the cache, got {got}. Was this cache filled by another?"
+        )
+
+
+def _check_count(where: str, name: str, count: int) -> None:
+    if not 0 <= count <= _LARGEST:
+        _refuse(where, name, f"must be between 0 and {_LARGEST}, got {count}.")
+
+
+def _check_dense(where: str, name: str, x: Tensor) -> None:
+    if x.ndim != 4:
+        _refuse(where, name, f"must be [batch, heads, tokens, head_dim], got {list(x.shape)}.")
+    if x.dtype not in _DENSE:
+        remedy = "Load the model in one of these dtypes."
+        _refuse(where, name, f"must be float32, float16 or bfloat16, got {x.dtype}. {remedy}")
+
+
+def _check_planes(where: str, arguments: Arguments) -> dict[str, int]:
+    """Both sides' planes. Returns their head_dims."""
+    head_dims = {side: _check_side(where, side, arguments) for side in ("key", "value")}
+    key_codes, value_codes = arguments["key_codes"], arguments["value_codes"]
+    if key_codes.shape[:3] != value_codes.shape[:3]:
+        expected = f"must have batch, heads and capacity of the keys, {list(key_codes.shape)}"
+        _refuse(where, "value_codes", f"{expected}, got {list(value_codes.shape)}. {_MADE}")
+    return head_dims
+
+
+def _check_side(where: str, side: str, arguments: Arguments) -> int:
+    codes, scale, zero = (arguments[f"{side}_{plane}"] for plane in ("codes", "scale", "zero"))
+    storage_id, clip_ratio = arguments[f"{side}_storage"], arguments[f"{side}_clip_ratio"]
+    if storage_id not in _NAMES:
+        _refuse(where, f"{side}_storage", f"must be one of {STORAGE_IDS}, got {storage_id}.")
+    storage = _NAMES[storage_id]
+    name = f"{side}_codes"
+    if codes.ndim != 4:
+        _refuse(where, name, f"must be [batch, num_kv_heads, capacity, row], got {list(codes.shape)}. {_MADE}")
+    if codes.dtype not in (_DENSE if storage == "none" else (torch.uint8,)):
+        expected = "float32, float16 or bfloat16" if storage == "none" else "uint8"
+        _refuse(where, name, f"must be {expected} for storage '{storage}', got {codes.dtype}. {_MADE}")
+    _, num_heads, capacity, row = codes.shape
+    head_dim: int = row * (2 if storage == "int4" else 1)
+    if head_dim == 0 or head_dim % 8 != 0:
+        _refuse(where, name, f"must have a head_dim that is a multiple of 8, got {head_dim}. {_MADE}")
+    if num_heads == 0:
+        _refuse(where, name, f"must have at least one head, got {list(codes.shape)}. {_MADE}")
+    if capacity % TOKEN_ALIGNMENT != 0:
+        _refuse(where, name, f"must have a capacity that is a multiple of {TOKEN_ALIGNMENT}, got {capacity}. {_MADE}")
+    if (scale is None) != (storage == "none"):
+        expected, got = ("None", "a tensor") if storage == "none" else ("given", "None")
+        _refuse(where, f"{side}_scale", f"must be {expected} for storage '{storage}', got {got}. {_MADE}")
+    is_integer = storage in ("int8", "int4")
+    if zero is not None and not is_integer:
+        _refuse(where, f"{side}_zero", f"must be None for storage '{storage}', got a tensor. {_MADE}")
+    if not (clip_ratio == 1 or (is_integer and 0 < clip_ratio < 1)):
+        expected = "above 0 and at most 1" if is_integer else "1 where codes are no integers"
+        _refuse(where, f"{side}_clip_ratio", f"must be {expected}, got {clip_ratio}. KVFormat.clip_ratio decides it.")
+    may_have_blocks = side == "key" and storage == "int4" and zero is not None
+    has_blocks = _check_tail(where, side, arguments, head_dim, storage != "none", may_have_blocks)
+    if has_blocks and capacity % BLOCK_SIZE != 0:
+        expected = f"must have a capacity that is a multiple of {BLOCK_SIZE} where every channel has a scale"
+        _refuse(where, name, f"{expected}, got {capacity}. {_MADE}")
+    for kind, plane in (("scale", scale), ("zero", zero)):
+        if plane is not None:
+            _check_scale(where, f"{side}_{kind}", plane, codes, head_dim, has_blocks)
+    if scale is not None and zero is not None and zero.shape != scale.shape:
+        _refuse(where, f"{side}_zero", f"must be {list(scale.shape)} like the scale, got {list(zero.shape)}. {_MADE}")
+    return head_dim
+
+
+def _check_tail(
+    where: str, side: str, arguments: Arguments, head_dim: int, is_quantized: bool, may_have_blocks: bool
+) -> bool:
+    """Returns whether the tail is that of granularity `channel`."""
+    codes, tail = arguments[f"{side}_codes"], arguments[f"{side}_tail"]
+    sinks, window = arguments["sink_length"], arguments["residual_length"]
+    _check_count(where, "sink_length", sinks)
+    _check_count(where, "residual_length", window)
+    name, is_wanted = f"{side}_tail", is_quantized and sinks + window > 0
+    if tail is None:
+        if is_wanted:
+            expected = f"must be given for a `sink_length` of {sinks} and a `residual_length` of {window}"
+            _refuse(where, name, f"{expected}, got None. {_MADE}")
+        return False
+    if tail.dtype not in _DENSE:
+        _refuse(where, name, f"must be float32, float16 or bfloat16, got {tail.dtype}. {_MADE}")
+    has_blocks = may_have_blocks and tail.ndim == 4 and tail.shape[2] > sinks + window
+    if not (is_wanted or has_blocks):
+        _refuse(where, name, f"must be None without dense windows, got a tensor. {_MADE}")
+    ring = (-(-window // BLOCK_SIZE) + 1) * BLOCK_SIZE if has_blocks else window
+    expected_shape = [*codes.shape[:2], sinks + ring, head_dim]
+    if list(tail.shape) != expected_shape:
+        _refuse(where, name, f"must be {expected_shape} like the codes, got {list(tail.shape)}. {_MADE}")
+    return has_blocks
+
+
+def _check_scale(where: str, name: str, plane: Tensor, codes: Tensor, head_dim: int, has_blocks: bool) -> None:
+    if plane.dtype != torch.float16:
+        _refuse(where, name, f"must be float16, got {plane.dtype}. {_MADE}")
+    batch, heads, capacity, _ = codes.shape
+    shape = list(plane.shape)
+    if has_blocks:
+        blocks = [batch, heads, capacity // BLOCK_SIZE, head_dim]
+        if shape != blocks:
+            _refuse(where, name, f"must be {blocks} where every channel has a scale, got {shape}. {_MADE}")
+        return
+    if plane.ndim != 4:
+        _refuse(where, name, f"must be [batch, heads, groups, tokens], got {shape}. {_MADE}")
+    groups, is_frozen, is_shared = shape[2], shape[3] == 1, shape[1] == 1 and heads > 1
+    has_heads = is_shared or (shape[1] == heads and not (is_frozen and heads > 1))
+    if shape[0] != batch or not has_heads or not (is_frozen or shape[3] == capacity):
+        expected_shape = f"[{batch}, {heads} or 1, groups, {capacity}] or [{batch}, 1, 1, 1]"
+        _refuse(where, name, f"must be {expected_shape} like the codes, got {shape}. {_MADE}")
+    if groups < 1 or head_dim % groups != 0 or head_dim // groups % 8 != 0:
+        expected = f"must have a number of groups that cuts head_dim {head_dim} into multiples of 8"
+        _refuse(where, name, f"{expected}, got {groups}. {_MADE}")
+    if groups > 1 and (is_shared or is_frozen):
+        expected = "must have groups only where every head and token has scales of its own"
+        _refuse(where, name, f"{expected}, got {shape}. {_MADE}")
+
+
+def _check_lengths(where: str, arguments: Arguments) -> None:
+    for name in ("lengths", "starts"):
+        x, expected = arguments[name], [arguments["key_codes"].shape[0]]
+        if x is not None and x.dtype != torch.int32:
+            _refuse(where, name, f"must be int32, got {x.dtype}. Call .to(torch.int32).")
+        if x is not None and list(x.shape) != expected:
+            _refuse(where, name, f"must be {expected}, one number per sequence of the cache, got {list(x.shape)}.")
+
+
+def _check_numbers(where: str, arguments: Arguments, num_new: int) -> None:
+    """Lengths and starts where no GPU has to be waited for; a transform's numbers, as `KeyTransform` checks them."""
+    lengths, starts, capacity = arguments["lengths"], arguments["starts"], arguments["key_codes"].shape[2]
+    for name, x, high in (("lengths", lengths, capacity), ("starts", starts, _LARGEST)):
+        low = num_new if name == "lengths" else 0
+        for b, number in enumerate(x.tolist() if x is not None and x.device.type == "cpu" else ()):
+            if not low <= number <= high:
+                what = f"between the {low} new tokens and the capacity of {high}" if name == "lengths" else "at least 0"
+                _refuse(where, name, f"must be {what}, got {number} for sequence {b}.")
+    center, smoothing = arguments["key_center"], arguments["key_smoothing"]
+    if center is not None and not bool(center.isfinite().all()):
+        _refuse(where, "key_center", "must be finite, got NaN or infinity. Was it taken from broken keys?")
+    if smoothing is not None and not bool((smoothing.isfinite() & (smoothing > 0)).all()):
+        _refuse(where, "key_smoothing", "must be positive and finite, got other numbers. Use 1 for no change.")
+
+
+def _check_transform(where: str, arguments: Arguments, head_dim: int) -> None:
+    center, smoothing, is_rotated = (arguments[name] for name in ("key_center", "key_smoothing", "rotates_key"))
+    expected = [arguments["key_codes"].shape[1], head_dim]
+    for name, x in (("key_center", center), ("key_smoothing", smoothing)):
+        if x is not None and (x.dtype != torch.float32 or list(x.shape) != expected):
+            what = f"must be {expected} float32, one number per head and channel of the keys"
+            _refuse(where, name, f"{what}, got {list(x.shape)} {x.dtype}. Was it made for another model?")
+    tail, rows = arguments["key_tail"], arguments["sink_length"] + arguments["residual_length"]
+    has_blocks = tail is not None and tail.shape[2] > rows
+    if has_blocks and (center is not None or smoothing is not None or is_rotated):
+        names = "`key_center`, `key_smoothing` and `rotates_key`"
+        problem = "must be left out where every channel of the keys has a scale, got a transform."
+        raise ValueError(f"{where}: {names} {problem} Outlier channels do no harm there.")
+
+
+def _check_memory(where: str, arguments: Arguments) -> None:
+    """What is written shares no memory with itself, nor begins where anything else does."""
+    written = [f"{side}_{plane}" for side in ("key", "value") for plane in ("codes", "scale", "zero", "tail")]
+    for name in written:
+        if arguments[name] is not None and _has_overlap(arguments[name]):
+            problem = "must have memory of its own for each element, got strides that share it. Call .clone()."
+            _refuse(where, name, problem)
+    if arguments["key"].numel() == 0 or arguments["key_codes"].numel() == 0:
+        return
+    others = ("key", "value", "query", "lengths", "starts", "key_center", "key_smoothing")
+    owners: dict[int, str] = {}
+    for name in (*written, *others):
+        x = arguments.get(name)
+        owner = name if x is None else owners.setdefault(x.data_ptr(), name)
+        if owner != name and owner in written:
+            _refuse(where, owner, f"must have memory of its own, got that of `{name}`. Call .clone().")
+
+
+def _has_overlap(x: Tensor) -> bool:
+    """Whether elements share memory. Also where rows are interleaved in a way that no slicing arrives at."""
+    if 0 in x.shape:
+        return False
+    extent = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return True
+            extent += (size - 1) * stride
+    return False
