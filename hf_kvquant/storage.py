@@ -778,7 +778,8 @@ class LayerStorage:
 
     def move(self, device: torch.device | str) -> None:
         """Move the buffers to another device."""
-        if not self.is_allocated or self.device == torch.device(device):
+        device = torch.empty(0, device=device).device  # "cuda" is one of them
+        if not self.is_allocated or self.device == device:
             return
         self.flush()
         self._part_with_buffers()

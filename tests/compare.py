@@ -13,10 +13,10 @@ def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
 
     Args:
         actual: On any device.
-        expected: On the CPU.
+        expected: The same.
         what: The case, for the message.
     """
-    actual = actual.cpu()
+    actual, expected = actual.cpu(), expected.cpu()
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
     differs = actual != expected
@@ -40,11 +40,11 @@ def assert_close(actual: Tensor, expected: Tensor, bound: float, what: str) -> N
 
     Args:
         actual: On any device, any floating dtype.
-        expected: On the CPU, float32.
+        expected: The same, float32.
         bound: Largest absolute difference.
         what: The case, for the message.
     """
-    actual = actual.cpu().float()
+    actual, expected = actual.cpu().float(), expected.cpu()
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     same_kind = actual.isfinite() == expected.isfinite()
     if not same_kind.all():

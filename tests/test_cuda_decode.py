@@ -202,7 +202,10 @@ def test_precision_is_that_of_torch(engine: str, preset: str, dtype: torch.dtype
     for i, length in enumerate(LENGTHS):
         head_dim, num_q_per_kv = KERNEL_DIMS[(i + shift) % 5], GROUPS[(i + 3 * shift) % 7]
         # Short sequences in numbers: over a handful of logits, one kernel's worst error is not comparable to another's.
-        lengths, formats = (length,) * max(2, min(24, 256 // length)), fitting(PRESETS[preset], head_dim)
+        # Nor over a handful of long ones where a few tokens have all the weight, as with outliers: of 2 sequences, or
+        # 16, the ratio of the two kernels' errors goes up to 5, of 64 and of 256 it is 1.2 and hardly moves.
+        num_sequences = max(64 if engine == "cuda" else 2, min(24, 256 // length))
+        lengths, formats = (length,) * num_sequences, fitting(PRESETS[preset], head_dim)
         capacity = capacity_for(length, formats)
         case = Case(formats, head_dim, dtype, num_q_per_kv, 1, lengths, capacity=capacity)
         chosen = DISTRIBUTIONS if engine == "cuda" else [DISTRIBUTIONS[(i // 6 + i + shift) % 6]]

@@ -322,13 +322,13 @@ __device__ void append_token(const Jobs& jobs, const Job& job, unsigned block) {
 
 // What an append does to the tail of a sequence, in positions. Tokens for which there is no room do not count.
 struct TailUpdate {
-  int start;        // the first token that is not padding
+  int start;        // the first token that is not padding; the capacity where there is none, so that sums fit an int
   int first_new;    // may be negative
   int old, length;  // tokens before and after
   int begin, end;   // the newest tokens that attention took from the tail before began there, and do now
 
   __device__ TailUpdate(const Jobs& jobs, const Side& side, unsigned b)
-      : start(jobs.starts == nullptr ? 0 : max(jobs.starts[b], 0)),
+      : start(jobs.starts == nullptr ? 0 : min(max(jobs.starts[b], 0), jobs.capacity)),
         first_new(jobs.lengths[b] - jobs.q_len),
         old(max(first_new, 0)),
         length(min(jobs.lengths[b], jobs.capacity)),

@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
   const int64_t b = place.b;
   const int length = min(max(params.lengths[b], 0), params.capacity);
   const int first_position = length - params.q_len;  // of the first query; negative when it attends to nothing
-  const int start = params.starts == nullptr ? 0 : params.starts[b];
+  const int start = params.starts == nullptr ? 0 : min(params.starts[b], params.capacity);  // sums fit an int
   int begin = max(start, 0);
   if (params.sliding_window > 0) begin = max(begin, first_position - params.sliding_window + 1);
 

@@ -288,7 +288,9 @@ DecodePlan plan_general(const DecodeParams& params) {
   const int64_t num_units = std::max<int64_t>(1, int64_t{plan.num_row_tiles} * params.num_kv_heads * params.batch);
   const int64_t wanted = (int64_t{num_multiprocessors} * kBlocksPerMultiprocessor + num_units - 1) / num_units;
   const int64_t worthwhile = std::max(1, params.capacity / kMinTokensPerSplit);
-  const int64_t num_splits = params.num_splits > 0 ? params.num_splits : std::min(wanted, worthwhile);
+  const int64_t most = std::max(1, params.capacity);  // others would have no token
+  const int64_t num_splits =
+      params.num_splits > 0 ? std::min<int64_t>(params.num_splits, most) : std::min(wanted, worthwhile);
   plan.num_splits = divisor(num_splits);
   if (num_splits > 1) {
     plan.workspace_floats = num_splits * part_floats(params);

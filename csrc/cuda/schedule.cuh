@@ -22,12 +22,13 @@
 
 namespace hf_kvquant::cuda {
 
-// What is asked of the device first, since all else depends on it.
+// What is asked of the device first, since all else depends on it. Padding ends at the capacity at most, so that sums fit
+// an int.
 struct Bounds {
   int length, start;
 
   __device__ __forceinline__ Bounds(const DecodeParams& params, int b)
-      : length(params.lengths[b]), start(params.starts == nullptr ? 0 : params.starts[b]) {}
+      : length(params.lengths[b]), start(params.starts == nullptr ? 0 : min(params.starts[b], params.capacity)) {}
 };
 
 // The tokens that the rows of a unit see as codes.
