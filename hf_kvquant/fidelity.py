@@ -24,8 +24,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from .cache import KVQuantCache
 from .config import KVQuantConfig
+from .lengths import causal_pairs
 from .patching import patched
-from .simulation import causal_pairs, expected_pairs, pairs_of, simulated, simulated_cache
+from .simulation import expected_pairs, pairs_of, simulated, simulated_cache
 from .storage import LayerStorage
 from .transforms.of_model import key_transforms
 

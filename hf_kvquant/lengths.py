@@ -8,6 +8,7 @@ gets its own length, at the price of a launch.
 
 A compiled step advances the device's copy and nothing that the host could be asked for: the book it finds and the book
 it leaves are equal, so that nothing in it makes the compiler look again. This file knows neither codes nor layers.
+How many pairs of query and token so many tokens make, which all that count attention agree on, is here too.
 """
 
 from __future__ import annotations
@@ -219,3 +220,19 @@ class Lengths:
 
 def _new_tensor(batch: int, device: torch.device) -> Tensor:
     return torch.empty((batch,), dtype=torch.int32, device=device)
+
+
+def causal_pairs(tokens: int, first_chunk: int, window: int = 0) -> int:
+    """(Query, token) pairs that one layer serves from codes for a text fed in chunks, however large they are.
+
+    Args:
+        tokens: Of the text.
+        first_chunk: Tokens of the first chunk.
+        window: Positions visible to a query; 0 for all.
+    """
+
+    def pairs(tokens: int) -> int:
+        clipped = min(tokens, window) if window else tokens
+        return clipped * (clipped + 1) // 2 + (tokens - clipped) * window
+
+    return pairs(tokens) - pairs(first_chunk)

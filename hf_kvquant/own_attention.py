@@ -197,6 +197,8 @@ def _attend(
 ) -> Tensor:
     handle, _ = cache.update(key, value, index)
     assert isinstance(handle, KVHandle)
+    if not torch.compiler.is_compiling():
+        handle.step.storage.masked_window = options.get("sliding_window", 0)
     # CodeGen rotates queries in float32. They are rounded like the keys: kernels are for the dtype of the model.
     out, _ = handle.step.storage.attend(
         query.to(value.dtype), starts=starts.expand(query.shape[0]).contiguous(), **options

@@ -66,6 +66,7 @@ def simulate(
     layer = cache.layers[index]
     assert isinstance(layer, SimulatingLayer)
     cache.update(key, value, index)
+    layer.storage.masked_window = sliding_window
     position = torch.arange(query.shape[2], device=query.device)
     distance = position - position.unsqueeze(1)  # [tokens, tokens], of a key from a query
     mask = is_visible.unsqueeze(1)

@@ -27,6 +27,7 @@ from .attention import _call
 from .cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig
 from .formats import KVFormat
+from .lengths import causal_pairs
 from .own_simulation import SimulatingLayer
 from .patching import _set_attention, state_of
 from .rings import RingStorage
@@ -101,7 +102,7 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
                         masks.append(_only(mask[..., n0:, :], chosen.unsqueeze(1)))
             outs.append(attend(query[:, :, n0:], torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, -1))[0])
         firsts = self.first_chunks * (batch // len(self.first_chunks))
-        self.pairs += sum(causal_pairs(tokens, min(first, tokens), self.storage.window) for first in firsts)
+        self.pairs += sum(causal_pairs(tokens, min(first, tokens), _window_of(self.storage)) for first in firsts)
         return torch.cat(outs, dim=1)
 
     def _formats(self) -> tuple[KVFormat, KVFormat]:
@@ -190,26 +191,15 @@ def _whole(storage: LayerStorage) -> LayerStorage:
     return whole
 
 
-def causal_pairs(tokens: int, first_chunk: int, window: int = 0) -> int:
-    """(Query, token) pairs that one layer serves from codes for a text fed in chunks, however large they are.
-
-    Args:
-        tokens: Of the text.
-        first_chunk: Tokens of the first chunk.
-        window: Positions visible to a query; 0 for all.
-    """
-
-    def pairs(tokens: int) -> int:
-        clipped = min(tokens, window) if window else tokens
-        return clipped * (clipped + 1) // 2 + (tokens - clipped) * window
-
-    return pairs(tokens) - pairs(first_chunk)
+def _window_of(storage: LayerStorage) -> int:
+    """Positions that a query of a layer sees; 0 for all."""
+    return storage.window or storage.masked_window
 
 
 def expected_pairs(cache: Cache, tokens: int, first_chunk: int) -> int:
     """`causal_pairs` of all quantised layers of a cache, of ours or a simulated one."""
     return sum(
-        causal_pairs(tokens, first_chunk, layer.storage.window)
+        causal_pairs(tokens, first_chunk, _window_of(layer.storage))
         for layer in cache.layers
         if isinstance(layer, (KVQuantLayer, SimulatedLayer)) and layer.storage.is_quantized
     )

@@ -23,7 +23,7 @@ from torch import Tensor
 from . import ops, reference
 from .config import LayerFormats
 from .formats import KVFormat, Planes
-from .lengths import LengthGroup, Lengths
+from .lengths import LengthGroup, Lengths, causal_pairs
 from .pool import BufferPool
 from .transforms import KeyTransform
 
@@ -106,6 +106,8 @@ class LayerStorage:
         self._device: torch.device | None = None  # of the planes; not asked of them, which compiled steps would guard
         self.num_kv_heads = self.key_head_dim = self.value_head_dim = self.batch = 0
         self.window = 0  # positions visible to a query, itself included; 0 for all
+        # The same where a model computes attention by itself, and its cache keeps what it no longer sees (GPT-Neo).
+        self.masked_window = 0
         self.fallbacks: Counter[str] = Counter()  # reason -> steps that attended to dequantised tensors ...
         self.tally: Counter[str] | None = None  # ... and where they are counted for longer than there is this storage
         self.pairs_dequantized = 0  # (query, token) pairs of such steps, padding included; of growing storages alone
@@ -565,8 +567,8 @@ class LayerStorage:
         if not torch.compiler.is_compiling():
             self.fallbacks[reason] += 1
             if self.pending is not None and not self.is_static:
-                q_len = self.pending[0].shape[2]
-                self.pairs_dequantized += self.batch * (q_len * self.length - q_len * (q_len - 1) // 2)
+                before = self.length - self.pending[0].shape[2]
+                self.pairs_dequantized += self.batch * causal_pairs(self.length, before, self.window)
             if self.tally is not None:
                 self.tally[reason] += 1
             _log_fallback(reason)

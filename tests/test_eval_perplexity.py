@@ -18,7 +18,7 @@ from hf_kvquant import KVQuantConfig, cli
 from hf_kvquant.arguments import Refused
 from hf_kvquant.evaluation import gate, perplexity, windows
 from hf_kvquant.fidelity import OutOfMemory
-from hf_kvquant.simulation import causal_pairs
+from hf_kvquant.lengths import causal_pairs
 
 WINDOW = 24
 TEXT = 8 * models.SENTENCE

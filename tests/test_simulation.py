@@ -9,8 +9,9 @@ from models import greedy
 
 from hf_kvquant import KVQuantConfig
 from hf_kvquant.fidelity import Chunks, Stream, compare, divergence, route
+from hf_kvquant.lengths import causal_pairs
 from hf_kvquant.patching import patched, why_dense
-from hf_kvquant.simulation import causal_pairs, expected_pairs, pairs_of, simulated, simulated_cache
+from hf_kvquant.simulation import expected_pairs, pairs_of, simulated, simulated_cache
 
 TOKENS = 41
 OWN = ["gptj", "codegen", "gpt_neo", "bloom", "falcon", "falcon_alibi", "falcon_new", "mpt"]
