@@ -388,6 +388,11 @@ def _check_model(where: str, model: PreTrainedModel) -> None:
             f"{where}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
             "Pass the model that the cache belongs to: a cache of another one would be read as nonsense."
         )
+    if model.config.is_encoder_decoder:
+        raise NotImplementedError(
+            f"{where}: `model` must be a decoder alone, got {type(model).__name__}, an encoder-decoder, which goes on "
+            "from the encoder's keys and values as well. Pickle the whole EncoderDecoderCache."
+        )
     _, num_ranks = rank_of(model)
     if num_ranks > 1:
         raise NotImplementedError(

@@ -4,6 +4,7 @@ A patched model has our attention implementation in its config (it passes everyt
 had), and one method of its own: `_prepare_cache_for_generation`, which builds a `KVQuantCache` where `generate` would
 have built a default cache. The choice is made inside that hook and not in `generation_config`, where it would clash
 with `past_key_values=` and leak into the calls of an assistant model. `enable` installs the same hook for all models.
+What an encoder-decoder keeps beside our cache is decided in `encoder_decoder.py`.
 With `capture=True` a model has two methods more: `generate`, which decodes in the loop of `decode_loop.py`, and
 `get_compiled_call`, which transformers' loops ask for what runs their steps.
 """
@@ -22,12 +23,19 @@ from typing import Any, TypeVar
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from . import own_attention
+from . import encoder_decoder, own_attention
 from .attention import implementation_name, is_ours
 from .cache import KVQuantCache, check_model, layers_of
 from .capture import Captures, captured_call, check_capturable, is_captured
 from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig
 from .decode_loop import generate
+from .encoder_decoder import (
+    beside_cross_attention,
+    check_cross_attention,
+    compile_with_masks_only,
+    croppable,
+    decoder_cache,
+)
 from .pool import BufferPool, drop_pool, pool_of, pooled_models
 from .storage import BufferKind
 from .transforms.of_model import key_transforms
@@ -70,7 +78,7 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     which goes on doing what the model did then: patch again after switching adapters or adding hooks.
 
     Args:
-        model: A decoder-only model of transformers.
+        model: A model of transformers with a decoder. Of an encoder-decoder, the decoder's self-attention is quantised.
         preset_or_config: A preset's name, a dictionary or a `KVQuantConfig`.
 
     Returns:
@@ -213,14 +221,27 @@ def prepare_cache(
         # Proposals go beyond the length asked for, and one cache of an assistant serves many calls of its `generate`.
         max_cache_length = None
     cache = cache_for(model, generation_config, model_kwargs, batch=batch, max_cache_length=max_cache_length)
+
+    def prepare(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
+        return (fall_through or getattr(type(model), _HOOK))(model, generation_config, model_kwargs, *args)
+
     if cache is None:
-        if fall_through is not None:
-            return fall_through(model, generation_config, model_kwargs, *args)
-        return getattr(type(model), _HOOK)(model, generation_config, model_kwargs, *args)
+        pair = croppable(model_kwargs.get("past_key_values"))
+        if pair is not None:
+            model_kwargs["past_key_values"] = pair
+            compile_with_masks_only(model, generation_config, model_kwargs)
+        return prepare(generation_config, model_kwargs)
     state = state_of(model)
     if state is not None:
         cache.count_fallbacks_in(state.fallbacks)
-    model_kwargs["past_key_values"] = cache
+    if model.config.is_encoder_decoder:
+        pair = beside_cross_attention(cache, prepare, generation_config, model_kwargs)
+        if pair is None:
+            raise _no_cache_of_the_decoder(model)
+        model_kwargs["past_key_values"] = pair
+        compile_with_masks_only(model, generation_config, model_kwargs)
+    else:
+        model_kwargs["past_key_values"] = cache
     if generation_config.prefill_chunk_size is not None and not is_captured(cache):
         generating: Any = model
         if generating._valid_auto_compile_criteria(model_kwargs, generation_config):
@@ -258,16 +279,19 @@ def cache_for(
     """
     state = state_of(model)
     given = model_kwargs.get("past_key_values")
-    if isinstance(given, KVQuantCache) and generation_config.use_cache is False:
+    own = decoder_cache(given)
+    if own is not None and generation_config.use_cache is False:
         raise ValueError(
             "generate: `use_cache` must be True with a KVQuantCache, got False: every step would add the whole "
             "sequence to the cache again. Pass use_cache=True (generation_config may say otherwise), or no cache."
         )
-    if isinstance(given, KVQuantCache) and state is not None:
-        given.adopt(key_transforms(model, given.quant_config))
-    if is_captured(given):
+    if own is not None:
+        check_cross_attention(model, given, model_kwargs)
+        if state is not None:
+            own.adopt(key_transforms(model, own.quant_config))
+    if is_captured(own):
         _check_capture(model, state, generation_config)
-        given.check_in_step()
+        own.check_in_step()
     if given is not None or generation_config.use_cache is False:
         return None
     if _asks_for_us(generation_config):
@@ -279,11 +303,17 @@ def cache_for(
         config = state.config
     else:
         return None
-    if model.config.is_encoder_decoder or not _keeps_cache(model):
-        raise NotImplementedError(
-            f"generate: {type(model).__name__} does not keep a cache of its decoder alone, so it cannot be quantised. "
-            "Drop cache_config, or unpatch the model."
-        )
+    if not _keeps_cache(model):
+        raise _no_cache_of_the_decoder(model)
+    check_cross_attention(model, None, model_kwargs)
+    if model.config.is_encoder_decoder:
+        _keep_attention(model)
+        if generation_config.prefill_chunk_size is not None:
+            raise NotImplementedError(
+                f"generate: `prefill_chunk_size` must be None for {type(model).__name__}, got "
+                f"{generation_config.prefill_chunk_size}: transformers would cut the encoder's mask to the chunk. "
+                "Leave it out."
+            )
     if generation_config.output_attentions:
         raise NotImplementedError(
             "generate: `output_attentions` must be False with a quantised cache, got True: attention weights are never "
@@ -296,7 +326,7 @@ def cache_for(
         return KVQuantCache(model.config, config, key_transforms=transforms)
     if not config.static:
         return KVQuantCache(model.config, config, key_transforms=transforms)
-    own_attention.check_static(model, "generate")
+    _check_static(model, "generate")
     if config.capture:
         _check_capture(model, state, generation_config)
     if config.max_cache_len is not None and config.max_cache_len < max_cache_length:
@@ -308,6 +338,23 @@ def cache_for(
     pool.reclaim()
     max_cache_len = config.max_cache_len or _static_length(pool, batch, max_cache_length)
     return KVQuantCache(model.config, config, max_cache_len=max_cache_len, key_transforms=transforms, pool=pool)
+
+
+def _no_cache_of_the_decoder(model: PreTrainedModel) -> NotImplementedError:
+    return NotImplementedError(
+        f"generate: {type(model).__name__} does not keep a cache of its decoder alone, so it cannot be quantised. "
+        "Drop cache_config, or unpatch the model."
+    )
+
+
+def _keep_attention(model: PreTrainedModel) -> None:
+    """Give our attention back to a patched model that has another one by now, over that.
+
+    Whisper takes eager attention, and keeps it, when it is asked for the times of tokens.
+    """
+    current = _text_config(model)._attn_implementation
+    if state_of(model) is not None and not is_ours(current) and model._can_set_attn_implementation():
+        _set_attention(model, implementation_name(current))
 
 
 def _static_length(pool: BufferPool, batch: int, needed: int) -> int:
@@ -386,10 +433,10 @@ def _check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
             f"patch: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
             "Pass the model itself, not a pipeline or a wrapper."
         )
-    if model.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder and config.capture:
         raise NotImplementedError(
-            f"patch: {type(model).__name__} is an encoder-decoder, whose cross-attention cache cannot be quantised. "
-            "Pass EncoderDecoderCache(KVQuantCache(...), DynamicCache()) as past_key_values instead."
+            f"patch: `capture` must be False for {type(model).__name__}, got True: it is an encoder-decoder, whose "
+            "cross-attention reads tensors that are new in every call. Pass static=True instead: generate compiles."
         )
     if not _keeps_cache(model):
         raise NotImplementedError(
@@ -401,7 +448,12 @@ def _check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
     check_model(text_config, layer_types, config)
     check_heads(model, "patch")
     if config.static:
-        own_attention.check_static(model, "patch")
+        _check_static(model, "patch")
+
+
+def _check_static(model: PreTrainedModel, where: str) -> None:
+    own_attention.check_static(model, where)
+    encoder_decoder.check_static(model, where)
 
 
 # Models whose fallback the log has told of.
@@ -436,11 +488,12 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
     text_config = _text_config(model)
     if text_config._attn_implementation == name or model in _unreachable:
         return
-    if text_config is model.config:
-        model.set_attn_implementation(name)
+    for key in model.config.sub_configs:
+        if getattr(model.config, key, None) is text_config:
+            model.set_attn_implementation({key: name})
+            break
     else:
-        for key in model.config.sub_configs:
-            if getattr(model.config, key, None) is text_config:
-                model.set_attn_implementation({key: name})
-    if text_config._attn_implementation != name:
+        # Its own config, or that of an encoder-decoder, where one config serves both and `text_config` is a copy.
+        model.set_attn_implementation(name)
+    if _text_config(model)._attn_implementation != name:
         _unreachable.add(model)

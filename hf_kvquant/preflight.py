@@ -26,8 +26,8 @@ from .divergence import CannotMeasure, Meter, alone, read_text
 from .patching import _check_patchable, patched
 from .transforms.centering import _evaluating
 from .transforms.key_transform import KeyTransform
+from .transforms.layout import check_decoder
 from .transforms.of_model import key_transforms
-from .transforms.sharding import check_whole
 from .transforms.signals import SHAPES, Finding, KeySignals, read_signals
 from .verdict import KLD, UNKNOWN, WHERE, LayerCheck, Preflight, name_of
 
@@ -79,13 +79,13 @@ def run_preflight(
         The config and the findings; `approved()` refuses what does harm.
 
     Raises:
-        NotImplementedError: The model cannot be patched, or is sharded over processes.
+        NotImplementedError: The model cannot be patched, has an encoder, or is sharded over processes.
         TypeError, ValueError: An argument has no meaning or does not fit the model.
     """
     config = None if preset_or_config is None else KVQuantConfig.resolve(preset_or_config)
     rungs = _checked(presets, max_kld, tokenizer, texts)
     _check_patchable(model, KVQuantConfig.from_preset("none") if config is None else config)
-    check_whole(model, WHERE)
+    check_decoder(model, WHERE)
     with _status(progress) as say, torch.no_grad(), _evaluating(model), patched(model, "none"):
         say("weights")
         signals, left_out = read_signals(model, config, where=WHERE)

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
 
 from . import ops
 from .attention import NOT_QUANTIZED
 from .cache import KVQuantCache, KVQuantLayer, head_dim_of, layer_devices, layers_of
 from .config import KVQuantConfig
+from .encoder_decoder import decoder_cache
 from .environment import environment
 from .handle import LOOKED_INSIDE
 from .patching import state_of, why_dense
@@ -99,12 +101,13 @@ class Report:
         return "\n".join([f"{self.model}, {self.cache} cache", *lines])
 
 
-def report(model: PreTrainedModel, cache: KVQuantCache | None = None) -> Report:
+def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | None = None) -> Report:
     """What serves each layer of a model, and why. Changes and runs nothing.
 
     Args:
         model: A patched model, before or after it has generated; or any model, with a cache.
-        cache: One that was passed to it, or that `generate` returned, of which the report is then. `None` reports on
+        cache: One that was passed to it, or that `generate` returned, of which the report is then; of an
+            encoder-decoder, our cache or the `EncoderDecoderCache` that it is in. `None` reports on
             the config that the model was patched with, and on all its calls of `generate` since.
 
     Raises:
@@ -120,6 +123,7 @@ def report(model: PreTrainedModel, cache: KVQuantCache | None = None) -> Report:
             f"{WHERE}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
             "Pass the model itself, not a pipeline or a wrapper."
         )
+    cache = decoder_cache(cache) or cache
     if cache is not None and not isinstance(cache, KVQuantCache):
         raise TypeError(
             f"{WHERE}: `cache` must be a KVQuantCache or None, got {type(cache).__name__}. "

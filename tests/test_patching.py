@@ -320,10 +320,10 @@ REFUSALS: dict[str, tuple[Any, Any, type[Exception], str]] = {
     ),
     "encoder_decoder": (
         models.bart,
-        "int8",
+        {"preset": "int8", "capture": True},
         NotImplementedError,
-        "patch: BartForConditionalGeneration is an encoder-decoder, whose cross-attention cache cannot be quantised. "
-        "Pass EncoderDecoderCache(KVQuantCache(...), DynamicCache()) as past_key_values instead.",
+        "patch: `capture` must be False for BartForConditionalGeneration, got True: it is an encoder-decoder, whose "
+        "cross-attention reads tensors that are new in every call. Pass static=True instead: generate compiles.",
     ),
     "no_cache_of_transformers": (
         lambda: models.build("xlstm", num_heads=2, head_dim=models.LEFT_OUT),
@@ -410,16 +410,6 @@ def test_attention_weights_are_refused_and_the_model_generates_as_before(through
         compare.assert_same(logits(greedy(model, inputs)), logits(expected), "logits")
         weights = greedy(model, inputs, output_attentions=True, cache_implementation="dynamic").attentions
     assert weights[1][0].shape == (3, 4, 1, 10)
-
-
-@pytest.mark.usefixtures("enabled")
-def test_the_flag_is_refused_for_an_encoder_decoder() -> None:
-    message = (
-        "generate: BartForConditionalGeneration does not keep a cache of its decoder alone, so it cannot be quantised. "
-        "Drop cache_config, or unpatch the model."
-    )
-    with pytest.raises(NotImplementedError, match=re.escape(message)):
-        greedy(models.bart(), {"input_ids": torch.randint(3, 90, (2, 5))}, decoder_start_token_id=1, **FLAG)
 
 
 def test_a_bad_flag_is_refused_and_the_model_generates_as_before() -> None:

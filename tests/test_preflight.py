@@ -300,7 +300,7 @@ def test_a_format_that_gives_no_numbers_is_ruin(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_models_that_cannot_be_patched_are_refused_as_ever() -> None:
-    with pytest.raises(NotImplementedError, match="patch: BartForConditionalGeneration is an encoder-decoder"):
+    with pytest.raises(NotImplementedError, match="for_model: `model` must be a decoder that keeps keys and values"):
         run_preflight(models.bart())
     with pytest.raises(ValueError, match=r"`layers` must name layers below 2"):
         run_preflight(build(), {"preset": "int4", "layers": {7: "int8"}})

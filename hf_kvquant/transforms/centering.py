@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from ..cache import layers_of
 
@@ -81,9 +81,14 @@ def num_kv_heads(model: PreTrainedModel) -> dict[int, int]:
 def _keys_of_a_token(model: PreTrainedModel) -> dict[int, Tensor]:
     """What arrives in the cache for one token: per layer that keeps all keys `[1, num_kv_heads, 1, head_dim]`."""
     cache = whole_cache(model)
+    decoder: Any = model
+    given: Cache = cache
+    if model.config.is_encoder_decoder:
+        # Without an encoder's states, most leave cross-attention out; Moonshine runs it, on what its cache is for.
+        decoder, given = model.get_decoder(), EncoderDecoderCache(cache, DynamicCache())
     token = torch.zeros((1, 1), dtype=torch.long, device="cpu" if model.device.type == "meta" else model.device)
     with _evaluating(model):
-        model(input_ids=token, attention_mask=torch.ones_like(token), past_key_values=cache, use_cache=True)
+        decoder(input_ids=token, attention_mask=torch.ones_like(token), past_key_values=given, use_cache=True)
     keys = {index: layer.keys for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer}
     return {index: key for index, key in keys.items() if key is not None and key.numel() > 0}
 
