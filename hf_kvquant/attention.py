@@ -225,7 +225,9 @@ def attention(
     if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
         if is_bounds(attention_mask):  # the model has changed what `update` gave it
             attention_mask = _mask_over_changed(prev, query, key.shape[2], attention_mask)
-        return _call(prev, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return call_previous(
+            prev, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(
@@ -257,7 +259,7 @@ def attention(
     if mask is None or is_bounds(mask):
         offset = storage.query_offset(query.shape[2])
         mask = _dense_mask(prev, query, dense_key.shape[2], offset, mask, storage.window, storage.mask_offset)
-    return _call(prev, module, query, dense_key, dense_value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    return call_previous(prev, module, query, dense_key, dense_value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
 def is_bounds(mask: Tensor | None) -> TypeGuard[Tensor]:
@@ -348,7 +350,7 @@ def _dense_mask(
 # --- the implementation before ours -----------------------------------------------------------------------------------
 
 
-def _call(prev: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+def call_previous(prev: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Call the attention implementation `prev`, looked up now, since other packages wrap it."""
     if prev == "eager":
         # Not in the registry: every model file has its own.

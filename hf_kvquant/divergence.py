@@ -20,7 +20,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 from .cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig, LayerFormats
-from .patching import _text_config
+from .text_config import text_config_of
 from .transforms.calibration import MIN_TOKENS, read_windows
 from .transforms.observation import forward
 from .transforms.of_model import key_transforms
@@ -71,7 +71,7 @@ def read_text(
 
 def own_text(model: PreTrainedModel) -> Tensor:
     """Text that the model samples from what begins a text, never ending it."""
-    text_config = _text_config(model)
+    text_config = text_config_of(model)
     ends = _ids(text_config, "eos_token_id") + _ids(getattr(model, "generation_config", None), "eos_token_id")
     first = (_ids(text_config, "bos_token_id") + ends + [0])[0] % text_config.vocab_size
     never = ends + _ids(text_config, "pad_token_id")
@@ -94,7 +94,7 @@ def _ids(config: Any, name: str) -> list[int]:
 
 
 def _window(model: PreTrainedModel) -> int:
-    context = getattr(_text_config(model), "max_position_embeddings", None)
+    context = getattr(text_config_of(model), "max_position_embeddings", None)
     return min(context, WINDOW) if isinstance(context, int) and context > 1 else WINDOW
 
 

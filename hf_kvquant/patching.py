@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from . import encoder_decoder, own_attention
@@ -38,6 +38,7 @@ from .encoder_decoder import (
 )
 from .pool import BufferPool, drop_pool, pool_of, pooled_models
 from .storage import BufferKind
+from .text_config import text_config_of
 from .transforms.of_model import key_transforms
 from .transforms.sharding import check_heads
 
@@ -94,12 +95,12 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
         >>> hf_kvquant.patch(model, {"preset": "int4", "capture": True})  # decode steps as CUDA graphs, on one GPU
     """
     config = KVQuantConfig.resolve(preset_or_config)
-    _check_patchable(model, config)
+    check_patchable(model, config)
     state = state_of(model)
-    previous = _text_config(model)._attn_implementation if state is None else state.previous_attention
+    previous = text_config_of(model)._attn_implementation if state is None else state.previous_attention
     drop_pool(model)
     _route_attention(model, previous)
-    if config.capture and not is_ours(_text_config(model)._attn_implementation):
+    if config.capture and not is_ours(text_config_of(model)._attn_implementation):
         if state is None:
             own_attention.unpatch(model)
         raise NotImplementedError(
@@ -140,7 +141,7 @@ def unpatch(model: Model) -> Model:
         model.__dict__.pop(name, None)
     drop_pool(model)
     own_attention.unpatch(model)
-    _set_attention(model, state.previous_attention)
+    set_attention(model, state.previous_attention)
     return model
 
 
@@ -193,7 +194,7 @@ _original_hook: Callable[..., Any] = getattr(GenerationMixin, _HOOK)
 
 def _hook_for_all(self: PreTrainedModel, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
     if _asks_for_us(generation_config):
-        previous = _text_config(self)._attn_implementation
+        previous = text_config_of(self)._attn_implementation
         if not is_ours(previous):
             _route_attention(self, previous)
     return prepare_cache(self, generation_config, model_kwargs, *args, fall_through=_original_hook)
@@ -303,7 +304,7 @@ def cache_for(
         config = state.config
     else:
         return None
-    if not _keeps_cache(model):
+    if not keeps_cache(model):
         raise _no_cache_of_the_decoder(model)
     check_cross_attention(model, None, model_kwargs)
     if model.config.is_encoder_decoder:
@@ -352,9 +353,9 @@ def _keep_attention(model: PreTrainedModel) -> None:
 
     Whisper takes eager attention, and keeps it, when it is asked for the times of tokens.
     """
-    current = _text_config(model)._attn_implementation
+    current = text_config_of(model)._attn_implementation
     if state_of(model) is not None and not is_ours(current) and model._can_set_attn_implementation():
-        _set_attention(model, implementation_name(current))
+        set_attention(model, implementation_name(current))
 
 
 def _static_length(pool: BufferPool, batch: int, needed: int) -> int:
@@ -417,17 +418,13 @@ def _asks_for_us(generation_config: Any) -> bool:
     )
 
 
-def _text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    return model.config.get_text_config(decoder=True)
-
-
-def _keeps_cache(model: PreTrainedModel) -> bool:
+def keeps_cache(model: PreTrainedModel) -> bool:
     """Whether the model works with transformers' default cache; one without `generate` is taken to."""
-    keeps_cache: Callable[[], bool] | None = getattr(model, "_supports_default_dynamic_cache", None)
-    return keeps_cache is None or keeps_cache()
+    is_supported: Callable[[], bool] | None = getattr(model, "_supports_default_dynamic_cache", None)
+    return is_supported is None or is_supported()
 
 
-def _check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
+def check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"patch: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
@@ -438,12 +435,12 @@ def _check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
             f"patch: `capture` must be False for {type(model).__name__}, got True: it is an encoder-decoder, whose "
             "cross-attention reads tensors that are new in every call. Pass static=True instead: generate compiles."
         )
-    if not _keeps_cache(model):
+    if not keeps_cache(model):
         raise NotImplementedError(
             f"patch: {type(model).__name__} does not keep its state in a cache of transformers, so there are no keys "
             "and values to quantise. Leave the model unpatched."
         )
-    text_config = _text_config(model)
+    text_config = text_config_of(model)
     layer_types, _ = layers_of(text_config)
     check_model(text_config, layer_types, config)
     check_heads(model, "patch")
@@ -465,7 +462,7 @@ def _route_attention(model: PreTrainedModel, previous: str) -> None:
     name = implementation_name(previous)
     if own_attention.patch(model):
         return
-    _set_attention(model, name)
+    set_attention(model, name)
     reason = why_dense(model)
     if reason is not None and model not in _told:
         _told.add(model)
@@ -474,7 +471,7 @@ def _route_attention(model: PreTrainedModel, previous: str) -> None:
 
 def why_dense(model: PreTrainedModel) -> str | None:
     """Why a patched model attends to dequantised tensors whatever its layers hold, or `None` if it does not."""
-    if is_ours(_text_config(model)._attn_implementation) or own_attention.is_patched(model):
+    if is_ours(text_config_of(model)._attn_implementation) or own_attention.is_patched(model):
         return None
     return f"{type(model).__name__} computes attention by itself, outside transformers' registry"
 
@@ -483,9 +480,9 @@ def why_dense(model: PreTrainedModel) -> str | None:
 _unreachable: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
-def _set_attention(model: PreTrainedModel, name: str) -> None:
+def set_attention(model: PreTrainedModel, name: str) -> None:
     """Set the attention implementation of the text model, and of nothing else."""
-    text_config = _text_config(model)
+    text_config = text_config_of(model)
     if text_config._attn_implementation == name or model in _unreachable:
         return
     for key in model.config.sub_configs:
@@ -495,5 +492,5 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
     else:
         # Its own config, or that of an encoder-decoder, where one config serves both and `text_config` is a copy.
         model.set_attn_implementation(name)
-    if _text_config(model)._attn_implementation != name:
+    if text_config_of(model)._attn_implementation != name:
         _unreachable.add(model)

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ._errors import did_you_mean
 from .config import PRESETS, KVQuantConfig, LayerFormats
 from .divergence import CannotMeasure, Meter, alone, read_text
-from .patching import _check_patchable, patched
-from .transforms.centering import _evaluating
+from .patching import check_patchable, patched
+from .transforms.centering import evaluating
 from .transforms.key_transform import KeyTransform
 from .transforms.layout import check_decoder
 from .transforms.of_model import key_transforms
@@ -84,9 +84,9 @@ def run_preflight(
     """
     config = None if preset_or_config is None else KVQuantConfig.resolve(preset_or_config)
     rungs = _checked(presets, max_kld, tokenizer, texts)
-    _check_patchable(model, KVQuantConfig.from_preset("none") if config is None else config)
+    check_patchable(model, KVQuantConfig.from_preset("none") if config is None else config)
     check_decoder(model, WHERE)
-    with _status(progress) as say, torch.no_grad(), _evaluating(model), patched(model, "none"):
+    with _status(progress) as say, torch.no_grad(), evaluating(model), patched(model, "none"):
         say("weights")
         signals, left_out = read_signals(model, config, where=WHERE)
         meter: Meter | None = None

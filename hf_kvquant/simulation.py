@@ -23,13 +23,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import own_attention
-from .attention import _call
+from .attention import call_previous
 from .cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig
 from .formats import KVFormat
 from .lengths import causal_pairs
 from .own_simulation import SimulatingLayer
-from .patching import _set_attention, state_of
+from .patching import set_attention, state_of
 from .rings import RingStorage
 from .storage import LayerStorage
 from .transforms.of_model import key_transforms
@@ -235,7 +235,7 @@ def simulated(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(name, functools.partial(simulated_attention, prev=prev))
         AttentionMaskInterface.register(name, functools.partial(simulated_mask, prev=prev))
-    _set_attention(model, name)
+    set_attention(model, name)
     try:
         if text_config._attn_implementation != name:
             raise NotImplementedError(
@@ -244,7 +244,7 @@ def simulated(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             )
         yield model
     finally:
-        _set_attention(model, before)
+        set_attention(model, before)
 
 
 @torch.inference_mode()
@@ -270,11 +270,11 @@ def simulated_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer, as `transformers.AttentionInterface` asks for it."""
     if not isinstance(key, SimulatedHandle):
-        return _call(prev, module, query, key, value, attention_mask, **kwargs)
+        return call_previous(prev, module, query, key, value, attention_mask, **kwargs)
     assert attention_mask is not None
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
-        return _call(prev, module, query, key, value, mask, **kwargs)
+        return call_previous(prev, module, query, key, value, mask, **kwargs)
 
     return key.layer.attend(query, attention_mask, attend), None
 

@@ -27,6 +27,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from ..cache import layers_of
+from ..text_config import text_config_of
 
 # T of the formula above, at most, and no more than a model was made for: pairs that turn about once in so many tokens,
 # or more, are left to the rotation. A centre over more positions than a text has fits its first tokens badly (reference
@@ -60,7 +61,7 @@ def bias_centers(model: PreTrainedModel, num_positions: int | None = None) -> di
         ValueError: `num_positions` is not positive.
     """
     if num_positions is None:
-        longest = getattr(_text_config(model), "max_position_embeddings", None)
+        longest = getattr(text_config_of(model), "max_position_embeddings", None)
         num_positions = min(longest, NUM_POSITIONS) if isinstance(longest, int) and longest > 0 else NUM_POSITIONS
     if num_positions < 1:
         raise ValueError(f"bias_centers: `num_positions` must be positive, got {num_positions}.")
@@ -87,7 +88,7 @@ def _keys_of_a_token(model: PreTrainedModel) -> dict[int, Tensor]:
         # Without an encoder's states, most leave cross-attention out; Moonshine runs it, on what its cache is for.
         decoder, given = model.get_decoder(), EncoderDecoderCache(cache, DynamicCache())
     token = torch.zeros((1, 1), dtype=torch.long, device="cpu" if model.device.type == "meta" else model.device)
-    with _evaluating(model):
+    with evaluating(model):
         decoder(input_ids=token, attention_mask=torch.ones_like(token), past_key_values=given, use_cache=True)
     keys = {index: layer.keys for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer}
     return {index: key for index, key in keys.items() if key is not None and key.numel() > 0}
@@ -117,7 +118,7 @@ def data_centers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]
         is_token = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(model.device).bool()
         count += int(is_token.sum())
         cache = whole_cache(model)
-        with _evaluating(model):
+        with evaluating(model):
             model(
                 input_ids=input_ids,
                 attention_mask=None if mask is None else is_token.long(),
@@ -137,7 +138,7 @@ def data_centers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]
 
 def whole_cache(model: PreTrainedModel) -> DynamicCache:
     """A cache of transformers that keeps all keys, those that a sliding window has left too; masks hide them."""
-    text_config = _text_config(model)
+    text_config = text_config_of(model)
     cache = DynamicCache(config=text_config)
     for index, layer_type in enumerate(layers_of(text_config)[0]):
         if layer_type == "sliding_attention":
@@ -145,12 +146,8 @@ def whole_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
-def _text_config(model: PreTrainedModel) -> Any:
-    return model.config.get_text_config(decoder=True)
-
-
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode and not compiled: compiled code does not see hooks, and it is for other shapes."""
     was_training = [module for module in model.modules() if module.training]
     model.eval()

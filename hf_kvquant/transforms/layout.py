@@ -26,7 +26,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..cache import check_model, layers_of, quantized_layers
 from ..config import KVQuantConfig
-from ..patching import _keeps_cache, _text_config
+from ..patching import keeps_cache
+from ..text_config import text_config_of
 from .observation import Observation, forward, observed
 from .rope import POSITIONS, coupled_channels, tie, turn_per_token
 from .sharding import check_whole
@@ -173,7 +174,7 @@ def other_caches(
         config: Of the cache; `None` for one that quantises whatever layer it can.
         is_static: Whether the cache is; `None` goes by the config.
     """
-    layer_types, _ = layers_of(_text_config(model))
+    layer_types, _ = layers_of(text_config_of(model))
     quantized = quantized_layers(layer_types, config or KVQuantConfig(), is_static=is_static)
     return {
         index: f"its cache ({layer_type}) is not quantised"
@@ -194,12 +195,12 @@ def check_decoder(model: PreTrainedModel, where: str) -> None:
             f"{where}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
             "Pass the model itself, not a pipeline or a wrapper; merge adapters first (merge_and_unload)."
         )
-    if model.config.is_encoder_decoder or not _keeps_cache(model):
+    if model.config.is_encoder_decoder or not keeps_cache(model):
         raise NotImplementedError(
             f"{where}: `model` must be a decoder that keeps keys and values in a cache of transformers, got "
             f"{type(model).__name__}. Leave it as it is."
         )
-    text_config = _text_config(model)
+    text_config = text_config_of(model)
     check_model(text_config, layers_of(text_config)[0], KVQuantConfig.from_preset("none"))
     check_whole(model, where)
 
@@ -212,7 +213,7 @@ def _check_own_keys(model: PreTrainedModel, where: str) -> None:
             f"{where}: `model` must be in memory, got {len(offloaded)} offloaded weights, such as {offloaded[0]}. "
             "Load it without a device_map that offloads, for example on the CPU."
         )
-    num_shared = getattr(_text_config(model), "num_kv_shared_layers", 0)
+    num_shared = getattr(text_config_of(model), "num_kv_shared_layers", 0)
     if num_shared:
         raise NotImplementedError(
             f"{where}: `model` must have keys of its own in every layer, got {num_shared} layers "
@@ -264,9 +265,9 @@ def _attention_modules(model: PreTrainedModel, where: str) -> dict[int, nn.Modul
 
 def _run(model: PreTrainedModel, observer: Callable[[Observation], Any], *, batch: int, extra_tokens: int = 0) -> None:
     """Run the model on arbitrary tokens; attention returns zeros, so that no made-up number runs away."""
-    last = min(getattr(_text_config(model), "max_position_embeddings", None) or 4096, 4096) - 1
+    last = min(getattr(text_config_of(model), "max_position_embeddings", None) or 4096, 4096) - 1
     positions = [*POSITIONS, *range(last - extra_tokens, last + 1)]
-    input_ids = torch.arange(5, 5 + len(positions)) % _text_config(model).vocab_size
+    input_ids = torch.arange(5, 5 + len(positions)) % text_config_of(model).vocab_size
     # Far positions turn slow pairs far enough to be seen; models that take none count from 0.
     position_ids = torch.tensor(positions).expand(batch, -1)
 

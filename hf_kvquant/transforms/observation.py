@@ -23,8 +23,9 @@ from transformers import AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..attention import _call
-from ..patching import _set_attention, _text_config
+from ..attention import call_previous
+from ..patching import set_attention
+from ..text_config import text_config_of
 
 NAME = "hf_kvquant-observed"
 
@@ -62,7 +63,7 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     The model is in evaluation mode meanwhile, without gradients, and attends through PyTorch's
     `scaled_dot_product_attention`, or eagerly where it does not support that.
     """
-    text_config = _text_config(model)
+    text_config = text_config_of(model)
     before = text_config._attn_implementation
     in_training = [module for module in model.modules() if module.training]
     prev = "sdpa" if model._supports_sdpa else "eager"
@@ -73,13 +74,13 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     try:
         with torch.no_grad(), contextlib.ExitStack() as stack:
             if model._can_set_attn_implementation():
-                _set_attention(model, NAME)
+                set_attention(model, NAME)
             else:
                 stack.enter_context(_SdpaCalls(model, observer))
             yield
     finally:
         if text_config._attn_implementation != before:
-            _set_attention(model, before)
+            set_attention(model, before)
         for module in in_training:
             module.training = True
         del ALL_ATTENTION_FUNCTIONS[NAME], AttentionMaskInterface._global_mapping[NAME]
@@ -129,7 +130,7 @@ def _attention(
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = _in_dtype(attention_mask, query.dtype)
-        return _call(prev, module, query, key, value, mask, **_in_dtype_of(kwargs, query.dtype))[0]
+        return call_previous(prev, module, query, key, value, mask, **_in_dtype_of(kwargs, query.dtype))[0]
 
     out = observer(Observation(_layer_idx(module), module, query, key, value, attend))
     return attend(query, key, value) if out is None else out, None

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import layers_of
-from ..patching import _text_config
+from ..text_config import text_config_of
 from .centering import whole_cache
 from .layout import check_decoder, other_caches
 from .observation import Observation, forward, observed
@@ -64,13 +64,13 @@ def find_keys(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerKey
         seen[observation.layer_idx].append(observation)
 
     cache = whole_cache(model)
-    input_ids = torch.arange(5, 5 + NUM_TOKENS)[None] % _text_config(model).vocab_size
+    input_ids = torch.arange(5, 5 + NUM_TOKENS)[None] % text_config_of(model).vocab_size
     with observed(model, note):
         forward(model, input_ids, cache=cache)
     names = {module: name for name, module in model.named_modules()}
     keys: dict[int, LayerKeys] = {}
     left_out = other_caches(model)
-    for index in range(len(layers_of(_text_config(model))[0])):
+    for index in range(len(layers_of(text_config_of(model))[0])):
         if index in left_out:
             continue
         kept = getattr(cache.layers[index], "keys", None)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..cache import head_dim_of, layers_of
 from ..config import KVQuantConfig, LayerFormats
-from ..patching import _text_config
+from ..text_config import text_config_of
 from .centering import bias_centers
 from .key_transform import KeyTransform
 from .layout import Scalable, find_layouts, other_caches
@@ -171,7 +171,7 @@ def read_signals(
         signals: Of the layers whose cache would be quantised. Nothing is raised for what cannot be read.
         left_out: The other layers, and why.
     """
-    text_config = _text_config(model)
+    text_config = text_config_of(model)
     left_out = other_caches(model, config)
     biases, no_bias = _attempt(lambda: bias_centers(model, 1))
     centers, _ = _attempt(lambda: bias_centers(model))
@@ -234,7 +234,7 @@ def _arbitrary_keys(model: PreTrainedModel) -> dict[int, tuple[Tensor, int]]:
     def note(observation: Observation) -> None:
         seen[observation.layer_idx] = observation.key[0].float().cpu(), observation.query.shape[1]
 
-    input_ids = torch.arange(5, 5 + NUM_TOKENS)[None] % _text_config(model).vocab_size
+    input_ids = torch.arange(5, 5 + NUM_TOKENS)[None] % text_config_of(model).vocab_size
     with observed(model, note):
         forward(model, input_ids, position_ids=torch.zeros_like(input_ids))
     return seen
