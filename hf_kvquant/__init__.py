@@ -18,6 +18,7 @@ from .transforms import KeyTransform
 from .transforms.of_model import key_transforms
 from .transforms.smoothing import load_smoothing, smooth_attention, unsmooth
 from .transforms.smoothing_file import SmoothingResult
+from .transforms.value_rotation import rotate_values, unrotate_values
 from .verdict import Preflight, PreflightError
 
 __version__ = "0.1.0"
@@ -42,8 +43,10 @@ __all__ = [
     "patch",
     "patched",
     "report",
+    "rotate_values",
     "run_preflight",
     "smooth_attention",
     "unpatch",
+    "unrotate_values",
     "unsmooth",
 ]

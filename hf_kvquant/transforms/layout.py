@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -41,6 +41,8 @@ NUM_SAMPLES = 32  # random vectors: the odds that two independent ones agree to 
 COSINE = 0.995  # of what went in with what came out; rounding to bfloat16 leaves 0.9999
 LOUD = 1024.0  # by which some samples are louder, to notice clipping (OLMo's clip_qkv is 8)
 NUM_LOUD = 8
+
+KEYS = "keys and queries"  # in messages: what weights are edited for, unless somebody says something else
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,7 @@ class LayerLayout:
 
 
 @dataclasses.dataclass
-class _Candidate:
+class Candidate:
     """A module inside an attention module that runs before attention, and the shape of its output behind the batch."""
 
     module: nn.Module
@@ -107,7 +109,7 @@ class _Candidate:
 
 
 @dataclasses.dataclass
-class _Found:
+class Found:
     """Keys, or queries, that come out of a candidate one for one.
 
     Attributes:
@@ -115,7 +117,7 @@ class _Found:
         index: `[heads, head_dim]` int64: which of its features each channel is.
     """
 
-    candidate: _Candidate
+    candidate: Candidate
     index: Tensor
 
 
@@ -135,21 +137,21 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
         NotImplementedError: It keeps no keys, its attention cannot be seen, or its weights cannot be edited in place.
     """
     check_decoder(model, where)
-    _check_own_keys(model, where)
+    check_own_keys(model, where)
     names = {module: name for name, module in model.named_modules()}
-    modules = _attention_modules(model, where)
+    modules = attention_modules(model, where)
     left_out = other_caches(model)
     modules = {index: module for index, module in modules.items() if index not in left_out}
-    candidates = _candidates(model, modules, names)
-    keys, queries = _match(model, candidates)
+    candidates = candidates_of(model, modules, names)
+    keys, queries, _ = match(model, candidates)
     layouts: dict[int, LayerLayout] = {}
-    chosen: dict[int, tuple[_Found, _Found]] = {}
+    chosen: dict[int, tuple[Found, Found]] = {}
     for index in modules:
-        key, query = (_choose(side[index], names, modules[index], where) for side in (keys, queries))
+        key, query = (choose(side[index], names, modules[index], where) for side in (keys, queries))
         reasons = [
             f"{side} {reason}" for side, reason in (("keys", key), ("queries", query)) if isinstance(reason, str)
         ]
-        if isinstance(key, _Found) and isinstance(query, _Found):
+        if isinstance(key, Found) and isinstance(query, Found):
             chosen[index] = key, query
         else:
             left_out[index] = " and ".join(reasons)
@@ -160,7 +162,8 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
             left_out[index] = layout
         else:
             layouts[index] = layout
-    _check_owners(model, layouts, where)
+    makers = [scalable.name for layout in layouts.values() for scalable in (layout.key, layout.query)]
+    check_owners(model, makers, where)
     return layouts, dict(sorted(left_out.items()))
 
 
@@ -205,7 +208,7 @@ def check_decoder(model: PreTrainedModel, where: str) -> None:
     check_whole(model, where)
 
 
-def _check_own_keys(model: PreTrainedModel, where: str) -> None:
+def check_own_keys(model: PreTrainedModel, where: str) -> None:
     """Refuse weights that are not here, and layers without keys of their own."""
     offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if offloaded:
@@ -221,33 +224,32 @@ def _check_own_keys(model: PreTrainedModel, where: str) -> None:
         )
 
 
-def _check_owners(model: PreTrainedModel, layouts: Mapping[int, LayerLayout], where: str) -> None:
-    """Refuse parameters that something else uses too."""
+def check_owners(model: PreTrainedModel, names: Iterable[str], where: str, *, what: str = KEYS) -> None:
+    """Refuse modules of these names, which make or take `what`, if something else uses their parameters too."""
     owners: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[parameter.data_ptr()].append(name)
-    for layout in layouts.values():
-        for name in {layout.key.name, layout.query.name}:
-            for parameter in model.get_submodule(name).parameters(recurse=False):
-                shared = owners[parameter.data_ptr()]
-                if len(shared) > 1:
-                    raise NotImplementedError(
-                        f"{where}: `model` must not share the weights behind keys and queries, got one tensor for "
-                        f"{' and '.join(sorted(shared))}. Give each a copy of its own first."
-                    )
+    for name in dict.fromkeys(names):
+        for parameter in model.get_submodule(name).parameters(recurse=False):
+            shared = owners[parameter.data_ptr()]
+            if len(shared) > 1:
+                raise NotImplementedError(
+                    f"{where}: `model` must not share the weights behind {what}, got one tensor for "
+                    f"{' and '.join(sorted(shared))}. Give each a copy of its own first."
+                )
 
 
 # --- the modules that could be scaled ---------------------------------------------------------------------------------
 
 
-def _attention_modules(model: PreTrainedModel, where: str) -> dict[int, nn.Module]:
+def attention_modules(model: PreTrainedModel, where: str) -> dict[int, nn.Module]:
     """The attention module of each layer."""
     seen: dict[int, list[nn.Module]] = defaultdict(list)
 
     def note(observation: Observation) -> None:
         seen[observation.layer_idx].append(observation.module)
 
-    _run(model, note, batch=1)
+    run_arbitrary(model, note, batch=1)
     if not seen or -1 in seen:
         raise NotImplementedError(
             f"{where}: `model` must attend through transformers' registry or PyTorch's scaled_dot_product_attention, "
@@ -263,8 +265,13 @@ def _attention_modules(model: PreTrainedModel, where: str) -> dict[int, nn.Modul
     return {index: modules[0] for index, modules in sorted(seen.items())}
 
 
-def _run(model: PreTrainedModel, observer: Callable[[Observation], Any], *, batch: int, extra_tokens: int = 0) -> None:
-    """Run the model on arbitrary tokens; attention returns zeros, so that no made-up number runs away."""
+def run_arbitrary(
+    model: PreTrainedModel, observer: Callable[[Observation], Any], *, batch: int, extra_tokens: int = 0
+) -> None:
+    """Run the model on arbitrary tokens.
+
+    Attention returns what the observer does, or zeros, so that no made-up number runs away.
+    """
     last = min(getattr(text_config_of(model), "max_position_embeddings", None) or 4096, 4096) - 1
     positions = [*POSITIONS, *range(last - extra_tokens, last + 1)]
     input_ids = torch.arange(5, 5 + len(positions)) % text_config_of(model).vocab_size
@@ -272,7 +279,9 @@ def _run(model: PreTrainedModel, observer: Callable[[Observation], Any], *, batc
     position_ids = torch.tensor(positions).expand(batch, -1)
 
     def observe(observation: Observation) -> Tensor:
-        observer(observation)
+        out = observer(observation)
+        if isinstance(out, Tensor):
+            return out
         query, value = observation.query, observation.value
         return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
 
@@ -297,9 +306,9 @@ class _ForwardLog:
         self.attended.add(observation.layer_idx)
 
 
-def _candidates(
+def candidates_of(
     model: PreTrainedModel, modules: Mapping[int, nn.Module], names: Mapping[nn.Module, str]
-) -> dict[int, list[_Candidate]]:
+) -> dict[int, list[Candidate]]:
     """Per layer, the modules that run before its attention, in the order in which they finish."""
     runs = []
     for extra_tokens in (0, 1):
@@ -309,17 +318,17 @@ def _candidates(
                 for module in attention.modules():
                     if module is not attention:
                         _hook(stack, module, functools.partial(log.note, index))
-            _run(model, log.end, batch=2, extra_tokens=extra_tokens)
+            run_arbitrary(model, log.end, batch=2, extra_tokens=extra_tokens)
         finished = log.finished
         runs.append(finished)
-    found: dict[int, list[_Candidate]] = {}
+    found: dict[int, list[Candidate]] = {}
     for index in modules:
         found[index] = []
         calls = [module for module, _ in runs[0][index]]
         for (module, shape), (_, longer) in zip(runs[0][index], runs[1][index], strict=True):
             grown = [axis for axis, (size, other) in enumerate(zip(shape, longer, strict=True)) if size != other]
             if calls.count(module) == 1 and len(grown) == 1:
-                found[index].append(_Candidate(module, names[module], shape, grown[0]))
+                found[index].append(Candidate(module, names[module], shape, grown[0]))
     return found
 
 
@@ -328,7 +337,7 @@ def _hook(stack: contextlib.ExitStack, module: nn.Module, hook: Callable[..., An
 
 
 @contextlib.contextmanager
-def _replaced(outputs: Mapping[nn.Module, Tensor]) -> Iterator[None]:
+def replaced(outputs: Mapping[nn.Module, Tensor]) -> Iterator[None]:
     """Modules return these tensors (in the dtype and on the device of what they would have returned)."""
     with contextlib.ExitStack() as stack:
         for module, output in outputs.items():
@@ -339,12 +348,13 @@ def _replaced(outputs: Mapping[nn.Module, Tensor]) -> Iterator[None]:
 # --- which of them makes keys and queries -----------------------------------------------------------------------------
 
 
-def _match(
-    model: PreTrainedModel, candidates: Mapping[int, list[_Candidate]]
-) -> tuple[dict[int, list[_Found]], dict[int, list[_Found]]]:
-    """Per layer, the candidates whose output comes out as keys and as queries, the last to run first."""
-    keys: dict[int, list[_Found]] = {index: [] for index in candidates}
-    queries: dict[int, list[_Found]] = {index: [] for index in candidates}
+def match(
+    model: PreTrainedModel, candidates: Mapping[int, list[Candidate]]
+) -> tuple[dict[int, list[Found]], dict[int, list[Found]], dict[int, list[Found]]]:
+    """Per layer, the candidates whose output comes out as keys, as queries and as values, the last to run first."""
+    keys: dict[int, list[Found]] = {index: [] for index in candidates}
+    queries: dict[int, list[Found]] = {index: [] for index in candidates}
+    values: dict[int, list[Found]] = {index: [] for index in candidates}
     generator = torch.Generator().manual_seed(0)
     for rank in range(max((len(found) for found in candidates.values()), default=0)):
         current = {index: found[-1 - rank] for index, found in candidates.items() if rank < len(found)}
@@ -356,24 +366,25 @@ def _match(
 
         def look(
             observation: Observation,
-            current: dict[int, _Candidate] = current,
+            current: dict[int, Candidate] = current,
             sources: dict[int, Tensor] = sources,
         ) -> None:
             index = observation.layer_idx
             if index in current:
                 source = sources[index].to(observation.key)
-                for side, states in ((keys, observation.key), (queries, observation.query)):
-                    found = _one_for_one(source, states[:, :, 0])
+                sides = ((keys, observation.key), (queries, observation.query), (values, observation.value))
+                for side, states in sides:
+                    found = one_for_one(source, states[:, :, 0])
                     if found is not None:
-                        side[index].append(_Found(current[index], found))
+                        side[index].append(Found(current[index], found))
 
-        with _replaced(outputs):
-            _run(model, look, batch=NUM_SAMPLES + NUM_LOUD)
-    return keys, queries
+        with replaced(outputs):
+            run_arbitrary(model, look, batch=NUM_SAMPLES + NUM_LOUD)
+    return keys, queries, values
 
 
-def _one_for_one(source: Tensor, states: Tensor) -> Tensor | None:
-    """Which feature each channel of keys or queries is a multiple of.
+def one_for_one(source: Tensor, states: Tensor) -> Tensor | None:
+    """Which feature each channel of keys, queries or values is a multiple of.
 
     Args:
         source: `[samples, features]`: what went in.
@@ -394,24 +405,33 @@ def _one_for_one(source: Tensor, states: Tensor) -> Tensor | None:
     return torch.stack(rows).cpu()
 
 
-def _choose(passed: list[_Found], names: Mapping[nn.Module, str], attention: nn.Module, where: str) -> _Found | str:
-    """The place to fold a factor, or why there is none."""
+def choose(
+    passed: list[Found], names: Mapping[nn.Module, str], attention: nn.Module, where: str, *, what: str = KEYS
+) -> Found | str:
+    """The place to edit, or why there is none."""
     if not passed:
         return "are no multiple of what any module returns"
     for found in passed:
         module = found.candidate.module
-        _check_editable(module, found.candidate.name, attention, names, where)
+        check_editable(module, found.candidate.name, attention, names, where, what=what)
         if isinstance(getattr(module, "weight", None), nn.Parameter):
-            if _rule(module, found.candidate) is None:
+            if rule_of(module, found.candidate) is None:
                 return f"come from {found.candidate.name} ({type(module).__name__}), whose weight has another meaning"
             return found
     return f"come from {passed[0].candidate.name}, which has no weights"
 
 
-def _check_editable(
-    module: nn.Module, name: str, attention: nn.Module, names: Mapping[nn.Module, str], where: str
+def check_editable(
+    module: nn.Module,
+    name: str,
+    attention: nn.Module,
+    names: Mapping[nn.Module, str],
+    where: str,
+    *,
+    what: str = KEYS,
 ) -> None:
     """Refuse weights that are not plain numbers in memory."""
+    verb = "smooth" if what == KEYS else "rotate"
     wrappers = [
         wrapper
         for wrapper in attention.modules()
@@ -420,8 +440,8 @@ def _check_editable(
     ]
     if wrappers:
         raise NotImplementedError(
-            f"{where}: `model` must have no adapters on keys and queries, got {type(wrappers[0]).__name__} at "
-            f"{names[wrappers[0]]}. Merge them first (merge_and_unload), or smooth the base model and train anew."
+            f"{where}: `model` must have no adapters on {what}, got {type(wrappers[0]).__name__} at "
+            f"{names[wrappers[0]]}. Merge them first (merge_and_unload), or {verb} the base model and train anew."
         )
     offload = getattr(module, "_hf_hook", None)
     if getattr(offload, "offload", False):
@@ -433,13 +453,13 @@ def _check_editable(
     odd = [tensor for tensor in own if tensor.dtype not in FLOATS or type(tensor) not in (nn.Parameter, Tensor)]
     if odd:
         raise NotImplementedError(
-            f"{where}: `model` must have plain weights in float32, bfloat16 or float16 behind keys and queries, got "
+            f"{where}: `model` must have plain weights in float32, bfloat16 or float16 behind {what}, got "
             f"{type(module).__name__} with {str(odd[0].dtype).removeprefix('torch.')} {type(odd[0]).__name__} at "
-            f"{name}. Smooth the unquantised model, then quantise its weights."
+            f"{name}. {verb.capitalize()} the unquantised model, then quantise its weights."
         )
 
 
-def _rule(module: nn.Module, candidate: _Candidate) -> Rule | None:
+def rule_of(module: nn.Module, candidate: Candidate) -> Rule | None:
     """How the weight of a module scales its output, tried out on a copy of the numbers; `None` for another way."""
     weight: Any = module.weight
     features = candidate.shape[-1]
@@ -463,7 +483,7 @@ def _rule(module: nn.Module, candidate: _Candidate) -> Rule | None:
 
 
 def _unit_responses(
-    model: PreTrainedModel, chosen: Mapping[int, tuple[_Found, _Found]]
+    model: PreTrainedModel, chosen: Mapping[int, tuple[Found, Found]]
 ) -> dict[int, tuple[Tensor, Tensor, bool]]:
     """Per layer, how keys and queries answer to unit vectors, and whether values answer too.
 
@@ -475,7 +495,7 @@ def _unit_responses(
         return {}
     batch = max(key.index.shape[1] for key, _ in chosen.values())
     features: dict[nn.Module, Tensor] = {}
-    places: dict[nn.Module, _Candidate] = {}
+    places: dict[nn.Module, Candidate] = {}
     for found in itertools.chain(*chosen.values()):
         module, channels = found.candidate.module, torch.arange(found.index.shape[1])
         places[module] = found.candidate
@@ -497,13 +517,13 @@ def _unit_responses(
                 is_touched,
             )
 
-    with _replaced(outputs):
-        _run(model, look, batch=batch)
+    with replaced(outputs):
+        run_arbitrary(model, look, batch=batch)
     return responses
 
 
 def _layout(
-    layer_idx: int, name: str, key: _Found, query: _Found, responses: tuple[Tensor, Tensor, bool]
+    layer_idx: int, name: str, key: Found, query: Found, responses: tuple[Tensor, Tensor, bool]
 ) -> LayerLayout | str:
     """The layout of one layer, or why it cannot be scaled."""
     key_response, query_response, is_value_touched = responses
@@ -511,7 +531,7 @@ def _layout(
         return "values come from the same weights as keys"
     sides = []
     for found in (key, query):
-        rule = _rule(found.candidate.module, found.candidate)
+        rule = rule_of(found.candidate.module, found.candidate)
         assert rule is not None
         # A gain spans the last axes of the output; heads before these share it.
         weight: Any = found.candidate.module.weight

@@ -125,11 +125,11 @@ def fold(
     Raises:
         RuntimeError: They do not.
     """
-    before = _logits(model, input_ids)
+    before = check_logits(model, input_ids)
     for index, factor in factors.items():
         scale_keys(model, layouts[index], factor)
     try:
-        after = _logits(model, input_ids)
+        after = check_logits(model, input_ids)
     except BaseException:  # a lack of memory, or a user who has seen enough
         scale_back(model, layouts, factors, originals)
         raise
@@ -155,7 +155,7 @@ def scale_back(
     _put_back(model, originals)
 
 
-def _logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+def check_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """Logits of the last tokens of each row, as the model computes them itself; row by row, for they are large."""
     in_training = [module for module in model.modules() if module.training]
     model.eval()

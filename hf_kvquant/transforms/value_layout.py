@@ -1,0 +1,244 @@
+"""Which parameters of a model make each channel of its values, and which take each channel of attention's output.
+
+Both are found by running the model, as keys and queries are (`layout.py`): values by replacing what modules return,
+attention's output by replacing it and looking at what modules are given. Only what an orthogonal map over the channels
+of a head can pass through is accepted: rows of a projection that make values and nothing else, every channel of a head
+in the same proportion, and columns of one projection that takes what attention returns as it is. A norm or a gate in
+between, or keys that come from the same rows, are reasons to refuse. What is done with it: `value_rotation.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from .layout import (
+    LOUD,
+    NUM_LOUD,
+    NUM_SAMPLES,
+    Found,
+    attention_modules,
+    candidates_of,
+    check_decoder,
+    check_editable,
+    check_own_keys,
+    check_owners,
+    choose,
+    match,
+    one_for_one,
+    other_caches,
+    replaced,
+    rule_of,
+    run_arbitrary,
+)
+from .observation import Observation
+
+VALUES = "values and attention's output"
+
+
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """One of the two projections.
+
+    Attributes:
+        name: Of the module, in the model.
+        is_transposed: Whether its weight is `[in, out]` (GPT-2's Conv1D) instead of `[out, in]`.
+        index: `[heads, head_dim]` int64: the output that makes each channel of values, or the input that takes each
+            channel of attention's output. No number twice.
+    """
+
+    name: str
+    is_transposed: bool
+    index: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueLayout:
+    """Where one layer's values come from and where attention's output goes.
+
+    Attributes:
+        layer_idx: The layer.
+        value: Whose rows make values.
+        output: Whose columns take attention's output.
+    """
+
+    layer_idx: int
+    value: Projection
+    output: Projection
+
+
+@dataclasses.dataclass
+class _Answers:
+    """What one layer does with made-up values and a made-up output of attention, all `[samples, ...]`.
+
+    Attributes:
+        attended: `[samples, num_q_heads, head_dim]`: what attention was made to return; `None` before it did.
+        value: `[samples, num_kv_heads, head_dim]`.
+        is_key_touched: Whether keys or queries changed with the values.
+        inputs: Modules that ran afterwards, with what they were given for the first token, `[samples, features]`.
+    """
+
+    attended: Tensor | None = None
+    value: Tensor | None = None
+    is_key_touched: bool = False
+    inputs: list[tuple[nn.Module, Tensor]] = dataclasses.field(default_factory=list)
+
+    def note(self, module: nn.Module, args: Any) -> None:
+        """A forward pre-hook."""
+        if self.attended is not None and args and isinstance(args[0], Tensor) and args[0].ndim == 3:
+            if args[0].shape[0] == len(self.attended):
+                self.inputs.append((module, args[0][:, 0]))
+
+
+def find_value_layouts(model: PreTrainedModel, *, where: str) -> dict[int, ValueLayout]:
+    """Find them for every layer whose cache would be quantised. The model is only run.
+
+    Args:
+        model: A decoder-only model.
+        where: Opens error messages.
+
+    Returns:
+        By layer.
+
+    Raises:
+        TypeError: `model` is no model of transformers.
+        NotImplementedError: It keeps no values of its own, its attention cannot be seen, its weights cannot be edited
+            in place, or one of its layers does more with values than project them.
+    """
+    check_decoder(model, where)
+    check_own_keys(model, where)
+    names = {module: name for name, module in model.named_modules()}
+    left_out = other_caches(model)
+    modules = {index: module for index, module in attention_modules(model, where).items() if index not in left_out}
+    if not modules:
+        raise NotImplementedError(
+            f"{where}: `model` must have a layer whose cache is quantised, got {type(model).__name__} without one. "
+            "Leave it as it is."
+        )
+    *_, values = match(model, candidates_of(model, modules, names))
+    chosen: dict[int, Found] = {}
+    for index, attention in modules.items():
+        found = choose(values[index], names, attention, where, what=VALUES)
+        if isinstance(found, str):
+            raise _refusal(model, index, f"its values {found}", where)
+        if rule_of(found.candidate.module, found.candidate) not in ("rows", "columns"):
+            raise _refusal(model, index, f"its values come from {found.candidate.name}, a norm", where)
+        chosen[index] = found
+    answers = _answers(model, modules, chosen)
+    layouts: dict[int, ValueLayout] = {}
+    for index, found in chosen.items():
+        value = _value(found, answers[index])
+        output = value if isinstance(value, str) else _output(answers[index], names, modules[index], where)
+        if isinstance(value, str) or isinstance(output, str):
+            raise _refusal(model, index, str(output), where)
+        layouts[index] = ValueLayout(index, value, output)
+    touched = [side.name for layout in layouts.values() for side in (layout.value, layout.output)]
+    check_owners(model, touched, where, what=VALUES)
+    return layouts
+
+
+def _refusal(model: PreTrainedModel, index: int, reason: str, where: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{where}: `model` must make values by a projection and give attention's output to another one as it is, got "
+        f"{type(model).__name__}, in whose layer {index} {reason}. Leave it as it is."
+    )
+
+
+def _answers(
+    model: PreTrainedModel, modules: Mapping[int, nn.Module], chosen: Mapping[int, Found]
+) -> dict[int, _Answers]:
+    """Run the model once with random values and outputs of attention, which no layer hands on to the next."""
+    generator = torch.Generator().manual_seed(1)
+    batch = NUM_SAMPLES + NUM_LOUD
+    answers = {index: _Answers() for index in chosen}
+    outputs: dict[nn.Module, Tensor] = {}
+    for found in chosen.values():
+        # Everything else that a fused projection returns is 0, in every sample.
+        features = torch.zeros((batch, found.candidate.num_features))
+        used = found.index.unique()
+        features[:, used] = _random((len(used),), generator)
+        outputs[found.candidate.module] = found.candidate.output(features)
+
+    def attend(observation: Observation) -> Tensor | None:
+        if observation.layer_idx not in answers:
+            return None
+        answer, query, value = answers[observation.layer_idx], observation.query, observation.value
+        answer.value = value[:, :, 0]
+        # Equal inputs need not give equal keys in every row of a batch, but nearly.
+        answer.is_key_touched = any(
+            bool((states - states[:1]).abs().amax() > 0.05 * states[:1].abs().amax())
+            for states in (observation.key.float(), query.float())
+        )
+        answer.attended = _random((query.shape[1], value.shape[-1]), generator).to(query)
+        return answer.attended.unsqueeze(1).expand(-1, query.shape[2], -1, -1).contiguous()
+
+    with contextlib.ExitStack() as stack:
+        for index, attention in modules.items():
+            for module in attention.modules():
+                if module is not attention:
+                    stack.callback(module.register_forward_pre_hook(answers[index].note).remove)
+            stack.callback(attention.register_forward_hook(_silence).remove)
+        stack.enter_context(replaced(outputs))
+        run_arbitrary(model, attend, batch=batch)
+    return answers
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Samples as `one_for_one` takes them, some of them loud."""
+    quiet = torch.randn((NUM_SAMPLES, *shape), generator=generator)
+    return torch.cat((quiet, LOUD * quiet[:NUM_LOUD]))
+
+
+def _silence(module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook: attention adds nothing, so that the layers behind see the same in every sample."""
+    if isinstance(output, tuple):
+        return (torch.zeros_like(output[0]), *output[1:])
+    return torch.zeros_like(output)
+
+
+def _value(found: Found, answer: _Answers) -> Projection | str:
+    """The projection behind values, or why it is none for a rotation."""
+    candidate, index = found.candidate, found.index
+    if answer.is_key_touched:
+        return "keys or queries come from the same weights as values"
+    index = index.unique(dim=0)  # heads that are repeated before attention (Falcon) are one
+    if index.unique().numel() < index.numel():
+        return f"one feature of {candidate.name} makes several channels of values"
+    return Projection(candidate.name, isinstance(candidate.module, Conv1D), index)
+
+
+def _output(answer: _Answers, names: Mapping[nn.Module, str], attention: nn.Module, where: str) -> Projection | str:
+    """The projection that takes attention's output, or why there is none for a rotation."""
+    attended = answer.attended
+    assert attended is not None
+    takers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    for module, features in answer.inputs:
+        index = one_for_one(features.float(), attended)
+        if index is not None:
+            takers[module] = index, features
+    for module in takers:
+        check_editable(module, names[module], attention, names, where, what=VALUES)
+    projections = [module for module in takers if isinstance(module, (nn.Linear, Conv1D))]
+    if not projections and takers:
+        first = next(iter(takers))
+        return f"attention's output goes through {names[first]} ({type(first).__name__})"
+    if len(projections) != 1:
+        return "attention's output is not given to one projection, channel by channel"
+    module = projections[0]
+    index, features = takers[module]
+    if index.unique().numel() < index.numel():
+        return f"several channels of attention's output share an input of {names[module]}"
+    taken = features[:, index.to(features.device)].double()  # [samples, heads, head_dim]
+    # A single tensor that passes unchanged has a ratio of 1; a factor per head would pass a rotation too.
+    ratio = (taken * attended.double()).sum(0) / attended.double().square().sum(0)
+    spread = (ratio - ratio[:, :1]).abs().amax()
+    if float(spread) > torch.finfo(attended.dtype).eps / 2 * float(ratio.abs().amax()):
+        return f"attention's output is multiplied by channel before {names[module]} takes it, as by a gate"
+    return Projection(names[module], isinstance(module, Conv1D), index)

@@ -1,0 +1,264 @@
+"""Rotation of values, folded into the weights: `rotate_values`, and `unrotate_values`, which takes it back.
+
+The values of every key-value head are multiplied by the Hadamard matrix that keys are rotated by (`reference.rotate`):
+it spreads an outlier channel over its head, so that values quantise better. Attention mixes tokens and never channels,
+so the rotation passes through it, and the columns of the projection behind it are multiplied by the same matrix, which
+is its own inverse. Nothing is left for caches to do. Unlike smoothing by powers of two it rounds, once per weight, so
+logits move by roundings of the dtype; a check makes sure that it is no more, or everything is rolled back. The rows and
+columns as they were are kept on the CPU. Which these are is found in `value_layout.py`.
+
+Source: QuaRot (arXiv 2404.00456), section 4, stage 2b; SpinQuant (arXiv 2405.16406), R2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .. import reference
+from ..text_config import text_config_of
+from .proof import CHECK_TOKENS, check_logits
+from .value_layout import Projection, ValueLayout, find_value_layouts
+
+CONFIG_KEY = "hf_kvquant_value_rotation"  # in the model's config, so that a saved checkpoint is not rotated twice
+
+_STATE = "_hf_kvquant_value_rotation"
+
+CHECK_ROWS = 2  # texts of random tokens
+# How far the output of a layer's attention, given what it was given before, may move: in eps of the dtype, root mean
+# square over root mean square. Weights of both projections, values, attention's output and the result are rounded once
+# each, to half an eps at most; the rest is for sums whose terms cancel. A wrong rotation moves it by about 1, and one
+# head of 64 by .18, while this is .125 in bfloat16, the coarsest dtype.
+LAYER_ROUNDINGS = 16.0
+# The same for the logits of a token, the median token's, since a router may send some to other experts. The roundings
+# of all layers come together in it: up to 12 eps in float32, 2 in bfloat16, over 40 families of two random layers.
+LOGIT_ROUNDINGS = 64.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """What a rotation left on a model.
+
+    Attributes:
+        layouts: Of the layers that are rotated.
+        originals: What `_rotatable` yielded and `_read` read before, on the CPU, in the same order.
+    """
+
+    layouts: Mapping[int, ValueLayout]
+    originals: tuple[Tensor, ...]
+
+
+def rotate_values(model: PreTrainedModel) -> tuple[int, ...]:
+    """Rotate the values of a model by a Hadamard matrix, through its weights.
+
+    The matrix is over blocks of the largest power of two that divides the head_dim of values. It is computed in float64
+    and rounded once. What a cache stores from now on are rotated values; `save_pretrained` writes a plain checkpoint.
+
+    Args:
+        model: A decoder-only model. Rows of `v_proj`, bias included, and columns of `o_proj`, whatever they are called,
+            are written in place, in all layers whose caches are quantised, and its config is marked. Caches that were
+            filled before do not fit it any more. The rows and columns as they were stay on the CPU until
+            `unrotate_values`: 1.3 GB for a model like Llama-3-8B.
+
+    Returns:
+        The layers that are rotated. The caches of others are left to transformers.
+
+    Raises:
+        TypeError: `model` is no model of transformers.
+        ValueError: It is rotated already, or its values have an odd number of channels.
+        NotImplementedError: Its values cannot be rotated through its weights; the message says why.
+        RuntimeError: Attention or the logits would change by more than rounding. In every case the model is as it was.
+
+    Example:
+        >>> hf_kvquant.rotate_values(model)
+        >>> model.save_pretrained("rotated")
+    """
+    where = "rotate_values"
+    if isinstance(model, PreTrainedModel) and is_rotated(model):
+        raise ValueError(
+            f"{where}: `model` must not be rotated already, got one that is. Call unrotate_values first, or load the "
+            "original checkpoint."
+        )
+    layouts = find_value_layouts(model, where=where)
+    for layer_idx, layout in layouts.items():
+        head_dim = layout.value.index.shape[1]
+        if reference.rotation_block(head_dim) < 2:
+            raise ValueError(
+                f"{where}: `model` must have values of an even head_dim, got {head_dim} in layer {layer_idx}, of which no "
+                "power of two is a divisor. Leave it as it is."
+            )
+    state = _State(layouts, tuple(_read(rows, index).cpu() for rows, index in _rotatable(model, layouts)))
+    input_ids = _random_tokens(model)
+    outputs: dict[str, list[Tensor]] = {layout.output.name: [] for layout in layouts.values()}
+    with _output_hooks(model, outputs, lambda name, output: outputs[name].append(output)):
+        before = check_logits(model, input_ids)
+    try:
+        for rows, index in _rotatable(model, layouts):
+            _write(rows, index, _rotated(_read(rows, index)))
+        _check(model, outputs, before, input_ids, max(torch.finfo(x.dtype).eps for x in state.originals), where)
+    except BaseException:  # a change, a lack of memory, or a user who has seen enough
+        _put_back(model, state)
+        raise
+    setattr(model, _STATE, state)
+    setattr(model.config, CONFIG_KEY, True)
+    return tuple(layouts)
+
+
+def unrotate_values(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `rotate_values`, bit for bit: the rows and columns that it rotated, and nothing else.
+
+    Args:
+        model: Rotated in this process.
+
+    Returns:
+        The same model. Caches that were filled before do not fit it any more.
+
+    Raises:
+        ValueError: The model is not rotated, was rotated in another process, or its weights have changed since.
+    """
+    where = "unrotate_values"
+    state: _State | None = model.__dict__.get(_STATE)
+    if state is None:
+        if isinstance(model, PreTrainedModel) and is_rotated(model):
+            raise ValueError(
+                f"{where}: `model` must be rotated in this process, got a checkpoint that was rotated earlier; to "
+                "rotate it back would round. Load the original checkpoint."
+            )
+        raise ValueError(
+            f"{where}: `model` must be rotated, got a {type(model).__name__} that is not. Call rotate_values first."
+        )
+    for (rows, index), original in zip(_rotatable(model, state.layouts), state.originals, strict=True):
+        if rows.dtype != original.dtype or not torch.equal(_read(rows, index), _rotated(original.to(rows.device))):
+            raise ValueError(
+                f"{where}: `model` must have the weights that rotation left, got others: they were trained, cast or "
+                "replaced since. Load the original checkpoint again."
+            )
+    _put_back(model, state)
+    delattr(model, _STATE)
+    delattr(model.config, CONFIG_KEY)
+    return model
+
+
+def is_rotated(model: PreTrainedModel) -> bool:
+    """Whether the values of a model are rotated through its weights, as far as its config knows."""
+    return _STATE in model.__dict__ or bool(getattr(model.config, CONFIG_KEY, False))
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def _rotatable(model: PreTrainedModel, layouts: Mapping[int, ValueLayout]) -> Iterator[tuple[Tensor, Tensor]]:
+    """What is rotated: views of parameters, `[features, ...]`, and which feature each channel of a head is."""
+    for layout in layouts.values():
+        value, output = (model.get_submodule(side.name) for side in (layout.value, layout.output))
+        yield _by_output(value, layout.value), layout.value.index
+        if value.bias is not None:
+            assert isinstance(value.bias, Tensor)
+            yield value.bias.detach(), layout.value.index
+        yield _by_output(output, layout.output).mT, layout.output.index
+
+
+def _by_output(module: nn.Module, projection: Projection) -> Tensor:
+    """The weight, `[out, in]`, a view."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.detach().mT if projection.is_transposed else weight.detach()
+
+
+def _read(rows: Tensor, index: Tensor) -> Tensor:
+    """The features of each head, channels last: `[heads, ..., head_dim]`, new memory."""
+    return rows[index.to(rows.device)].movedim(1, -1)
+
+
+def _write(rows: Tensor, index: Tensor, channels: Tensor) -> None:
+    """Put back what `_read` returned."""
+    rows[index.to(rows.device)] = channels.to(rows.device).movedim(-1, 1)
+
+
+def _rotated(channels: Tensor) -> Tensor:
+    return reference.rotate(channels.double()).to(channels.dtype)
+
+
+def _put_back(model: PreTrainedModel, state: _State) -> None:
+    for (rows, index), original in zip(_rotatable(model, state.layouts), state.originals, strict=True):
+        _write(rows, index, original)
+
+
+# --- the check --------------------------------------------------------------------------------------------------------
+
+
+def _random_tokens(model: PreTrainedModel) -> Tensor:
+    """`[CHECK_ROWS, tokens]` int64."""
+    text_config = text_config_of(model)
+    num_tokens = min(CHECK_TOKENS, getattr(text_config, "max_position_embeddings", None) or CHECK_TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(text_config.vocab_size, (CHECK_ROWS, num_tokens), generator=generator)
+
+
+@contextlib.contextmanager
+def _output_hooks(
+    model: PreTrainedModel, names: Iterable[str], hook: Callable[[str, Tensor], Tensor | None]
+) -> Iterator[None]:
+    """Call `hook` with what the modules of these names return, and have them return what it does, if anything."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            handle = model.get_submodule(name).register_forward_hook(
+                lambda module, args, output, name=name: hook(name, output)
+            )
+            stack.callback(handle.remove)
+        yield
+
+
+def _check(
+    model: PreTrainedModel,
+    outputs: Mapping[str, list[Tensor]],
+    before: Tensor,
+    input_ids: Tensor,
+    eps: float,
+    where: str,
+) -> None:
+    """Refuse a rotation that changes more than rounding does.
+
+    Args:
+        model: Rotated.
+        outputs: What the projections behind attention returned before, call by call.
+        before: Logits, `[CHECK_ROWS, tokens, vocab_size]`.
+        input_ids: Of which these are.
+        eps: Of the weights' dtype, the coarsest.
+        where: Opens error messages.
+
+    Raises:
+        RuntimeError: It does.
+    """
+    errors: dict[str, float] = {}
+
+    def compare(name: str, output: Tensor) -> Tensor:
+        old = calls[name].pop(0)
+        difference = (output.double() - old.double()).norm() / old.double().norm().clamp(min=torch.finfo().tiny)
+        errors[name] = max(errors.get(name, 0.0), float(difference.nan_to_num(torch.inf)))
+        return old  # so that later layers are judged by themselves
+
+    calls = {name: list(old) for name, old in outputs.items()}
+    with _output_hooks(model, outputs, compare):
+        check_logits(model, input_ids)
+    worst = max(errors, key=lambda name: errors[name])
+    if errors[worst] > LAYER_ROUNDINGS * eps:
+        raise _changed(f"the output of {worst}", errors[worst], LAYER_ROUNDINGS * eps, where)
+    after = check_logits(model, input_ids).double()
+    centered = before.double() - before.double().mean(-1, keepdim=True)  # softmax ignores what all have in common
+    moved = ((after - before.double()).norm(dim=-1) / centered.norm(dim=-1)).nan_to_num(torch.inf).median()
+    if float(moved) > LOGIT_ROUNDINGS * eps:
+        raise _changed("the logits", float(moved), LOGIT_ROUNDINGS * eps, where)
+
+
+def _changed(what: str, error: float, bound: float, where: str) -> RuntimeError:
+    return RuntimeError(
+        f"{where}: a rotation must move {what} by no more than {bound:.1e} of their size, got {error:.1e}. The weights "
+        "are as they were. This model does more with values than is understood: leave it as it is. Where float32 is "
+        "multiplied as TF32, torch.set_float32_matmul_precision('highest') comes first."
+    )
