@@ -79,14 +79,16 @@ class _Answers:
     """What one layer does with made-up values and a made-up output of attention, all `[samples, ...]`.
 
     Attributes:
+        made: `[samples, features]`: what the projection was made to return.
+        value: `[samples, num_kv_heads, head_dim]`: what came out of it; `None` before it did.
         attended: `[samples, num_q_heads, head_dim]`: what attention was made to return; `None` before it did.
-        value: `[samples, num_kv_heads, head_dim]`.
         is_key_touched: Whether keys or queries changed with the values.
         inputs: Modules that ran afterwards, with what they were given for the first token, `[samples, features]`.
     """
 
-    attended: Tensor | None = None
+    made: Tensor
     value: Tensor | None = None
+    attended: Tensor | None = None
     is_key_touched: bool = False
     inputs: list[tuple[nn.Module, Tensor]] = dataclasses.field(default_factory=list)
 
@@ -157,13 +159,14 @@ def _answers(
     """Run the model once with random values and outputs of attention, which no layer hands on to the next."""
     generator = torch.Generator().manual_seed(1)
     batch = NUM_SAMPLES + NUM_LOUD
-    answers = {index: _Answers() for index in chosen}
+    answers: dict[int, _Answers] = {}
     outputs: dict[nn.Module, Tensor] = {}
-    for found in chosen.values():
+    for layer_idx, found in chosen.items():
         # Everything else that a fused projection returns is 0, in every sample.
         features = torch.zeros((batch, found.candidate.num_features))
         used = found.index.unique()
         features[:, used] = _random((len(used),), generator)
+        answers[layer_idx] = _Answers(features)
         outputs[found.candidate.module] = found.candidate.output(features)
 
     def attend(observation: Observation) -> Tensor | None:
@@ -208,6 +211,9 @@ def _value(found: Found, answer: _Answers) -> Projection | str:
     candidate, index = found.candidate, found.index
     if answer.is_key_touched:
         return "keys or queries come from the same weights as values"
+    assert answer.value is not None
+    if not _is_in_proportion(answer.made.to(answer.value), answer.value, index):
+        return f"values are multiplied by channel behind {candidate.name}"
     index = index.unique(dim=0)  # heads that are repeated before attention (Falcon) are one
     if index.unique().numel() < index.numel():
         return f"one feature of {candidate.name} makes several channels of values"
@@ -221,24 +227,36 @@ def _output(answer: _Answers, names: Mapping[nn.Module, str], attention: nn.Modu
     takers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
     for module, features in answer.inputs:
         index = one_for_one(features.float(), attended)
-        if index is not None:
+        # Over so many channels a norm is nearly a constant factor, but makes loud samples no louder than others.
+        if index is not None and one_for_one(attended.flatten(1), features[:, index.to(features.device)]) is not None:
             takers[module] = index, features
     for module in takers:
         check_editable(module, names[module], attention, names, where, what=VALUES)
     projections = [module for module in takers if isinstance(module, (nn.Linear, Conv1D))]
     if not projections and takers:
-        first = next(iter(takers))
-        return f"attention's output goes through {names[first]} ({type(first).__name__})"
+        last = list(takers)[-1]  # containers are given it before what they contain
+        return f"attention's output goes through {names[last]} ({type(last).__name__})"
     if len(projections) != 1:
         return "attention's output is not given to one projection, channel by channel"
     module = projections[0]
     index, features = takers[module]
     if index.unique().numel() < index.numel():
         return f"several channels of attention's output share an input of {names[module]}"
-    taken = features[:, index.to(features.device)].double()  # [samples, heads, head_dim]
-    # A single tensor that passes unchanged has a ratio of 1; a factor per head would pass a rotation too.
-    ratio = (taken * attended.double()).sum(0) / attended.double().square().sum(0)
-    spread = (ratio - ratio[:, :1]).abs().amax()
-    if float(spread) > torch.finfo(attended.dtype).eps / 2 * float(ratio.abs().amax()):
+    if not _is_in_proportion(features, attended, index):
         return f"attention's output is multiplied by channel before {names[module]} takes it, as by a gate"
     return Projection(names[module], isinstance(module, Conv1D), index)
+
+
+def _is_in_proportion(features: Tensor, states: Tensor, index: Tensor) -> bool:
+    """Whether all channels of a head are the same multiple of their features. A factor per head passes a rotation.
+
+    Args:
+        features: `[samples, features]`, as rounded to the dtype of `states`.
+        states: `[samples, heads, head_dim]`.
+        index: `[heads, head_dim]`: which feature each channel is a multiple of.
+    """
+    source, target = features[:, index.to(features.device)].double(), states.double()
+    ratio = (source * target).sum(0) / source.square().sum(0)
+    spread = (ratio - ratio[:, :1]).abs().amax()
+    # What is only copied has a ratio of exactly 1; a product that is rounded errs either way, and it averages out.
+    return bool(spread <= torch.finfo(states.dtype).eps / 2 * ratio.abs().amax())
