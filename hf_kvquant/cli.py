@@ -46,6 +46,7 @@ from .offloading import HOMES
 from .preflight import run_preflight
 from .transforms.smoothing import Mode, smooth_attention
 from .transforms.smoothing_file import FILE_NAME, SmoothingResult
+from .transforms.value_rotation import rotate_values
 from .verdict import Preflight, PreflightError, cells
 
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
@@ -148,6 +149,9 @@ def parser() -> argparse.ArgumentParser:
     )
     calibrate.add_argument("--no-centers", action="store_true", help="leave centres as they are")
     calibrate.add_argument("--no-factors", action="store_true", help="find centres only")
+    calibrate.add_argument(
+        "--rotate-values", action="store_true", help="rotate values through the weights before; rounds these once"
+    )
     calibrate.add_argument("--tokens", type=int, default=16384, metavar="N", help="at most (default: 16384)")
     calibrate.add_argument("--window", type=int, default=2048, metavar="N", help="tokens of a forward (default: 2048)")
     calibrate.add_argument("--batch-size", type=int, default=1, metavar="N", help="windows of a forward (default: 1)")
@@ -311,6 +315,10 @@ def run_calibrate(args: argparse.Namespace) -> None:
         if getattr(args, option) and not args.check:
             name = option.replace("_", "-")
             raise UsageError(f"calibrate: `--{name}` must come with --check, got it alone. Add --check.")
+    if args.rotate_values and args.check:
+        raise UsageError(
+            "calibrate: `--rotate-values` must come without --check, which changes no weights, got both. Leave out one."
+        )
     preset = None if args.preset is None else checked_preset(args.preset, "calibrate")
     if args.check:
         run_check(args, preset)
@@ -321,6 +329,8 @@ def run_calibrate(args: argparse.Namespace) -> None:
     device = checked_device(args.device, "calibrate")
     model, tokenizer = load(args.model, args.dtype, device, "calibrate")
     try:
+        if args.rotate_values:
+            rotate_values(model)  # first, so that the factors' file knows the weights that are saved
         result = smooth_attention(
             model,
             tokenizer,

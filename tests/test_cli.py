@@ -225,6 +225,26 @@ def test_calibrate_saves_a_model_and_its_factors(
     assert not (tmp_path / "again").exists()
 
 
+def test_calibrate_rotates_values(
+    folder: str, text_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    output, arguments = tmp_path / "rotated", ["--text-file", text_file, "--rotate-values", "--output"]
+    code, _, error = run(capsys, "calibrate", folder, *arguments, str(output))
+    assert code == 0 and error == ""
+    expected, _ = load(folder, "auto", torch.device("cpu"), "test")
+    rotated, _ = load(str(output), "auto", torch.device("cpu"), "test")
+    hf_kvquant.rotate_values(expected)
+    hf_kvquant.load_smoothing(rotated, output / "kvquant_smoothing.safetensors")
+    hf_kvquant.unsmooth(rotated)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(rotated.state_dict()[name], value)
+
+    code, _, error = run(capsys, "calibrate", str(output), *arguments, str(tmp_path / "again"))
+    assert code == 2 and "cannot be calibrated. rotate_values: `model` must not be rotated already, got one" in error
+    code, _, error = run(capsys, "calibrate", folder, "--rotate-values", "--check")
+    assert code == 2 and "calibrate: `--rotate-values` must come without --check" in error
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

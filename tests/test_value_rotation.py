@@ -244,6 +244,25 @@ def test_what_else_is_in_a_fused_projection_stays() -> None:
     assert torch.equal(fused, expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_smoothing_and_rotation_undo_each_other_in_turn(name: str, is_first: bool) -> None:
+    def smooth() -> None:
+        text = "The quick brown fox jumps over the lazy dog; 0123456789. " * 10
+        hf_kvquant.smooth_attention(model, models.tokenizer(), [text], window=64, candidates=(1.0,))
+
+    model = build(name)
+    weights = snapshot(model)
+    for step in (rotate_values, lambda model: smooth())[:: 1 if is_first else -1]:
+        step(model)
+    if name == "phi3" and not is_first:
+        with pytest.raises(ValueError, match="must have the weights that smoothing left"):
+            hf_kvquant.unsmooth(model)
+    for undo in (hf_kvquant.unsmooth, unrotate_values)[:: 1 if is_first else -1]:
+        undo(model)
+    assert_untouched(model, weights)
+
+
 # --- the check, and rolling back --------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,8 @@ def rotate_values(model: PreTrainedModel) -> tuple[int, ...]:
 
     The matrix is over blocks of the largest power of two that divides the head_dim of values. It is computed in float64
     and rounded once. What a cache stores from now on are rotated values; `save_pretrained` writes a plain checkpoint.
+    That helps where values have outlier channels, and changes little elsewhere. It goes with `smooth_attention`; where
+    projections are fused, undo both in the opposite order, since `unsmooth` refuses weights that changed behind it.
 
     Args:
         model: A decoder-only model. Rows of `v_proj`, bias included, and columns of `o_proj`, whatever they are called,
