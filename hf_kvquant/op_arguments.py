@@ -144,7 +144,7 @@ def _refuse(where: str, name: str, problem: str) -> NoReturn:
 
 def _check_kinds(where: str, arguments: Arguments) -> None:
     """Tensors in memory of one device, none left out."""
-    for name in ("query", "key_codes", "value_codes", "lengths", *(("key", "value") if where == "append" else ())):
+    for name in (*(("key", "value") if where == "append" else ("query",)), "key_codes", "value_codes", "lengths"):
         if name in arguments and arguments[name] is None:
             _refuse(where, name, "must be a tensor, got None.")
     check_devices(where, arguments)
