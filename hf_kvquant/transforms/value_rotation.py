@@ -136,10 +136,11 @@ def unrotate_values(model: PreTrainedModel) -> PreTrainedModel:
             f"{where}: `model` must be rotated, got a {type(model).__name__} that is not. Call rotate_values first."
         )
     for (rows, index), original in zip(_rotatable(model, state.layouts), state.originals, strict=True):
-        if rows.dtype != original.dtype or not torch.equal(_read(rows, index), _rotated(original.to(rows.device))):
+        is_same = rows.dtype == original.dtype and not rows.is_meta
+        if not is_same or not torch.equal(_read(rows, index), _rotated(original.to(rows.device))):
             raise ValueError(
-                f"{where}: `model` must have the weights that rotation left, got others: they were trained, cast or "
-                "replaced since. Load the original checkpoint again."
+                f"{where}: `model` must have the weights that rotation left, got others: they were trained, cast, "
+                "offloaded or replaced since. Load the original checkpoint again."
             )
     _put_back(model, state)
     delattr(model, _STATE)
