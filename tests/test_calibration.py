@@ -319,7 +319,7 @@ def test_auto_falls_back_where_the_proof_fails(
     def different(model: Any, input_ids: Tensor) -> Tensor:
         return torch.randn(3)
 
-    monkeypatch.setattr(proof, "_logits", different)
+    monkeypatch.setattr(proof, "check_logits", different)
     model = with_outliers()
     weights = snapshot(model)
     with caplog.at_level(logging.WARNING, "hf_kvquant"):

@@ -14,6 +14,7 @@ import models
 import pytest
 import tolerances
 import torch
+from test_smoothing import Adapter, EightBits, OneProjection, assert_weights, snapshot
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.llama import modeling_llama
@@ -71,17 +72,9 @@ def cached(model: Any) -> list[tuple[Tensor, Tensor]]:
     return [(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "keys", None) is not None]
 
 
-def snapshot(model: Any) -> dict[str, Tensor]:
-    """A copy of all weights."""
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def assert_untouched(model: Any, weights: dict[str, Tensor]) -> None:
     """The model has these weights, bit for bit, no mark of rotation, and no hook."""
-    found = model.state_dict()
-    assert found.keys() == weights.keys()
-    for name, value in weights.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+    assert_weights(model, weights)
     assert not value_rotation.is_rotated(model) and value_rotation.CONFIG_KEY not in model.config.to_dict()
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
@@ -218,8 +211,9 @@ def test_twice_is_refused_and_undoing_needs_a_rotation() -> None:
         lambda model: model.model.layers[1].self_attn.o_proj.weight.data.mul_(1.01),
         lambda model: model.model.layers[0].self_attn.v_proj.bias.data.add_(1),
         lambda model: model.to(torch.bfloat16),
+        lambda model: model.model.layers[1].self_attn.o_proj.to("meta"),
     ],
-    ids=["weight", "bias", "dtype"],
+    ids=["weight", "bias", "dtype", "offloaded"],
 )
 def test_changed_weights_are_not_undone(change: Callable[[Any], Any]) -> None:
     model = build("qwen2")
@@ -228,7 +222,7 @@ def test_changed_weights_are_not_undone(change: Callable[[Any], Any]) -> None:
     weights = snapshot(model)
     with pytest.raises(ValueError, match="must have the weights that rotation left, got others: they were trained"):
         unrotate_values(model)
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all(value.is_meta or torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
 def test_what_else_is_in_a_fused_projection_stays() -> None:
@@ -385,6 +379,13 @@ class Scale(nn.Module):
         return x * self.factor
 
 
+class Repeat(nn.Module):
+    """The first channels instead of others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., :32].repeat(1, 1, 4)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "side, wrap, message",
@@ -393,7 +394,12 @@ class Scale(nn.Module):
         (
             "v_proj",
             lambda x: nn.Sequential(x, nn.RMSNorm(128)),
-            r"values are no multiple|come from .*v_proj\.1, a norm",
+            r"its values come from .*v_proj\.1, a norm",
+        ),
+        (
+            "v_proj",
+            lambda x: nn.Sequential(x, Repeat()),
+            r"one feature of .*v_proj\.0 makes several channels of values",
         ),
         ("o_proj", lambda x: nn.Sequential(Scale(256), x), r"by channel before .*o_proj\.1 takes it, as by a gate"),
         ("o_proj", lambda x: nn.Sequential(nn.RMSNorm(256), x), r"output goes through .*o_proj\.0 \(RMSNorm\)"),
@@ -406,22 +412,6 @@ def test_what_stands_in_between_is_refused(
     attention = model.model.layers[1].self_attn
     setattr(attention, side, wrap(getattr(attention, side)))
     assert_refused(model.to(dtype), NotImplementedError, f"in whose layer 1 .*{message}")
-
-
-class OneProjection(modeling_llama.LlamaAttention):
-    """Attention whose values are its keys before RoPE."""
-
-    def forward(
-        self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query, value = (
-            projection(hidden_states).view(shape).transpose(1, 2) for projection in (self.q_proj, self.k_proj)
-        )
-        query, key = modeling_llama.apply_rotary_pos_emb(query, value, *position_embeddings)
-        attend = modeling_llama.ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        out, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling)
-        return self.o_proj(out.flatten(2)), None
 
 
 def test_values_from_the_weights_of_keys_are_refused() -> None:
@@ -438,33 +428,6 @@ def test_shared_weights_are_refused(side: str) -> None:
     second.weight = first.weight
     message = rf"must not share the weights behind values and attention's output, got one tensor for .*\.{side}\.weight"
     assert_refused(model, NotImplementedError, message)
-
-
-class EightBits(nn.Module):
-    """A linear layer with int8 weights, as quantisation libraries make them."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.scale = float(linear.weight.detach().abs().max()) / 127
-        codes = (linear.weight.detach() / self.scale).round().to(torch.int8)
-        self.weight = nn.Parameter(codes, requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
-
-
-class Adapter(nn.Module):
-    """A linear layer with a low-rank term beside it."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = linear
-        self.lora_A = nn.Linear(linear.in_features, 2, bias=False)
-        self.lora_B = nn.Linear(2, linear.out_features, bias=False)
-        nn.init.zeros_(self.lora_B.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.lora_B(self.lora_A(x))
 
 
 @pytest.mark.parametrize("side", ["v_proj", "o_proj"])

@@ -240,8 +240,6 @@ def _output(answer: _Answers, names: Mapping[nn.Module, str], attention: nn.Modu
         return "attention's output is not given to one projection, channel by channel"
     module = projections[0]
     index, features = takers[module]
-    if index.unique().numel() < index.numel():
-        return f"several channels of attention's output share an input of {names[module]}"
     if not _is_in_proportion(features, attended, index):
         return f"attention's output is multiplied by channel before {names[module]} takes it, as by a gate"
     return Projection(names[module], isinstance(module, Conv1D), index)

@@ -7,7 +7,7 @@ is its own inverse. Nothing is left for caches to do. Unlike smoothing by powers
 logits move by roundings of the dtype; a check makes sure that it is no more, or everything is rolled back. The rows and
 columns as they were are kept on the CPU. Which these are is found in `value_layout.py`.
 
-Source: QuaRot (arXiv 2404.00456), section 4, stage 2b; SpinQuant (arXiv 2405.16406), R2.
+Source: QuaRot (arXiv 2404.00456); SpinQuant (arXiv 2405.16406), whose R2 is learned and here is not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHECK_ROWS = 2  # texts of random tokens
 # rotation moves it by about 1, one wrong head of 64 by .18, and this is .125 in bfloat16, the coarsest dtype.
 ROUNDINGS, SUM_ROUNDINGS = 16.0, 256.0
 # How much further the logits of a token may move, in which the roundings of all layers come together: the median
-# token's, since a router may send some to other experts. Up to 2 eps in bfloat16 and 12 in float32, over 40 families.
+# token's, since a router may send some to other experts. Up to 2 eps in bfloat16 and 12 in float32, over 48 families.
 LOGIT_FACTOR = 4.0
 
 
@@ -136,10 +136,11 @@ def unrotate_values(model: PreTrainedModel) -> PreTrainedModel:
             f"{where}: `model` must be rotated, got a {type(model).__name__} that is not. Call rotate_values first."
         )
     for (rows, index), original in zip(_rotatable(model, state.layouts), state.originals, strict=True):
-        if rows.dtype != original.dtype or not torch.equal(_read(rows, index), _rotated(original.to(rows.device))):
+        is_same = rows.dtype == original.dtype and not rows.is_meta
+        if not is_same or not torch.equal(_read(rows, index), _rotated(original.to(rows.device))):
             raise ValueError(
-                f"{where}: `model` must have the weights that rotation left, got others: they were trained, cast or "
-                "replaced since. Load the original checkpoint again."
+                f"{where}: `model` must have the weights that rotation left, got others: they were trained, cast, "
+                "offloaded or replaced since. Load the original checkpoint again."
             )
     _put_back(model, state)
     delattr(model, _STATE)
