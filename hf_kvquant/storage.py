@@ -641,25 +641,23 @@ class LayerStorage:
         expected = self._aligned(capacity if self.max_cache_len is None else self.max_cache_len)
         if capacity != expected or not 0 < length <= (self.max_cache_len or capacity):
             raise ValueError(f"{self.name} cannot hold {length} tokens in buffers for {capacity}")
-        batch, num_kv_heads, key_head_dim, value_head_dim = shape
         planned = [
-            kv_format.allocate(
-                batch, num_kv_heads, head_dim, capacity, dtype=dtype, device=torch.device("meta"), **self._windows()
-            ).narrow(self.num_coded(kv_format, length), kv_format.block_size)
-            for kv_format, head_dim in zip(self._formats(), (key_head_dim, value_head_dim), strict=True)
+            planes.narrow(self.num_coded(kv_format, length), kv_format.block_size)
+            for planes, kv_format in zip(self._without_memory(shape, capacity, dtype), self._formats(), strict=True)
         ]
         return planned[0], planned[1]
 
     def planned_bytes(self, shape: tuple[int, int, int, int], capacity: int, dtype: torch.dtype) -> int:
         """Bytes of the buffers that such a storage has. See `planned_planes`."""
+        return sum(planes.num_bytes for planes in self._without_memory(shape, capacity, dtype))
+
+    def _without_memory(self, shape: tuple[int, int, int, int], capacity: int, dtype: torch.dtype) -> list[Planes]:
         batch, num_kv_heads, *head_dims = shape
         meta = torch.device("meta")
-        return sum(
-            kv_format.allocate(
-                batch, num_kv_heads, head_dim, capacity, dtype=dtype, device=meta, **self._windows()
-            ).num_bytes
+        return [
+            kv_format.allocate(batch, num_kv_heads, head_dim, capacity, dtype=dtype, device=meta, **self._windows())
             for kv_format, head_dim in zip(self._formats(), head_dims, strict=True)
-        )
+        ]
 
     def restore(
         self,
