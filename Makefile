@@ -68,10 +68,7 @@ quality: $(READY)  ## measure the README's quality table anew, and render it (QU
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-oldest: $(READY)  ## tests of the cache and of generation under the oldest transformers that is accepted
-	test -f $(OLDEST)/stamp || $(BIN)/pip install --quiet --upgrade --target $(OLDEST) \
-	    "transformers==$(OLDEST_TRANSFORMERS)"
-	@touch $(OLDEST)/stamp
+oldest: $(OLDEST)/stamp  ## tests of the cache and of generation under the oldest transformers that is accepted
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(PYTEST_ARGS) $(OLDEST_TESTS)
 
@@ -126,4 +123,9 @@ $(PACKAGES): requirements.txt
 
 $(READY): $(PACKAGES) $(BUILD_INPUTS)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(OLDEST)/stamp: pyproject.toml | $(READY)
+	rm -rf $(OLDEST)
+	$(BIN)/pip install --quiet --target $(OLDEST) "transformers==$(OLDEST_TRANSFORMERS)"
 	@touch $@

@@ -27,6 +27,7 @@ from .lengths import LengthGroup, Lengths
 from .offloading import OffloadedStorage, Offloader
 from .pool import BufferPool
 from .storage import LayerStorage
+from .text_config import text_config_of
 from .transforms import KeyTransform
 
 _Cache = TypeVar("_Cache", bound="KVQuantCache")
@@ -493,7 +494,7 @@ def quantized_layers(
 
 def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
     """Where the weights of each layer are, by index of the layer; where the model's are, if a layer cannot be found."""
-    layer_types, _ = layers_of(model.config.get_text_config(decoder=True))
+    layer_types, _ = layers_of(text_config_of(model))
     found: dict[int, torch.device] = {}
     for module in (model.get_decoder() or model).modules():
         index, parameter = getattr(module, "layer_idx", None), next(module.parameters(), None)

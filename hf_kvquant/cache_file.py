@@ -38,6 +38,7 @@ from .formats import Planes
 from .offloading import check_home
 from .rings import RingStorage
 from .storage import SERVED_DTYPES, LayerStorage
+from .text_config import text_config_of
 from .transforms import KeyTransform
 from .transforms.folding import weights_hash
 from .transforms.sharding import rank_of
@@ -405,7 +406,7 @@ def _identity(model: PreTrainedModel) -> dict[str, Any]:
     """What a model is known by."""
     settings = {
         name: value
-        for name, value in model.config.get_text_config(decoder=True).to_dict().items()
+        for name, value in text_config_of(model).to_dict().items()
         if name not in _VOLATILE and not name.startswith("_")
     }
     return {
@@ -475,7 +476,7 @@ def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[i
         NotImplementedError: Other layers have a state as well.
         ValueError: The model has other layers.
     """
-    layer_types, _ = layers_of(model.config.get_text_config(decoder=True))
+    layer_types, _ = layers_of(text_config_of(model))
     storages = {index: layer.storage for index, layer in enumerate(cache.layers) if isinstance(layer, KVQuantLayer)}
     quantized = quantized_layers(layer_types, cache.quant_config, is_static=cache.is_static)
     if len(cache.layers) != len(layer_types) or list(storages) != quantized:
@@ -485,7 +486,7 @@ def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[i
             f"{len(storages)}. Pass the model whose tokens it holds."
         )
     others = {layer_type for index, layer_type in enumerate(layer_types) if index not in storages}
-    foreign = sorted(others - set(_STATELESS))
+    foreign = sorted(others - _STATELESS)
     if foreign:
         raise NotImplementedError(
             f"{where}: `model` must have a quantised cache in all layers, got a {type(model).__name__} with layers of "

@@ -44,6 +44,7 @@ from .evaluation import cli as evaluation
 from .generation import UNQUANTIZED, Summary, run_presets
 from .offloading import HOMES
 from .preflight import run_preflight
+from .text_config import text_config_of
 from .transforms.smoothing import Mode, smooth_attention
 from .transforms.smoothing_file import FILE_NAME, SmoothingResult
 from .transforms.value_rotation import rotate_values
@@ -287,7 +288,7 @@ def tokenize(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_new_tokens: int
 ) -> list[Tensor]:
     """Token ids of each prompt, `[1, tokens]` int64 on the model's device, checked against the model's context."""
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    context = getattr(text_config_of(model), "max_position_embeddings", None)
     prompts = []
     for text in texts:
         ids = tokenizer(text, return_tensors="pt").input_ids

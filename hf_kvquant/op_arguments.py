@@ -155,9 +155,8 @@ def _check_kinds(where: str, arguments: Arguments) -> None:
 
 def _check_cache(where: str, name: str, what: str, expected: int, got: int) -> None:
     if expected != got:
-        _refuse(
-            where, name, f"must have {what} {expected} like the cache, got {got}. Was this cache filled by another?"
-        )
+        problem = f"must have {what} {expected} like the cache, got {got}. Was this cache filled by another model?"
+        _refuse(where, name, problem)
 
 
 def _check_count(where: str, name: str, count: int) -> None:

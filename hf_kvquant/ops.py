@@ -218,7 +218,7 @@ def _resolving(op: str) -> Callable[..., Any]:
 
     def resolve(*args: Any) -> Any:
         overload = getattr(torch.ops.hf_kvquant, op).default
-        return overload(*op_arguments.without_lazy_negation(op, overload._schema, args))
+        return overload(*op_arguments.without_lazy_negation(op.removesuffix("_reference"), overload._schema, args))
 
     return resolve
 
@@ -493,7 +493,8 @@ class Operands:
     ) -> tuple[Tensor, Tensor]:
         """Append new tokens if there are any, then attend to everything stored: see `reference.decode_attention`.
 
-        Codes are dequantised tile by tile; no `[length, head_dim]` tensor is built. Never synchronises with the host.
+        Codes are dequantised tile by tile; no `[length, head_dim]` tensor is built. Kernels do
+        not synchronise with the host, as the reference does where it serves.
 
         Args:
             query: `[batch, num_q_heads, q_len, head_dim]`, fp32, bf16 or fp16. Read only.

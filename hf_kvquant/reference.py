@@ -65,7 +65,7 @@ def rotation_block(head_dim: int) -> int:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """`x` (`[..., head_dim]` float32) rotated; the rotation is its own inverse. New memory."""
+    """`x` (`[..., head_dim]` float32 or float64) rotated; the rotation is its own inverse. New memory."""
     shape, block = x.shape, rotation_block(x.shape[-1])
     stride = 1
     while stride < block:

@@ -25,6 +25,7 @@ from .encoder_decoder import decoder_cache
 from .environment import environment
 from .handle import LOOKED_INSIDE
 from .patching import state_of, why_dense
+from .text_config import text_config_of
 from .transforms.layout import other_caches
 from .verdict import name_of
 
@@ -139,7 +140,7 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
             f"{WHERE}: `model` must be patched or come with a cache, got an unpatched {type(model).__name__} alone. "
             "Call patch first."
         )
-    layer_types, _ = layers_of(model.config.get_text_config(decoder=True))
+    layer_types, _ = layers_of(text_config_of(model))
     if cache is not None and len(cache.layers) != len(layer_types):
         raise ValueError(
             f"{WHERE}: `cache` must be one for this model with {len(layer_types)} cache layers, got one with "
@@ -186,7 +187,7 @@ def _served_by(
 
 def _head_dims(model: PreTrainedModel, index: int) -> tuple[int, ...]:
     """Channels of a head, as far as the config tells."""
-    head_dim = head_dim_of(model.config.get_text_config(decoder=True).per_layer_config[index])
+    head_dim = head_dim_of(text_config_of(model).per_layer_config[index])
     return () if head_dim is None else (head_dim,)
 
 

@@ -32,6 +32,7 @@ from .own_simulation import SimulatingLayer
 from .patching import set_attention, state_of
 from .rings import RingStorage
 from .storage import LayerStorage
+from .text_config import text_config_of
 from .transforms.of_model import key_transforms
 
 # Implementations whose masks say, for every query and key, whether it is seen.
@@ -222,7 +223,7 @@ def simulated(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         if is_own:
             yield model
             return
-    text_config = model.config.get_text_config(decoder=True)
+    text_config = text_config_of(model)
     before = text_config._attn_implementation
     state = state_of(model)
     prev = before if state is None else state.previous_attention

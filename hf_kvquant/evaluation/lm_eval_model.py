@@ -29,6 +29,7 @@ from ..config import DEFAULT_PRESET, KVQuantConfig
 from ..fidelity import PairCounter
 from ..patching import patch, state_of
 from ..simulation import expected_pairs, pairs_of, simulated, simulated_cache, why_not_simulated
+from ..text_config import text_config_of
 from ..transforms.of_model import key_transforms
 
 MODES = ("decode", "simulated")
@@ -202,7 +203,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
                 yield group[start : start + self.batch_size]
 
     def _num_layers(self) -> int:
-        return int(self.model.config.get_text_config(decoder=True).num_hidden_layers)
+        return int(text_config_of(self.model).num_hidden_layers)
 
     @torch.inference_mode()
     def _decode(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:

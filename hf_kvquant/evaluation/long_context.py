@@ -29,6 +29,7 @@ from ..arguments import (
 )
 from ..config import KVQuantConfig
 from ..generation import UNQUANTIZED
+from ..text_config import text_config_of
 from . import preparation
 from .long_results import MIN_ACCURACY, Cell, joined, show, summarize
 from .long_scores import Scores, score
@@ -236,7 +237,7 @@ def _depth(word: str) -> float:
 
 def check_context(model: PreTrainedModel, name: str, cells: Sequence[Cell]) -> None:
     """Refuse lengths that the model was not made for."""
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    context = getattr(text_config_of(model), "max_position_embeddings", None)
     longest = max(cell.length for cell in cells)
     if isinstance(context, int) and longest > context:
         raise UsageError(

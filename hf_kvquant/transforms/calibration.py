@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import reference
 from ..formats import KVFormat
+from ..text_config import text_config_of
 from .key_transform import KeyTransform
 from .observation import Observation, forward, observed
 
@@ -96,7 +97,7 @@ def read_windows(
                                ("batch_size", batch_size, 1)):  # fmt: skip
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{where}: `{name}` must be an int of at least {least}, got {value!r}.")
-    text_config = model.config.get_text_config(decoder=True)
+    text_config = text_config_of(model)
     embeddings: Any = model.get_input_embeddings()
     vocab_size = embeddings.weight.shape[0]
     if len(tokenizer) > vocab_size or len(tokenizer) < 0.9 * vocab_size:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..cache import layers_of, quantized_layers
 from ..config import KVQuantConfig
+from ..text_config import text_config_of
 from .centering import bias_centers
 from .key_transform import KeyTransform
 from .sharding import of_this_rank
@@ -107,7 +108,7 @@ def key_transforms(
         >>> cache = hf_kvquant.KVQuantCache(model.config, "int4", key_transforms=transforms)
     """
     config = KVQuantConfig.resolve(preset_or_config)
-    layer_types, _ = layers_of(model.config.get_text_config(decoder=True))
+    layer_types, _ = layers_of(text_config_of(model))
     wanted = {index: config.formats(index).transforms for index in quantized_layers(layer_types, config)}
     named = {name for names in wanted.values() for name in names}
     centers = _centers(model) if "center" in named else {}

@@ -15,6 +15,7 @@ import torch.distributed
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..text_config import text_config_of
 from .centering import num_kv_heads
 
 # As in transformers' own check of a plan: projections whose output is keys, and the style that shards heads.
@@ -56,7 +57,7 @@ def check_heads(model: PreTrainedModel, where: str) -> None:
     plan: dict[str, str] = model.tp_plan or {}
     if not any(name.split(".")[-1] in _KEY_PROJECTIONS and style == _SHARDS_HEADS for name, style in plan.items()):
         return  # every rank computes all keys
-    for layer_config in model.config.get_text_config(decoder=True).per_layer_config:
+    for layer_config in text_config_of(model).per_layer_config:
         num_heads = getattr(layer_config, "num_key_value_heads", None)
         if num_heads is not None and num_heads % num_ranks:
             raise ValueError(
