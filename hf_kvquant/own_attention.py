@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .attention import is_tracing, num_pads
 from .cache import KVQuantCache, KVQuantLayer
@@ -156,25 +157,43 @@ def _attend_of(module: Any, family: Family, kwargs: dict[str, Any]) -> Attend | 
     if not isinstance(layer, (KVQuantLayer, SimulatingLayer)):
         return None
     storage, notes = layer.storage, cache.notes
-    # Every head has the same, but for ALiBi that Falcon adds to its mask, which is far from what hides a token.
-    is_visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
-    if family.is_hidden:
-        is_visible = ~is_visible
     is_left_alone = not storage.is_quantized or module.training or kwargs.get("output_attentions")
     if isinstance(layer, SimulatingLayer):
-        return None if is_left_alone else functools.partial(simulate, cache, index, is_visible)
-    starts = num_pads(is_visible[:, -1])  # [batch or 1]
-    q_len = is_visible.shape[1]
+        return None if is_left_alone else functools.partial(simulate, cache, index, _visible(family, mask))
+    starts = _starts_of(family, mask)
+    q_len = mask.shape[2]
     if layer is next(each for each in cache.layers if isinstance(each, KVQuantLayer)) and not is_tracing(mask):
         # On behalf of all layers, and not in a decode step on a GPU: looking makes the host wait for the device.
         offset = 0 if storage.lengths is None or storage.is_empty else storage.lengths[0]
         if mask.device.type == "cpu" or q_len > 1:
-            notes.has_holes = notes.has_holes or not _is_left_padded(is_visible, starts, offset)
+            notes.has_holes = notes.has_holes or not _is_left_padded(_visible(family, mask), starts, offset)
         if storage.is_empty:
             notes.starts, notes.has_dense_masks = starts, True
     if is_left_alone or storage.is_empty or notes.has_holes:
         return None
     return functools.partial(_attend, cache, index, starts)
+
+
+# Of masks that are there now: their version, and `_starts_of` it. All layers of a step come with one mask.
+_starts = WeakIdKeyDictionary()
+
+
+def _starts_of(family: Family, mask: Tensor) -> Tensor:
+    """Left-padding tokens of each sequence, `[batch or 1]` int32, by what its last query sees."""
+    # A tensor made in inference mode does not know whether it was changed.
+    if is_tracing(mask) or mask.is_inference():
+        return num_pads(_visible(family, mask[:, :, -1:])[:, -1])
+    known: tuple[int, Tensor] | None = _starts.get(mask)
+    if known is None or known[0] != mask._version:
+        known = _starts[mask] = mask._version, num_pads(_visible(family, mask[:, :, -1:])[:, -1])
+    return known[1]
+
+
+def _visible(family: Family, mask: Tensor) -> Tensor:
+    """Which tokens queries see, `[batch or 1, q_len, kv_length]` bool."""
+    # Every head has the same, but for ALiBi that Falcon adds to its mask, which is far from what hides a token.
+    visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
+    return ~visible if family.is_hidden else visible
 
 
 def _is_left_padded(is_visible: Tensor, starts: Tensor, offset: int | Tensor) -> bool:
