@@ -4,7 +4,7 @@
 
 The models are the tiny random ones of `tests/models.py`: each generates under `int4` on a CPU, and `report` says what
 served its layers. Which of transformers' models are refused is asked of `KVQuantCache` by their default configs. A test
-does the same and compares; `render_families.py` makes the README's table of it.
+does the same with each that is in the file, and compares; `render_families.py` makes the README's table of it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def families_table(results: dict[str, Any]) -> str:
     for name, heading in {**results["families"], **results["refused"]}.items():
         under[heading].append(f"`{name}`")
     rows = [f"| {text} | {', '.join(under[heading])} |" for heading, text in HEADINGS.items() if under[heading]]
-    return "\n".join(["| what becomes of it | model types |", "|---|---|", *rows])
+    return "\n".join(["| what becomes of it | families and model types |", "|---|---|", *rows])
 
 
 def caption(results: dict[str, Any]) -> str:
@@ -32,5 +32,5 @@ def caption(results: dict[str, Any]) -> str:
     return (
         "Tiny random models of these types generated under `int4`, and `hf_kvquant.report` said what served each "
         f"layer; refusals are those of the default configs of transformers {results['transformers']}. "
-        "`evals/results/families.json`, which the tests compare with what they find."
+        "`evals/results/families.json`; tests run each again."
     )
