@@ -10,6 +10,7 @@ Which tasks run, and what becomes of the scores, is decided in `tasks.py`.
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import itertools
 import os
@@ -104,6 +105,9 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and self.world_size == 1 and kwargs.get("tp_plan") is None:
             # HFLM spreads items over processes for models that it loads itself, to GPUs.
             self.accelerator = Accelerator(cpu=self.device.type == "cpu")
+            # Else gloo's threads may outlive their group as the interpreter ends, which aborts the process: some 1 in 8
+            # on a busy machine.
+            atexit.register(self.accelerator.end_training)
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self._takes = frozenset(inspect.signature(type(self.model).forward).parameters)
         self.use(preset)
