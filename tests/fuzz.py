@@ -176,6 +176,7 @@ def draw_call(dice: random.Random, memory: Memory, name: str) -> Call:
     kinds = {
         "sink_length": case.sink_length,
         "residual_length": case.residual_length,
+        "is_ring": False,
         "key_center": None if transform is None or transform.center is None else memory.place(transform.center, 0),
         "key_smoothing": None
         if transform is None or transform.smoothing is None

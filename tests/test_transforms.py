@@ -225,7 +225,7 @@ def test_ops_refuse(device: str, change: Callable[[dict[str, Tensor]], None], me
     spelled = [x for side in (0, 1) for made in [clone(filled(case, side), device)] for x in
                (made.codes, made.scale, made.zero, made.tail)]  # fmt: skip
     x, lengths = tokens(case, 1, 64).to(device), case.lengths_tensor().to(device)
-    kinds = (0, 0, parts["center"], parts["smoothing"], True, 1.0, 1.0, 1, 1)
+    kinds = (0, 0, False, parts["center"], parts["smoothing"], True, 1.0, 1.0, 1, 1)
     with pytest.raises(ValueError, match=re.escape(f"append: {message}")):
         torch.ops.hf_kvquant.append(x, x, *spelled, lengths, None, *kinds)
     extras = (None, None, None, None, 1.0, 0.0, 0, 0)
