@@ -453,6 +453,7 @@ def reopen(
     sink_length: int = 0,
     residual_length: int = 0,
     key_transform: KeyTransform | None = None,
+    is_ring: bool = False,
 ) -> None:
     """Put tokens that a crop makes the newest ones again back in the tail, dequantised: what they were before is gone.
 
@@ -464,13 +465,18 @@ def reopen(
         sink_length: Tokens at the beginning that are dense, and stay so.
         residual_length: Tokens at the end that are to be.
         key_transform: What the keys have gone through.
+        is_ring: Rows come round again; what has been overwritten stays as it is, since no query sees it.
     """
-    tail, begin = planes.tail, kv_format.tail_begin(length, residual_length)
+    tail, begin, capacity = planes.tail, kv_format.tail_begin(length, residual_length), planes.codes.shape[2]
+    if is_ring:
+        size = kv_format.block_size or 1
+        begin = max(begin, -(-(old_length - capacity) // size) * size)
     end = min(length, kv_format.tail_begin(old_length, residual_length))
     if tail is None or begin >= end:
         return
-    some = planes.narrow(end, kv_format.block_size, begin)
-    row = sink_length + torch.arange(begin, end, device=tail.device) % (tail.shape[2] - sink_length)
+    position = torch.arange(begin, end, device=tail.device)
+    some = planes.rows(position % capacity, kv_format.block_size)
+    row = sink_length + position % (tail.shape[2] - sink_length)
     # What is among the first tokens has a row of its own, and nobody reads its other one.
     tail[:, :, row] = dequantize(some, kv_format, tail.dtype, key_transform=key_transform)
 
