@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, clone, make_formats, make_transform, poisoned, queries, tokens
-from checks import pair, run_decode
+from checks import pair, run_decode, to
 from compare import assert_same, assert_same_planes
 from torch import Tensor
 
@@ -134,7 +134,6 @@ def walk(engine: str, case: Case, transform: KeyTransform | None = None, **extra
             assert_same(x, others[1], f"{case}, ring and plain")
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("formats", FORMATS, ids=lambda made: "+".join(each.describe() for each in made))
 def test_a_ring_holds_and_attends_to_what_plain_planes_do(engine: str, formats: tuple[KVFormat, KVFormat]) -> None:
     walk(engine, case_of(formats))
@@ -231,6 +230,23 @@ def test_nothing_behind_the_window_matters(engine: str, preset: str) -> None:
         assert out[1, 1].isnan().all() and lse[1, :, 1].isnan().all() and lse[1, :, 0].isfinite().all()
     else:  # a NaN spoils its channel for a whole block, and here block 1 of keys holds some that is visible
         assert out.isnan().all()
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4-channel"])
+def test_opcheck(device: str, preset: str) -> None:
+    case = grown(case_of(PRESETS[preset], 9), 3)
+    planes = [clone(empty(case, side, CAPACITY), device) for side in (0, 1)]
+    for made in planes:
+        for plane in made.tensors():
+            plane.zero_()  # what is compared are numbers, not NaN
+    operands = ops.Operands(*planes, case.formats, None, 0, 9, is_ring=True)
+    key, value, query, lengths, starts = to(
+        device, tokens(case, 3, 64), tokens(case, 3, 64), queries(case), case.lengths_tensor(), case.starts_tensor()
+    )
+    append, decode = torch.ops.hf_kvquant.append.default, torch.ops.hf_kvquant.decode.default
+    torch.library.opcheck(append, (key, value, *operands._planes, lengths, starts, *operands._kinds))
+    extras = (None, starts, None, None, 0.125, 0.0, WINDOW, 0)
+    torch.library.opcheck(decode, (query, key, value, *operands._planes, lengths, *extras, *operands._kinds))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
