@@ -520,7 +520,8 @@ class Operands:
             sinks: `[num_q_heads]`: logits without values in the softmax.
             alibi_slopes: `[num_q_heads]`.
             softcap: 0 for none.
-            sliding_window: Positions visible to a query, itself included; 0 for all.
+            sliding_window: Positions visible to a query, itself included; 0 for all. Where `is_ring`, there is one, and
+                room for what the first query sees beside all new tokens: at most `capacity + 1 - q_len`.
             num_splits: Parts that a sequence is cut into, for output that is bitwise the same in every batch; 0 lets
                 the kernel choose.
 

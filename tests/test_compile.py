@@ -112,9 +112,15 @@ def test_sliding_windows_compile_one_graph(family: str, preset: str, tokens: int
     check_one_graph()
 
 
-def test_sliding_windows_compile_through_the_ops() -> None:
-    model = models.build("gemma2", **FAMILIES["gemma2"].options)
-    check_same_generation(model, {"preset": "int4", "max_cache_len": 400}, compiled_for("aot_eager"))
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_sliding_windows_compile_through_the_ops(backend: str, device: str) -> None:
+    if (backend, device) == ("inductor", "cpu"):
+        pytest.skip("there are no graphs to replay")
+    model, compiled = models.on(device, models.build("gemma2", **FAMILIES["gemma2"].options)), compiled_for(backend)
+    if backend == "inductor":
+        compiled["compile_config"].mode = "reduce-overhead"
+    check_same_generation(model, {"preset": "int4", "max_cache_len": 400}, compiled)
     check_one_graph()
 
 
