@@ -31,6 +31,7 @@ from ..config import KVQuantConfig
 from ..generation import UNQUANTIZED
 from ..text_config import text_config_of
 from . import preparation
+from .counter import check_pairs
 from .long_results import MIN_ACCURACY, Cell, joined, show, summarize
 from .long_scores import Scores, score
 from .progress import bar, early_end
@@ -166,14 +167,7 @@ def checked_scores(
     """
     results = score(model, prompts, configs)
     for name, scores in results.items():
-        # Layers that attend to the keys and values of another one read its codes too, so that more may be read.
-        read = scores.pairs_read + scores.pairs_dequantized
-        if read < scores.pairs_expected:
-            raise Refused(
-                f"{WHERE}: preset {name} must read {scores.pairs_expected:,} (query, token) pairs from codes, got "
-                f"{read:,}: some layer attended to something else, and the numbers would be those of another cache. "
-                "Use another model."
-            )
+        check_pairs(f"{WHERE}: preset {name}", scores)
         if not all(map(math.isfinite, scores.log_likelihood)):
             raise Refused(
                 f"{WHERE}: preset {name} must give finite log-likelihoods, got {scores.log_likelihood}. "

@@ -31,6 +31,7 @@ from ..arguments import (
 from ..config import WINDOWS
 from ..generation import UNQUANTIZED
 from . import preparation
+from .counter import NothingRead
 from .progress import early_end
 from .provenance import sha256
 from .records import open_record
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
     tasks = load_tasks(names, args.data)
     hashes = {name: None if args.data is None else sha256(data_file(name, args.data)) for name in tasks}
 
-    from .lm_eval_model import CannotScore, KVQuantLM, NothingRead
+    from .lm_eval_model import CannotScore, KVQuantLM
 
     try:
         lm = KVQuantLM(model, tokenizer=tokenizer, mode=args.mode, batch_size=args.batch_size)
