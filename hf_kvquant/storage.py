@@ -110,12 +110,8 @@ class LayerStorage:
         self.masked_window = 0
         self.fallbacks: Counter[str] = Counter()  # reason -> steps that attended to dequantised tensors ...
         self.tally: Counter[str] | None = None  # ... and where they are counted for longer than there is this storage
-        self.pairs_read: int | None = (
-            None  # those that `attend` has served, where somebody counts them (`pairs.py`) ...
-        )
-        self.pairs_dequantized = (
-            0  # ... (query, token) pairs of such steps, padding included; of growing storages alone
-        )
+        self.pairs_dequantized = 0  # (query, token) pairs of such steps, padding included; of growing storages alone
+        self.pairs_read: int | None = None  # those of steps that `attend` served, where somebody counts (`pairs.py`)
 
     def _checked(self, key_transform: KeyTransform | None) -> KeyTransform | None:
         if key_transform is not None and not isinstance(key_transform, KeyTransform):

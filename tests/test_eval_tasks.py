@@ -22,7 +22,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, cli, fidelity
-from hf_kvquant.evaluation import task_files, tasks
+from hf_kvquant.evaluation import lm_eval_model, task_files, tasks
 from hf_kvquant.evaluation.counter import NothingRead
 from hf_kvquant.evaluation.gate import GATE_SHARE
 from hf_kvquant.evaluation.lm_eval_model import MODES, KVQuantLM
@@ -207,6 +207,18 @@ def test_where_no_kernel_serves() -> None:
         assert lm.pairs_read == 0 < lm.pairs_expected == lm.pairs_dequantized
         assert all(lm.generate_until(until, disable_tqdm=True))
         assert lm.pairs_read == 0 and lm.pairs_dequantized > lm.pairs_expected
+
+
+def test_whether_a_model_can_be_simulated_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(lm_eval_model, "why_not_simulated", asked.append)
+    model = models.family("llama")
+    with patched(model, "none"):
+        lm = KVQuantLM(model, "int8", "simulated", tokenizer=tokenizer())
+        for preset in ("int4", "fp8"):
+            lm.use(preset)
+        KVQuantLM(model, "int8", "decode", tokenizer=tokenizer())
+    assert asked == [model]
 
 
 def test_rolling_and_generation_read_the_cache() -> None:
