@@ -136,6 +136,13 @@ class SimulatedHandle:
         raw = layer.raw[side]
         self.shape, self.dtype, self.device, self.ndim = raw.shape, raw.dtype, raw.device, raw.ndim
 
+    def to(self, *args: Any, **kwargs: Any) -> SimulatedHandle:
+        """Itself where nothing changes: layers that share keys and values ask for them on their own device."""
+        alike = torch.empty((0, 0, 0, 0), dtype=self.dtype, device=self.device)
+        if alike.to(*args, **kwargs) is not alike:
+            raise _looked_inside()
+        return self
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

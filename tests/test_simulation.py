@@ -113,7 +113,8 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=r"layer 0: a simulated cache takes a text in one forward, got more"):
             model(ids, past_key_values=cache)
     handle, _ = simulated_cache(model, "int8").update(torch.ones(1, 2, 8, 64), torch.ones(1, 2, 8, 64), 0)
-    for look in (lambda: handle.transpose(1, 2), lambda: torch.cat((handle,))):
+    assert handle.to(handle.device) is handle.to(torch.float32) is handle
+    for look in (lambda: handle.transpose(1, 2), lambda: torch.cat((handle,)), lambda: handle.to(torch.float16)):
         with pytest.raises(NotImplementedError, match="simulate: the model must leave keys and values to its"):
             look()
     with pytest.raises(NotImplementedError, match="simulate: XGLMForCausalLM computes attention by itself"):
