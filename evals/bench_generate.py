@@ -471,14 +471,14 @@ _SHARED = (
 )
 
 
-def kept_cases(results: dict[str, Any], path: Path) -> list[dict[str, Any]]:
-    """The cases of an earlier run's results file, none where there is no file.
+def kept(results: dict[str, Any], path: Path) -> tuple[list[str], list[dict[str, Any]]]:
+    """The commands and cases of the earlier runs that a results file is of, none where there is no file.
 
     Raises:
         SystemExit: They are of another commit, machine or model.
     """
     if not path.exists():
-        return []
+        return [], []
     earlier = json.loads(path.read_text(encoding="utf-8"))
     for key in _SHARED:
         if earlier.get(key) != results.get(key):
@@ -486,8 +486,7 @@ def kept_cases(results: dict[str, Any], path: Path) -> list[dict[str, Any]]:
                 f"bench_generate: `--resume` must find results of the same {key}, {results.get(key)}, got "
                 f"{earlier.get(key)} in {path}. Name another --output."
             )
-    cases: list[dict[str, Any]] = earlier["cases"]
-    return cases
+    return earlier.get("commands", [earlier["command"]]), earlier["cases"]
 
 
 def main() -> None:
@@ -515,8 +514,10 @@ def main() -> None:
     }
     for key, value in results.items():
         console.print(f"{key:>18}  {value}", highlight=False, markup=False)
-    kept = kept_cases(results, arguments.output) if arguments.resume else []
-    results |= {"cases": kept, "checks": [], "state_after": None}
+    commands, cases = kept(results, arguments.output) if arguments.resume else ([], [])
+    done = {case["case"] for case in cases}
+    # `command` is that of the newest run, as on every card; the cases are of all of these.
+    results |= {"commands": [*commands, results["command"]], "cases": cases, "checks": [], "state_after": None}
 
     def save() -> None:
         results["checks"] = check_goals(results)
@@ -527,7 +528,7 @@ def main() -> None:
 
     floors: dict[int, tuple[dict[str, Any] | None, str | None]] = {}
     for shape in arguments.cases:
-        if any(case["case"] == shape.name for case in kept):
+        if shape.name in done:
             continue
         if shape.batch not in floors:
             floors[shape.batch] = attempt(model, FLOOR, Case(shape.batch, FLOOR_CONTEXT), arguments.new_tokens)

@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_kvquant
 from hf_kvquant import KVQuantCache
+from hf_kvquant.evaluation.provenance import card
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results" / "families.json"
 sys.path.insert(0, str(ROOT / "tests"))
 import models  # noqa: E402
+
+UNTOLD = "untold"  # of model types about which a default config says nothing
 
 
 def how_served(name: str) -> str:
@@ -34,34 +36,42 @@ def how_served(name: str) -> str:
     with hf_kvquant.patched(model, "int4"), torch.inference_mode():
         output = models.greedy(model, models.left_padded(), 4)
         report = hf_kvquant.report(model, output.past_key_values)
-    ours = [layer for layer in report.layers if layer.formats is not None]
+    # Whether layers that read what another keeps are listed at all depends on the version of transformers.
+    layers = [layer for layer in report.layers if layer.layer_type != "dummy"]
+    ours = [layer for layer in layers if layer.formats is not None]
     if not ours or not all(layer.is_served for layer in ours):
         return "dense"
-    if len(ours) < len(report.layers):
+    if len(ours) < len(layers):
         return "some"
     return "rings" if any(layer.layer_type == "sliding_attention" for layer in ours) else "codes"
 
 
 def how_refused(model_type: str) -> str | None:
-    """Which heading one of transformers' models belongs under; `None` where its cache is not refused."""
+    """Which heading one of transformers' models belongs under.
+
+    Returns:
+        `None` where its cache is taken; `"untold"` where the default config is none, or of a size that no model has.
+    """
     try:
         KVQuantCache(AutoConfig.for_model(model_type), "int4")
     except NotImplementedError as error:
         return "latent" if "(MLA)" in str(error) else "others"
-    except Exception:  # a default config that transformers itself refuses, or one of a size that no model has
-        return None
+    except Exception:  # transformers' own mistakes in default configs are of many kinds
+        return UNTOLD
     return None
 
 
 def measured() -> dict[str, Any]:
-    """What `families.json` holds: for each family, and for each refused model type of transformers, its heading."""
-    refused = {model_type: how_refused(model_type) for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
+    """What `families.json` holds: for each family, and for each refused model type of transformers, its heading.
+
+    And what was run: the card of every results file.
+    """
+    headings = {model_type: how_refused(model_type) for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
     return {
-        "command": "python evals/families.py",
-        "hf_kvquant": hf_kvquant.__version__,
-        "transformers": transformers.__version__,
+        **card(),
         "families": {name: how_served(name) for name in sorted(models.FAMILIES)},
-        "refused": {model_type: heading for model_type, heading in refused.items() if heading is not None},
+        "refused": {model_type: heading for model_type, heading in headings.items() if heading not in (None, UNTOLD)},
+        UNTOLD: [model_type for model_type, heading in headings.items() if heading == UNTOLD],
     }
 
 

@@ -172,6 +172,32 @@ def gpu_caption(gpu: dict[str, Any]) -> str:
     )
 
 
+# --- sentences of the README's prose ----------------------------------------------------------------------------------
+
+
+def sentences(windows: dict[str, Any], gpu: dict[str, Any] | None) -> list[str]:
+    """What the prose between tables takes from results files, word by word but for line breaks.
+
+    Args:
+        windows: `fidelity_windows.json`.
+        gpu: `decode.json`, if there is one.
+    """
+    dense, short, long = (scientific(windows["presets"][name]["kld"]) for name in ("int4", "int4:0+32", "int4:0+128"))
+    said = [
+        f"On the reference model `residual_length=32` lowers the divergence of `int4` from {dense} to {short}, and 128 "
+        f"to {long} ({windows['scored_tokens']:,} tokens in windows of {windows['window']}, {windows['chunk']} at a "
+        "time; `evals/results/fidelity_windows.json`)"
+    ]
+    for case in [] if gpu is None else shown_cases(gpu, ["64x8k-dim96"]):
+        rows = {row["preset"]: row for row in case["rows"]}
+        shares = [row["share"] for row in rows.values()]
+        said.append(
+            f"A head_dim of 96 gets {100 * min(shares):.0f} to {max(shares):.0%} of the bandwidth (`int8` "
+            f"{rows['int8']['speedup']:.1f} times as fast as bf16)"
+        )
+    return said
+
+
 # --- the pictures -----------------------------------------------------------------------------------------------------
 
 

@@ -42,7 +42,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def add_placement(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """The options that say how a model is loaded. `checked_device` and `load` take them.
+    """The options that say how a model is loaded. `load_placed` reads them.
 
     Args:
         parser: Gets them.
@@ -192,6 +192,22 @@ def checked_device(name: str | None, where: str) -> torch.device:
             "hf-kvquant env."
         )
     return device
+
+
+def load_placed(
+    args: argparse.Namespace, where: str, *, default_device: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model of a command, and its tokenizer, to where its options place it.
+
+    Args:
+        args: With `model`, and the options of `add_placement`.
+        where: Opens messages.
+        default_device: Where no device is named; `None` takes the best one.
+
+    Raises:
+        UsageError: There is no such device or model, or memory does not suffice.
+    """
+    return load(args.model, args.dtype, checked_device(args.device or default_device, where), where)
 
 
 def load(name: str, dtype: str, device: torch.device, where: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 
 from .cache import STATELESS, KVQuantCache, KVQuantLayer, layer_devices, layers_of, quantized_layers
 from .config import KVQuantConfig
+from .environment import package_version
 from .formats import Planes
 from .offloading import check_home
 from .rings import RingStorage
@@ -112,7 +113,7 @@ def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrai
         }
     text = json.dumps(
         {
-            "package": _package_version(),
+            "package": package_version(),
             "config": cache.quant_config.to_dict(),
             "model": _identity(model),
             "length": length,
@@ -352,7 +353,7 @@ def _checked_text(expected: str, metadata: Mapping[str, str]) -> str:
     if version != str(_VERSION):
         raise ValueError(
             f"{expected} of format version {_quoted(version)}, this is version {_VERSION} "
-            f"(hf_kvquant {_package_version()}). Install the version of hf_kvquant that wrote it."
+            f"(hf_kvquant {package_version()}). Install the version of hf_kvquant that wrote it."
         )
     text = metadata.get("facts", "")
     if metadata.get("facts_sha256") != content_hash(text, {}):
@@ -573,9 +574,3 @@ def _move_to_new(where: str, temporary: str, name: str) -> None:
         if os.path.lexists(name):
             raise FileExistsError(_exists(where, name)) from None
         os.replace(temporary, name)
-
-
-def _package_version() -> str:
-    from . import __version__  # of the package that may be half imported when this module is
-
-    return __version__

@@ -36,6 +36,7 @@ from .arguments import (
     checked_preset,
     load,
     load_calibration,
+    load_placed,
     read_text,
 )
 from .config import PRESETS, WINDOWS
@@ -44,7 +45,7 @@ from .evaluation import cli as evaluation
 from .generation import UNQUANTIZED, Summary, run_presets
 from .offloading import HOMES
 from .preflight import run_preflight
-from .text_config import text_config_of
+from .text_config import context_of
 from .transforms.smoothing import Mode, smooth_attention
 from .transforms.smoothing_file import FILE_NAME, SmoothingResult
 from .transforms.value_rotation import rotate_values
@@ -216,7 +217,7 @@ def run_generate(args: argparse.Namespace) -> None:
         on_start=start,
         on_text=show,
     )
-    where = f"{model.dtype} on {device}".removeprefix("torch.")
+    where = f"{model.dtype} on {model.device}".removeprefix("torch.")
     windows = "".join(f", {name} {length}" for name in WINDOWS if (length := getattr(args, name)))
     windows += ", offloaded" if args.offloading else ""
     show_summaries(console, summaries, title=f"{args.model}, {where}, {len(prompts)} prompts{windows}")
@@ -288,7 +289,7 @@ def tokenize(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_new_tokens: int
 ) -> list[Tensor]:
     """Token ids of each prompt, `[1, tokens]` int64 on the model's device, checked against the model's context."""
-    context = getattr(text_config_of(model), "max_position_embeddings", None)
+    context = context_of(model)
     prompts = []
     for text in texts:
         ids = tokenizer(text, return_tensors="pt").input_ids
@@ -327,8 +328,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
     preset = preset or "int4"
     texts = checked_texts(args.text_file)
     output = checked_output(args.output)
-    device = checked_device(args.device, "calibrate")
-    model, tokenizer = load(args.model, args.dtype, device, "calibrate")
+    model, tokenizer = load_placed(args, "calibrate")
     try:
         if args.rotate_values:
             rotate_values(model)  # first, so that the factors' file knows the weights that are saved
@@ -400,8 +400,7 @@ def run_check(args: argparse.Namespace, preset: str | None) -> None:
             "model that calibrate has saved."
         )
     texts = checked_texts(args.text_file) if args.text_file else None
-    device = checked_device(args.device, "calibrate")
-    model, tokenizer = load(args.model, args.dtype, device, "calibrate")
+    model, tokenizer = load_placed(args, "calibrate")
     load_calibration(model, args.model)
     try:
         result = run_preflight(
@@ -414,7 +413,7 @@ def run_check(args: argparse.Namespace, preset: str | None) -> None:
     except (NotImplementedError, TypeError, ValueError) as error:
         raise UsageError(f"calibrate: {args.model} cannot be checked. {error}") from error
     console = Console(highlight=False)
-    where = f"{model.dtype} on {device}".removeprefix("torch.")
+    where = f"{model.dtype} on {model.device}".removeprefix("torch.")
     show_preflight(console, result, title=f"{args.model}, {where}")
     try:
         result.approved()

@@ -20,7 +20,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 from .cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig, LayerFormats
-from .text_config import text_config_of
+from .text_config import context_of, text_config_of
 from .transforms.calibration import MIN_TOKENS, read_windows
 from .transforms.observation import forward
 from .transforms.of_model import key_transforms
@@ -94,8 +94,8 @@ def _ids(config: Any, name: str) -> list[int]:
 
 
 def _window(model: PreTrainedModel) -> int:
-    context = getattr(text_config_of(model), "max_position_embeddings", None)
-    return min(context, WINDOW) if isinstance(context, int) and context > 1 else WINDOW
+    context = context_of(model)
+    return WINDOW if context is None else min(context, WINDOW)
 
 
 def _logits(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:

@@ -21,14 +21,19 @@ REINSTALL = "pip install --no-build-isolation --force-reinstall --no-deps ."
 EVALUATION = ("lm-eval", "accelerate", "matplotlib", "numpy", "PyYAML")
 
 
-def environment() -> dict[str, str]:
-    """What there is, and for what there is not, how to get it; by heading, each a line."""
+def package_version() -> str:
+    """The version of this package."""
     from . import __version__  # of the package that may be half imported when this module is
 
+    return __version__
+
+
+def environment() -> dict[str, str]:
+    """What there is, and for what there is not, how to get it; by heading, each a line."""
     module = ops.extension()
     built_for = "CPUs" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
     facts = {
-        "hf-kvquant": __version__,
+        "hf-kvquant": package_version(),
         "python": platform.python_version(),
         "torch": f"{torch.__version__}, built for {built_for}",
         "transformers": transformers.__version__,

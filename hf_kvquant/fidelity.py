@@ -19,20 +19,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from .cache import KVQuantCache
 from .config import KVQuantConfig
-from .lengths import causal_pairs
+from .pairs import Pairs, count_pairs, expected_pairs, pairs_of
 from .patching import patched
-from .simulation import expected_pairs, pairs_of, simulated, simulated_cache
+from .simulation import simulated, simulated_cache
 from .storage import LayerStorage
 from .transforms.of_model import key_transforms
 
 
-@dataclasses.dataclass(frozen=True)
-class Fidelity:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fidelity(Pairs):
     """One text under one config, token by token. All tensors are on the CPU.
 
     Attributes:
@@ -41,19 +40,12 @@ class Fidelity:
         agrees: `[scored]` bool: whether the most likely next token is the same.
         nll: `[tokens - 1]` float32, nats: negative log-likelihood of each next token, from the text's second token on.
         reference_nll: The same under the unquantised cache.
-        pairs_read: (Query, token) pairs that were served from codes, or from what stays dense beside them, summed over
-            layers.
-        pairs_expected: What that number has to be when every layer that is quantised was read as codes.
-        pairs_dequantized: Pairs that were served from codes made dense again, where no kernel serves the model.
     """
 
     kld: Tensor
     agrees: Tensor
     nll: Tensor
     reference_nll: Tensor
-    pairs_read: int
-    pairs_expected: int
-    pairs_dequantized: int
 
 
 @torch.inference_mode()
@@ -193,7 +185,7 @@ class Stream:
         name: str,
     ) -> None:
         self.name = name
-        self._counter = PairCounter()
+        self._model = model
         first_chunk, chunk_size = chunks.first_chunk, chunks.chunk_size
         self._cache: Cache
         if config is None:
@@ -202,6 +194,7 @@ class Stream:
             self._cache = simulated_cache(model, config, first_chunk=first_chunk, chunk_size=chunk_size)
         else:
             self._cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
+        count_pairs(self._cache)
         if chunks.simulate:
             # The same checks, then the whole text as the first chunk.
             check_chunks(input_ids, first_chunk, chunk_size)
@@ -214,8 +207,7 @@ class Stream:
 
     def __next__(self) -> Tensor:
         try:
-            with self._counter:
-                return next(self._log_probs)
+            return next(self._log_probs)
         except (MemoryError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise OutOfMemory(self.name) from error
@@ -224,7 +216,7 @@ class Stream:
     @property
     def pairs_read(self) -> int:
         """(Query, token) pairs that were served from codes so far, summed over layers."""
-        return self._counter.pairs + pairs_of(self._cache)
+        return pairs_of(self._cache)
 
     @property
     def pairs_dequantized(self) -> int:
@@ -238,7 +230,7 @@ class Stream:
 
     def pairs_expected(self, tokens: int, first_chunk: int) -> int:
         """What that number has to be after a whole text."""
-        return expected_pairs(self._cache, tokens, first_chunk)
+        return expected_pairs(self._model, self._cache, tokens, first_chunk)
 
 
 @torch.inference_mode()
@@ -286,24 +278,3 @@ def check_chunks(input_ids: Tensor, first_chunk: int, chunk_size: int) -> int:
             "Give a longer text or a smaller first chunk."
         )
     return tokens
-
-
-class PairCounter(TorchDispatchMode):
-    """Counts the (query, token) pairs that `torch.ops.hf_kvquant.decode` serves while it is active.
-
-    It sees the calls of the op itself, whoever makes them, and reads lengths and windows from the op's arguments.
-    Causal attention without padding is assumed, which is what `compare` feeds.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.pairs = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.hf_kvquant.decode.default, torch.ops.hf_kvquant.decode_reference.default):
-            named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-            q_len = named["query"].shape[2]
-            # As many as a text of `length` tokens has whose last q_len ones come behind its first chunk.
-            window = named["sliding_window"]
-            self.pairs += sum(causal_pairs(length, length - q_len, window) for length in named["lengths"].tolist())
-        return func(*args, **(kwargs or {}))

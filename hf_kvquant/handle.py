@@ -73,13 +73,19 @@ class KVStep:
     def __init__(self, storage: LayerStorage) -> None:
         self.storage = storage
         self._dense: tuple[Tensor, Tensor] | None = None
+        self._pairs = 0
 
     def dense(self, reason: str) -> tuple[Tensor, Tensor]:
         """Dequantised keys and values, computed once per step. `reason` is logged and counted where codes exist."""
+        storage = self.storage
         if self._dense is None:
-            if self.storage.is_quantized:
-                self.storage.note_fallback(reason)
-            self._dense = self.storage.dequantize()
+            before = storage.pairs_dequantized
+            if storage.is_quantized:
+                storage.note_fallback(reason)
+            self._dense, self._pairs = storage.dequantize(), storage.pairs_dequantized - before
+        elif reason != LOOKED_INSIDE and not torch.compiler.is_compiling():
+            # Another layer attends to the same. Whoever looks inside does so at keys and at values.
+            storage.pairs_dequantized += self._pairs
         return self._dense
 
 

@@ -188,7 +188,7 @@ class _Check:
     def _measured(self, quantized: Sequence[LayerFormats], config: KVQuantConfig) -> float | str:
         if self.meter is None:
             return self.unmeasured
-        if not any(formats.key.is_quantized or formats.value.is_quantized for formats in quantized):
+        if not any(formats.is_quantized for formats in quantized):
             return 0.0
         if not all(map(self.meter.reads_codes, quantized)):
             return f"the texts are in pieces of {self.meter.longest} tokens, too few to fill a block of keys"
@@ -296,7 +296,7 @@ def _problems(layers: Sequence[LayerCheck], kld: float | None, *, is_given: bool
     found: list[Finding] = []
     for layer in layers:
         index, limit = layer.layer_idx, LAYER_SHARE * LIMIT
-        if not layer.formats.key.is_quantized and not layer.formats.value.is_quantized:
+        if not layer.formats.is_quantized:
             continue
         if layer.kld is not None:
             if layer.kld > limit:

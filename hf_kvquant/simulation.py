@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -102,7 +102,7 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
                         masks.append(_only(mask[..., n0:, :], chosen.unsqueeze(1)))
             outs.append(attend(query[:, :, n0:], torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, -1))[0])
         firsts = self.first_chunks * (batch // len(self.first_chunks))
-        self.pairs += sum(causal_pairs(tokens, min(first, tokens), _window_of(self.storage)) for first in firsts)
+        self.pairs += sum(causal_pairs(tokens, min(first, tokens), window_of(self.storage)) for first in firsts)
         return torch.cat(outs, dim=1)
 
     def _formats(self) -> tuple[KVFormat, KVFormat]:
@@ -135,6 +135,13 @@ class SimulatedHandle:
         raw = layer.raw[side]
         self.shape, self.dtype, self.device, self.ndim = raw.shape, raw.dtype, raw.device, raw.ndim
 
+    def to(self, *args: Any, **kwargs: Any) -> SimulatedHandle:
+        """Itself where nothing changes: layers that share keys and values ask for them on their own device."""
+        alike = torch.empty((0, 0, 0, 0), dtype=self.dtype, device=self.device)
+        if alike.to(*args, **kwargs) is not alike:
+            raise _looked_inside()
+        return self
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -160,7 +167,7 @@ def simulated_cache(
     *,
     first_chunk: int | Sequence[int] = 1,
     chunk_size: int = 1,
-) -> Cache:
+) -> KVQuantCache:
     """A cache for one forward over one text, or several of equal length, in a model under `simulated`.
 
     Args:
@@ -191,24 +198,9 @@ def _whole(storage: LayerStorage) -> LayerStorage:
     return whole
 
 
-def _window_of(storage: LayerStorage) -> int:
+def window_of(storage: LayerStorage) -> int:
     """Positions that a query of a layer sees; 0 for all."""
     return storage.window or storage.masked_window
-
-
-def expected_pairs(cache: Cache, tokens: int, first_chunk: int) -> int:
-    """`causal_pairs` of all quantised layers of a cache, of ours or a simulated one."""
-    return sum(
-        causal_pairs(tokens, first_chunk, _window_of(layer.storage))
-        for layer in cache.layers
-        if isinstance(layer, (KVQuantLayer, SimulatedLayer)) and layer.storage.is_quantized
-    )
-
-
-def pairs_of(cache: Cache) -> int:
-    """(Query, token) pairs of a simulated cache that were served from codes."""
-    layers = [layer for layer in cache.layers if isinstance(layer, SimulatedLayer) and layer.storage.is_quantized]
-    return sum(layer.pairs for layer in layers)
 
 
 @contextlib.contextmanager

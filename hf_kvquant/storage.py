@@ -113,6 +113,7 @@ class LayerStorage:
         self.fallbacks: Counter[str] = Counter()  # reason -> steps that attended to dequantised tensors ...
         self.tally: Counter[str] | None = None  # ... and where they are counted for longer than there is this storage
         self.pairs_dequantized = 0  # (query, token) pairs of such steps, padding included; of growing storages alone
+        self.pairs_read: int | None = None  # those of steps that `attend` served, where somebody counts (`pairs.py`)
 
     def _checked(self, key_transform: KeyTransform | None) -> KeyTransform | None:
         if key_transform is not None and not isinstance(key_transform, KeyTransform):
@@ -525,6 +526,10 @@ class LayerStorage:
         if not torch.compiler.is_compiling():
             self.starts = starts  # what is dense at the beginning goes by it
         self.pending = None  # only now: a query that is refused must not lose tokens that `lengths` counts already
+        if self.pairs_read is not None and not torch.compiler.is_compiling():
+            batch, _, q_len, _ = query.shape
+            window = options.get("sliding_window", 0)
+            self.pairs_read += batch * causal_pairs(self.length, self.length - q_len, window)
         return result
 
     def dequantize(self) -> tuple[Tensor, Tensor]:

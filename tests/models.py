@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import compare
+import pytest
 import tolerances
 import torch
 from tokenizers import Tokenizer as RawTokenizer
@@ -34,7 +35,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, key_transforms, patched, reference
-from hf_kvquant.cache import layers_of, quantized_layers
+from hf_kvquant.cache import KVQuantLayer, layers_of, quantized_layers
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.formats import Planes
 from hf_kvquant.transforms import KeyTransform
@@ -499,3 +500,19 @@ def check_against_reference(
     chosen = expected.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     assert (chosen >= expected.amax(-1) - 2 * bound).all(), "a token is not the most probable one"
     return expected, cache
+
+
+def read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let caches quantise and models attend to what is not quantised all the same, as stock tools measure it."""
+    update = KVQuantLayer.update
+
+    def unquantized(layer: Any, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        before = () if layer.storage.is_empty else layer.given
+        update(layer, key, value, *args, **kwargs)
+        layer.storage.flush()
+        layer.given = key, value
+        if before:
+            layer.given = torch.cat((before[0], key), 2), torch.cat((before[1], value), 2)
+        return layer.given
+
+    monkeypatch.setattr(KVQuantLayer, "update", unquantized)

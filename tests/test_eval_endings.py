@@ -145,7 +145,7 @@ def test_without_a_file_nothing_is_kept(
 def test_an_interruption_before_anything_is_measured(
     evaluation: Evaluation, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation.module, "load", lambda *args: interrupt())
+    monkeypatch.setattr(evaluation.module, "load_placed", lambda *args, **options: interrupt())
     assert evaluation.run(capsys, folder) == (130, "hf-kvquant: interrupted.\n")
 
 

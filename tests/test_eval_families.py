@@ -1,9 +1,12 @@
-"""Evaluations of models that compute attention by themselves, whether they can be simulated or not."""
+"""Evaluations of models that compute attention by themselves, whether they can be simulated or not, and of those whose
+last layers attend to the keys and values of others.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,14 @@ import models
 import pytest
 
 from hf_kvquant import cli
-from hf_kvquant.evaluation.gate import DEQUANTIZED
+from hf_kvquant.evaluation.counter import DEQUANTIZED
 from hf_kvquant.lengths import causal_pairs
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is optional")
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is optional")
 
 WINDOW = 24
+SHARING = ["gemma3n_text", "gemma4_text"]
 WHY = {
     "xglm": "simulate: XGLMForCausalLM computes attention by itself, outside transformers' registry. Feed it in chunks "
     "instead.",
@@ -69,7 +73,7 @@ def of_text(tmp_path: Path, *more: str) -> tuple[str, ...]:
     return (*words, "--preset", "int8", "--preset", "int4:2+6", *more)
 
 
-@pytest.mark.parametrize("family", ["bloom", "falcon", "falcon_alibi", "gptj", "gpt_neo", "mpt"])
+@pytest.mark.parametrize("family", ["bloom", "falcon", "falcon_alibi", "gptj", "gpt_neo", "mpt", *SHARING])
 def test_perplexity_in_all_modes(
     folder_of: Any, family: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -82,9 +86,11 @@ def test_perplexity_in_all_modes(
     assert parts["summary"]["unsimulated"] is None
     for name, gated in parts["gate"].items():
         assert {"simulated and decode", "simulated and chunked"} <= set(gated["between"]), name
-    # Of GPT-Neo, the second layer sees a window, and its cache keeps everything.
-    window = models.FAMILIES[family].options.get("window_size", 0)
-    expected = 3 * (causal_pairs(WINDOW - 1, 1) + causal_pairs(WINDOW - 1, 1, window))
+    # Of GPT-Neo, the second layer sees a window, and its cache keeps everything. Of those that share, two layers read
+    # what a layer keeps.
+    options = models.FAMILIES[family].options
+    window = options.get("window_size", 0) or options.get("sliding_window", 0)
+    expected = 3 * (causal_pairs(WINDOW - 1, 1) + causal_pairs(WINDOW - 1, 1, window)) * (2 if family in SHARING else 1)
     for rows in parts["summary"]["modes"].values():
         assert rows["int8"]["pairs_read"] == rows["int8"]["pairs_expected"] == expected
         assert rows["int8"]["pairs_dequantized"] == 0 < rows["int8"]["kld"]
@@ -145,7 +151,7 @@ def test_controls_where_no_kernel_serves(
 
 
 @needs_matplotlib
-@pytest.mark.parametrize("family", ["bloom", "xglm"])
+@pytest.mark.parametrize("family", ["bloom", "xglm", *SHARING])
 def test_reports(folder_of: Any, family: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """... are without outliers, which cannot be put into these models' keys."""
     output = tmp_path / "report"
@@ -159,9 +165,20 @@ def test_reports(folder_of: Any, family: str, capsys: pytest.CaptureFixture[str]
     assert "![Divergence with one layer quantised at a time](layers.svg)" in page
 
 
+@pytest.mark.parametrize("family", SHARING)
+def test_long(folder_of: Any, family: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--tests", "passkey", "--lengths", "112", "--depths", "50", "--samples", "2", "--preset", "int8")
+    code, found, _, error = run(capsys, tmp_path, "long", folder_of(family), *words)
+    assert code == 0, error
+    (part,) = (part["int8"] for name, part in found["parts"].items() if name != "summary")
+    assert part["pairs_read"] == part["pairs_expected"] > 0 == part["pairs_dequantized"]
+
+
 @needs_lm_eval
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family, mode", [("xglm", "decode"), ("bloom", "decode"), ("bloom", "simulated")])
+@pytest.mark.parametrize(
+    "family, mode", [("xglm", "decode"), *itertools.product(("bloom", *SHARING), ("decode", "simulated"))]
+)
 def test_tasks(
     folder_of: Any,
     family: str,

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from hf_kvquant import KVQuantConfig, cli
 from hf_kvquant.arguments import Refused
 from hf_kvquant.evaluation import long_context, long_results, long_scores
-from hf_kvquant.evaluation.gate import DEQUANTIZED
+from hf_kvquant.evaluation.counter import DEQUANTIZED
 from hf_kvquant.evaluation.long_context import SUMMARY
 from hf_kvquant.evaluation.long_results import Cell
 from hf_kvquant.evaluation.long_scores import Scores, ask, score
@@ -278,9 +278,13 @@ def test_where_no_kernel_serves(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cell["pairs_read"] == 0 < cell["pairs_dequantized"] == cell["pairs_expected"]
 
 
-def test_what_is_not_read_as_codes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_context, "score", lambda *_: {"int8": Scores([True], [-1.0], 4, 7, 2)})
-    with pytest.raises(Refused, match=r"preset int8 must read 7 .* pairs from codes, got 6: some layer attended to"):
+@pytest.mark.parametrize("read", [4, 6])
+def test_what_is_not_read_as_codes_is_refused(monkeypatch: pytest.MonkeyPatch, read: int) -> None:
+    counts = {"pairs_read": read, "pairs_expected": 7, "pairs_dequantized": 2}
+    monkeypatch.setattr(
+        long_context, "score", lambda *_: {"int8": Scores(correct=[True], log_likelihood=[-1.0], **counts)}
+    )
+    with pytest.raises(Refused, match=rf"preset int8 must read 7 .* pairs from codes, got {read + 2}. Some layer"):
         long_context.checked_scores(models.llama(), [], {})
 
 
@@ -303,7 +307,7 @@ def test_what_the_device_does_not_bear(
     def broken(model: Any, prompts: Any, configs: Any) -> dict[str, Scores]:
         if raised is not None:
             raise raised
-        return {"none": Scores([False], [float("nan")], 0, 0)}
+        return {"none": Scores(correct=[False], log_likelihood=[float("nan")], pairs_read=0, pairs_expected=0)}
 
     monkeypatch.setattr(long_context, "score", broken)
     found, _, error = run(capsys, folder)

@@ -21,10 +21,11 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from hf_kvquant import KVQuantCache, KVQuantConfig, cli, fidelity, patching
-from hf_kvquant.evaluation import task_files, tasks
+from hf_kvquant import KVQuantCache, KVQuantConfig, cli, fidelity
+from hf_kvquant.evaluation import lm_eval_model, task_files, tasks
+from hf_kvquant.evaluation.counter import NothingRead
 from hf_kvquant.evaluation.gate import GATE_SHARE
-from hf_kvquant.evaluation.lm_eval_model import MODES, KVQuantLM, NothingRead
+from hf_kvquant.evaluation.lm_eval_model import MODES, KVQuantLM
 from hf_kvquant.patching import patched
 
 # lm-eval says so of every model that is handed to it, and its dependencies of each other.
@@ -88,7 +89,7 @@ def scores(preset: str, mode: str = "decode", batch_size: int = 1, family: str =
     with patched(models.family(family), "none"):
         lm = KVQuantLM(models.family(family), preset, mode, batch_size=batch_size, tokenizer=tokenizer())
         result = score(lm)
-        assert lm.pairs_read + lm.pairs_dequantized >= lm.pairs_expected
+        assert lm.pairs_read + lm.pairs_dequantized == lm.pairs_expected
         assert (lm.pairs_expected > 0) == (preset != "none")
     return result
 
@@ -203,10 +204,21 @@ def test_where_no_kernel_serves() -> None:
     with patched(model, "none"):
         lm = KVQuantLM(model, "int8", batch_size=2, tokenizer=tokenizer())
         lm._loglikelihood_tokens(requests(), disable_tqdm=True)
-        assert lm.pairs_read == 0 < lm.pairs_expected <= lm.pairs_dequantized
+        assert lm.pairs_read == 0 < lm.pairs_expected == lm.pairs_dequantized
         assert all(lm.generate_until(until, disable_tqdm=True))
-        with pytest.raises(NothingRead, match=r"must read 7 .* pairs from codes in this batch, got 6.*Use another"):
-            lm._count(4, 7, 2)
+        assert lm.pairs_read == 0 and lm.pairs_dequantized > lm.pairs_expected
+
+
+def test_whether_a_model_can_be_simulated_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(lm_eval_model, "why_not_simulated", asked.append)
+    model = models.family("llama")
+    with patched(model, "none"):
+        lm = KVQuantLM(model, "int8", "simulated", tokenizer=tokenizer())
+        for preset in ("int4", "fp8"):
+            lm.use(preset)
+        KVQuantLM(model, "int8", "decode", tokenizer=tokenizer())
+    assert asked == [model]
 
 
 def test_rolling_and_generation_read_the_cache() -> None:
@@ -225,16 +237,18 @@ def test_rolling_and_generation_read_the_cache() -> None:
         lm.use("int8")
         assert lm.loglikelihood_rolling(rolling, disable_tqdm=True) == pytest.approx(expected, rel=0.02)
         read = lm.pairs_read
-        assert read >= lm.pairs_expected > 0
+        assert read == lm.pairs_expected > 0
         assert all(lm.generate_until(until, disable_tqdm=True))
         assert lm.pairs_read > read
 
 
-def test_generation_that_reads_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_read_as_codes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.family("llama")
     with patched(model, "none"):
         lm = KVQuantLM(model, "int8", tokenizer=tokenizer())
-        patching.patch(model, "none")
+        models.read_nothing(monkeypatch)
+        with pytest.raises(NothingRead, match=r"mode 'decode' must read \d+ .* pairs from codes, got 0\."):
+            lm._loglikelihood_tokens([(None, [3, 4, 5], [6, 7])], disable_tqdm=True)
         with pytest.raises(NothingRead, match="must have been decoded from codes, got 0 tokens read"):
             lm.generate_until([Instance("generate_until", {}, ("a king", {"until": ["~"], "max_gen_toks": 5}), 0)])
 

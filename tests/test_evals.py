@@ -442,6 +442,8 @@ def test_generate_goes_on_with_results(
     first, _ = run_generating(generating, monkeypatch, capsys, path, *words, "1x8")
     both, _ = run_generating(generating, monkeypatch, capsys, path, *words, "1x8,1x12")
     assert both["cases"][0] == first["cases"][0] and both["cases"][1]["case"] == "1x12"
+    assert first["commands"] == [first["command"]] and both["commands"] == [first["command"], both["command"]]
+    assert "1x8 " not in both["command"] and "1x8,1x12" in both["command"]
     assert both["cases"][1]["read_gbps"] == 10.0
     path.write_text(json.dumps(both | {"gpu": "another"}), encoding="utf-8")
     message = f"bench_generate: `--resume` must find results of the same gpu, None, got another in {path}. Name another"

@@ -6,7 +6,7 @@ import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,9 +44,23 @@ def test_models_are_refused_as_the_table_says(model_type: str, evals: Any) -> No
     assert script.how_refused(model_type) == RESULTS["refused"][model_type], AGAIN
 
 
-def test_others_are_not_refused(evals: Any) -> None:
+def test_model_types_that_run_are_not_refused(evals: Any) -> None:
+    """Asked like the others, by their default configs: what would refuse everything is seen here."""
     script: ModuleType = evals("families")
-    assert all(script.how_refused(model_type) is None for model_type in ("llama", "gpt_oss", "qwen3_next"))
+    types = {family.model_type for family in FAMILIES.values()}
+    assert {model_type: script.how_refused(model_type) for model_type in types} == dict.fromkeys(types)
+
+
+def test_a_config_that_is_none_tells_nothing(evals: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    script: ModuleType = evals("families")
+    monkeypatch.setattr(script.AutoConfig, "for_model", lambda model_type: SimpleNamespace())
+    assert script.how_refused("llama") == script.UNTOLD
+    assert not {*RESULTS["untold"]} & {*RESULTS["refused"], *(family.model_type for family in FAMILIES.values())}
+
+
+def test_the_file_says_what_was_run() -> None:
+    assert RESULTS["command"] == "python evals/families.py" and len(RESULTS["commit"]) == 40
+    assert {"is_dirty", "date", "hf_kvquant", "torch", "transformers", "cpu"} <= set(RESULTS)
 
 
 def test_the_table_has_every_family_once(evals: Any) -> None:

@@ -60,6 +60,14 @@ def test_tables_and_pictures_are_those_of_the_results(renderer: ModuleType) -> N
         assert described(renderer.GPU_PICTURE) == renderer.plotted_gpu(gpu)
 
 
+def test_numbers_in_the_prose_are_those_of_the_results(renderer: ModuleType) -> None:
+    prose, gpu = " ".join(README.split()), renderer.load_all()[3]
+    said = renderer.sentences(renderer.load("fidelity_windows.json"), gpu)
+    assert len(said) == 1 + (gpu is not None)
+    for sentence in said:
+        assert sentence in prose, f"the README must say: {sentence}"
+
+
 def test_quality_table(renderer: ModuleType) -> None:
     """Each preset's row has the numbers of all three files; an answer that changes, changes the average."""
     fidelity, tasks, cpu, *_ = renderer.load_all()

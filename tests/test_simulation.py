@@ -10,8 +10,9 @@ from models import greedy
 from hf_kvquant import KVQuantConfig
 from hf_kvquant.fidelity import Chunks, Stream, compare, divergence, route
 from hf_kvquant.lengths import causal_pairs
+from hf_kvquant.pairs import expected_pairs, pairs_of
 from hf_kvquant.patching import patched, why_dense
-from hf_kvquant.simulation import expected_pairs, pairs_of, simulated, simulated_cache
+from hf_kvquant.simulation import simulated, simulated_cache
 
 TOKENS = 41
 OWN = ["gptj", "codegen", "gpt_neo", "bloom", "falcon", "falcon_alibi", "falcon_new", "mpt"]
@@ -89,7 +90,7 @@ def test_texts_may_have_first_chunks_of_their_own(family: str, implementation: s
             expected = model(ids[index : index + 1], past_key_values=alone).logits[0]
             # Sums in another order may flip a code.
             assert (logits[index] - expected).abs().amax(-1).quantile(0.5) < 1e-4
-    assert pairs_of(together) == sum(expected_pairs(together, TOKENS, first) for first in firsts)
+    assert pairs_of(together) == sum(expected_pairs(model, together, TOKENS, first) for first in firsts)
     assert pairs_of(together) == 2 * sum(causal_pairs(TOKENS, first) for first in firsts)
 
 
@@ -112,7 +113,8 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=r"layer 0: a simulated cache takes a text in one forward, got more"):
             model(ids, past_key_values=cache)
     handle, _ = simulated_cache(model, "int8").update(torch.ones(1, 2, 8, 64), torch.ones(1, 2, 8, 64), 0)
-    for look in (lambda: handle.transpose(1, 2), lambda: torch.cat((handle,))):
+    assert handle.to(handle.device) is handle.to(torch.float32) is handle
+    for look in (lambda: handle.transpose(1, 2), lambda: torch.cat((handle,)), lambda: handle.to(torch.float16)):
         with pytest.raises(NotImplementedError, match="simulate: the model must leave keys and values to its"):
             look()
     with pytest.raises(NotImplementedError, match="simulate: XGLMForCausalLM computes attention by itself"):

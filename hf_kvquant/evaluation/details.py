@@ -22,9 +22,9 @@ from ..fidelity import compare
 from ..generation import UNQUANTIZED
 from ..transforms.calibration import collect
 from ..transforms.smoothing import is_smoothed, smooth_attention, state_of, unsmooth
-from .gate import check_counter
+from .counter import check_pairs
 from .records import RunRecord
-from .windows import FIRST_CHUNK
+from .windows import FIRST_CHUNK, WHERE
 
 # Parts of a window: of 2048 tokens, 128 each, so that blocks of that many tokens show.
 NUM_PARTS = 16
@@ -96,7 +96,7 @@ def measure(
         What is done next, in words.
 
     Raises:
-        Refused: A counter differs from its closed form.
+        NothingRead: A counter differs from its closed form.
     """
     quantized = {name: config for name, config in configs.items() if name != UNQUANTIZED}
     for index in quantizable_layers(model):
@@ -109,7 +109,7 @@ def measure(
             model, ids[:, :LAYER_TOKENS], there, first_chunk=FIRST_CHUNK, chunk_size=chunk, simulate=simulate
         )
         for name, each in compared.items():
-            check_counter(name, each)
+            check_pairs(f"{WHERE}: preset {name}", each)
         found = {
             name: {"kld": float(each.kld.double().mean()), "tokens": len(each.kld)} for name, each in compared.items()
         }

@@ -2,8 +2,9 @@
 
 Three modes feed a text: one simulated forward, chunks through the cache, and token by token. They are the same
 function, and where they are not, one of them is wrong and no number of either means anything. A model that cannot be
-simulated has the latter two, which are compared where they are the same. The counter refuses numbers that never saw a
-code. Negative controls break the cache on purpose, to see that it shows.
+simulated has the latter two, which are compared where they are the same. The counter (`counter.py`) refuses numbers
+that never saw a code, and here it is held against what the op itself is seen to serve. Negative controls break the
+cache on purpose, to see that it shows.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from transformers import PreTrainedModel
 
 from ..arguments import Refused
 from ..config import KVQuantConfig
-from ..fidelity import Chunks, Fidelity, Stream, divergence, route
+from ..fidelity import Chunks, Stream, divergence, route
 from ..generation import UNQUANTIZED
+from ..pairs import PairCounter
 from .windows import FIRST_CHUNK, WHERE
 
 GATE_TOKENS = 160  # of which the largest block of any preset is 128
@@ -34,26 +36,10 @@ GATE_SHARE = 1 / 3
 # unquantised cache may differ by a tenth, or by so many standard errors. Not two: a run has some twenty such pairs.
 GATE_SHARE_OF_MEAN = 0.1
 GATE_ERRORS = 4.0
+# Tokens of the text on which counting is checked, and of a chunk of it: two of several queries and one of one.
+COUNTED_TOKENS, COUNTED_CHUNK = 10, 4
 # Agreement with the unquantised cache that permuted scales must not reach.
 CONTROL_AGREEMENT = 0.5
-
-# What is said of numbers that came so.
-DEQUANTIZED = "No kernel serves the model, which attended to dequantised tensors: the formats' scores all the same."
-
-
-def check_counter(name: str, result: Fidelity) -> None:
-    """Abort where a number would not be one of the quantised cache.
-
-    Raises:
-        Refused: It would not.
-    """
-    pairs = result.pairs_read + result.pairs_dequantized
-    if pairs != result.pairs_expected:
-        raise Refused(
-            f"{WHERE}: preset {name} must read {result.pairs_expected} (query, token) pairs from codes, got "
-            f"{pairs}. Some layer attended to something else, as the log above says; the number would be "
-            "that of another cache."
-        )
 
 
 @torch.inference_mode()
@@ -61,6 +47,25 @@ def log_probs(model: PreTrainedModel, ids: Tensor, name: str, config: KVQuantCon
     """`[tokens, vocab_size]`: all log-probabilities of a text under one config; `None` is transformers' own cache."""
     with route(model, simulate=chunks.simulate):
         return torch.cat(list(Stream(model, ids, config, chunks, name=name)))
+
+
+@torch.inference_mode()
+def check_counting(model: PreTrainedModel, ids: Tensor, configs: Mapping[str, KVQuantConfig]) -> None:
+    """That what caches count is what the op serves, on the first tokens of a text (`[1, tokens]`).
+
+    Raises:
+        Refused: It is not.
+    """
+    for name, config in configs.items():
+        with route(model, simulate=False), PairCounter() as seen:
+            stream = Stream(model, ids[:, :COUNTED_TOKENS], config, Chunks(FIRST_CHUNK, COUNTED_CHUNK), name=name)
+            for _ in stream:
+                pass
+        if stream.pairs_read != seen.pairs:
+            raise Refused(
+                f"{WHERE}: preset {name} must count the {seen.pairs} (query, token) pairs that the op serves, got "
+                f"{stream.pairs_read}. A bug, please report it."
+            )
 
 
 def gate_text(windows: Tensor, configs: Mapping[str, KVQuantConfig]) -> Tensor:
@@ -86,8 +91,9 @@ def check_modes(
     compared at all, and their `between` is empty.
 
     Raises:
-        Refused: Two modes disagree.
+        Refused: Two modes disagree, or pairs are counted that the op does not serve.
     """
+    check_counting(model, ids, configs)
     reference = log_probs(model, ids, "the unquantised cache", None, Chunks(FIRST_CHUNK, chunk))
     found: dict[str, Any] = {}
     for name, config in configs.items():

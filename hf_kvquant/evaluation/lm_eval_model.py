@@ -11,6 +11,7 @@ Which tasks run, and what becomes of the scores, is decided in `tasks.py`.
 from __future__ import annotations
 
 import atexit
+import functools
 import inspect
 import itertools
 import os
@@ -27,19 +28,16 @@ from transformers import Cache
 
 from ..cache import KVQuantCache, KVQuantLayer
 from ..config import DEFAULT_PRESET, KVQuantConfig
-from ..fidelity import PairCounter
-from ..patching import patch, state_of
-from ..simulation import expected_pairs, pairs_of, simulated, simulated_cache, why_not_simulated
+from ..pairs import Pairs, count_pairs, expected_pairs, pairs_of
+from ..patching import patch
+from ..simulation import simulated, simulated_cache, why_not_simulated
 from ..text_config import text_config_of
 from ..transforms.of_model import key_transforms
+from .counter import NothingRead, check_pairs
 
 MODES = ("decode", "simulated")
 # Tokens of a chunk behind the first, so that the logits of a long text (lm-eval's wikitext) are never held together.
 CHUNK_SIZE = 128
-
-
-class NothingRead(RuntimeError):
-    """Scores that would not be those of the quantised cache."""
 
 
 class CannotScore(ValueError):
@@ -120,14 +118,17 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
                 nothing has changed.
         """
         config = KVQuantConfig.resolve(preset_or_config)
-        if self.mode == "simulated":
-            reason = why_not_simulated(self.model)
-            if reason is not None:
-                raise NotImplementedError(reason)
+        if self.mode == "simulated" and self._unsimulated is not None:
+            raise NotImplementedError(self._unsimulated)
         patch(self.model, config)
         self.quant_config = config
         self._transforms = key_transforms(self.model, config)
         self.pairs_read = self.pairs_expected = self.pairs_dequantized = 0
+
+    @functools.cached_property
+    def _unsimulated(self) -> str | None:
+        """Why the model cannot be simulated, asked once, whatever the preset."""
+        return why_not_simulated(self.model)
 
     # --- log-likelihood -----------------------------------------------------------------------------------------------
 
@@ -233,6 +234,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         if len(contexts) < len(rows):
             cache.batch_select_indices(place)
         first, mask, sizes = first[place], mask[place], sizes[place]
+        count_pairs(cache)
 
         rest = [(row.context + row.fed)[row.first_chunk :] for row in rows]
         longest = max(map(len, rest))
@@ -253,10 +255,8 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
                 seen = torch.cat((mask, mask.new_ones((len(rows), start + chunk.shape[1]))), dim=1)
                 yield self._forward(cache, chunk, None if is_even else seen.long(), sizes.unsqueeze(1) + ends)
 
-        with PairCounter() as counter:
-            scores = self._scores(pieces(), targets, begins, rows)
-        expected = len(rows) * expected_pairs(cache, width + longest, width)
-        self._count(counter.pairs, expected, cache.pairs_dequantized)
+        scores = self._scores(pieces(), targets, begins, rows)
+        self._count(cache, len(rows) * expected_pairs(self.model, cache, width + longest, width))
         return scores
 
     @torch.inference_mode()
@@ -276,7 +276,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         # Padding on the right, which no query of a text sees.
         with simulated(self.model):
             logits = self._forward(cache, ids, None, torch.arange(width, device=self.device).unsqueeze(0))
-        self._count(pairs_of(cache), sum(expected_pairs(cache, width, first_chunk) for first_chunk in first_chunks))
+        self._count(cache, sum(expected_pairs(self.model, cache, width, first) for first in first_chunks))
         return self._scores(iter([logits]), targets, begins, rows)
 
     def _forward(self, cache: Cache, ids: Tensor, mask: Tensor | None, positions: Tensor, **options: Any) -> Tensor:
@@ -339,26 +339,21 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             results.append((all_log_probs[index, begin:end], bool(all_hits[index, begin:end].all()), last))
         return results
 
-    def _count(self, read: int, expected: int, dequantized: int = 0) -> None:
-        """Add to the counters of this preset.
+    def _count(self, cache: KVQuantCache, expected: int) -> None:
+        """Add what was read of a cache to the counters of this preset.
 
         Args:
-            read: (Query, token) pairs that were served from codes.
-            expected: How many there were to serve.
-            dequantized: How many were served from codes made dense again, where no kernel serves the model.
+            cache: Of a batch.
+            expected: (Query, token) pairs that there were to read.
 
         Raises:
-            NothingRead: Less was served than there was to serve.
+            NothingRead: It was something else.
         """
-        if read + dequantized < expected:
-            raise NothingRead(
-                f"loglikelihood: mode '{self.mode}' must read {expected} (query, token) pairs from codes in this "
-                f"batch, got {read + dequantized}. Some layer attended to something else (the log says why), so scores "
-                "would not be those of the quantised cache. Use another model."
-            )
-        self.pairs_read += read
+        pairs = Pairs(pairs_read=pairs_of(cache), pairs_expected=expected, pairs_dequantized=cache.pairs_dequantized)
+        check_pairs(f"loglikelihood: mode '{self.mode}'", pairs)
+        self.pairs_read += pairs.pairs_read
         self.pairs_expected += expected
-        self.pairs_dequantized += dequantized
+        self.pairs_dequantized += pairs.pairs_dequantized
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -368,26 +363,21 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         Raises:
             NothingRead: It was not.
         """
-        steps = self._num_dense_steps()
-        with PairCounter() as counter:
-            generated: Tensor = super()._model_generate(context, max_length, stop, **generation_kwargs)
         cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
+        count_pairs(cache)
+        generated: Tensor = super()._model_generate(
+            context, max_length, stop, past_key_values=cache, **generation_kwargs
+        )
+        read, dequantized = pairs_of(cache), cache.pairs_dequantized
         new_tokens = generated.shape[1] - context.shape[1]
         is_quantized = any(storage.is_quantized for storage in cache.storages)
-        # At least: such a step of a layer looks at more than the prompt.
-        dequantized = (self._num_dense_steps() - steps) * context.numel()
         # The prompt's last logits are exact; every later token is one step of one query, at least over the prompt.
-        if is_quantized and counter.pairs + dequantized < max(0, new_tokens - 1) * context.numel():
+        # Beams, and proposals that are checked together, read more: there is no closed form.
+        if is_quantized and read + dequantized < max(0, new_tokens - 1) * context.numel():
             raise NothingRead(
-                f"generate: {new_tokens} tokens must have been decoded from codes, got {counter.pairs} tokens read. "
-                "Some layer attended to something else; the log says why."
+                f"generate: {new_tokens} tokens must have been decoded from codes, got {read + dequantized} tokens "
+                "read. Some layer attended to something else; the log says why."
             )
-        self.pairs_read += counter.pairs
+        self.pairs_read += read
         self.pairs_dequantized += dequantized
         return generated
-
-    def _num_dense_steps(self) -> int:
-        """How many steps of layers attended to dequantised tensors in calls of `generate` so far."""
-        state = state_of(self.model)
-        assert state is not None
-        return sum(sum(reasons.values()) for reasons in state.fallbacks.values())

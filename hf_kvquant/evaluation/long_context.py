@@ -23,14 +23,14 @@ from ..arguments import (
     add_placement,
     add_presets,
     check_counts,
-    checked_device,
-    load,
+    load_placed,
     read_text,
 )
 from ..config import KVQuantConfig
 from ..generation import UNQUANTIZED
-from ..text_config import text_config_of
+from ..text_config import context_of
 from . import preparation
+from .counter import check_pairs
 from .long_results import MIN_ACCURACY, Cell, joined, show, summarize
 from .long_scores import Scores, score
 from .progress import bar, early_end
@@ -92,8 +92,7 @@ def run(args: argparse.Namespace) -> None:
     configs = preparation.compared_configs(args, WHERE, DEFAULT_PRESETS)
     cells = checked_cells(args)
     filler = checked_filler(args.filler_file)
-    device = checked_device(args.device, WHERE)
-    model, tokenizer = load(args.model, args.dtype, device, WHERE)
+    model, tokenizer = load_placed(args, WHERE)
     check_context(model, args.model, cells)
     try:
         writer = Writer(tokenizer, filler, seed=args.seed, is_chat=args.chat_template)
@@ -113,7 +112,7 @@ def run(args: argparse.Namespace) -> None:
     }
     record = open_record(args.output, settings, WHERE)
     summary = measure(model, writer, cells, configs, record, num_samples=args.samples, batch_size=args.batch_size)
-    show(Console(highlight=False), record, cells, summary, title=f"{args.model}, {settings['dtype']} on {device}")
+    show(Console(highlight=False), record, cells, summary, title=f"{args.model}, {settings['dtype']} on {model.device}")
 
 
 def measure(
@@ -166,14 +165,7 @@ def checked_scores(
     """
     results = score(model, prompts, configs)
     for name, scores in results.items():
-        # Layers that attend to the keys and values of another one read its codes too, so that more may be read.
-        read = scores.pairs_read + scores.pairs_dequantized
-        if read < scores.pairs_expected:
-            raise Refused(
-                f"{WHERE}: preset {name} must read {scores.pairs_expected:,} (query, token) pairs from codes, got "
-                f"{read:,}: some layer attended to something else, and the numbers would be those of another cache. "
-                "Use another model."
-            )
+        check_pairs(f"{WHERE}: preset {name}", scores)
         if not all(map(math.isfinite, scores.log_likelihood)):
             raise Refused(
                 f"{WHERE}: preset {name} must give finite log-likelihoods, got {scores.log_likelihood}. "
@@ -237,9 +229,9 @@ def _depth(word: str) -> float:
 
 def check_context(model: PreTrainedModel, name: str, cells: Sequence[Cell]) -> None:
     """Refuse lengths that the model was not made for."""
-    context = getattr(text_config_of(model), "max_position_embeddings", None)
+    context = context_of(model)
     longest = max(cell.length for cell in cells)
-    if isinstance(context, int) and longest > context:
+    if context is not None and longest > context:
         raise UsageError(
             f"{WHERE}: `--lengths` must be at most {context:,}, the positions of {name}, got {longest:,}. "
             "Leave longer ones out."

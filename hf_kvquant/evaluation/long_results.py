@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..generation import UNQUANTIZED
-from .gate import DEQUANTIZED
+from .counter import DEQUANTIZED
 from .long_scores import Scores
 from .prompts import NUM_ANSWERS
 from .records import RunRecord

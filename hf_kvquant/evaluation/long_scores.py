@@ -20,32 +20,24 @@ from transformers.cache_utils import DynamicLayer
 
 from ..cache import KVQuantCache, KVQuantLayer
 from ..config import KVQuantConfig
-from ..fidelity import PairCounter
 from ..generation import UNQUANTIZED
+from ..pairs import Pairs, count_pairs, expected_pairs, pairs_of
 from ..patching import patched
-from ..simulation import expected_pairs
 from ..transforms.of_model import key_transforms
 from .prompts import Prompt
 
 
-@dataclasses.dataclass(frozen=True)
-class Scores:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores(Pairs):
     """What one config makes of some prompts.
 
     Attributes:
         correct: Per prompt, whether greedy decoding gives the answer.
         log_likelihood: Per prompt, of the whole answer behind the question, nats.
-        pairs_read: (Query, token) pairs that were served from codes, or from what stays dense beside them (of
-            `int4-channel`, tokens of the unfinished block), summed over layers.
-        pairs_expected: What that number is where every quantised layer is read as codes.
-        pairs_dequantized: Pairs that were served from codes made dense again, where no kernel serves the model.
     """
 
     correct: list[bool]
     log_likelihood: list[float]
-    pairs_read: int
-    pairs_expected: int
-    pairs_dequantized: int = 0
 
 
 @torch.inference_mode()
@@ -69,7 +61,7 @@ def score(model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[st
     results = {}
     with patched(model, UNQUANTIZED):
         read = DynamicCache(config=model.config)
-        _last_logits(model, context, read)
+        _read(model, context, read)
         for name, config in configs.items():
             cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
             if all(isinstance(layer, KVQuantLayer) and not layer.is_sliding for layer in cache.layers):
@@ -77,15 +69,15 @@ def score(model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[st
                     assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
                     cache.update(layer.keys, layer.values, index)
             else:  # what other layers keep is not all that they were given
-                _last_logits(model, context, cache)
-            with PairCounter() as counter:
-                correct, log_likelihood = ask(model, question, answer, cache)
+                _read(model, context, cache)
+            count_pairs(cache)
+            correct, log_likelihood = ask(model, question, answer, cache)
             fed = context.shape[1] + question.shape[1] + answer.shape[1] - 1
             results[name] = Scores(
                 correct=correct.tolist(),
                 log_likelihood=log_likelihood.tolist(),
-                pairs_read=counter.pairs,
-                pairs_expected=len(prompts) * expected_pairs(cache, fed, context.shape[1]),
+                pairs_read=pairs_of(cache),
+                pairs_expected=len(prompts) * expected_pairs(model, cache, fed, context.shape[1]),
                 pairs_dequantized=cache.pairs_dequantized,
             )
     return results
@@ -108,17 +100,19 @@ def ask(model: PreTrainedModel, question: Tensor, answer: Tensor, cache: Cache) 
     correct = torch.ones(len(answer), dtype=torch.bool, device=answer.device)
     log_likelihood = torch.zeros(len(answer), device=answer.device)
     for index, chunk in enumerate((question, *answer[:, :-1].split(1, dim=1))):
-        log_probs = _last_logits(model, chunk, cache).float().log_softmax(-1)
+        # All logits of a question, few as they are: where only the last are asked for, layers that share the keys and
+        # values of others (Gemma 4) leave out the queries before, and the pairs read have no closed form.
+        logits: Tensor = model(input_ids=chunk, past_key_values=cache, use_cache=True).logits
+        log_probs = logits[:, -1].float().log_softmax(-1)
         token = answer[:, index]
         correct &= log_probs.argmax(-1) == token
         log_likelihood += log_probs.gather(1, token[:, None])[:, 0]
     return correct, log_likelihood
 
 
-def _last_logits(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:
-    """Logits behind a chunk, `[batch, vocab_size]`."""
+def _read(model: PreTrainedModel, ids: Tensor, cache: Cache) -> None:
+    """Fill a cache with contexts."""
     # Those of a whole context may be larger than its keys and values.
     takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
     options = {"logits_to_keep": 1} if takes_count else {}
-    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True, **options).logits
-    return logits[:, -1]
+    model(input_ids=ids, past_key_values=cache, use_cache=True, **options)

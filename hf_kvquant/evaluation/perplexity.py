@@ -26,8 +26,7 @@ from ..arguments import (
     add_placement,
     add_presets,
     check_counts,
-    checked_device,
-    load,
+    load_placed,
     source_of,
 )
 from ..cache import KVQuantCache
@@ -108,9 +107,8 @@ def measure(args: argparse.Namespace) -> RunRecord:
     started = time.monotonic()
     configs = preparation.compared_configs(args, WHERE, PRESETS)
     check_counts(args, ("chunk", "window", "stride", "tokens"), WHERE)
-    device = checked_device(args.device, WHERE)
     source, text = windows.read_source(args)
-    model, tokenizer = load(args.model, args.dtype, device, WHERE)
+    model, tokenizer = load_placed(args, WHERE)
     prepared = preparation.prepare(model, tokenizer, configs, args, WHERE)
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     pieces, begins = windows.cut(ids, args, model)
@@ -139,7 +137,7 @@ def measure(args: argparse.Namespace) -> RunRecord:
     def measure_window(mode: str, index: int) -> dict[str, Any]:
         compared = compare(
             model,
-            pieces[index : index + 1].to(device),
+            pieces[index : index + 1].to(model.device),
             configs,
             first_chunk=FIRST_CHUNK,
             chunk_size=1 if mode == "decode" else args.chunk,
@@ -149,7 +147,7 @@ def measure(args: argparse.Namespace) -> RunRecord:
         newest = None if begins[index] == 0 else stride
         return {name: of_window(name, each, newest) for name, each in compared.items()}
 
-    gated = gate_text(pieces, configs).to(device)
+    gated = gate_text(pieces, configs).to(model.device)
     gate = functools.partial(check_modes, model, gated, configs, args.chunk, can_simulate=can_simulate)
     # What is done, in words, the part that it leaves, and what makes that.
     steps: list[tuple[str, str, Callable[[], dict[str, Any]]]] = [("the gate", "gate", gate)]
@@ -161,6 +159,7 @@ def measure(args: argparse.Namespace) -> RunRecord:
     ending = early_end(record, WHERE, lower="--window", value=window, more=", or --chunk, or run fewer presets at once")
     try:
         with ending as ongoing, bar() as progress:
+            first = pieces[:1].to(model.device)
             num_details = details.num_steps(model) if args.details else 0
             task = progress.add_task("", total=len(steps) + num_details)
 
@@ -175,7 +174,7 @@ def measure(args: argparse.Namespace) -> RunRecord:
                 progress.advance(task)
             if args.details:
                 for what in details.measure(
-                    record, model, tokenizer, text, pieces[:1].to(device), configs, args.chunk, simulate=can_simulate
+                    record, model, tokenizer, text, first, configs, args.chunk, simulate=can_simulate
                 ):
                     begin(what)
                     progress.advance(task)

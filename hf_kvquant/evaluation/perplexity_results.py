@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ..fidelity import Fidelity
 from ..generation import UNQUANTIZED
+from .counter import check_pairs
 from .details import by_position
-from .gate import check_counter
 from .records import RunRecord
+from .windows import WHERE
 
 # How they are shown; what is too large for a float is unknown.
 LIKELIHOODS = {"perplexity": ".3f", "perplexity_change": "+.2%", "perplexity_per_word": ".1f", "rms_delta_p": ".2%"}
@@ -37,9 +38,9 @@ def of_window(name: str, result: Fidelity, newest: int | None) -> dict[str, Any]
         newest: How many tokens at the end count; `None` for all.
 
     Raises:
-        Refused: The counter differs from its closed form.
+        NothingRead: The counter differs from its closed form.
     """
-    check_counter(name, result)
+    check_pairs(f"{WHERE}: preset {name}", result)
     last = slice(None) if newest is None else slice(-newest, None)
     nll, reference_nll = result.nll.double()[last], result.reference_nll.double()[last]
     return {

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..generation import UNQUANTIZED
-from .gate import DEQUANTIZED
+from .counter import DEQUANTIZED
 from .paired import bootstrap_average, mean_and_error, paired_accuracy
 from .task_files import AVERAGED
 

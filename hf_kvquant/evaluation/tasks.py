@@ -25,12 +25,12 @@ from ..arguments import (
     add_placement,
     add_presets,
     check_counts,
-    checked_device,
-    load,
+    load_placed,
 )
 from ..config import WINDOWS
 from ..generation import UNQUANTIZED
 from . import preparation
+from .counter import NothingRead
 from .progress import early_end
 from .provenance import sha256
 from .records import open_record
@@ -90,8 +90,7 @@ def run(args: argparse.Namespace) -> None:
     if args.data is not None:
         check_data(names, args.data)
     tell_one_process()
-    device = checked_device(args.device or this_process_device(), WHERE)
-    model, tokenizer = load(args.model, args.dtype, device, WHERE)
+    model, tokenizer = load_placed(args, WHERE, default_device=this_process_device())
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise UsageError(
             f"{WHERE}: `MODEL` must have a tokenizer with a token that begins or ends a text, for lm-eval, got "
@@ -102,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
     tasks = load_tasks(names, args.data)
     hashes = {name: None if args.data is None else sha256(data_file(name, args.data)) for name in tasks}
 
-    from .lm_eval_model import CannotScore, KVQuantLM, NothingRead
+    from .lm_eval_model import CannotScore, KVQuantLM
 
     try:
         lm = KVQuantLM(model, tokenizer=tokenizer, mode=args.mode, batch_size=args.batch_size)
@@ -138,7 +137,8 @@ def run(args: argparse.Namespace) -> None:
             for preset in configs
             if (part := record.get(part_name(name, preset))) is not None
         }
-        show(Console(highlight=False), parts, title=f"{args.model}, {model.dtype} on {device}".replace("torch.", ""))
+        title = f"{args.model}, {model.dtype} on {model.device}".replace("torch.", "")
+        show(Console(highlight=False), parts, title=title)
 
 
 def import_lm_eval(*, is_offline: bool) -> None:

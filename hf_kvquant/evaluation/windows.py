@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..arguments import UsageError, read_text
-from ..text_config import text_config_of
+from ..text_config import context_of
 from .provenance import sha256
 
 WHERE = "eval perplexity"
@@ -89,7 +89,7 @@ def read_rows(args: argparse.Namespace) -> list[str]:
 
 def cut(ids: Tensor, args: argparse.Namespace, model: PreTrainedModel) -> tuple[Tensor, list[int]]:
     """The windows to measure (`[windows, window]` int64), spread over the text, and where each begins."""
-    context = getattr(text_config_of(model), "max_position_embeddings", None)
+    context = context_of(model)
     window = args.window or min(WINDOW, context or WINDOW)
     stride = args.stride or window
     least = FIRST_CHUNK + 2  # of which one is exact, one is scored, and one is only predicted

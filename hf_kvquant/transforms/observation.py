@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..attention import call_previous
 from ..patching import set_attention
 from ..text_config import text_config_of
+from .centering import evaluating
 
 NAME = "hf_kvquant-observed"
 
@@ -65,14 +66,12 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     """
     text_config = text_config_of(model)
     before = text_config._attn_implementation
-    in_training = [module for module in model.modules() if module.training]
     prev = "sdpa" if model._supports_sdpa else "eager"
     ALL_ATTENTION_FUNCTIONS[NAME] = functools.partial(_attention, prev=prev, observer=observer)
     # Masks are made only for implementations that all of transformers knows, not for those of one registry object.
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[prev])
-    model.eval()
     try:
-        with torch.no_grad(), contextlib.ExitStack() as stack:
+        with evaluating(model), torch.no_grad(), contextlib.ExitStack() as stack:
             if model._can_set_attn_implementation():
                 set_attention(model, NAME)
             else:
@@ -81,8 +80,6 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     finally:
         if text_config._attn_implementation != before:
             set_attention(model, before)
-        for module in in_training:
-            module.training = True
         del ALL_ATTENTION_FUNCTIONS[NAME], AttentionMaskInterface._global_mapping[NAME]
 
 

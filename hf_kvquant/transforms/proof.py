@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .calibration import Windows
+from .centering import evaluating
 from .folding import gains_plus_one, scale_keys
 from .layout import LayerLayout
 from .observation import Observation, forward, observed
@@ -157,14 +158,8 @@ def scale_back(
 
 def check_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """Logits of the last tokens of each row, as the model computes them itself; row by row, for they are large."""
-    in_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            return torch.cat([forward(model, row[None])[:, -CHECK_TOKENS:] for row in input_ids])
-    finally:
-        for module in in_training:
-            module.training = True
+    with evaluating(model), torch.no_grad():
+        return torch.cat([forward(model, row[None])[:, -CHECK_TOKENS:] for row in input_ids])
 
 
 def _put_back(model: PreTrainedModel, originals: Mapping[str, Tensor]) -> None:
