@@ -469,8 +469,9 @@ def reopen(
     """
     tail, begin, capacity = planes.tail, kv_format.tail_begin(length, residual_length), planes.codes.shape[2]
     if is_ring:
-        size = kv_format.block_size or 1
-        begin = max(begin, -(-(old_length - capacity) // size) * size)
+        has_blocks = kv_format.block_size is not None
+        num_coded = kv_format.tail_begin(old_length, residual_length) if has_blocks else old_length
+        begin = max(begin, num_coded - capacity)
     end = min(length, kv_format.tail_begin(old_length, residual_length))
     if tail is None or begin >= end:
         return

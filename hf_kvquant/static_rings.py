@@ -150,7 +150,7 @@ class StaticRingStorage(LayerStorage):
         self.flush()
         made = self._unrolled
         assert made is not None
-        return made.operands.decode(
+        result = made.operands.decode(
             query,
             None,
             made.lengths,
@@ -159,6 +159,8 @@ class StaticRingStorage(LayerStorage):
             starts=made.starts(starts),
             **options,
         )
+        self._note_read(query, self.window)
+        return result
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """Dense keys and values of all positions up to `max_cache_len`; zero where the newest chunk does not see."""

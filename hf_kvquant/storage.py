@@ -526,11 +526,14 @@ class LayerStorage:
         if not torch.compiler.is_compiling():
             self.starts = starts  # what is dense at the beginning goes by it
         self.pending = None  # only now: a query that is refused must not lose tokens that `lengths` counts already
+        self._note_read(query, options.get("sliding_window", 0))
+        return result
+
+    def _note_read(self, query: Tensor, window: int) -> None:
+        """Count what `attend` has served, where somebody wants to know."""
         if self.pairs_read is not None and not torch.compiler.is_compiling():
             batch, _, q_len, _ = query.shape
-            window = options.get("sliding_window", 0)
             self.pairs_read += batch * causal_pairs(self.length, self.length - q_len, window)
-        return result
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """Dense keys and values in the model's dtype and basis.

@@ -15,10 +15,13 @@ import models
 import pytest
 import tolerances
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import ReferenceCache, check_against_reference, greedy, left_padded, logits
 from test_cache import through_pickle
 from test_rings import (
     BATCH,
+    CONFIGS,
     DENSE,
     DENSE_BLOCKS,
     HEAD_DIM,
@@ -29,6 +32,7 @@ from test_rings import (
     Q_HEADS,
     SLIDING,
     TENSOR,
+    WINDOWS,
     configs,
     model_of,
 )
@@ -39,7 +43,9 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 from hf_kvquant import KVQuantCache, patched, report
 from hf_kvquant.attention import attention, attention_mask
 from hf_kvquant.handle import KVHandle, KVLength
+from hf_kvquant.pairs import PairCounter, count_pairs, pairs_of
 from hf_kvquant.pool import BufferPool
+from hf_kvquant.rings import RingStorage
 from hf_kvquant.static_rings import KVQuantStaticRingLayer, StaticRingStorage
 
 MAX_CACHE_LEN = 1100
@@ -103,12 +109,13 @@ class Twins:
         if how == "dense":
             ours.set_starts(self.starts), theirs.set_starts(self.starts)
             check_dense()
-        if how in ("attends", "dense"):
+        if how in ("attends", "dense", "attends once"):
             query = torch.randn(batch, Q_HEADS, tokens, HEAD_DIM).to(self.device, self.dtype)
             options: dict[str, Any] = {"softmax_scale": 0.3, "starts": self.starts}
             (out, lse), (expected, expected_lse) = (storage.attend(query, **options) for storage in (ours, theirs))
-            again, _ = ours.attend(query, **options)  # as a layer does that shares keys and values
-            compare.assert_same(again, out.cpu(), "attention, a second time")
+            if how != "attends once":
+                again, _ = ours.attend(query, **options)  # as a layer does that shares keys and values
+                compare.assert_same(again, out.cpu(), "attention, a second time")
             bound = 1e-4 if self.dtype == torch.float32 else 0.02 * float(expected.abs().max())
             compare.assert_close(out.float(), expected.float().cpu(), bound, f"attention at {length} tokens")
             compare.assert_close(lse, expected_lse.cpu(), 10 * bound, f"lse at {length} tokens")
@@ -176,7 +183,9 @@ def test_operations(config: Any) -> None:
 
 
 @pytest.mark.parametrize("config", ["int8", "int4-channel", DENSE, DENSE_BLOCKS], ids=str)
-@pytest.mark.parametrize("held, removed", [(330, 100), (500, 192), (200, 150), (500, 500), (260, 3)])
+@pytest.mark.parametrize(
+    "held, removed", [(330, 100), (500, 192), (450, 192), (400, 130), (200, 150), (500, 500), (260, 3)]
+)
 def test_crops(config: Any, held: int, removed: int) -> None:
     """As far as a growing ring whose past was recorded goes."""
     twins = Twins(65, config, PADS)
@@ -189,6 +198,56 @@ def test_crops(config: Any, held: int, removed: int) -> None:
     twins.growing.layers[0].record_past = False
     for tokens in (1, 1, 5):
         twins.give(tokens)
+
+
+class Keeping(RingStorage):
+    """A ring that drops nothing, and so takes back what it is asked to."""
+
+    max_capacity = 2 * MAX_CACHE_LEN
+
+    def surplus(self, length: int) -> int:
+        return 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_random_operations(data: st.DataObject) -> None:
+    window = data.draw(st.sampled_from(WINDOWS), "window")
+    config = data.draw(st.sampled_from([config for config in CONFIGS.values() if config is not TENSOR]), "config")
+    twins = Twins(window, config, data.draw(st.sampled_from([PADS, (0, 0, 0), (1, 2, 150)]), "pads"))
+    twins.growing.storages[0].__class__ = Keeping
+    twins.growing.activate_past_recording()
+    for _ in range(data.draw(st.integers(3, 14), "steps")):
+        length, batch = int(twins.growing.get_seq_length()), twins.starts.shape[0]
+        kind = data.draw(st.sampled_from(["give"] * 6 + ["crop"] * 3 + ["select", "repeat", "copy", "move", "reset"]))
+        if kind == "give" or length == 0:
+            tokens = data.draw(st.sampled_from([1, 1, 2, 5, 64, 131, 260]), "tokens")
+            if length + tokens < MAX_CACHE_LEN - 3:
+                twins.give(tokens, data.draw(st.sampled_from(["attends", "dense", "flushes"]), "how"))
+        elif kind == "crop":
+            removed = data.draw(st.integers(0, min(length, twins.storage.longest_chunk)), "removed")
+            if removed < length:
+                for cache in twins.both():
+                    cache.crop(-removed)
+        elif kind == "select":
+            index = torch.tensor(data.draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=4), "index"))
+            for cache in twins.both():
+                cache.batch_select_indices(index)
+            twins.starts = twins.starts[index]
+        elif kind == "repeat" and batch < 4:
+            for cache in twins.both():
+                cache.batch_repeat_interleave(2)
+            twins.starts = twins.starts.repeat_interleave(2)
+        elif kind == "copy":
+            twins.static = data.draw(st.sampled_from([copy.deepcopy, through_pickle]), "copier")(twins.static)
+        elif kind == "move":
+            twins.static.layers[0].offload()
+            twins.static.layers[0].prefetch()
+        elif kind == "reset":
+            for cache in twins.both():
+                cache.reset()
+    twins.give(1)
+    twins.give(2)
 
 
 def test_crops_that_a_ring_cannot_take_back() -> None:
@@ -205,6 +264,16 @@ def test_crops_that_a_ring_cannot_take_back() -> None:
     assert int(twins.static.get_seq_length()) == 300
     twins.static.crop(-300)
     assert int(twins.static.get_seq_length()) == 0
+
+
+def test_pairs_are_counted_as_in_a_growing_cache() -> None:
+    twins = Twins(65, "int8")
+    for cache in twins.both():
+        count_pairs(cache)
+    with PairCounter() as counter:
+        for tokens in (40, 1, 300, 1, 9):
+            twins.give(tokens, "attends once")
+    assert pairs_of(twins.static) == pairs_of(twins.growing) == counter.pairs / 2 > 0
 
 
 def test_what_a_static_ring_is() -> None:

@@ -404,7 +404,7 @@ def test_transforms_of_a_model() -> None:
     assert described(key_transforms(biased, layers)) == {1: "center+rotate"}
     sliding = models.family("gpt_oss")
     assert described(key_transforms(sliding, "int4")) == {0: "center+rotate", 1: "center+rotate"}
-    for left_out in ({"sliding": False}, {"static": True}):
+    for left_out in ({"sliding": False}, {"sliding": False, "static": True}):
         assert described(key_transforms(sliding, {"preset": "int4", **left_out})) == {1: "center+rotate"}
 
 
