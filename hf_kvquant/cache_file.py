@@ -38,6 +38,7 @@ from .environment import package_version
 from .formats import Planes
 from .offloading import check_home
 from .rings import RingStorage
+from .static_rings import StaticRingStorage
 from .storage import SERVED_DTYPES, LayerStorage
 from .text_config import text_config_of
 from .transforms import KeyTransform
@@ -103,6 +104,7 @@ def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrai
             "capacity": storage.capacity,
             "is_rotated": transform.is_rotated,
             **({"dropped": storage.dropped} if isinstance(storage, RingStorage) else {}),
+            **({"most_held": storage.most_held} if isinstance(storage, StaticRingStorage) else {}),
             **{f"has_{name}": tensor is not None for name, tensor in found.items()},
         }
         # Cloned, since layers share the numbers of one mask, and a file of safetensors has no shared ones.
@@ -200,6 +202,7 @@ class _Plan:
         shape: Batch, key-value heads, head_dim of keys and of values.
         length: Tokens held.
         dropped: Tokens that came before them, which a ring does not hold any more.
+        most_held: Tokens of a static ring before it was cropped; 0 if it was not.
         capacity: Tokens there is room for.
         dtype: The model's.
         is_rotated: Whether keys are.
@@ -211,6 +214,7 @@ class _Plan:
     shape: tuple[int, int, int, int]
     length: int
     dropped: int
+    most_held: int
     capacity: int
     dtype: torch.dtype
     is_rotated: bool
@@ -242,6 +246,8 @@ class _Plan:
         )
         if isinstance(storage, RingStorage):
             storage.dropped = self.dropped
+        if isinstance(storage, StaticRingStorage):
+            storage.most_held = self.most_held
 
 
 def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> dict[int, _Plan]:
@@ -259,9 +265,11 @@ def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> di
         sizes = [_number(layer, name) for name in ("num_kv_heads", "key_head_dim", "value_head_dim")]
         shape = batch, sizes[0], sizes[1], sizes[2]
         capacity, dtype = _number(layer, "capacity"), _DTYPES[layer["dtype"]]
-        dropped = 0
+        dropped = most_held = 0
         if isinstance(storage, RingStorage):
             dropped = _dropped(layer, storage, total)
+        if isinstance(storage, StaticRingStorage):
+            most_held = _most_held(layer, storage, total)
         length = total - dropped
         prefix = f"layers.{index}"
         named = dict(_named(storage.planned_planes(shape, length, capacity, dtype)))
@@ -273,7 +281,7 @@ def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> di
         expected = {f"{prefix}.{name}": tensor for name, tensor in named.items() if tensor is not None}
         num_bytes = storage.planned_bytes(shape, capacity, dtype)
         rotated = _flag(layer, "is_rotated")
-        plans[index] = _Plan(prefix, shape, length, dropped, capacity, dtype, rotated, num_bytes, expected)
+        plans[index] = _Plan(prefix, shape, length, dropped, most_held, capacity, dtype, rotated, num_bytes, expected)
     return plans
 
 
@@ -283,6 +291,14 @@ def _dropped(layer: Mapping[str, Any], ring: RingStorage, total: int) -> int:
     if type(dropped) is not int or not 0 <= dropped <= ring.surplus(total) or dropped % ring.block_size:
         raise ValueError(f"`dropped` is {dropped!r} of {total} tokens, with a window of {ring.window}")
     return dropped
+
+
+def _most_held(layer: Mapping[str, Any], ring: StaticRingStorage, total: int) -> int:
+    """How many tokens a ring of `total` ones held before crops, as many as it has room for."""
+    most_held = layer["most_held"]
+    if type(most_held) is not int or not 0 <= most_held <= (ring.max_cache_len or 0):
+        raise ValueError(f"`most_held` is {most_held!r} of {total} tokens, with room for {ring.max_cache_len}")
+    return most_held
 
 
 def _named(sides: tuple[Planes, Planes]) -> Iterator[tuple[str, Tensor | None]]:

@@ -453,7 +453,7 @@ def reopen(
     sink_length: int = 0,
     residual_length: int = 0,
     key_transform: KeyTransform | None = None,
-    is_ring: bool = False,
+    num_written: int | None = None,
 ) -> None:
     """Put tokens that a crop makes the newest ones again back in the tail, dequantised: what they were before is gone.
 
@@ -465,12 +465,13 @@ def reopen(
         sink_length: Tokens at the beginning that are dense, and stay so.
         residual_length: Tokens at the end that are to be.
         key_transform: What the keys have gone through.
-        is_ring: Rows come round again; what has been overwritten stays as it is, since no query sees it.
+        num_written: Where rows are a ring, the most tokens that there have been: what these have overwritten is left
+            alone, since no query sees it. `None` where rows are positions.
     """
     tail, begin, capacity = planes.tail, kv_format.tail_begin(length, residual_length), planes.codes.shape[2]
-    if is_ring:
+    if num_written is not None:
         has_blocks = kv_format.block_size is not None
-        num_coded = kv_format.tail_begin(old_length, residual_length) if has_blocks else old_length
+        num_coded = kv_format.tail_begin(num_written, residual_length) if has_blocks else num_written
         begin = max(begin, num_coded - capacity)
     end = min(length, kv_format.tail_begin(old_length, residual_length))
     if tail is None or begin >= end:

@@ -86,6 +86,7 @@ class StaticRingStorage(LayerStorage):
         self.window = window
         self._ring_capacity = -(-(window - 1 + BLOCK_SIZE) // BLOCK_SIZE) * BLOCK_SIZE
         self.is_ring = super()._aligned(max_cache_len) > self._ring_capacity
+        self.most_held = 0  # tokens before a crop, which have overwritten others that it does not bring back
         self._q_len = 0  # of the newest chunk, whose first query sees `window - 1` tokens before it
         self._has_long_chunk = False  # whether the newest chunk is attended to apart ...
         self._unrolled: _Unrolled | None = None  # ... and where, once it has been written
@@ -208,11 +209,14 @@ class StaticRingStorage(LayerStorage):
         Raises:
             RuntimeError: It has been.
         """
-        is_whole = not self.is_ring or num_tokens >= self.length or self.length <= self._ring_capacity
-        if num_tokens > self.longest_chunk and not is_whole:
+        written = self._num_written()
+        if num_tokens == 0 or num_tokens >= self.length or written is None or written <= self._ring_capacity:
+            return
+        most = self.longest_chunk - (written - self.length)
+        if num_tokens > most:
             raise RuntimeError(
-                f"{self.name}: `crop` must remove at most {self.longest_chunk} tokens of a static cache with a "
-                f"window of {self.window}, got {num_tokens}. Reset the cache and feed it the text again."
+                f"{self.name}: `crop` must remove at most {most} tokens of a static cache with a window of "
+                f"{self.window}, got {num_tokens}. Reset the cache and feed it the text again."
             )
 
     def crop(self, num_tokens: int) -> None:
@@ -221,14 +225,22 @@ class StaticRingStorage(LayerStorage):
         Raises:
             RuntimeError: See `check_crop`.
         """
-        if self.is_allocated:
-            self.check_crop(num_tokens)
+        if not self.is_allocated or num_tokens == 0:
+            return
+        self.check_crop(num_tokens)
+        self.most_held = max(self.most_held, self.length)
         super().crop(num_tokens)
+        if self.is_empty:
+            self.most_held = 0
         self._forget_chunk()
+
+    def _num_written(self) -> int | None:
+        return max(self.most_held, self.length) if self.is_ring else None
 
     def reset(self) -> None:
         """Forget all tokens, keep the buffers."""
         super().reset()
+        self.most_held = 0
         self._forget_chunk()
 
     def _forget_chunk(self) -> None:

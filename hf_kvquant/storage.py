@@ -723,10 +723,14 @@ class LayerStorage:
         length = max(0, self.length - num_tokens)
         sides = zip(self._planes(), self._formats(), (self.key_transform, None), strict=True) if self.has_tail else ()
         for planes, kv_format, transform in sides:
-            options = {"key_transform": transform, "is_ring": self.is_ring, **self._windows()}
+            options = {"key_transform": transform, "num_written": self._num_written(), **self._windows()}
             reference.reopen(planes, kv_format, self.length, length, **options)
         self._counted().place(self._member, length)
         self.is_empty = length == 0
+
+    def _num_written(self) -> int | None:
+        """See `reference.reopen`."""
+        return None
 
     def reset(self) -> None:
         """Forget all tokens, keep the buffers."""

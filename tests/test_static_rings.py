@@ -42,6 +42,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from hf_kvquant import KVQuantCache, patched, report
 from hf_kvquant.attention import attention, attention_mask
+from hf_kvquant.cache_file import _most_held
 from hf_kvquant.handle import KVHandle, KVLength
 from hf_kvquant.pairs import PairCounter, count_pairs, pairs_of
 from hf_kvquant.pool import BufferPool
@@ -226,6 +227,10 @@ def test_random_operations(data: st.DataObject) -> None:
                 twins.give(tokens, data.draw(st.sampled_from(["attends", "dense", "flushes"]), "how"))
         elif kind == "crop":
             removed = data.draw(st.integers(0, min(length, twins.storage.longest_chunk)), "removed")
+            try:
+                twins.storage.check_crop(removed)
+            except RuntimeError:
+                continue
             if removed < length:
                 for cache in twins.both():
                     cache.crop(-removed)
@@ -262,8 +267,35 @@ def test_crops_that_a_ring_cannot_take_back() -> None:
     with pytest.raises(RuntimeError, match=re.escape(message)):
         twins.storage.crop(193)
     assert int(twins.static.get_seq_length()) == 300
-    twins.static.crop(-300)
+    twins.static.crop(-190)
+    for cache in (twins.static, copy.deepcopy(twins.static)):
+        with pytest.raises(RuntimeError, match="layer 0: `crop` must remove at most 2 tokens of a static cache"):
+            cache.crop(-3)
+    twins.static.crop(-110)
     assert int(twins.static.get_seq_length()) == 0
+    twins.static.update(*torch.randn(2, BATCH, KV_HEADS, 250, HEAD_DIM), 0)
+    twins.static.crop(-240)
+
+
+def test_files_that_lie_about_crops_are_refused() -> None:
+    ring = Twins(65, "int8", max_cache_len=600).storage
+    assert _most_held({"most_held": 600}, ring, 300) == 600
+    for most_held in (-1, 601, True, None):
+        with pytest.raises(ValueError, match=r"`most_held` is .* of 300 tokens, with room for 600"):
+            _most_held({"most_held": most_held}, ring, 300)
+
+
+def test_files_say_what_was_cropped(tmp_path: Path) -> None:
+    model, path = model_of("mistral", **LONG), tmp_path / "cache"
+    with patched(model, {"preset": "int8", "max_cache_len": 400}):
+        cache = greedy(model, PROMPT, 50).past_key_values
+        cache.crop(-90)
+        cache.save(path, model)
+        loaded = KVQuantCache.load(path, model)
+    assert loaded.storages[0].most_held == cache.storages[0].most_held == 299
+    for each in (cache, loaded):
+        with pytest.raises(RuntimeError, match="must remove at most 161 tokens"):
+            each.crop(-162)
 
 
 def test_pairs_are_counted_as_in_a_growing_cache() -> None:
