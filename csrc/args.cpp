@@ -466,17 +466,15 @@ void check_start(const char* where, const int32_t* starts, int b) {
             " for sequence ", b, ".");
 }
 
-// Those of a KeyTransform are, but tensors can be written to.
-void check_factors(const char* where, const KeyTransform& transform, int64_t count) {
-  for (int64_t i = 0; i < count && transform.center != nullptr; ++i) {
-    KVQ_CHECK(std::isfinite(transform.center[i]), where, ": `key_center` must be finite, got ", transform.center[i],
-              ". Was it taken from broken keys?");
-  }
-  for (int64_t i = 0; i < count && transform.smoothing != nullptr; ++i) {
-    KVQ_CHECK(std::isfinite(transform.smoothing[i]) && transform.smoothing[i] > 0, where,
-              ": `key_smoothing` must be positive and finite, got ", transform.smoothing[i],
-              ". Use 1 for channels that stay as they are.");
-  }
+// The first of some numbers that is not good, `count` where all are. One pass without a branch looks at all of them, as
+// vectors (0.27 rather than 1.25 us for two tensors of 8 heads of 128 channels); only a call that is refused pays for a
+// second.
+template <class IsGood>
+int64_t first_bad(const float* numbers, int64_t count, const IsGood& is_good) {
+  unsigned num_bad = 0;
+  for (int64_t i = 0; i < count; ++i) num_bad += !is_good(numbers[i]);
+  if (num_bad == 0) return count;
+  return std::find_if_not(numbers, numbers + count, is_good) - numbers;
 }
 
 }  // namespace
@@ -656,7 +654,7 @@ SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up) {
   return params;
 }
 
-void check_numbers(const char* where, const AppendParams& params) {
+void check_lengths(const char* where, const AppendParams& params) {
   for (int b = 0; b < params.batch; ++b) {
     const int length = params.lengths[b];
     KVQ_CHECK(length >= params.q_len, where, ": `lengths` must count the ", params.q_len, " new tokens, got ", length,
@@ -666,10 +664,9 @@ void check_numbers(const char* where, const AppendParams& params) {
               ". Make a larger cache (max_cache_len), or crop or reset this one.");
     check_start(where, params.starts, b);
   }
-  check_factors(where, params.key_transform, static_cast<int64_t>(params.num_kv_heads) * params.key_side.head_dim);
 }
 
-void check_numbers(const char* where, const DecodeParams& params) {
+void check_lengths(const char* where, const DecodeParams& params) {
   for (int b = 0; b < params.batch; ++b) {
     const int length = params.lengths[b];
     KVQ_CHECK(length >= 0 && length <= params.capacity, where, ": `lengths` must be between 0 and the cache's ",
@@ -677,7 +674,19 @@ void check_numbers(const char* where, const DecodeParams& params) {
               ". Make a larger cache (max_cache_len), or crop or reset this one.");
     check_start(where, params.starts, b);
   }
-  check_factors(where, params.key_transform, static_cast<int64_t>(params.num_kv_heads) * params.key_side.head_dim);
+}
+
+void check_factors(const char* where, const KeyTransform& transform, int64_t count) {
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  if (const float* center = transform.center) {
+    const int64_t i = first_bad(center, count, [](float x) { return std::abs(x) <= kLargest; });
+    KVQ_CHECK(i == count, where, ": `key_center` must be finite, got ", center[i], ". Was it taken from broken keys?");
+  }
+  if (const float* smoothing = transform.smoothing) {
+    const int64_t i = first_bad(smoothing, count, [](float x) { return (x > 0) & (x <= kLargest); });
+    KVQ_CHECK(i == count, where, ": `key_smoothing` must be positive and finite, got ", smoothing[i],
+              ". Use 1 for channels that stay as they are.");
+  }
 }
 
 }  // namespace hf_kvquant

@@ -66,9 +66,13 @@ SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up);
 // Where heads and tokens of [batch, heads, tokens, head_dim] are.
 Dense dense_of(const Tensor& x, Dtype dtype);
 
-// For numbers in host memory: room for what is written, nothing read beyond the capacity, and keys that can be divided.
-void check_numbers(const char* where, const AppendParams& params);
-void check_numbers(const char* where, const DecodeParams& params);
+// For numbers in host memory: room for what is written, nothing read beyond the capacity.
+void check_lengths(const char* where, const AppendParams& params);
+void check_lengths(const char* where, const DecodeParams& params);
+
+// For numbers in host memory: keys that can be divided. Those of a KeyTransform can, but tensors can be written to.
+// `count` is how many numbers each tensor has.
+void check_factors(const char* where, const KeyTransform& transform, int64_t count);
 
 // Refuses a tensor that Python gave as None.
 void check_given(const char* where, const char* name, const Tensor& tensor);
