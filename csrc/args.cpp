@@ -23,6 +23,8 @@ namespace {
 using torch::headeronly::ScalarType;
 
 constexpr const char* kFromThisPackage = ". Planes are made by KVFormat.allocate.";
+constexpr const char* kForAnotherBatch =
+    ". Was this cache filled for another batch? Use batch_select_indices, batch_repeat_interleave or reset.";
 
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
@@ -280,7 +282,7 @@ void check_same_tokens(const char* where, const Tensor& key_codes, const Tensor&
 void check_tokens(const char* where, const char* name, const Tensor& x, const Tensor& codes, int head_dim,
                   int64_t q_len) {
   KVQ_CHECK(x.size(0) == codes.size(0), where, ": `", name, "` must have batch ", codes.size(0),
-            " like the cache, got ", x.size(0), ". Was this cache filled for another batch?");
+            " like the cache, got ", x.size(0), kForAnotherBatch);
   KVQ_CHECK(x.size(1) == codes.size(1), where, ": `", name, "` must have ", codes.size(1),
             " heads like the cache, got ", x.size(1), ". Was this cache filled by another model?");
   KVQ_CHECK(x.size(2) == q_len, where, ": `", name, "` must have ", q_len, " tokens like the keys, got ", x.size(2),
@@ -538,7 +540,7 @@ DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, con
   check_same_tokens("decode", codes, value_planes.codes);
   params.query = dense("decode", "query", query, codes);
   KVQ_CHECK(query.size(0) == codes.size(0), "decode: `query` must have batch ", codes.size(0),
-            " like the cache, got ", query.size(0), ". Was this cache filled for another batch?");
+            " like the cache, got ", query.size(0), kForAnotherBatch);
   KVQ_CHECK(query.size(1) > 0 && query.size(1) % codes.size(1) == 0, "decode: `query` must have a multiple of ",
             codes.size(1), " heads, the cache's key-value heads, got ", query.size(1),
             ". Was this cache filled by another model?");

@@ -192,7 +192,7 @@ def _decode_reference(
 def _transform_of(center: Tensor | None, smoothing: Tensor | None, is_rotated: bool) -> KeyTransform | None:
     if center is None and smoothing is None and not is_rotated:
         return None
-    return KeyTransform(center, smoothing, is_rotated)
+    return KeyTransform.of_checked(center, smoothing, is_rotated)
 
 
 def _arguments_of(op: str, args: Iterable[object]) -> dict[str, Any]:
@@ -455,7 +455,6 @@ class Operands:
         storages = key_storage, value_storage
         self._kinds = (sink_length, residual_length, *_spell_transform(key_transform), *clip_ratios, *storages)
         codes = key_planes.codes
-        self._batch, self._num_kv_heads = codes.shape[:2]
         head_dims = head_dim_of(codes, key_storage), head_dim_of(value_planes.codes, value_storage)
         has_kernel = _has_kernel(codes.device, *head_dims)
         ops = torch.ops.hf_kvquant
@@ -520,7 +519,6 @@ class Operands:
         Raises:
             ValueError: A shape or dtype does not fit; the message names the argument.
         """
-        self._check_query(query)
         key, value = (None, None) if new is None else new
         result: tuple[Tensor, Tensor] = self._decode(
             query,
@@ -539,24 +537,6 @@ class Operands:
             *self._kinds,
         )
         return result
-
-    def _check_query(self, query: Tensor) -> None:
-        if query.ndim != 4:
-            raise ValueError(
-                f"decode: `query` must be [batch, heads, tokens, head_dim], got {list(query.shape)}. "
-                "Add the axes that are missing."
-            )
-        batch, num_q_heads = query.shape[:2]
-        if batch != self._batch:
-            raise ValueError(
-                f"decode: `query` must have batch {self._batch} like the cache, got {batch}. "
-                "Was this cache filled for another batch? Use batch_select_indices, batch_repeat_interleave or reset."
-            )
-        if num_q_heads % self._num_kv_heads != 0:
-            raise ValueError(
-                f"decode: `query` must have a multiple of {self._num_kv_heads} heads, the cache's key-value heads, "
-                f"got {num_q_heads}. Was this cache filled by another model?"
-            )
 
 
 def append(
