@@ -492,5 +492,10 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
     else:
         # Its own config, or that of an encoder-decoder, where one config serves both and `text_config` is a copy.
         model.set_attn_implementation(name)
+        # T5 gives each half a copy of its config, which transformers 5.17 passes over: copies are of the same class.
+        config = model.config
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel) and part.config is not config and type(part.config) is type(config):
+                part.set_attn_implementation(config._attn_implementation)
     if text_config_of(model)._attn_implementation != name:
         _unreachable.add(model)
