@@ -42,6 +42,9 @@ NUM_COUNTERS = 4096
 # The CUDA kernels keep a row of a head in registers. Mirrored in csrc/format.h.
 MAX_CUDA_HEAD_DIM = 256
 
+# In a clone. pip replaces what is installed from a folder, whatever its version.
+REINSTALL = "pip install --no-build-isolation ."
+
 _PLANES = (
     "Tensor(a!) key_codes, Tensor(b!)? key_scale, Tensor(c!)? key_zero, Tensor(d!)? key_tail, "
     "Tensor(e!) value_codes, Tensor(f!)? value_scale, Tensor(g!)? value_zero, Tensor(h!)? value_tail"
@@ -306,7 +309,7 @@ def extension() -> ModuleType | ImportError:
             # By now the kernels are registered, so going on would call them with the wrong arguments.
             raise RuntimeError(
                 f"ops: the extension must be built from this version of the package ({name} {number}), got {found}. "
-                "Reinstall: pip install --no-build-isolation ."
+                f"Reinstall: {REINSTALL}"
             )
     return module
 
@@ -382,7 +385,7 @@ def why_reference(device: torch.device, *head_dims: int) -> NoKernel | None:
     module = extension()
     if isinstance(module, ImportError) or not has_kernels(device.type):
         reason = module if isinstance(module, ImportError) else f"it was built without kernels for {device.type}"
-        remedy = "Install a compiler and reinstall: pip install --no-build-isolation ."
+        remedy = f"Install a compiler and reinstall: {REINSTALL}"
         return NoKernel(device.type, str(reason), remedy)
     if device.type != "cuda":
         return None
@@ -391,7 +394,7 @@ def why_reference(device: torch.device, *head_dims: int) -> NoKernel | None:
         return NoKernel(
             f"{torch.cuda.get_device_name(device.index)}, compute capability {major}.{minor}",
             f"they were built for {module.cuda_archs()}",
-            f"Reinstall: HF_KVQUANT_CUDA_ARCHS={major}{minor} pip install --no-build-isolation . (8.0 is the least)",
+            f"Reinstall: HF_KVQUANT_CUDA_ARCHS={major}{minor} {REINSTALL} (8.0 is the least)",
         )
     if max(head_dims, default=0) > MAX_CUDA_HEAD_DIM:
         return NoKernel(
