@@ -29,7 +29,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCa
 from transformers.generation.configuration_utils import CompileConfig
 
 import hf_kvquant
-from hf_kvquant import KVQuantCache, encoder_decoder, patch, patched, report, unpatch
+from hf_kvquant import KVQuantCache, encoder_decoder, patch, patched, report, uncompiled, unpatch
 from hf_kvquant.attention import is_ours
 from hf_kvquant.encoder_decoder import KVQuantEncoderDecoderCache, croppable
 from hf_kvquant.transforms.centering import _keys_of_a_token
@@ -500,13 +500,13 @@ def test_without_a_mask_old_versions_of_transformers_do_not_compile(
 ) -> None:
     model = build("bart")
     monkeypatch.setattr(encoder_decoder, "_MAKES_MASKS", False)
-    encoder_decoder._log_not_compiled.cache_clear()
+    uncompiled._log.cache_clear()
     with patched(model, {"preset": "int4", "static": True}), caplog.at_level(logging.WARNING, "hf_kvquant"):
         expected = greedy(model, inputs_of(model))
         for _ in range(2):
             check_equal(greedy(model, inputs_of(model), **compiled), expected)
     assert not counters["stats"]["unique_graphs"]
-    assert [record.message for record in caplog.records if record.name == "hf_kvquant.encoder_decoder"] == [
+    assert [record.message for record in caplog.records if record.name == "hf_kvquant.uncompiled"] == [
         "generate: BartForConditionalGeneration is not compiled without a decoder_attention_mask by this version of "
         "transformers. Correct, slower. Install transformers 5.18 or later, or pass a mask of ones."
     ]

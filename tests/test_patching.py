@@ -27,7 +27,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 
 import hf_kvquant
-from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, patching, unpatch
+from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, uncompiled, unpatch
 from hf_kvquant.patching import state_of
 
 FLAG = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int4"}}
@@ -505,7 +505,7 @@ def test_buffers_are_there_before_a_compiled_prefill_in_chunks(
 
     monkeypatch.setattr(model, "_valid_auto_compile_criteria", is_compiled, raising=False)
     monkeypatch.setattr(type(model), "get_compiled_call", lambda self, config: self.__call__)
-    patching._log_not_compiled.cache_clear()
+    uncompiled._log.cache_clear()
     with caplog.at_level(logging.WARNING, "hf_kvquant"), patched(model, {"preset": "int8", "static": True}):
         expected = greedy(model, left_padded())
         seen.clear()
