@@ -20,6 +20,8 @@ from models import FAMILIES, greedy, left_padded, logits
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BltConfig,
+    BltForCausalLM,
     Gemma3ForConditionalGeneration,
     GenerationMixin,
     PreTrainedModel,
@@ -384,6 +386,18 @@ def test_a_refused_model_is_left_as_it_was(name: str) -> None:
         patch(model, config)
     assert visible_state(model) == before
     compare.assert_same(logits(greedy(model, inputs, decoder_start_token_id=1)), logits(expected), "logits")
+
+
+def test_several_models_in_one_are_refused() -> None:
+    """transformers makes no cache for BLT either, so there is nothing that it could generate."""
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    parts = {f"{part}_config": size for part in ("patcher", "encoder", "decoder", "global")}
+    model = BltForCausalLM(BltConfig(**parts, encoder_hash_byte_group_vocab=8))
+    before = visible_state(model)
+    message = "KVQuantCache: blt has no `num_hidden_layers` in its config, by which a cache has its layers. Leave"
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        patch(model, "int8")
+    assert visible_state(model) == before
 
 
 def test_a_pipeline_is_not_a_model() -> None:
