@@ -140,6 +140,24 @@ void check_block_plane(const char* where, const std::string& name, const Tensor&
             kFromThisPackage);
 }
 
+// What only rings ask for. Their positions go on while rows come round again.
+void check_ring(const char* where, const WindowArgs& windows, const Tensor& codes) {
+  if (!windows.is_ring) return;
+  KVQ_CHECK(codes.size(2) > 0 && codes.size(2) % kBlockSize == 0, where, ": `key_codes` must have a capacity that is ",
+            "a positive multiple of ", kBlockSize, " where `is_ring`, got ", codes.size(2), kFromThisPackage);
+  KVQ_CHECK(windows.sink_length == 0, where, ": `sink_length` must be 0 where `is_ring`, got ", windows.sink_length,
+            ". The first tokens slide out of a ring.");
+}
+
+// What the oldest query of a ring sees must not have been overwritten by the newest token.
+void check_window(const WindowArgs& windows, int64_t sliding_window, const DecodeParams& params) {
+  if (!windows.is_ring) return;
+  const int64_t largest = int64_t{params.capacity} + 1 - params.q_len;
+  KVQ_CHECK(sliding_window >= 1 && sliding_window <= largest, "decode: `sliding_window` must be between 1 and ",
+            largest, " where `is_ring` with a capacity of ", params.capacity, " and ", params.q_len,
+            " query tokens, got ", sliding_window, ". Attend to fewer tokens at a time, or make a larger ring.");
+}
+
 // A tail of more rows than both windows have is that of granularity channel.
 void add_tail(const char* where, const std::string& name, const PlaneArgs& planes, const WindowArgs& windows,
               Side& side) {
@@ -463,6 +481,11 @@ void check_distinct(const char* where, const AppendParams& params, const void* q
   }
 }
 
+void check_ring_length(const char* where, bool is_ring, int length, int b) {
+  KVQ_CHECK(!is_ring || length <= kMaxRingLength, where, ": `lengths` must be at most ", kMaxRingLength,
+            " tokens where `is_ring`, got ", length, " for sequence ", b, ". Start a new cache.");
+}
+
 void check_start(const char* where, const int32_t* starts, int b) {
   KVQ_CHECK(starts == nullptr || starts[b] >= 0, where, ": `starts` must not be negative, got ", starts[b],
             " for sequence ", b, ".");
@@ -501,6 +524,7 @@ AppendParams append_params(const char* where, const Tensor& key, const Tensor& v
   params.key_side = side(where, "key", key_planes, windows, key_planes.codes);
   params.value_side = side(where, "value", value_planes, windows, key_planes.codes);
   check_same_tokens(where, key_planes.codes, value_planes.codes);
+  check_ring(where, windows, key_planes.codes);
   params.key = dense(where, "key", key, key_planes.codes);
   params.value = dense(where, "value", value, key_planes.codes);
   const Tensor& codes = key_planes.codes;
@@ -514,6 +538,7 @@ AppendParams append_params(const char* where, const Tensor& key, const Tensor& v
   params.starts = starts.has_value() ? per_sequence(where, "starts", *starts, codes) : nullptr;
   params.sink_length = to_int(where, "sink_length", windows.sink_length);
   params.residual_length = to_int(where, "residual_length", windows.residual_length);
+  params.is_ring = windows.is_ring;
   const auto check_tail = [where](const char* name, const Dense& x, const Side& side) {
     KVQ_CHECK(side.tail == nullptr || x.dtype == side.tail_dtype, where, ": `", name, "` must have the dtype of `",
               name, "_tail`, got another one. Start a new cache after casting the model.");
@@ -538,6 +563,7 @@ DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, con
   params.key_side = side("decode", "key", key_planes, windows, codes);
   params.value_side = side("decode", "value", value_planes, windows, codes);
   check_same_tokens("decode", codes, value_planes.codes);
+  check_ring("decode", windows, codes);
   params.query = dense("decode", "query", query, codes);
   KVQ_CHECK(query.size(0) == codes.size(0), "decode: `query` must have batch ", codes.size(0),
             " like the cache, got ", query.size(0), kForAnotherBatch);
@@ -570,8 +596,10 @@ DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, con
   // A window of the whole capacity hides nothing, and positions minus a larger one might not fit an int.
   params.sliding_window = std::min(to_int("decode", "sliding_window", sliding_window), params.capacity);
   params.num_splits = to_int("decode", "num_splits", num_splits);
+  check_window(windows, sliding_window, params);
   params.sink_length = to_int("decode", "sink_length", windows.sink_length);
   params.residual_length = to_int("decode", "residual_length", windows.residual_length);
+  params.is_ring = windows.is_ring;
   params.key_transform = key_transform("decode", transform, codes, params.key_side);
   return params;
 }
@@ -661,9 +689,10 @@ void check_lengths(const char* where, const AppendParams& params) {
     const int length = params.lengths[b];
     KVQ_CHECK(length >= params.q_len, where, ": `lengths` must count the ", params.q_len, " new tokens, got ", length,
               " for sequence ", b, ".");
-    KVQ_CHECK(length <= params.capacity, where, ": `lengths` must be at most the cache's capacity of ",
-              params.capacity, " tokens, got ", length, " for sequence ", b,
+    KVQ_CHECK(params.is_ring || length <= params.capacity, where,
+              ": `lengths` must be at most the cache's capacity of ", params.capacity, " tokens, got ", length, " for sequence ", b,
               ". Make a larger cache (max_cache_len), or crop or reset this one.");
+    check_ring_length(where, params.is_ring, length, b);
     check_start(where, params.starts, b);
   }
 }
@@ -671,9 +700,10 @@ void check_lengths(const char* where, const AppendParams& params) {
 void check_lengths(const char* where, const DecodeParams& params) {
   for (int b = 0; b < params.batch; ++b) {
     const int length = params.lengths[b];
-    KVQ_CHECK(length >= 0 && length <= params.capacity, where, ": `lengths` must be between 0 and the cache's ",
-              "capacity of ", params.capacity, " tokens, got ", length, " for sequence ", b,
-              ". Make a larger cache (max_cache_len), or crop or reset this one.");
+    KVQ_CHECK(length >= 0 && (params.is_ring || length <= params.capacity), where,
+              ": `lengths` must be between 0 and the cache's capacity of ", params.capacity, " tokens, got ", length,
+              " for sequence ", b, ". Make a larger cache (max_cache_len), or crop or reset this one.");
+    check_ring_length(where, params.is_ring, length, b);
     check_start(where, params.starts, b);
   }
 }

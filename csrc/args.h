@@ -25,9 +25,10 @@ struct PlaneArgs {
   double clip_ratio;
 };
 
-// The dense windows as the ops receive them.
+// The dense windows as the ops receive them, and whether rows are a ring.
 struct WindowArgs {
   int64_t sink_length, residual_length;
+  bool is_ring;
 };
 
 // The transform of keys as the ops receive it.
@@ -66,7 +67,7 @@ SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up);
 // Where heads and tokens of [batch, heads, tokens, head_dim] are.
 Dense dense_of(const Tensor& x, Dtype dtype);
 
-// For numbers in host memory: room for what is written, nothing read beyond the capacity.
+// For numbers in host memory: room for what is written, nothing read beyond the capacity, positions that fit an int.
 void check_lengths(const char* where, const AppendParams& params);
 void check_lengths(const char* where, const DecodeParams& params);
 

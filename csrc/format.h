@@ -10,11 +10,12 @@
 namespace hf_kvquant {
 
 // Raised together with OPS_VERSION in ops.py whenever a schema or the meaning of an argument changes.
-constexpr int kOpsVersion = 6;
+constexpr int kOpsVersion = 7;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
 constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::tail
 constexpr int kMaxCudaHeadDim = 256;  // beyond it ops.py asks the reference
+constexpr int kMaxRingLength = 1 << 30;  // tokens that a ring counts, so that sums of positions fit an int
 
 enum class Storage : int { none = 0, int8 = 1, int4 = 2, fp8 = 3 };
 
@@ -82,6 +83,14 @@ inline int tail_row(const Side& side, int token, int start, int sink_length) {
   return is_sink(token, start, sink_length) ? token - start : sink_length + token % side.ring;
 }
 
+// The row of a token among the codes, and among scales and zeros that are there for each token; that of a block of
+// granularity channel begins at it. The rows of a ring hold the newest tokens, and its capacity is a multiple of
+// kBlockSize, so that no aligned tile or block is cut by its end. Lengths then go up to kMaxRingLength.
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+inline int row_of(int token, int capacity, bool is_ring) { return is_ring ? token % capacity : token; }
+
 inline int bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
 
 // The codes of one token and head.
@@ -130,6 +139,7 @@ struct AppendParams {
   const int32_t* starts;   // [batch], first position that is not padding; nullptr: 0. For tails only
   int sink_length;         // first tokens that attention takes from the tails; 0: none
   int residual_length;     // newest tokens likewise; 0: none
+  bool is_ring;            // see row_of
 };
 
 // One forward of one layer over everything stored. The result is defined by reference.decode_attention.
@@ -142,6 +152,7 @@ struct DecodeParams {
   int32_t* counters;          // [kNumCounters], zero before and after a call, CUDA only; nullptr: absent
   const int32_t* starts;      // [batch], first position that is not padding; nullptr: 0
   int sink_length, residual_length;  // as in AppendParams
+  bool is_ring;               // likewise; then 0 < sliding_window and sliding_window - 1 + q_len <= capacity
   const float* sinks;         // [num_q_heads]; nullptr: none
   const float* alibi_slopes;  // [num_q_heads]; nullptr: none
   float softmax_scale;

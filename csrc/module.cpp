@@ -76,7 +76,7 @@ void append(const Tensor& key, const Tensor& value, const Tensor& key_codes, con
             const std::optional<Tensor>& key_zero, const std::optional<Tensor>& key_tail, const Tensor& value_codes,
             const std::optional<Tensor>& value_scale, const std::optional<Tensor>& value_zero,
             const std::optional<Tensor>& value_tail, const Tensor& lengths, const std::optional<Tensor>& starts,
-            int64_t sink_length, int64_t residual_length, const std::optional<Tensor>& key_center,
+            int64_t sink_length, int64_t residual_length, bool is_ring, const std::optional<Tensor>& key_center,
             const std::optional<Tensor>& key_smoothing, bool rotates_key, double key_clip_ratio, double value_clip_ratio,
             int64_t key_storage, int64_t value_storage) {
   const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage, key_clip_ratio};
@@ -88,7 +88,7 @@ void append(const Tensor& key, const Tensor& value, const Tensor& key_codes, con
   check_given("append", "lengths", lengths);
   const Tensor key_rows = with_contiguous_channels(key), value_rows = with_contiguous_channels(value);
   const AppendParams params = append_params("append", key_rows, value_rows, key_planes, value_planes, lengths,
-                                            starts, {sink_length, residual_length},
+                                            starts, {sink_length, residual_length, is_ring},
                                             {key_center, key_smoothing, rotates_key}, nullptr);
   const Device device(key_codes);
   device.check("append", params);
@@ -103,12 +103,12 @@ std::tuple<Tensor, Tensor> decode(
     const std::optional<Tensor>& value_zero, const std::optional<Tensor>& value_tail, const Tensor& lengths,
     const std::optional<Tensor>& counters, const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
     const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap, int64_t sliding_window,
-    int64_t num_splits, int64_t sink_length, int64_t residual_length, const std::optional<Tensor>& key_center,
-    const std::optional<Tensor>& key_smoothing, bool rotates_key, double key_clip_ratio, double value_clip_ratio,
-    int64_t key_storage, int64_t value_storage) {
+    int64_t num_splits, int64_t sink_length, int64_t residual_length, bool is_ring,
+    const std::optional<Tensor>& key_center, const std::optional<Tensor>& key_smoothing, bool rotates_key,
+    double key_clip_ratio, double value_clip_ratio, int64_t key_storage, int64_t value_storage) {
   const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage, key_clip_ratio};
   const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_tail, value_storage, value_clip_ratio};
-  const WindowArgs windows{sink_length, residual_length};
+  const WindowArgs windows{sink_length, residual_length, is_ring};
   const TransformArgs transform{key_center, key_smoothing, rotates_key};
   check_given("decode", "query", query);
   check_given("decode", "key_codes", key_codes);
@@ -242,6 +242,7 @@ PyMODINIT_FUNC PyInit__C() {
       PyModule_AddIntConstant(module, "TOKEN_ALIGNMENT", hf_kvquant::kTokenAlignment) == 0 &&
       PyModule_AddIntConstant(module, "NUM_COUNTERS", hf_kvquant::kNumCounters) == 0 &&
       PyModule_AddIntConstant(module, "BLOCK_SIZE", hf_kvquant::kBlockSize) == 0 &&
+      PyModule_AddIntConstant(module, "MAX_RING_LENGTH", hf_kvquant::kMaxRingLength) == 0 &&
       PyModule_AddIntConstant(module, "MAX_CUDA_HEAD_DIM", hf_kvquant::kMaxCudaHeadDim) == 0 &&
       PyModule_AddIntConstant(module, "STORAGE_NONE", static_cast<int>(hf_kvquant::Storage::none)) == 0 &&
       PyModule_AddIntConstant(module, "STORAGE_INT8", static_cast<int>(hf_kvquant::Storage::int8)) == 0 &&

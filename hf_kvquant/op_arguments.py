@@ -18,6 +18,8 @@ from .formats import BLOCK_SIZE, STORAGE_IDS, TOKEN_ALIGNMENT
 
 _DENSE = (torch.float32, torch.float16, torch.bfloat16)
 _LARGEST = 2**31 - 1
+# Tokens that a ring counts, mirrored in csrc/format.h: sums of positions fit an int.
+MAX_RING_LENGTH = 2**30
 _NAMES = {number: name for name, number in STORAGE_IDS.items()}
 _MADE = "Planes are made by KVFormat.allocate."
 _FOR_ANOTHER_BATCH = (
@@ -40,6 +42,7 @@ def check_append(where: str, arguments: Arguments) -> None:
     """
     _check_kinds(where, arguments)
     head_dims = _check_planes(where, arguments)
+    _check_ring(where, arguments)
     _check_new_shapes(where, arguments, head_dims)
     _check_lengths(where, arguments)
     _check_tail_dtypes(where, arguments)
@@ -59,6 +62,7 @@ def check_decode(arguments: Arguments, num_counters: int) -> None:
     where = "decode"
     _check_kinds(where, arguments)
     head_dims = _check_planes(where, arguments)
+    _check_ring(where, arguments)
     codes, query = arguments["key_codes"], arguments["query"]
     _check_dense(where, "query", query)
     _check_cache(where, "query", "batch", codes.shape[0], query.shape[0], _FOR_ANOTHER_BATCH)
@@ -84,6 +88,13 @@ def check_decode(arguments: Arguments, num_counters: int) -> None:
         _refuse(where, "softcap", f"must be positive, or 0 for none, got {arguments['softcap']}.")
     for name in ("sliding_window", "num_splits"):
         _check_count(where, name, arguments[name])
+    capacity, q_len = codes.shape[2], query.shape[2]
+    if arguments["is_ring"] and not 1 <= arguments["sliding_window"] <= capacity + 1 - q_len:
+        expected = f"must be between 1 and {capacity + 1 - q_len} where `is_ring` with a capacity of {capacity} and"
+        remedy = "Attend to fewer tokens at a time, or make a larger ring."
+        _refuse(
+            where, "sliding_window", f"{expected} {q_len} query tokens, got {arguments['sliding_window']}. {remedy}"
+        )
     _check_transform(where, arguments, head_dims["key"])
     _check_counts(where, arguments, 0)
     _check_factors(where, arguments)
@@ -201,6 +212,19 @@ def _check_planes(where: str, arguments: Arguments) -> dict[str, int]:
     return head_dims
 
 
+def _check_ring(where: str, arguments: Arguments) -> None:
+    """What only rings ask for."""
+    if not arguments["is_ring"]:
+        return
+    capacity, sink_length = arguments["key_codes"].shape[2], arguments["sink_length"]
+    if capacity == 0 or capacity % BLOCK_SIZE != 0:
+        expected = f"must have a capacity that is a positive multiple of {BLOCK_SIZE} where `is_ring`"
+        _refuse(where, "key_codes", f"{expected}, got {capacity}. {_MADE}")
+    if sink_length != 0:
+        remedy = "The first tokens slide out of a ring."
+        _refuse(where, "sink_length", f"must be 0 where `is_ring`, got {sink_length}. {remedy}")
+
+
 def _check_side(where: str, side: str, arguments: Arguments) -> int:
     codes, scale, zero = (arguments[f"{side}_{plane}"] for plane in ("codes", "scale", "zero"))
     storage_id, clip_ratio = arguments[f"{side}_storage"], arguments[f"{side}_clip_ratio"]
@@ -305,12 +329,14 @@ def _check_lengths(where: str, arguments: Arguments) -> None:
 
 def _check_counts(where: str, arguments: Arguments, num_new: int) -> None:
     """Lengths and starts where no GPU has to be waited for."""
-    lengths, starts, capacity = arguments["lengths"], arguments["starts"], arguments["key_codes"].shape[2]
-    for name, x, high in (("lengths", lengths, capacity), ("starts", starts, _LARGEST)):
+    lengths, starts, is_ring = arguments["lengths"], arguments["starts"], arguments["is_ring"]
+    most = MAX_RING_LENGTH if is_ring else arguments["key_codes"].shape[2]
+    for name, x, high in (("lengths", lengths, most), ("starts", starts, _LARGEST)):
         low = num_new if name == "lengths" else 0
         for b, number in enumerate(x.tolist() if x is not None and x.device.type == "cpu" else ()):
             if not low <= number <= high:
-                what = f"between the {low} new tokens and the capacity of {high}" if name == "lengths" else "at least 0"
+                room = "the tokens that a ring counts," if is_ring else "the capacity of"
+                what = f"between the {low} new tokens and {room} {high}" if name == "lengths" else "at least 0"
                 _refuse(where, name, f"must be {what}, got {number} for sequence {b}.")
 
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Raised whenever a schema below or the meaning of an argument changes, here and in csrc/format.h: a stale build is then
 # refused at load instead of reading its arguments in the wrong order.
-OPS_VERSION = 6
+OPS_VERSION = 7
 
 # Thread blocks of a CUDA decode that share a sequence find out by an atomic counter which of them is the last; that one
 # combines their parts. Mirrored in csrc/format.h.
@@ -49,9 +49,10 @@ _PLANES = (
     "Tensor(a!) key_codes, Tensor(b!)? key_scale, Tensor(c!)? key_zero, Tensor(d!)? key_tail, "
     "Tensor(e!) value_codes, Tensor(f!)? value_scale, Tensor(g!)? value_zero, Tensor(h!)? value_tail"
 )
-# Dense windows, a `KeyTransform`, and of both sides the ratio that codes are clipped to and the storage type.
+# Dense windows, whether rows are a ring, a `KeyTransform`, and of both sides the ratio that codes are clipped to and
+# the storage type.
 _KINDS = (
-    "int sink_length, int residual_length, Tensor? key_center, Tensor? key_smoothing, bool rotates_key, "
+    "int sink_length, int residual_length, bool is_ring, Tensor? key_center, Tensor? key_smoothing, bool rotates_key, "
     "float key_clip_ratio, float value_clip_ratio, int key_storage, int value_storage"
 )
 APPEND_SCHEMA = f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, Tensor? starts, {_KINDS}) -> ()"
@@ -95,6 +96,7 @@ def _append_reference(
     starts: Tensor | None,
     sink_length: int,
     residual_length: int,
+    is_ring: bool,
     key_center: Tensor | None,
     key_smoothing: Tensor | None,
     rotates_key: bool,
@@ -111,7 +113,7 @@ def _append_reference(
         (value, Planes(value_codes, value_scale, value_zero, value_tail), value_storage, value_clip_ratio, None),
     ):
         kv_format = dataclasses.replace(format_of(planes, storage_id, x.shape[-1], *windows), clip_ratio=clip_ratio)
-        reference.append(x, planes, kv_format, lengths, key_transform, starts, *windows)
+        reference.append(x, planes, kv_format, lengths, key_transform, starts, *windows, is_ring)
 
 
 def _decode_reference(
@@ -137,6 +139,7 @@ def _decode_reference(
     num_splits: int,
     sink_length: int,
     residual_length: int,
+    is_ring: bool,
     key_center: Tensor | None,
     key_smoothing: Tensor | None,
     rotates_key: bool,
@@ -165,6 +168,7 @@ def _decode_reference(
             starts,
             sink_length,
             residual_length,
+            is_ring,
             key_center,
             key_smoothing,
             rotates_key,
@@ -176,10 +180,12 @@ def _decode_reference(
     windows = sink_length, residual_length
     key_format = format_of(key_planes, key_storage, query.shape[-1], *windows)
     value_format = format_of(value_planes, value_storage, value_dim, *windows)
+    position = reference.ring_positions(lengths, key_codes.shape[2]) if is_ring else None
+    held = lengths, starts, *windows
     return reference.decode_attention(
         query,
-        reference.dequantize(key_planes, key_format, torch.float32, lengths, starts, *windows),
-        reference.dequantize(value_planes, value_format, torch.float32, lengths, starts, *windows),
+        reference.dequantize(key_planes, key_format, torch.float32, *held, position=position),
+        reference.dequantize(value_planes, value_format, torch.float32, *held, position=position),
         lengths,
         softmax_scale=softmax_scale,
         starts=starts,
@@ -188,7 +194,8 @@ def _decode_reference(
         softcap=softcap,
         sliding_window=sliding_window,
         key_transform=_transform_of(key_center, key_smoothing, rotates_key),
-        is_dense=reference.dense_tokens(key_planes, key_format, lengths, starts, *windows)[0],
+        is_dense=reference.dense_tokens(key_planes, key_format, *held, position)[0],
+        key_position=position,
     )
 
 
@@ -301,6 +308,7 @@ def extension() -> ModuleType | ImportError:
         "NUM_COUNTERS": NUM_COUNTERS,
         "MAX_CUDA_HEAD_DIM": MAX_CUDA_HEAD_DIM,
         "BLOCK_SIZE": BLOCK_SIZE,
+        "MAX_RING_LENGTH": op_arguments.MAX_RING_LENGTH,
     }
     expected |= {f"STORAGE_{name.upper()}": number for name, number in STORAGE_IDS.items()}
     for name, number in expected.items():
@@ -441,6 +449,8 @@ class Operands:
             query is transformed by the op. `None` for granularity `channel`.
         sink_length: Tokens at the beginning that stay as they came; those that the planes were allocated with.
         residual_length: Tokens at the end that do; likewise.
+        is_ring: The rows of the planes are a ring: a token is in row `position % capacity`, and what slid out of the
+            `sliding_window` of `decode` is overwritten. Their capacity is a multiple of `BLOCK_SIZE`.
     """
 
     def __init__(
@@ -451,12 +461,14 @@ class Operands:
         key_transform: KeyTransform | None = None,
         sink_length: int = 0,
         residual_length: int = 0,
+        is_ring: bool = False,
     ) -> None:
         key_storage, value_storage = formats[0].storage_id, formats[1].storage_id
         self._planes = (*_spell(key_planes), *_spell(value_planes))
         clip_ratios = formats[0].clip_ratio, formats[1].clip_ratio
         storages = key_storage, value_storage
-        self._kinds = (sink_length, residual_length, *_spell_transform(key_transform), *clip_ratios, *storages)
+        windows = sink_length, residual_length, is_ring
+        self._kinds = (*windows, *_spell_transform(key_transform), *clip_ratios, *storages)
         codes = key_planes.codes
         head_dims = head_dim_of(codes, key_storage), head_dim_of(value_planes.codes, value_storage)
         has_kernel = _has_kernel(codes.device, *head_dims)
@@ -510,7 +522,8 @@ class Operands:
             sinks: `[num_q_heads]`: logits without values in the softmax.
             alibi_slopes: `[num_q_heads]`.
             softcap: 0 for none.
-            sliding_window: Positions visible to a query, itself included; 0 for all.
+            sliding_window: Positions visible to a query, itself included; 0 for all. Where `is_ring`, there is one, and
+                room for what the first query sees beside all new tokens: at most `capacity + 1 - q_len`.
             num_splits: Parts that a sequence is cut into, for output that is bitwise the same in every batch; 0 lets
                 the kernel choose.
 
@@ -553,9 +566,10 @@ def append(
     starts: Tensor | None = None,
     sink_length: int = 0,
     residual_length: int = 0,
+    is_ring: bool = False,
 ) -> None:
     """`Operands.append`, for whoever calls it once."""
-    operands = Operands(key_planes, value_planes, formats, key_transform, sink_length, residual_length)
+    operands = Operands(key_planes, value_planes, formats, key_transform, sink_length, residual_length, is_ring)
     operands.append(key, value, lengths, starts)
 
 
@@ -570,10 +584,11 @@ def decode(
     key_transform: KeyTransform | None = None,
     sink_length: int = 0,
     residual_length: int = 0,
+    is_ring: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`Operands.decode`, for whoever calls it once; `options` are its keywords."""
-    operands = Operands(key_planes, value_planes, formats, key_transform, sink_length, residual_length)
+    operands = Operands(key_planes, value_planes, formats, key_transform, sink_length, residual_length, is_ring)
     return operands.decode(query, new, lengths, **options)
 
 

@@ -271,7 +271,7 @@ def test_opcheck(device: str) -> None:
     key, value, query, lengths = (
         x.to(device) for x in (tokens(case, 2, 64), tokens(case, 2, 64), queries(case), case.lengths_tensor())
     )
-    starts, kinds = torch.zeros(2, dtype=torch.int32, device=device), (0, 0, None, None, False, 0.9, 0.9, 2, 2)
+    starts, kinds = torch.zeros(2, dtype=torch.int32, device=device), (0, 0, False, None, None, False, 0.9, 0.9, 2, 2)
     append, decode = torch.ops.hf_kvquant.append.default, torch.ops.hf_kvquant.decode.default
     torch.library.opcheck(append, (key, value, *spelled, lengths, starts, *kinds))
     extras = (None, starts, None, None, 0.125, 0.0, 0, 0)

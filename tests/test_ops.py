@@ -436,7 +436,7 @@ def op_arguments(engine: str, kv_format: KVFormat) -> tuple[tuple[Any, ...], tup
     counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=engine)
     extras = (counters, starts, None, slopes, 0.125, 0.0, 16, 0)
     center, smoothing = to(engine, torch.randn(2, 64), 0.5 + torch.rand(2, 64))
-    kinds = (0, 0, center, smoothing, True, kv_format.clip_ratio, kv_format.clip_ratio, *storage)
+    kinds = (0, 0, False, center, smoothing, True, kv_format.clip_ratio, kv_format.clip_ratio, *storage)
     return (key, value, *spelled, lengths, starts, *kinds), (query, key, value, *spelled, lengths, *extras, *kinds)
 
 

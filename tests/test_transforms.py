@@ -225,7 +225,7 @@ def test_ops_refuse(device: str, change: Callable[[dict[str, Tensor]], None], me
     spelled = [x for side in (0, 1) for made in [clone(filled(case, side), device)] for x in
                (made.codes, made.scale, made.zero, made.tail)]  # fmt: skip
     x, lengths = tokens(case, 1, 64).to(device), case.lengths_tensor().to(device)
-    kinds = (0, 0, parts["center"], parts["smoothing"], True, 1.0, 1.0, 1, 1)
+    kinds = (0, 0, False, parts["center"], parts["smoothing"], True, 1.0, 1.0, 1, 1)
     with pytest.raises(ValueError, match=re.escape(f"append: {message}")):
         torch.ops.hf_kvquant.append(x, x, *spelled, lengths, None, *kinds)
     extras = (None, None, None, None, 1.0, 0.0, 0, 0)
@@ -404,7 +404,7 @@ def test_transforms_of_a_model() -> None:
     assert described(key_transforms(biased, layers)) == {1: "center+rotate"}
     sliding = models.family("gpt_oss")
     assert described(key_transforms(sliding, "int4")) == {0: "center+rotate", 1: "center+rotate"}
-    for left_out in ({"sliding": False}, {"static": True}):
+    for left_out in ({"sliding": False}, {"sliding": False, "static": True}):
         assert described(key_transforms(sliding, {"preset": "int4", **left_out})) == {1: "center+rotate"}
 
 

@@ -340,7 +340,7 @@ def test_opcheck(device: str) -> None:
             x.to(device) for x in (tokens(case, 2, 64), tokens(case, 2, 64), queries(case), case.lengths_tensor())
         )
         starts = torch.zeros(2, dtype=torch.int32, device=device)
-        kinds = (2, 9, None, None, False, 1.0, 1.0, *(each.storage_id for each in formats))
+        kinds = (2, 9, False, None, None, False, 1.0, 1.0, *(each.storage_id for each in formats))
         append, decode = torch.ops.hf_kvquant.append.default, torch.ops.hf_kvquant.decode.default
         torch.library.opcheck(append, (key, value, *spelled, lengths, starts, *kinds))
         extras = (None, starts, None, None, 0.125, 0.0, 0, 0)
