@@ -7,6 +7,7 @@
 #include <cstddef>
 
 #include "../format.h"
+#include "laps.h"
 
 namespace hf_kvquant::cuda {
 
@@ -115,6 +116,8 @@ struct DecodePlan {
   bool has_gaps;       // copies leave some of a stage as it is, see ring.cuh
   bool appends;        // the attention kernel quantises the new tokens too
   bool appends_pairs;  // one new key and its value side by side in a warp
+  Laps laps;
+  int max_length;      // see max_length_of
   int plain_query_at;  // in shared memory: the query as it came, for dense windows; 0 where there are none
   Origin key_codes, value_codes;
   RowChunks key_chunks, value_chunks;
