@@ -38,7 +38,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Where setup.py puts the package with CPU kernels under the sanitizers, and what their tests are: each op against the
 # reference, over every instruction set of the machine, and fuzzing.
 SANITIZED := build/sanitized/lib
-SANITIZED_TESTS := $(addprefix tests/test_,ops.py transforms.py windows.py blocks.py op_arguments.py) \
+SANITIZED_TESTS := $(addprefix tests/test_,ops.py ring_ops.py transforms.py windows.py blocks.py op_arguments.py) \
     -k "(cpu- or op_arguments) and not compile and not two_gigabytes and not codes_are_those_of_the_reference"
 # Torch is not instrumented, so libasan is preloaded; libstdc++ too, for libasan to find where exceptions are thrown.
 PRELOAD = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)

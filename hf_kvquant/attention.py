@@ -94,8 +94,9 @@ def attention_mask(
 
     Returns:
         For plain causal masks over handles `[2, batch, 1, 1]` int32: the number of left-padding tokens, and the
-        position of the first query; with a sliding window `[3, batch, 1, 1]`, the window behind them. `None` where
-        none of them says anything: one query, no padding, a growing cache.
+        position of the first query; with a sliding window `[3, batch, 1, 1]`, the window behind them, and in a static
+        cache, whose keys are those of all positions, a zero behind that (`[4, batch, 1, 1]`). `None` where none of them
+        says anything: one query, no padding, a growing cache.
         Otherwise what `prev` needs.
     """
     if isinstance(kv_length, KVLength):
@@ -159,7 +160,8 @@ def _bounds(
     is_growing = isinstance(q_offset, int)
     if starts is None and q_length == 1 and is_growing:
         return None
-    bounds = torch.zeros((3 if window else 2, batch_size, 1, 1), dtype=torch.int32, device=device)
+    num_bounds = 2 if not window else 3 if is_growing else 4
+    bounds = torch.zeros((num_bounds, batch_size, 1, 1), dtype=torch.int32, device=device)
     if starts is not None:
         bounds[0] = starts.view(-1, 1, 1)
     bounds[1] = q_offset
@@ -302,7 +304,9 @@ def _mask_over_changed(prev: str, query: Tensor, kv_length: int, bounds: Tensor)
     """The mask that `prev` would have got for keys that came of handles, but are none."""
     if bounds.shape[0] == 2:
         return _dense_mask(prev, query, kv_length, bounds[1, 0, 0, 0], bounds)
-    offset, window = (int(bound) for bound in bounds[1:, 0, 0, 0])  # rings grow: no compiled step waits here
+    if bounds.shape[0] == 4:
+        return _dense_mask(prev, query, kv_length, bounds[1, 0, 0, 0], bounds, bounds[2, 0, 0, 0])
+    offset, window = (int(bound) for bound in bounds[1:, 0, 0, 0])  # these grow: no compiled step waits here
     return _dense_mask(prev, query, kv_length, offset, bounds, window, offset + query.shape[2] - kv_length)
 
 
@@ -312,7 +316,7 @@ def _dense_mask(
     kv_length: int,
     offset: int | Tensor,
     bounds: Tensor | None,
-    window: int = 0,
+    window: int | Tensor = 0,
     kv_offset: int = 0,
 ) -> Any:
     """The mask that `prev` would have got for a causal mask with left padding over a dense cache.
@@ -323,21 +327,23 @@ def _dense_mask(
         kv_length: Tokens of the keys.
         offset: Position of the first query.
         bounds: See `attention_mask`.
-        window: Positions visible to a query; 0 for all.
+        window: Positions visible to a query; 0 for all, which a tensor does not hold.
         kv_offset: Position of the first key.
     """
     batch, _, q_len, _ = query.shape
     mask = None
     if bounds is not None:
         mask = torch.arange(kv_offset + kv_length, device=query.device) >= bounds[0].view(-1, 1)
-    sliding = {"local_size": window} if window else {}
+    is_sliding = isinstance(window, Tensor) or window > 0
+    sliding = {"local_size": window} if is_sliding else {}
+    within: Any = sliding_window_causal_mask_function
     return _mask_of(prev)(
         batch_size=batch,
         q_length=q_len,
         kv_length=kv_length,
         q_offset=offset,
         kv_offset=kv_offset,
-        mask_function=sliding_window_causal_mask_function(window) if window else causal_mask_function,
+        mask_function=within(window) if is_sliding else causal_mask_function,
         attention_mask=mask,
         allow_is_causal_skip=isinstance(offset, int),
         dtype=query.dtype,

@@ -1,9 +1,9 @@
 """`KVQuantCache`: the transformers `Cache` contract over `storage.py`.
 
 A cache is a list of layers. Full-attention layers become `KVQuantLayer`s here, those with a sliding window the rings of
-`rings.py`; what transformers keeps in other ways (chunks, linear attention, sliding windows of static caches) stays
-with transformers' own layer classes, and what cannot be quantised per head (latent caches) is refused. The first chunk
-of tokens comes back from `update` as it was given, so that prefill runs as before and the first token is exact;
+`rings.py`, or of `static_rings.py` in static caches; what transformers keeps in other ways (chunks, linear attention)
+stays with transformers' own layer classes, and what cannot be quantised per head (latent caches) is refused. The first
+chunk of tokens comes back from `update` as it was given, so that prefill runs as before and the first token is exact;
 afterwards `update` returns handles (`handle.py`) that `attention.py` serves from codes.
 """
 
@@ -48,8 +48,8 @@ _LEFT_TO_TRANSFORMERS = (
     "mlp",
 )
 
-# Layers that a CUDA graph may be captured over: ours, whose state is all on the device, and those that have none.
-_CAPTURABLE = frozenset(("full_attention", "dummy", "moe", "mlp"))
+# Layers that have no state. A CUDA graph may be captured over them and ours, whose state is all on the device.
+STATELESS = frozenset(("dummy", "moe", "mlp"))
 
 # Models that pick the keys to attend to by computing on the mask themselves, where ours means nothing to them.
 _PICK_KEYS = ("doge", "minimax_m3_vl", "minimax_m3_vl_text")
@@ -268,17 +268,16 @@ class KVQuantCache(QuantizedCache):
         self.notes = MaskNotes()
         lengths = Lengths(pool)
         transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
-        self.is_static = is_static = max_cache_len is not None
-        quantized = quantized_layers(layer_types, quant_config, is_static=is_static)
-        # Transforms for a growing cache serve a static one too, which has fewer layers of ours.
-        known = set(quantized_layers(layer_types, quant_config, is_static=False))
-        foreign = [index for index in key_transforms or () if index not in known]
+        self.is_static = max_cache_len is not None
+        quantized = quantized_layers(layer_types, quant_config)
+        foreign = [index for index in key_transforms or () if index not in quantized]
         if foreign:
             raise ValueError(
                 f"KVQuantCache: `key_transforms` must name layers whose cache is quantised, which are {quantized}, "
                 f"got {foreign}. Was it made for another model?"
             )
-        from .rings import KVQuantRingLayer, RingStorage  # which imports this module
+        from .rings import KVQuantRingLayer, RingStorage  # which import this module
+        from .static_rings import KVQuantStaticRingLayer, StaticRingStorage
 
         ring_lengths: dict[Any, Lengths] = defaultdict(Lengths)
         new_storage: Callable[..., LayerStorage] = LayerStorage
@@ -300,6 +299,17 @@ class KVQuantCache(QuantizedCache):
                 )
                 return KVQuantLayer(storage, self.notes)
             window = kwargs["sliding_window"]
+            if max_cache_len is not None:
+                static_ring = StaticRingStorage(
+                    formats,
+                    window=window,
+                    max_cache_len=max_cache_len,
+                    name=name,
+                    key_transform=transforms.get(index),
+                    lengths=lengths,
+                    pool=pool,
+                )
+                return KVQuantStaticRingLayer(static_ring, self.notes)
             ring = RingStorage(
                 formats,
                 window=window,
@@ -310,8 +320,6 @@ class KVQuantCache(QuantizedCache):
             return KVQuantRingLayer(ring, self.notes)
 
         layers = [new_layer(index, *each) for index, each in enumerate(zip(layer_types, layer_kwargs, strict=True))]
-        if is_static and quant_config.sliding and "sliding_attention" in layer_types:
-            _log_sliding_left()
         if not any(isinstance(layer, KVQuantLayer) for layer in layers):
             _log_nothing_to_quantize(tuple(sorted(set(layer_types))))
         Cache.__init__(self, layers=layers)
@@ -477,18 +485,14 @@ def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, 
     return layer_types, layer_kwargs
 
 
-def quantized_layers(
-    layer_types: Sequence[str], quant_config: KVQuantConfig, *, is_static: bool | None = None
-) -> list[int]:
+def quantized_layers(layer_types: Sequence[str], quant_config: KVQuantConfig) -> list[int]:
     """Indices of the layers that a cache quantises.
 
     Args:
         layer_types: As `layers_of` returns them.
         quant_config: What the user asks for.
-        is_static: Whether the cache is; `None` goes by the config.
     """
-    has_rings = quant_config.sliding and not (quant_config.static if is_static is None else is_static)
-    kinds = ("full_attention", "sliding_attention") if has_rings else ("full_attention",)
+    kinds = ("full_attention", "sliding_attention") if quant_config.sliding else ("full_attention",)
     return [index for index, layer_type in enumerate(layer_types) if layer_type in kinds]
 
 
@@ -533,7 +537,9 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
             f"KVQuantCache: {model_type} has layers of type {unknown}, whose caches are not keys and values per head. "
             "Leave the model unpatched."
         )
-    uncapturable = sorted(set(layer_types) - _CAPTURABLE)
+    quantized = quantized_layers(layer_types, quant_config)
+    ours = {layer_types[index] for index in quantized}
+    uncapturable = sorted(set(layer_types) - ours - STATELESS)
     if quant_config.capture and uncapturable:
         raise NotImplementedError(
             f"KVQuantCache: `capture` must be False for {model_type}, got True: its layers of type {uncapturable} keep "
@@ -545,7 +551,6 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
             f"KVQuantCache: `layers` must name layers below {len(layer_types)}, the model's number of layers, "
             f"got {beyond}."
         )
-    quantized = quantized_layers(layer_types, quant_config)
     # In transformers 5.17, layers at the end that share the keys and values of others have no cache layer at all.
     for index, layer_config in zip(range(len(layer_types)), layer_configs, strict=False):
         head_dim = head_dim_of(layer_config)
@@ -569,14 +574,6 @@ def _transformers_layer(layer_type: str, kwargs: dict[str, Any], max_cache_len: 
     if max_cache_len is None:
         return cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**kwargs)
     return cache_utils.STATIC_LAYER_TYPE_MAPPING[layer_type](max_cache_len=max_cache_len, **kwargs)
-
-
-@functools.cache
-def _log_sliding_left() -> None:
-    logger.warning(
-        "KVQuantCache: layers with sliding windows are not quantised in a static cache, transformers' own serve them. "
-        "Correct, larger. Leave static and max_cache_len out to quantise them, or pass sliding=False."
-    )
 
 
 @functools.cache

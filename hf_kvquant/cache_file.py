@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .cache import KVQuantCache, KVQuantLayer, layer_devices, layers_of, quantized_layers
+from .cache import STATELESS, KVQuantCache, KVQuantLayer, layer_devices, layers_of, quantized_layers
 from .config import KVQuantConfig
 from .formats import Planes
 from .offloading import check_home
@@ -66,8 +66,6 @@ _VOLATILE = frozenset(
         "use_cache",
     )
 )
-# Layers of transformers that hold nothing.
-_STATELESS = frozenset(("dummy", "moe", "mlp"))
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SERVED_DTYPES}
 # As safetensors calls them.
 _STORED_AS = {
@@ -478,7 +476,7 @@ def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[i
     """
     layer_types, _ = layers_of(text_config_of(model))
     storages = {index: layer.storage for index, layer in enumerate(cache.layers) if isinstance(layer, KVQuantLayer)}
-    quantized = quantized_layers(layer_types, cache.quant_config, is_static=cache.is_static)
+    quantized = quantized_layers(layer_types, cache.quant_config)
     if len(cache.layers) != len(layer_types) or list(storages) != quantized:
         raise ValueError(
             f"{where}: `model` must be the one that the cache was made for, got a {type(model).__name__} with "
@@ -486,7 +484,7 @@ def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[i
             f"{len(storages)}. Pass the model whose tokens it holds."
         )
     others = {layer_type for index, layer_type in enumerate(layer_types) if index not in storages}
-    foreign = sorted(others - _STATELESS)
+    foreign = sorted(others - STATELESS)
     if foreign:
         raise NotImplementedError(
             f"{where}: `model` must have a quantised cache in all layers, got a {type(model).__name__} with layers of "

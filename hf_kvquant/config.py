@@ -118,9 +118,8 @@ class KVQuantConfig:
         sink_length: The first tokens of a sequence, padding aside, that stay as they came, likewise.
         residual_length: The newest tokens that do, likewise.
         layers: Per-layer overrides, by layer index.
-        sliding: Whether layers with sliding windows are quantised like the others, in rings of their window, where the
-            cache grows. A static cache leaves them to transformers. The first `sink_length` tokens, which leave a
-            window like all others, get codes there.
+        sliding: Whether layers with sliding windows are quantised like the others, in rings of their window. The first
+            `sink_length` tokens, which leave a window like all others, get codes there.
         static: Whether buffers are allocated once for `max_cache_len` tokens, so that the decode step can be compiled.
         max_cache_len: Tokens that a static cache holds; given, it implies `static`. `None` takes what `generate` needs,
             rounded up, or what the buffers of an earlier call hold.

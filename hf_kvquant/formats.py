@@ -95,6 +95,24 @@ class Planes:
 
         return Planes(self.codes[:, :, begin:end], cut(self.scale), cut(self.zero), self.tail)
 
+    def rows(self, row: Tensor, block_size: int | None = None) -> Planes:
+        """What belongs to the tokens in some rows, copied. A frozen scale and a tail belong to all of them.
+
+        Args:
+            row: `[rows]` int64; of a block all rows but the last ones, in order.
+            block_size: As in `narrow`.
+        """
+        axes = self.token_axes(block_size)
+
+        def chosen(name: str, plane: Tensor | None) -> Tensor | None:
+            if plane is None or name not in axes:
+                return plane
+            return plane.index_select(axes[name], row if block_size is None else row[::block_size] // block_size)
+
+        return Planes(
+            self.codes.index_select(2, row), chosen("scale", self.scale), chosen("zero", self.zero), self.tail
+        )
+
     def token_axes(self, block_size: int | None = None) -> dict[str, int]:
         """The axis of tokens of every plane that grows with them, by name; of blocks, where channels have scales.
 

@@ -110,7 +110,7 @@ def _append_reference(
         (value, Planes(value_codes, value_scale, value_zero, value_tail), value_storage, value_clip_ratio, None),
     ):
         kv_format = dataclasses.replace(format_of(planes, storage_id, x.shape[-1], *windows), clip_ratio=clip_ratio)
-        reference.append(x, planes, kv_format, lengths, key_transform, starts, *windows)
+        reference.append(x, planes, kv_format, lengths, key_transform, starts, *windows, is_ring)
 
 
 def _decode_reference(
@@ -177,10 +177,12 @@ def _decode_reference(
     windows = sink_length, residual_length
     key_format = format_of(key_planes, key_storage, query.shape[-1], *windows)
     value_format = format_of(value_planes, value_storage, value_dim, *windows)
+    position = reference.ring_positions(lengths, key_codes.shape[2]) if is_ring else None
+    held = lengths, starts, *windows
     return reference.decode_attention(
         query,
-        reference.dequantize(key_planes, key_format, torch.float32, lengths, starts, *windows),
-        reference.dequantize(value_planes, value_format, torch.float32, lengths, starts, *windows),
+        reference.dequantize(key_planes, key_format, torch.float32, *held, position=position),
+        reference.dequantize(value_planes, value_format, torch.float32, *held, position=position),
         lengths,
         softmax_scale=softmax_scale,
         starts=starts,
@@ -189,7 +191,8 @@ def _decode_reference(
         softcap=softcap,
         sliding_window=sliding_window,
         key_transform=_transform_of(key_center, key_smoothing, rotates_key),
-        is_dense=reference.dense_tokens(key_planes, key_format, lengths, starts, *windows)[0],
+        is_dense=reference.dense_tokens(key_planes, key_format, *held, position)[0],
+        key_position=position,
     )
 
 

@@ -18,6 +18,9 @@ Dense windows: the first `sink_length` tokens that are not padding and the last 
 they came, in the tail, and attention takes them from there. What counts is how many tokens there are after a chunk: all
 its queries see the same tokens as codes. Codes are written for every token, so that leaving the window costs nothing.
 
+Rings: in planes whose rows are a ring, the token at position t is in row t mod capacity, and the rows hold the newest
+`capacity` tokens; `ring_positions` says which. Everything else goes by positions, which need not fit the capacity.
+
 Granularity `channel`: the values of a channel in a block of tokens share scale and zero, those of padding and of the
 first `sink_length` tokens left out (their codes are 0; a block of nothing else has scale 2^-24 and zero 0). A block is
 quantised when its last token leaves the window of the last `residual_length` tokens (0 without one: when it comes),
@@ -238,6 +241,20 @@ def quantize(
     return Planes(codes, scale, zero)
 
 
+def ring_positions(lengths: Tensor, capacity: int) -> Tensor:
+    """Which token is in each row of a ring.
+
+    Args:
+        lengths: `[batch]`: tokens held per sequence, those that were overwritten included.
+        capacity: Rows.
+
+    Returns:
+        `[batch, capacity]` int64: the newest position that has come to the row; negative where none has.
+    """
+    newest = lengths.long().unsqueeze(1) - 1
+    return newest - (newest - torch.arange(capacity, device=lengths.device)) % capacity
+
+
 def dense_tokens(
     planes: Planes,
     kv_format: KVFormat,
@@ -256,7 +273,8 @@ def dense_tokens(
         starts: `[batch]`: first position that is not padding; `None` means 0.
         sink_length: Tokens at the beginning that stay as they came.
         residual_length: Tokens at the end that do.
-        position: `[batch, tokens]` int64: the tokens in question; all that there is room for if left out.
+        position: `[batch, tokens]` int64: the tokens in question; all that there is room for if left out. Negative
+            for none.
 
     Returns:
         is_dense: `[batch, tokens]` bool; False for padding that has left the window.
@@ -284,6 +302,7 @@ def dequantize(
     sink_length: int = 0,
     residual_length: int = 0,
     key_transform: KeyTransform | None = None,
+    position: Tensor | None = None,
 ) -> Tensor:
     """The values that codes stand for: `code · scale + zero` in float32, rounded to `dtype`; dense tokens as they came.
 
@@ -297,6 +316,7 @@ def dequantize(
         sink_length: Tokens at the beginning that are dense.
         residual_length: Tokens at the end that are.
         key_transform: What coded keys have gone through, to be undone; `None` leaves them as they are.
+        position: `[batch, tokens]` int64: where in the sequence the rows are; as many as they are if left out.
 
     Returns:
         `[batch, num_kv_heads, tokens, head_dim]`, new memory (the codes themselves for storage type `none`).
@@ -319,7 +339,7 @@ def dequantize(
         x = undo_key_transform(x, key_transform)
     if planes.tail is None or lengths is None:
         return x.to(dtype)
-    is_dense, row = dense_tokens(planes, kv_format, lengths, starts, sink_length, residual_length)
+    is_dense, row = dense_tokens(planes, kv_format, lengths, starts, sink_length, residual_length, position)
     tail = planes.tail.take_along_dim(row[:, None, :, None], 2)
     return torch.where(is_dense[:, None, :, None], tail.to(dtype), x.to(dtype))
 
@@ -333,6 +353,7 @@ def append(
     starts: Tensor | None = None,
     sink_length: int = 0,
     residual_length: int = 0,
+    is_ring: bool = False,
 ) -> None:
     """Quantise `x` and write it behind the tokens that are stored already.
 
@@ -347,12 +368,15 @@ def append(
             `sink_length` tokens.
         sink_length: Tokens at the beginning that stay as they came.
         residual_length: Tokens at the end that do.
+        is_ring: Rows come round again. Of more tokens than there are rows, the codes are those of the newest alone.
     """
     if kv_format.granularity == "channel":
         assert key_transform is None
-        _append_in_blocks(x, planes, kv_format, lengths, starts, sink_length, residual_length)
+        _append_in_blocks(x, planes, kv_format, lengths, starts, sink_length, residual_length, is_ring)
     else:
-        _append_tokens(x if key_transform is None else transform_key(x, key_transform), planes, kv_format, lengths)
+        newest = x[:, :, -planes.codes.shape[2] :] if is_ring else x
+        transformed = newest if key_transform is None else transform_key(newest, key_transform)
+        _append_tokens(transformed, planes, kv_format, lengths, is_ring)
     if planes.tail is None:
         return
     q_len = x.shape[2]
@@ -362,7 +386,7 @@ def append(
         planes.tail[b][:, row[b, is_dense[b]]] = x[b][:, is_dense[b]].to(planes.tail.dtype)
 
 
-def _append_tokens(x: Tensor, planes: Planes, kv_format: KVFormat, lengths: Tensor) -> None:
+def _append_tokens(x: Tensor, planes: Planes, kv_format: KVFormat, lengths: Tensor, is_ring: bool) -> None:
     """Codes of `append` but for granularity `channel`."""
     q_len = x.shape[2]
     if kv_format.granularity == "tensor":
@@ -373,6 +397,8 @@ def _append_tokens(x: Tensor, planes: Planes, kv_format: KVFormat, lengths: Tens
     else:
         new = quantize(x, kv_format) if kv_format.is_quantized else Planes(x.to(planes.codes.dtype), None, None)
     position = (lengths.long() - q_len).unsqueeze(1) + torch.arange(q_len, device=x.device)  # [batch, q_len]
+    if is_ring:
+        position = position % planes.codes.shape[2]
     rows = position[:, None, :, None]
     planes.codes.scatter_(2, rows.expand_as(new.codes), new.codes)
     if kv_format.granularity != "tensor":
@@ -389,6 +415,7 @@ def _append_in_blocks(
     starts: Tensor | None,
     sink_length: int,
     residual_length: int,
+    is_ring: bool,
 ) -> None:
     """Codes of `append` for granularity `channel`, one sequence at a time."""
     size, tail, scale, zero = kv_format.block_size, planes.tail, planes.scale, planes.zero
@@ -397,20 +424,25 @@ def _append_in_blocks(
         first = length - x.shape[2]
         # Of the blocks that have left the window now and had not before.
         begin, end = (kv_format.tail_begin(tokens, residual_length) for tokens in (first, length))
+        capacity = planes.codes.shape[2]
+        if is_ring:
+            begin = max(begin, end - capacity)
         if begin == end:
             continue
-        held = torch.arange(begin, min(first, end), device=x.device)
+        held = torch.arange(begin, max(begin, min(first, end)), device=x.device)
         ring = tail[b][:, sink_length + held % (tail.shape[2] - sink_length)]
-        dense = torch.cat((ring, x[b, :, : max(0, end - first)].to(tail.dtype)), dim=1)
+        dense = torch.cat((ring, x[b, :, max(0, begin - first) : max(0, end - first)].to(tail.dtype)), dim=1)
         is_left_out = None
         if starts is not None or sink_length > 0:
             start = 0 if starts is None else starts[b].long()
             is_left_out = (torch.arange(begin, end, device=x.device) < start + sink_length)[None]
         new = quantize(dense[None], kv_format, is_padding=is_left_out)
         assert new.scale is not None and new.zero is not None
-        planes.codes[b, :, begin:end] = new.codes[0]
-        scale[b, :, begin // size : end // size] = new.scale[0]
-        zero[b, :, begin // size : end // size] = new.zero[0]
+        row = torch.arange(begin, end, device=x.device) % capacity
+        block = row[::size] // size
+        planes.codes[b][:, row] = new.codes[0]
+        scale[b][:, block] = new.scale[0]
+        zero[b][:, block] = new.zero[0]
 
 
 def reopen(
@@ -421,6 +453,7 @@ def reopen(
     sink_length: int = 0,
     residual_length: int = 0,
     key_transform: KeyTransform | None = None,
+    is_ring: bool = False,
 ) -> None:
     """Put tokens that a crop makes the newest ones again back in the tail, dequantised: what they were before is gone.
 
@@ -432,13 +465,18 @@ def reopen(
         sink_length: Tokens at the beginning that are dense, and stay so.
         residual_length: Tokens at the end that are to be.
         key_transform: What the keys have gone through.
+        is_ring: Rows come round again; what has been overwritten stays as it is, since no query sees it.
     """
-    tail, begin = planes.tail, kv_format.tail_begin(length, residual_length)
+    tail, begin, capacity = planes.tail, kv_format.tail_begin(length, residual_length), planes.codes.shape[2]
+    if is_ring:
+        size = kv_format.block_size or 1
+        begin = max(begin, -(-(old_length - capacity) // size) * size)
     end = min(length, kv_format.tail_begin(old_length, residual_length))
     if tail is None or begin >= end:
         return
-    some = planes.narrow(end, kv_format.block_size, begin)
-    row = sink_length + torch.arange(begin, end, device=tail.device) % (tail.shape[2] - sink_length)
+    position = torch.arange(begin, end, device=tail.device)
+    some = planes.rows(position % capacity, kv_format.block_size)
+    row = sink_length + position % (tail.shape[2] - sink_length)
     # What is among the first tokens has a row of its own, and nobody reads its other one.
     tail[:, :, row] = dequantize(some, kv_format, tail.dtype, key_transform=key_transform)
 
@@ -457,6 +495,7 @@ def decode_attention(
     sliding_window: int = 0,
     key_transform: KeyTransform | None = None,
     is_dense: Tensor | None = None,
+    key_position: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest tokens to everything stored, on dequantised keys and values.
 
@@ -478,6 +517,8 @@ def decode_attention(
         sliding_window: Positions visible to a query; 0 for all.
         key_transform: What `key` has gone through. Logits are those of plain queries and keys all the same.
         is_dense: `[batch, capacity]` bool: keys that have not gone through it.
+        key_position: `[batch, capacity]` int64: where in the sequence keys and values are, negative for what is not
+            there; as many as they are if left out.
 
     Returns:
         out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`; zero where nothing is attended.
@@ -498,11 +539,12 @@ def decode_attention(
     scores = softmax_scale * scores
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
-    column = torch.arange(capacity, device=query.device)
+    rows = torch.arange(capacity, device=query.device) if key_position is None else key_position
+    column = rows.view(-1, 1, 1, capacity)
     position = lengths.long().view(-1, 1, 1, 1) - q_len + torch.arange(q_len, device=query.device).view(1, 1, -1, 1)
     if alibi_slopes is not None:
         scores = scores + alibi_slopes.float().view(1, -1, 1, 1) * (column - position)
-    is_visible = column <= position
+    is_visible = (column <= position) & (column >= 0)
     if starts is not None:
         is_visible = is_visible & (column >= starts.view(-1, 1, 1, 1))
     if sliding_window > 0:

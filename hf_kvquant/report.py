@@ -146,7 +146,7 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
             f"{WHERE}: `cache` must be one for this model with {len(layer_types)} cache layers, got one with "
             f"{len(cache.layers)}. Pass the model that it belongs to."
         )
-    others = other_caches(model, config, is_static=None if cache is None else cache.is_static)
+    others = other_caches(model, config)
     devices = layer_devices(model)
     dense = why_dense(model)
     if dense is not None and state is None:

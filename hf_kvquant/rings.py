@@ -2,10 +2,9 @@
 
 A query sees the last `window` positions, so a layer needs `window - 1` tokens and those of the step. They stay in the
 order in which they came: when the buffers are full, what has left the window is dropped and the rest moved down in one
-go, so that a step costs what it costs without a window, and all ops, transforms and dense windows serve a ring as they
-serve any storage. With room for `TOKEN_ALIGNMENT` tokens more than a window, moving adds a few hundredths to what
-attention reads. Rather than that a ring that overwrites its oldest token: blocks of channels, padding and chunks of
-several queries would each need another order of the same tokens.
+go, so that a step costs what it costs without a window. With room for `TOKEN_ALIGNMENT` tokens more than a window,
+moving adds a few hundredths to what attention reads. Chunks of any length and recorded pasts just grow the buffers.
+Static caches, where nothing can be moved, overwrite their oldest tokens instead: `static_rings.py`.
 
 Positions here count from the first token held; `dropped` is how many came before, and a multiple of the block that
 shares a scale. What attention computes is, to the bit of every code, what it would be over the whole sequence with the

@@ -30,7 +30,6 @@ from .formats import KVFormat
 from .lengths import causal_pairs
 from .own_simulation import SimulatingLayer
 from .patching import set_attention, state_of
-from .rings import RingStorage
 from .storage import LayerStorage
 from .text_config import text_config_of
 from .transforms.of_model import key_transforms
@@ -185,7 +184,7 @@ def simulated_cache(
 
 def _whole(storage: LayerStorage) -> LayerStorage:
     """A storage that keeps every token of a text; what is beyond a window is hidden by masks."""
-    if not isinstance(storage, RingStorage):
+    if not storage.window:
         return storage
     whole = LayerStorage(storage.formats, name=storage.name, key_transform=storage.key_transform)
     whole.window = storage.window

@@ -71,6 +71,8 @@ class LayerStorage:
         ValueError: `key_transform` is for keys that have a scale for every channel.
     """
 
+    is_ring = False  # whether the rows of the planes come round again, see `static_rings.py`
+
     def __init__(
         self,
         formats: LayerFormats,
@@ -333,7 +335,7 @@ class LayerStorage:
         And tell the compiler that static buffers stay: it would not put a step that mutates others into a CUDA graph.
         """
         self._operands = ops.Operands(
-            *self._planes(), self._formats(), key_transform=self.key_transform, **self._windows()
+            *self._planes(), self._formats(), self.key_transform, is_ring=self.is_ring, **self._windows()
         )
         if self.is_static and not torch.compiler.is_compiling():
             for tensor in self._step_tensors():
@@ -713,7 +715,8 @@ class LayerStorage:
         length = max(0, self.length - num_tokens)
         sides = zip(self._planes(), self._formats(), (self.key_transform, None), strict=True) if self.has_tail else ()
         for planes, kv_format, transform in sides:
-            reference.reopen(planes, kv_format, self.length, length, key_transform=transform, **self._windows())
+            options = {"key_transform": transform, "is_ring": self.is_ring, **self._windows()}
+            reference.reopen(planes, kv_format, self.length, length, **options)
         self._counted().place(self._member, length)
         self.is_empty = length == 0
 

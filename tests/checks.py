@@ -109,11 +109,13 @@ def run_decode(
     num_splits: int = 0,
     softmax_scale: float | None = None,
     key_transform: KeyTransform | None = None,
+    ring: tuple[Planes, Planes] | None = None,
     **extras: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attends on the device and in the reference, to equal planes, and compares output and lse.
 
-    With a transform, plain PyTorch gets queries and keys in the basis of the codes, rounded to the working dtype.
+    With a transform, plain PyTorch gets queries and keys in the basis of the codes, rounded to the working dtype. With
+    a ring, which holds the newest of the same tokens, the device attends to that.
     """
     planes = planes or (filled(case, 0), filled(case, 1))
     query = queries(case) if query is None else query
@@ -124,13 +126,13 @@ def run_decode(
     out, lse = ops.decode(
         query.to(engine),
         None,
-        clone(planes[0], engine),
-        clone(planes[1], engine),
+        *(clone(made, engine) for made in ring or planes),
         case.lengths_tensor().to(engine),
         case.formats,
         softmax_scale=softmax_scale,
         num_splits=num_splits,
         key_transform=None if key_transform is None else key_transform.to(engine),
+        is_ring=ring is not None,
         **case.windows,
         **on_device,
     )

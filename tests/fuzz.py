@@ -94,8 +94,8 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 # --- whole calls ------------------------------------------------------------------------------------------------------
 
 
-def draw_case(dice: random.Random) -> tuple[Case, str]:
-    """A small case, and the kind of its key transform, or an empty string."""
+def draw_case(dice: random.Random, is_ring: bool) -> tuple[Case, str]:
+    """A small case, and the kind of its key transform, or an empty string. Of a ring, lengths may exceed capacity."""
     head_dim, value_dim = dice.choice((8, 16, 24, 32, 40, 64)), dice.choice((8, 16, 32, 40, 64))
     channel = PRESETS["int4-channel"][0]
     is_channel = dice.random() < 0.2
@@ -104,15 +104,18 @@ def draw_case(dice: random.Random) -> tuple[Case, str]:
     batch, q_len, capacity = (
         dice.randint(1, 3),
         dice.choice((0, 1, 1, 2, 5, 17)),
-        128 if is_channel else 64 * dice.randint(1, 3),
+        128 if is_channel or is_ring else 64 * dice.randint(1, 3),
     )
-    lengths = tuple(dice.choice((q_len, capacity, dice.randint(q_len, capacity))) for _ in range(batch))
+    most = dice.choice((capacity, 700, 2**30)) if is_ring else capacity
+    lengths = tuple(dice.choice((q_len, most, dice.randint(q_len, most))) for _ in range(batch))
     starts = None
     if dice.random() < 0.5:
         starts = tuple(dice.choice((0, length, capacity, 2**31 - 1, dice.randint(0, length))) for length in lengths)
     is_windowed = dice.random() < 0.4 and (key_format.is_quantized or value_format.is_quantized)
     windows = (
-        {"sink_length": dice.choice((0, 1, 3)), "residual_length": dice.choice((0, 2, 9, 64))} if is_windowed else {}
+        {"sink_length": 0 if is_ring else dice.choice((0, 1, 3)), "residual_length": dice.choice((0, 2, 9, 64))}
+        if is_windowed
+        else {}
     )
     case = Case(
         (key_format, value_format),
@@ -156,7 +159,8 @@ def draw_call(dice: random.Random, memory: Memory, name: str) -> Call:
     torch.manual_seed(dice.getrandbits(32))
     if name not in ("append", "decode"):
         return draw_layer_call(dice, memory, name)
-    case, kind = draw_case(dice)
+    is_ring = dice.random() < 0.25
+    case, kind = draw_case(dice, is_ring)
     call: Call = {}
     if name == "decode":
         call["query"] = memory.place(queries(case))
@@ -176,7 +180,7 @@ def draw_call(dice: random.Random, memory: Memory, name: str) -> Call:
     kinds = {
         "sink_length": case.sink_length,
         "residual_length": case.residual_length,
-        "is_ring": False,
+        "is_ring": is_ring,
         "key_center": None if transform is None or transform.center is None else memory.place(transform.center, 0),
         "key_smoothing": None
         if transform is None or transform.smoothing is None
@@ -195,7 +199,7 @@ def draw_call(dice: random.Random, memory: Memory, name: str) -> Call:
             "alibi_slopes": per_head[1],
             "softmax_scale": case.head_dim**-0.5,
             "softcap": dice.choice((0.0, 0.0, 5.0)),
-            "sliding_window": dice.choice((0, 0, 1, 20, 2**31 - 1)),
+            "sliding_window": dice.choice((1, 20, 129 - case.q_len) if is_ring else (0, 0, 1, 20, 2**31 - 1)),
             "num_splits": dice.choice((0, 0, 1, 2, 7, 2**31 - 1)),
         }
     call |= kinds

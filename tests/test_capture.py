@@ -112,10 +112,12 @@ def check_same(model: Any, config: dict[str, Any] = INT4, **options: Any) -> Ten
 
 
 def check_same_caches(actual: KVQuantCache, expected: KVQuantCache) -> None:
+    """Of a window, what the next query sees."""
     for storage, other in zip(actual.storages, expected.storages, strict=True):
         assert storage.length == other.length == int(storage.lengths.max()), storage.name
+        begin = max(0, storage.length - storage.window + 1) if storage.window else 0
         for x, y, side in zip(storage.dequantize(), other.dequantize(), ("keys", "values"), strict=True):
-            compare.assert_same(x, y.cpu(), f"{storage.name}, {side}")
+            compare.assert_same(x[:, :, begin:], y[:, :, begin:].cpu(), f"{storage.name}, {side}")
 
 
 def slower(reason: str) -> str:
@@ -144,6 +146,24 @@ def test_families(family: str, device: str) -> None:
     if "layer_types" in options:
         options["layer_types"] = ["full_attention"] * 2
     check_same(models.on(device, models.build(models.FAMILIES[family].model_type, **options)))
+
+
+@pytest.mark.parametrize("tokens", [8, 252], ids=["short", "round_the_end"])
+@pytest.mark.parametrize("family, preset", [("gemma2", "int4"), ("gpt_oss", "int4-channel"), ("mistral", "none")])
+def test_sliding_windows(family: str, preset: str, tokens: int, device: str) -> None:
+    options = {**models.FAMILIES[family].options, "max_position_embeddings": 512, "sliding_window": 6}
+    model = models.on(device, models.build(models.FAMILIES[family].model_type, **options))
+    inputs = left_padded(tokens=tokens, pads=(3, 0, 5))
+    check_same(model, {"preset": preset}, inputs=inputs)
+    ending = {"eos_token_id": list(range(3, 20)), "pad_token_id": PAD, "return_dict_in_generate": True}
+    config = {"preset": preset, "max_cache_len": 300}
+    expected, output = (
+        generated(model, {**config, **option}, inputs, max_new_tokens=20, **ending)
+        for option in ({}, {"capture": True})
+    )
+    compare.assert_same(output.sequences, expected.sequences.cpu(), "sequences")
+    check_same_caches(output.past_key_values, expected.past_key_values)
+    assert output.past_key_values.storages[0].is_ring
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -617,9 +637,9 @@ def test_the_flag_captures_on_a_model_patched_for_it(model: Any) -> None:
     ("family", "message"),
     [
         (
-            "gemma2",
-            "KVQuantCache: `capture` must be False for gemma2, got True: its layers of type ['sliding_attention'] keep "
-            "their state outside our buffers, some of it on the host. Pass static=True instead: generate compiles.",
+            "lfm2",
+            "KVQuantCache: `capture` must be False for lfm2, got True: its layers of type ['conv'] keep their state "
+            "outside our buffers, some of it on the host. Pass static=True instead: generate compiles.",
         ),
         (
             "gptj",

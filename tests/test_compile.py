@@ -96,8 +96,26 @@ def test_sliding_layers_of_transformers_break_no_graph() -> None:
     with torch._dynamo.config.patch(error_on_recompile=False):
         compiled = compiled_for("eager")
         compiled["compile_config"].dynamic = None
-        check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled)
+        check_same_generation(model, {"preset": "int4", "max_cache_len": 32, "sliding": False}, compiled)
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("tokens", [8, 250], ids=["short", "round_the_end"])
+@pytest.mark.parametrize("preset", ["none", "int4", "int4-channel"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_sliding_windows_compile_one_graph(family: str, preset: str, tokens: int) -> None:
+    model = models.build(family, **{**FAMILIES[family].options, "max_position_embeddings": 512})
+    options = {"inputs": left_padded(tokens=tokens, pads=(3, 0, 5)), "new_tokens": 12}
+    config = {"preset": preset, "max_cache_len": 400, "residual_length": 0 if preset == "none" else 3}
+    output = check_same_generation(model, config, compiled_for("eager"), **options)
+    assert output.past_key_values.storages[0].is_ring
+    check_one_graph()
+
+
+def test_sliding_windows_compile_through_the_ops() -> None:
+    model = models.build("gemma2", **FAMILIES["gemma2"].options)
+    check_same_generation(model, {"preset": "int4", "max_cache_len": 400}, compiled_for("aot_eager"))
+    check_one_graph()
 
 
 def test_models_that_look_inside_compile_one_graph() -> None:

@@ -165,4 +165,6 @@ def dequantized(call: Call, side: str) -> Tensor:
     windows = call["sink_length"], call["residual_length"]
     head_dim = ops.head_dim_of(planes.codes, call[f"{side}_storage"])
     kv_format = ops.format_of(planes, call[f"{side}_storage"], head_dim, *windows)
-    return reference.dequantize(planes, kv_format, torch.float32, call["lengths"], call["starts"], *windows)
+    held = call["lengths"], call["starts"], *windows
+    position = reference.ring_positions(call["lengths"], planes.codes.shape[2]) if call["is_ring"] else None
+    return reference.dequantize(planes, kv_format, torch.float32, *held, position=position)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ from hypothesis import strategies as st
 from models import FAMILIES, ReferenceCache, check_against_reference, greedy, left_padded, logits
 from test_cache import through_pickle
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patch, patched, reference
 from hf_kvquant.attention import attention, attention_mask
-from hf_kvquant.cache import _log_sliding_left
 from hf_kvquant.cache_file import _dropped
 from hf_kvquant.handle import KVHandle, KVLength, MaskNotes
 from hf_kvquant.offloading import OffloadedStorage
@@ -559,19 +557,6 @@ def test_windows_may_stay_with_transformers() -> None:
     with patched(model, {"preset": "int4", "sliding": False}):
         check = greedy(model, inputs, 12)
     assert len(check.past_key_values.storages) == 1
-
-
-def test_static_caches_leave_windows_to_transformers(caplog: pytest.LogCaptureFixture) -> None:
-    _log_sliding_left.cache_clear()
-    config = models.family("gemma2").config
-    with caplog.at_level(logging.WARNING, "hf_kvquant"):
-        for options in ({"sliding": False}, {}, {}):
-            cache = KVQuantCache(config, {"preset": "int8", "static": True, **options}, max_cache_len=64)
-            assert type(cache.layers[0]) is StaticSlidingWindowLayer
-    assert [record.message for record in caplog.records] == [
-        "KVQuantCache: layers with sliding windows are not quantised in a static cache, transformers' own serve them. "
-        "Correct, larger. Leave static and max_cache_len out to quantise them, or pass sliding=False."
-    ]
 
 
 def test_rings_are_not_offloaded() -> None:

@@ -564,12 +564,13 @@ bool add_tile_of_codes(const DecodeParams& params, const AttendTask& task, int b
 // Tokens up to `end` that attention takes from the same places, each piece of memory in one.
 struct Run {
   int end;
+  int offset;  // token t of the sequence is token t - offset of the codes; 0 but in a ring that has come round
   bool has_dense_keys, has_dense_values;
   int key_row, value_row;  // of the first one in the tails, where it is dense
 };
 
 Run run_from(const DecodeParams& params, int b, int token, int end) {
-  Run run = {end, false, false, 0, 0};
+  Run run = {end, 0, false, false, 0, 0};
   const int start = params.starts == nullptr ? 0 : params.starts[b];
   const auto cut = [&run, token](int64_t at) {
     if (token < at && at < run.end) run.end = static_cast<int>(at);
@@ -586,6 +587,10 @@ Run run_from(const DecodeParams& params, int b, int token, int end) {
     row = tail_row(side, token, start, params.sink_length);
     if (!is_first) cut((int64_t{token} / side.ring + 1) * side.ring);
   };
+  if (params.is_ring) {
+    run.offset = token - row_of(token, params.capacity, true);
+    cut(int64_t{run.offset} + params.capacity);
+  }
   look(params.key_side, run.has_dense_keys, run.key_row);
   look(params.value_side, run.has_dense_values, run.value_row);
   return run;
@@ -603,7 +608,7 @@ void merge_tail(const Row& dense, const float* dense_out, int value_dim, Row& ro
 
 void attend(const DecodeParams& params, const AttendTask& task, float* scratch, const Partial& partial) {
   const Workspace work(params, task.num_rows, scratch);
-  const bool has_tail = params.key_side.tail != nullptr || params.value_side.tail != nullptr;
+  const bool has_runs = params.key_side.tail != nullptr || params.value_side.tail != nullptr || params.is_ring;
   const bool has_value_tail = params.value_side.tail != nullptr;
   const Workspace tail_work = work.for_tail();
   const Side key_tail = tail_of(params.key_side), value_tail = tail_of(params.value_side);
@@ -624,25 +629,25 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
 #endif
   *work.scaled_block = -1;
 
-  Run run = {task.begin, false, false, 0, 0};
+  Run run = {task.begin, 0, false, false, 0, 0};
   for (int begin = task.begin, first_of_run = begin, end; begin < task.end; begin = end) {
     if (begin == run.end) {
-      run = has_tail ? run_from(params, task.b, begin, task.end) : Run{task.end, false, false, 0, 0};
+      run = has_runs ? run_from(params, task.b, begin, task.end) : Run{task.end, 0, false, false, 0, 0};
       first_of_run = begin;
     }
     end = min_of(begin + kTile, run.end);
-    const int count = end - begin;
+    const int count = end - begin, first = begin - run.offset;
     if (run.has_dense_keys) {
       score_tokens(key_tail, task, run.key_row + (begin - first_of_run), count, tail_work, work.scores);
     } else {
 #if KVQ_USE_AVX512
       if (has_integer_keys) {
-        score_tile_of_codes(params, task, begin, count, work);
+        score_tile_of_codes(params, task, first, count, work);
       } else {
-        score_tile(params, task, begin, count, work);
+        score_tile(params, task, first, count, work);
       }
 #else
-      score_tile(params, task, begin, count, work);
+      score_tile(params, task, first, count, work);
 #endif
     }
     Row* states = run.has_dense_values ? dense_rows : rows;
@@ -655,9 +660,9 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
       continue;
     }
 #if KVQ_USE_AVX512
-    if (work.has_integer_values && add_tile_of_codes(params, task, begin, count, rows, work)) continue;
+    if (work.has_integer_values && add_tile_of_codes(params, task, first, count, rows, work)) continue;
 #endif
-    add_tile(params.value_side, task, begin, begin, count, rows, work);
+    add_tile(params.value_side, task, begin, first, count, rows, work);
   }
 
   const int value_dim = params.value_side.head_dim;

@@ -119,6 +119,9 @@ float* append_scratch(int64_t count) {
   return count == 0 ? nullptr : scratch.reserve(count);
 }
 
+// The first new token that gets codes. Those before it would be overwritten, and two tokens must not race for a row.
+int first_kept(const QuantizeTask& task) { return task.is_ring ? std::max(0, task.q_len - task.capacity) : 0; }
+
 // A frozen scale serves all tokens of a sequence, so one number that is not finite takes it away from all of them.
 void check_frozen(const Kernels& kernels, const QuantizeTask& task, int batch, bool is_small) {
   const Side& side = *task.side;
@@ -126,7 +129,9 @@ void check_frozen(const Kernels& kernels, const QuantizeTask& task, int batch, b
   std::vector<std::atomic<bool>> is_flawed(batch);
   run_tasks(static_cast<int64_t>(batch) * task.num_heads, is_small, [&](int64_t i) {
     const int b = static_cast<int>(i / task.num_heads), head = static_cast<int>(i % task.num_heads);
-    if (!kernels.is_finite(task, b, head, 0, task.q_len, append_scratch(scratch_size))) is_flawed[b] = true;
+    if (!kernels.is_finite(task, b, head, first_kept(task), task.q_len, append_scratch(scratch_size))) {
+      is_flawed[b] = true;
+    }
   });
   for (int b = 0; b < batch; ++b) {
     if (!is_flawed[b]) continue;
@@ -160,8 +165,8 @@ void append_side(const Kernels& kernels, const AppendParams& params, const Dense
                  const KeyTransform* transform) {
   if (transform != nullptr && is_identity(*transform)) transform = nullptr;
   const QuantizeTask task = {&source,       &side,           transform,    params.lengths,
-                             params.starts, params.num_kv_heads, params.q_len, params.sink_length,
-                             params.residual_length};
+                             params.starts, params.num_kv_heads, params.q_len, params.capacity,
+                             params.sink_length, params.residual_length, params.is_ring};
   const int64_t scratch_size = kernels.quantize_scratch(task);
   const int64_t numbers = static_cast<int64_t>(params.batch) * params.num_kv_heads * params.q_len * side.head_dim;
   const bool is_small = numbers <= kSmallAppend;
@@ -176,9 +181,9 @@ void append_side(const Kernels& kernels, const AppendParams& params, const Dense
   if (side.has_channel_scales) return;
   if (side.storage != Storage::none && side.is_frozen) check_frozen(kernels, task, params.batch, is_small);
   const int heads = side.storage != Storage::none && side.is_shared_by_heads ? 1 : params.num_kv_heads;
-  const int chunks = (params.q_len + kTokensPerTask - 1) / kTokensPerTask;
+  const int kept = first_kept(task), chunks = (params.q_len - kept + kTokensPerTask - 1) / kTokensPerTask;
   run_tasks(static_cast<int64_t>(params.batch) * heads * chunks, is_small, [&](int64_t i) {
-    const int first = static_cast<int>(i % chunks) * kTokensPerTask;
+    const int first = kept + static_cast<int>(i % chunks) * kTokensPerTask;
     const int head = static_cast<int>(i / chunks % heads), b = static_cast<int>(i / chunks / heads);
     kernels.quantize(task, b, head, first, std::min(first + kTokensPerTask, params.q_len),
                      append_scratch(scratch_size));

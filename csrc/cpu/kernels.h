@@ -32,7 +32,8 @@ struct QuantizeTask {
   const KeyTransform* transform;  // nullptr: the values as they come
   const int32_t* lengths;
   const int32_t* starts;  // nullptr: 0
-  int num_heads, q_len, sink_length, residual_length;
+  int num_heads, q_len, capacity, sink_length, residual_length;
+  bool is_ring;
 };
 
 struct Kernels {

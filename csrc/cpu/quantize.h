@@ -119,6 +119,11 @@ inline int64_t source_offset(const Dense& source, int b, int head, int i) {
   return b * source.stride_b + head * source.stride_h + i * source.stride_t;
 }
 
+// Where new token `i` goes.
+inline int row_of_new(const QuantizeTask& task, int b, int i) {
+  return row_of(task.lengths[b] - task.q_len + i, task.capacity, task.is_ring);
+}
+
 // New token `i`, transformed, in float32: the rows of heads `head` ... `head_end` - 1, one behind the other.
 const float* transform_token(const QuantizeTask& task, int b, int head, int head_end, int i, float* scratch) {
   const Dense& source = *task.source;
@@ -132,9 +137,9 @@ const float* transform_token(const QuantizeTask& task, int b, int head, int head
   return scratch;
 }
 
-// One token of a head, or of all heads that share a scale; their rows are `stride` bytes apart.
+// One token of a head, or of all heads that share a scale, into row `target`; `rows` are `stride` bytes apart.
 template <Storage kStorage, Dtype kDtype>
-void quantize_token(const QuantizeTask& task, int b, int head, int64_t token, const void* rows, int64_t stride) {
+void quantize_token(const QuantizeTask& task, int b, int head, int64_t target, const void* rows, int64_t stride) {
   const Side& side = *task.side;
   const int group_size = side.head_dim / side.num_groups;
   const int head_end = end_of_heads(task, head);
@@ -142,10 +147,10 @@ void quantize_token(const QuantizeTask& task, int b, int head, int64_t token, co
   for (int g = 0; g < side.num_groups; ++g) {
     const int begin = g * group_size, end = begin + group_size;
     half_bits* scale = side.scale + b * side.scale_stride_b + head * side.scale_stride_h + g * side.scale_stride_g +
-                       token * side.scale_stride_t;
+                       target * side.scale_stride_t;
     half_bits* zero = side.is_symmetric ? nullptr
                                         : side.zero + b * side.zero_stride_b + head * side.zero_stride_h +
-                                              g * side.zero_stride_g + token * side.zero_stride_t;
+                                              g * side.zero_stride_g + target * side.zero_stride_t;
     half_bits new_scale, new_zero = 0;
     if (side.is_frozen) {
       new_scale = *scale;
@@ -158,7 +163,7 @@ void quantize_token(const QuantizeTask& task, int b, int head, int64_t token, co
       if (zero != nullptr) *zero = new_zero;
     }
     for (int h = head; h < head_end; ++h) {
-      uint8_t* row = side.codes + b * side.codes_stride_b + h * side.codes_stride_h + token * side.codes_stride_t;
+      uint8_t* row = side.codes + b * side.codes_stride_b + h * side.codes_stride_h + target * side.codes_stride_t;
       write_codes<kStorage, kDtype>(side, source_row(h), begin, end, new_scale, new_zero, row);
     }
   }
@@ -170,7 +175,7 @@ void quantize_tokens(const QuantizeTask& task, int b, int head, int first, int l
   const Dense& source = *task.source;
   for (int i = first; i < last; ++i) {
     const int64_t offset = source_offset(source, b, head, i) * bytes_of(kDtype);
-    quantize_token<kStorage, kDtype>(task, b, head, task.lengths[b] - task.q_len + i,
+    quantize_token<kStorage, kDtype>(task, b, head, row_of_new(task, b, i),
                                      static_cast<const uint8_t*>(source.data) + offset,
                                      source.stride_h * bytes_of(kDtype));
   }
@@ -182,7 +187,7 @@ void quantize_transformed(const QuantizeTask& task, int b, int head, int first, 
   const int64_t stride = padded_row(task.side->head_dim) * static_cast<int64_t>(sizeof(float));
   for (int i = first; i < last; ++i) {
     const float* rows = transform_token(task, b, head, end_of_heads(task, head), i, scratch);
-    quantize_token<kStorage, Dtype::fp32>(task, b, head, task.lengths[b] - task.q_len + i, rows, stride);
+    quantize_token<kStorage, Dtype::fp32>(task, b, head, row_of_new(task, b, i), rows, stride);
   }
 }
 
@@ -191,9 +196,9 @@ void copy_tokens(const QuantizeTask& task, int b, int head, int first, int last,
   const Side& side = *task.side;
   const Dense& source = *task.source;
   for (int i = first; i < last; ++i) {
-    const int64_t token = task.lengths[b] - task.q_len + i;
+    const int64_t target = row_of_new(task, b, i);
     const int64_t offset = source_offset(source, b, head, i);
-    uint8_t* row = side.codes + b * side.codes_stride_b + head * side.codes_stride_h + token * side.codes_stride_t;
+    uint8_t* row = side.codes + b * side.codes_stride_b + head * side.codes_stride_h + target * side.codes_stride_t;
     if (task.transform != nullptr) {
       round_dense(transform_token(task, b, head, head + 1, i, scratch), side.head_dim, side.dense_dtype, row, 0);
       continue;
@@ -284,7 +289,9 @@ void quantize_blocks(const QuantizeTask& task, int b, int head, float* scratch) 
   // Padding may end anywhere, also where another token would be beyond what an int holds.
   const int64_t first_counted = (task.starts == nullptr ? int64_t{0} : task.starts[b]) + task.sink_length;
   const int end = tail_begin(side, task.lengths[b], task.residual_length);
-  for (int begin = tail_begin(side, first_new, task.residual_length); begin < end; begin += kBlockSize) {
+  int begin = tail_begin(side, first_new, task.residual_length);
+  if (task.is_ring) begin = max_of(begin, end - task.capacity);  // what lies before would be overwritten
+  for (; begin < end; begin += kBlockSize) {
     for (int t = 0; t < kBlockSize; ++t) {
       float* row = scratch + t * stride;
       if (begin + t < first_new) {
@@ -297,12 +304,12 @@ void quantize_blocks(const QuantizeTask& task, int b, int head, float* scratch) 
       }
       for (int c = side.head_dim; c < stride; ++c) row[c] = 0.0f;
     }
-    const int block = begin / kBlockSize;
+    const int target = row_of(begin, task.capacity, task.is_ring), block = target / kBlockSize;
     const int64_t left_out = first_counted - begin;
     const int first = left_out < 0 ? 0 : left_out < kBlockSize ? static_cast<int>(left_out) : kBlockSize;
     half_bits* scale = side.scale + b * side.scale_stride_b + head * side.scale_stride_h + block * side.scale_stride_g;
     half_bits* zero = side.zero + b * side.zero_stride_b + head * side.zero_stride_h + block * side.zero_stride_g;
-    uint8_t* codes = side.codes + b * side.codes_stride_b + head * side.codes_stride_h + begin * side.codes_stride_t;
+    uint8_t* codes = side.codes + b * side.codes_stride_b + head * side.codes_stride_h + target * side.codes_stride_t;
     for (int c = 0; c < side.head_dim; c += kWidth) {
       quantize_channels(scratch + c, stride, first, min_of(kWidth, side.head_dim - c), side.clip_ratio, scale + c,
                         zero + c, codes + c / 2, side.codes_stride_t);

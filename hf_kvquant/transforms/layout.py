@@ -167,18 +167,15 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
     return layouts, dict(sorted(left_out.items()))
 
 
-def other_caches(
-    model: PreTrainedModel, config: KVQuantConfig | None = None, *, is_static: bool | None = None
-) -> dict[int, str]:
+def other_caches(model: PreTrainedModel, config: KVQuantConfig | None = None) -> dict[int, str]:
     """The layers whose cache is left to transformers, and what is said of them.
 
     Args:
         model: A decoder.
         config: Of the cache; `None` for one that quantises whatever layer it can.
-        is_static: Whether the cache is; `None` goes by the config.
     """
     layer_types, _ = layers_of(text_config_of(model))
-    quantized = quantized_layers(layer_types, config or KVQuantConfig(), is_static=is_static)
+    quantized = quantized_layers(layer_types, config or KVQuantConfig())
     return {
         index: f"its cache ({layer_type}) is not quantised"
         for index, layer_type in enumerate(layer_types)
