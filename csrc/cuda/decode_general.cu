@@ -42,6 +42,8 @@ struct Output {
       sum *= weight;
       l = l * weight + exp_below(sink, maximum);
     }
+    // As in combine.cuh.
+    if (params.lengths[b] > max_length_of(params.capacity, params.is_ring)) l = NAN;
     const int64_t row = (b * params.q_len + i) * params.num_q_heads + head;
     store_value(params.out, params.query.dtype, row * head_dim + c, l == 0.f ? 0.f : sum / l);
     if (c == 0) params.lse[(b * params.num_q_heads + head) * params.q_len + i] = maximum + logf(l);

@@ -50,7 +50,7 @@ inline Laps laps_of(int capacity, bool is_ring) {
 }
 
 // What lengths say beyond is left out: there is no room for it.
-inline int max_length_of(int capacity, bool is_ring) { return is_ring ? kMaxRingLength : capacity; }
+KVQ_BOTH int max_length_of(int capacity, bool is_ring) { return is_ring ? kMaxRingLength : capacity; }
 
 // New tokens whose rows follow each other: those of a chunk that are in one lap. Tokens are counted in the chunk.
 struct NewRows {
