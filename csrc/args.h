@@ -1,7 +1,7 @@
 // Op arguments to plain structs. Everything that a kernel would otherwise read or write out of bounds is checked here,
 // for both devices, before anything is written; what users pass has been checked once more, with more context, in
 // Python. Torch types stop here: kernels see format.h only. On a GPU the lengths are not read, since that would
-// synchronise with the host: kernels there leave out what lies beyond the capacity.
+// synchronise with the host: kernels there leave out what lies beyond the capacity, and attention gives NaN.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

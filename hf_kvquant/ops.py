@@ -513,7 +513,8 @@ class Operands:
         Args:
             query: `[batch, num_q_heads, q_len, head_dim]`, fp32, bf16 or fp16. Read only.
             new: The key and value of these tokens, appended first; `None` when they have been appended already.
-            lengths: `[batch]` int32: tokens held, those of the query included.
+            lengths: `[batch]` int32: tokens held, those of the query included. More than there is room for are refused,
+                but for GPUs, where the host does not know them: results of the sequence are NaN there.
             softmax_scale: Multiplies query · key.
             counters: `[NUM_COUNTERS]` int32 on the same device, all zero: scratch of the CUDA kernel, which leaves it
                 zero again. Calls that may run at the same time, on two streams, must not share it. `None` makes the
