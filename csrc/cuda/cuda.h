@@ -1,8 +1,8 @@
 // The CUDA kernels, as the rest of the extension sees them. Arguments have been checked by csrc/args.cpp, except for
-// the lengths: those live on the device, and what they would put beyond the capacity is left out, whereupon attention of
-// the sequence is NaN. Nothing here waits for the device or allocates, so a CUDA graph can capture every call; the grid
-// follows from shapes and the GPU, and lengths are read by the kernels alone. Results are defined by
-// hf_kvquant/reference.py.
+// the lengths: those live on the device, and what they would put beyond the capacity (of a ring: beyond kMaxRingLength)
+// is left out, whereupon attention of the sequence is NaN. Nothing here waits for the device or allocates, so a CUDA
+// graph can capture every call; the grid follows from shapes and the GPU, and lengths are read by the kernels alone.
+// Results are defined by hf_kvquant/reference.py.
 #pragma once
 
 #include <cstddef>

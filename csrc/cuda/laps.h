@@ -3,7 +3,6 @@
 // before they copy. Plain arithmetic, the same on the host.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "../format.h"

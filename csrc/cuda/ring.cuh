@@ -89,8 +89,8 @@ class Ring {
       for (int i = 0; i < kBlockCopies; ++i) {
         const int chunk = i * kLanes + lane_;
         const PlaneOfScales& plane = plan.scales[min(chunk / kBlockChunks, kFirstPlane - 1)];
+        blocks_[i] = plane.heads.at(segment.b, segment.h, chunk % kBlockChunks);
         block_strides_[i] = plane.stride_g;
-        blocks_[i] = plane.heads.at(segment.b, segment.h, chunk % kBlockChunks) - blocks_of(lap, i);
       }
     }
   }
@@ -117,7 +117,7 @@ class Ring {
       }
       fill_scales<true>(to);
     }
-    if constexpr (kIsBlocked) fill_block(params.key_side.head_dim, to);
+    if constexpr (kIsBlocked) fill_block(params.key_side.head_dim, first_ - lap_end_ + plan.laps.num_rows, to);
     key_codes_ += int64_t{stride_} * kKeyRowBytes;
     value_codes_ += int64_t{stride_} * kValueRowBytes;
 #pragma unroll
@@ -147,21 +147,12 @@ class Ring {
     value_codes_ -= int64_t{laps.num_rows} * kValueRowBytes;
 #pragma unroll
     for (int i = 0; i < kScaleCopies; ++i) scales_[i] -= laps.num_rows;
-    if constexpr (kIsBlocked) {
-#pragma unroll
-      for (int i = 0; i < kBlockCopies; ++i) blocks_[i] -= blocks_of(laps.num_rows, i);
-    }
   }
 
   // Known from `whole_end_` where laps still matter: a register less in the loop, and there are few left.
   __device__ __forceinline__ int lap_end() const {
     if constexpr (kIsBlocked) return lap_end_;
     return whole_end_ < end_ ? whole_end_ : INT32_MAX;
-  }
-
-  // How far the scales of a token's block are from those of the first one, in multiples of 16 bytes.
-  __device__ __forceinline__ uint64_t blocks_of(int token, int i) const {
-    return uint64_t{static_cast<uint32_t>(token) / kBlockSize} * block_strides_[i];
   }
 
   // Zeros where no copy writes (the rest of rows narrower than the kernel's, zeros of formats without them), and the
@@ -281,14 +272,15 @@ class Ring {
     }
   }
 
-  // The scales and zeros of the block that the step is in. Those of the unfinished one are read by nobody.
-  __device__ __forceinline__ void fill_block(int head_dim, uint32_t to) const {
+  // The scales and zeros of the block that the step is in, which is at `row`. Nobody reads those of the unfinished one.
+  __device__ __forceinline__ void fill_block(int head_dim, uint32_t row, uint32_t to) const {
     if (first_ >= key_end_) return;
+    const uint32_t block = row / kBlockSize;
 #pragma unroll
     for (int i = 0; i < kBlockCopies; ++i) {
       const int chunk = i * kLanes + lane_;
       const bool has_chunk = chunk < kFirstPlane * kBlockChunks && chunk % kBlockChunks * 8 < head_dim;
-      if (has_chunk) copy_async<16>(to + kScalesAt + chunk * 16, blocks_[i] + blocks_of(first_, i));
+      if (has_chunk) copy_async<16>(to + kScalesAt + chunk * 16, blocks_[i] + uint64_t{block} * block_strides_[i]);
     }
   }
 
