@@ -14,7 +14,7 @@ QUALITY_LIMIT ?= 200
 OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 OLDEST_TESTS := $(addprefix tests/test_,cache.py generate.py patching.py attention.py own_attention.py cache_file.py \
-                  compile.py capture.py)
+                  compile.py capture.py encoder_decoder.py)
 SANITIZER ?= compute-sanitizer
 SANITIZE_TOOLS ?= memcheck racecheck initcheck
 # How many times as many op calls and damaged files are drawn under the sanitizers as in the tests.

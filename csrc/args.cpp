@@ -23,6 +23,8 @@ namespace {
 using torch::headeronly::ScalarType;
 
 constexpr const char* kFromThisPackage = ". Planes are made by KVFormat.allocate.";
+constexpr const char* kForAnotherBatch =
+    ". Was this cache filled for another batch? Use batch_select_indices, batch_repeat_interleave or reset.";
 
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
@@ -298,7 +300,7 @@ void check_same_tokens(const char* where, const Tensor& key_codes, const Tensor&
 void check_tokens(const char* where, const char* name, const Tensor& x, const Tensor& codes, int head_dim,
                   int64_t q_len) {
   KVQ_CHECK(x.size(0) == codes.size(0), where, ": `", name, "` must have batch ", codes.size(0),
-            " like the cache, got ", x.size(0), ". Was this cache filled for another batch?");
+            " like the cache, got ", x.size(0), kForAnotherBatch);
   KVQ_CHECK(x.size(1) == codes.size(1), where, ": `", name, "` must have ", codes.size(1),
             " heads like the cache, got ", x.size(1), ". Was this cache filled by another model?");
   KVQ_CHECK(x.size(2) == q_len, where, ": `", name, "` must have ", q_len, " tokens like the keys, got ", x.size(2),
@@ -489,17 +491,15 @@ void check_start(const char* where, const int32_t* starts, int b) {
             " for sequence ", b, ".");
 }
 
-// Those of a KeyTransform are, but tensors can be written to.
-void check_factors(const char* where, const KeyTransform& transform, int64_t count) {
-  for (int64_t i = 0; i < count && transform.center != nullptr; ++i) {
-    KVQ_CHECK(std::isfinite(transform.center[i]), where, ": `key_center` must be finite, got ", transform.center[i],
-              ". Was it taken from broken keys?");
-  }
-  for (int64_t i = 0; i < count && transform.smoothing != nullptr; ++i) {
-    KVQ_CHECK(std::isfinite(transform.smoothing[i]) && transform.smoothing[i] > 0, where,
-              ": `key_smoothing` must be positive and finite, got ", transform.smoothing[i],
-              ". Use 1 for channels that stay as they are.");
-  }
+// The first of some numbers that is not good, `count` where all are. One pass without a branch looks at all of them, as
+// vectors (0.27 rather than 1.25 us for two tensors of 8 heads of 128 channels); only a call that is refused pays for a
+// second.
+template <class IsGood>
+int64_t first_bad(const float* numbers, int64_t count, const IsGood& is_good) {
+  unsigned num_bad = 0;
+  for (int64_t i = 0; i < count; ++i) num_bad += !is_good(numbers[i]);
+  if (num_bad == 0) return count;
+  return std::find_if_not(numbers, numbers + count, is_good) - numbers;
 }
 
 }  // namespace
@@ -566,7 +566,7 @@ DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, con
   check_ring("decode", windows, codes);
   params.query = dense("decode", "query", query, codes);
   KVQ_CHECK(query.size(0) == codes.size(0), "decode: `query` must have batch ", codes.size(0),
-            " like the cache, got ", query.size(0), ". Was this cache filled for another batch?");
+            " like the cache, got ", query.size(0), kForAnotherBatch);
   KVQ_CHECK(query.size(1) > 0 && query.size(1) % codes.size(1) == 0, "decode: `query` must have a multiple of ",
             codes.size(1), " heads, the cache's key-value heads, got ", query.size(1),
             ". Was this cache filled by another model?");
@@ -684,7 +684,7 @@ SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up) {
   return params;
 }
 
-void check_numbers(const char* where, const AppendParams& params) {
+void check_lengths(const char* where, const AppendParams& params) {
   for (int b = 0; b < params.batch; ++b) {
     const int length = params.lengths[b];
     KVQ_CHECK(length >= params.q_len, where, ": `lengths` must count the ", params.q_len, " new tokens, got ", length,
@@ -695,10 +695,9 @@ void check_numbers(const char* where, const AppendParams& params) {
     check_ring_length(where, params.is_ring, length, b);
     check_start(where, params.starts, b);
   }
-  check_factors(where, params.key_transform, static_cast<int64_t>(params.num_kv_heads) * params.key_side.head_dim);
 }
 
-void check_numbers(const char* where, const DecodeParams& params) {
+void check_lengths(const char* where, const DecodeParams& params) {
   for (int b = 0; b < params.batch; ++b) {
     const int length = params.lengths[b];
     KVQ_CHECK(length >= 0 && (params.is_ring || length <= params.capacity), where,
@@ -707,7 +706,19 @@ void check_numbers(const char* where, const DecodeParams& params) {
     check_ring_length(where, params.is_ring, length, b);
     check_start(where, params.starts, b);
   }
-  check_factors(where, params.key_transform, static_cast<int64_t>(params.num_kv_heads) * params.key_side.head_dim);
+}
+
+void check_factors(const char* where, const KeyTransform& transform, int64_t count) {
+  constexpr float kLargest = std::numeric_limits<float>::max();
+  if (const float* center = transform.center) {
+    const int64_t i = first_bad(center, count, [](float x) { return std::abs(x) <= kLargest; });
+    KVQ_CHECK(i == count, where, ": `key_center` must be finite, got ", center[i], ". Was it taken from broken keys?");
+  }
+  if (const float* smoothing = transform.smoothing) {
+    const int64_t i = first_bad(smoothing, count, [](float x) { return (x > 0) & (x <= kLargest); });
+    KVQ_CHECK(i == count, where, ": `key_smoothing` must be positive and finite, got ", smoothing[i],
+              ". Use 1 for channels that stay as they are.");
+  }
 }
 
 }  // namespace hf_kvquant

@@ -1,7 +1,7 @@
 // Op arguments to plain structs. Everything that a kernel would otherwise read or write out of bounds is checked here,
 // for both devices, before anything is written; what users pass has been checked once more, with more context, in
 // Python. Torch types stop here: kernels see format.h only. On a GPU the lengths are not read, since that would
-// synchronise with the host: kernels there leave out what lies beyond the capacity.
+// synchronise with the host: kernels there leave out what lies beyond the capacity, and attention gives NaN.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -67,10 +67,13 @@ SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up);
 // Where heads and tokens of [batch, heads, tokens, head_dim] are.
 Dense dense_of(const Tensor& x, Dtype dtype);
 
-// For numbers in host memory: room for what is written, nothing read beyond the capacity, positions that fit an int,
-// and keys that can be divided.
-void check_numbers(const char* where, const AppendParams& params);
-void check_numbers(const char* where, const DecodeParams& params);
+// For numbers in host memory: room for what is written, nothing read beyond the capacity, positions that fit an int.
+void check_lengths(const char* where, const AppendParams& params);
+void check_lengths(const char* where, const DecodeParams& params);
+
+// For numbers in host memory: keys that can be divided. Those of a KeyTransform can, but tensors can be written to.
+// `count` is how many numbers each tensor has.
+void check_factors(const char* where, const KeyTransform& transform, int64_t count);
 
 // Refuses a tensor that Python gave as None.
 void check_given(const char* where, const char* name, const Tensor& tensor);

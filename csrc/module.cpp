@@ -26,8 +26,11 @@ struct CpuDevice {
 
   template <class Params>
   void check(const char* where, const Params& params) const {
-    check_numbers(where, params);
+    check_lengths(where, params);
+    check_factors(where, params.key_transform, static_cast<int64_t>(params.num_kv_heads) * params.key_side.head_dim);
   }
+  // New tokens of a decode, whose planes and transform have been checked.
+  void check_new(const char* where, const AppendParams& params) const { check_lengths(where, params); }
   void append(const AppendParams& params) const { cpu::append(params); }
   void decode(const DecodeParams& params, const AppendParams* new_tokens) const {
     if (new_tokens != nullptr) cpu::append(*new_tokens);
@@ -47,6 +50,7 @@ struct CudaDevice {
     cuda::check_support(where, params.key_side);
     cuda::check_support(where, params.value_side);
   }
+  void check_new(const char*, const AppendParams&) const {}
   void append(const AppendParams& params) const { cuda::append(params, stream); }
   void decode(DecodeParams params, const AppendParams* new_tokens) const {
     const cuda::DecodePlan plan = cuda::plan_decode(params, new_tokens);
@@ -126,7 +130,7 @@ std::tuple<Tensor, Tensor> decode(
     new_tokens =
         append_params("decode", *key_rows, *value_rows, key_planes, value_planes, lengths, starts, windows, transform,
                       params.query.data);
-    device.check("decode", new_tokens);
+    device.check_new("decode", new_tokens);
   }
 
   const int value_dim = params.value_side.head_dim;

@@ -55,7 +55,8 @@ def how_refused(model_type: str) -> str | None:
     try:
         KVQuantCache(AutoConfig.for_model(model_type), "int4")
     except NotImplementedError as error:
-        return "latent" if "(MLA)" in str(error) else "others"
+        marks = {"(MLA)": "latent", "`num_hidden_layers`": "parts"}
+        return next((heading for mark, heading in marks.items() if mark in str(error)), "others")
     except Exception:  # transformers' own mistakes in default configs are of many kinds
         return UNTOLD
     return None

@@ -478,7 +478,17 @@ def _own_transforms(config: KVQuantConfig, num_layers: int) -> dict[int, KeyTran
 
 
 def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
-    """The types of a decoder's cache layers, as transformers names them, and what each is built with."""
+    """The types of a decoder's cache layers, as transformers names them, and what each is built with.
+
+    Raises:
+        NotImplementedError: The config is of something without layers of one kind, such as several models behind each
+            other (BLT).
+    """
+    if not isinstance(getattr(text_config, "num_hidden_layers", None), int):
+        raise NotImplementedError(
+            f"KVQuantCache: {text_config.model_type} has no `num_hidden_layers` in its config, by which a cache has "
+            "its layers. Leave the model unpatched."
+        )
     layer_types, layer_kwargs = cache_utils.get_layer_types_and_kwargs(text_config)
     if isinstance(layer_kwargs, dict):  # transformers 5.17 has one dictionary for all layers
         layer_kwargs = [layer_kwargs] * len(layer_types)

@@ -9,8 +9,6 @@ either is decided in `patching.py`.
 from __future__ import annotations
 
 import copy
-import functools
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,8 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from .cache import KVQuantCache
-
-logger = logging.getLogger(__name__)
+from .uncompiled import leave_uncompiled
 
 _MAKES_MASKS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 18)
 
@@ -123,17 +120,12 @@ def compile_with_masks_only(model: PreTrainedModel, generation_config: Any, mode
         return
     generating: Any = model
     if generating._valid_auto_compile_criteria(model_kwargs, generation_config):
-        generation_config.disable_compile = True
-        _log_not_compiled(type(model).__name__)
-
-
-@functools.cache
-def _log_not_compiled(name: str) -> None:
-    logger.warning(
-        "generate: %s is not compiled without a decoder_attention_mask by this version of transformers. Correct, "
-        "slower. Install transformers 5.18 or later, or pass a mask of ones.",
-        name,
-    )
+        leave_uncompiled(
+            model,
+            generation_config,
+            "without a decoder_attention_mask by this version of transformers",
+            "Install transformers 5.18 or later, or pass a mask of ones.",
+        )
 
 
 def croppable(given: object) -> KVQuantEncoderDecoderCache | None:

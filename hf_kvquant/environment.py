@@ -16,7 +16,6 @@ import transformers
 
 from . import ops
 
-REINSTALL = "pip install --no-build-isolation --force-reinstall --no-deps ."
 # What the extra `eval` of pyproject.toml brings.
 EVALUATION = ("lm-eval", "accelerate", "matplotlib", "numpy", "PyYAML")
 
@@ -44,14 +43,14 @@ def environment() -> dict[str, str]:
         facts["CPU kernels"] = str(module.cpu_capability())
     else:
         facts["extension"] = (
-            f"missing ({module}): the PyTorch reference serves. Install a C++ compiler, then {REINSTALL}"
+            f"missing ({module}): the PyTorch reference serves. Install a C++ compiler, then {ops.REINSTALL}"
         )
     if ops.has_kernels("cuda"):
         assert isinstance(module, ModuleType)
         facts["CUDA kernels"] = f"compute capabilities {module.cuda_archs()}"
     else:
         nvcc = "nvcc is there" if shutil.which("nvcc") else "no nvcc on PATH: install the CUDA toolkit"
-        facts["CUDA kernels"] = f"missing ({nvcc}). Then {REINSTALL}"
+        facts["CUDA kernels"] = f"missing ({nvcc}). Then {ops.REINSTALL}"
     facts |= _gpus()
     compiler = shutil.which(os.environ.get("CXX", "c++").split()[0])
     facts["to build"] = f"C++ compiler {compiler or 'missing'}, nvcc {shutil.which('nvcc') or 'missing'}"

@@ -173,7 +173,7 @@ class OffloadedStorage(LayerStorage):
 
     @key_planes.setter
     def key_planes(self, planes: Planes | None) -> None:
-        self._replace(0, planes)
+        self._sides[0] = planes
 
     @property
     def value_planes(self) -> Planes | None:
@@ -183,7 +183,7 @@ class OffloadedStorage(LayerStorage):
 
     @value_planes.setter
     def value_planes(self, planes: Planes | None) -> None:
-        self._replace(1, planes)
+        self._sides[1] = planes
 
     @property
     def _operands(self) -> Any:
@@ -203,14 +203,14 @@ class OffloadedStorage(LayerStorage):
         if self._is_away or self._is_coming:
             self._offloader.take_turn(self)
 
-    def _replace(self, side: int, planes: Planes | None) -> None:
+    def _set_planes(self, key_planes: Planes | None, value_planes: Planes | None) -> None:
         """Take planes that the base class has made: copies are those of others, and memory is our own."""
-        self._sides[side] = planes
+        if key_planes is not None:
+            self._offloader.take_turn(self)  # first: others come and go, for which memory may be short
+        super()._set_planes(key_planes, value_planes)
         self._copies = self._slot = self._arrival = None
         self._is_away = self._is_coming = False
-        self._offloader.note(self, is_resident=planes is not None)
-        if planes is not None:
-            self._offloader.take_turn(self)
+        self._offloader.note(self, is_resident=key_planes is not None)
 
     # --- to CPU memory and back ---------------------------------------------------------------------------------------
 
@@ -308,11 +308,6 @@ class OffloadedStorage(LayerStorage):
     def _check_served(self, key: Tensor, value: Tensor) -> None:
         super()._check_served(key, value)
         check_home(self.name, key.device)
-
-    def restore(self, held: tuple[Planes, Planes], *, device: torch.device, **options: Any) -> None:
-        """See `LayerStorage.restore`."""
-        # With its index: only a layer that is known to be on the same device makes room for this one.
-        super().restore(held, device=torch.empty(0, device=device).device, **options)
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """See `LayerStorage.dequantize`; never views, since another layer comes into the same memory."""

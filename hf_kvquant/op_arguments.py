@@ -22,6 +22,9 @@ _LARGEST = 2**31 - 1
 MAX_RING_LENGTH = 2**30
 _NAMES = {number: name for name, number in STORAGE_IDS.items()}
 _MADE = "Planes are made by KVFormat.allocate."
+_FOR_ANOTHER_BATCH = (
+    "Was this cache filled for another batch? Use batch_select_indices, batch_repeat_interleave or reset."
+)
 _COUNTERS = "Make them with torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32)."
 
 Arguments = Mapping[str, Any]
@@ -40,24 +43,13 @@ def check_append(where: str, arguments: Arguments) -> None:
     _check_kinds(where, arguments)
     head_dims = _check_planes(where, arguments)
     _check_ring(where, arguments)
-    codes, key, value = arguments["key_codes"], arguments["key"], arguments["value"]
-    for name in ("key", "value"):
-        _check_dense(where, name, arguments[name])
-    for name, x in (("key", key), ("value", value)):
-        _check_cache(where, name, "batch", codes.shape[0], x.shape[0])
-        _check_cache(where, name, "num_kv_heads", codes.shape[1], x.shape[1])
-        if x.shape[2] != key.shape[2]:
-            _refuse(where, name, f"must have {key.shape[2]} tokens like the keys, got {x.shape[2]}.")
-        _check_cache(where, name, "head_dim", head_dims[name], x.shape[3])
+    _check_new_shapes(where, arguments, head_dims)
     _check_lengths(where, arguments)
-    for name in ("key", "value"):
-        x, tail = arguments[name], arguments[f"{name}_tail"]
-        if tail is not None and tail.dtype != x.dtype:
-            remedy = "Start a new cache after casting the model."
-            _refuse(where, name, f"must be {tail.dtype} like `{name}_tail`, got {x.dtype}. {remedy}")
+    _check_tail_dtypes(where, arguments)
     _check_transform(where, arguments, head_dims["key"])
     _check_memory(where, arguments)
-    _check_numbers(where, arguments, key.shape[2])
+    _check_counts(where, arguments, arguments["key"].shape[2])
+    _check_factors(where, arguments)
 
 
 def check_decode(arguments: Arguments, num_counters: int) -> None:
@@ -73,7 +65,7 @@ def check_decode(arguments: Arguments, num_counters: int) -> None:
     _check_ring(where, arguments)
     codes, query = arguments["key_codes"], arguments["query"]
     _check_dense(where, "query", query)
-    _check_cache(where, "query", "batch", codes.shape[0], query.shape[0])
+    _check_cache(where, "query", "batch", codes.shape[0], query.shape[0], _FOR_ANOTHER_BATCH)
     num_q_heads, num_kv_heads = query.shape[1], codes.shape[1]
     if num_q_heads == 0 or num_q_heads % num_kv_heads != 0:
         problem = f"must have a multiple of {num_kv_heads} heads, the cache's key-value heads, got {num_q_heads}."
@@ -104,7 +96,8 @@ def check_decode(arguments: Arguments, num_counters: int) -> None:
             where, "sliding_window", f"{expected} {q_len} query tokens, got {arguments['sliding_window']}. {remedy}"
         )
     _check_transform(where, arguments, head_dims["key"])
-    _check_numbers(where, arguments, 0)
+    _check_counts(where, arguments, 0)
+    _check_factors(where, arguments)
     key, value = arguments["key"], arguments["value"]
     if (key is None) != (value is None):
         expected, got = ("None", "a tensor") if key is None else ("given", "None")
@@ -114,7 +107,11 @@ def check_decode(arguments: Arguments, num_counters: int) -> None:
     if key.ndim == 4 and key.shape[2] != query.shape[2]:
         expected = f"must have {query.shape[2]} tokens like the query"
         _refuse(where, "key", f"{expected}, got {key.shape[2]}. Append other tokens beforehand.")
-    check_append(where, arguments)
+    # What `check_append` asks for besides has been found out above.
+    _check_new_shapes(where, arguments, head_dims)
+    _check_tail_dtypes(where, arguments)
+    _check_memory(where, arguments)
+    _check_counts(where, arguments, key.shape[2])
 
 
 def check_devices(where: str, arguments: Arguments) -> None:
@@ -164,10 +161,32 @@ def _check_kinds(where: str, arguments: Arguments) -> None:
             _refuse(where, name, f"must be a dense tensor, got layout {x.layout}. Call .to_dense().")
 
 
-def _check_cache(where: str, name: str, what: str, expected: int, got: int) -> None:
+def _check_cache(
+    where: str, name: str, what: str, expected: int, got: int, remedy: str = "Was this cache filled by another model?"
+) -> None:
     if expected != got:
-        problem = f"must have {what} {expected} like the cache, got {got}. Was this cache filled by another model?"
-        _refuse(where, name, problem)
+        _refuse(where, name, f"must have {what} {expected} like the cache, got {got}. {remedy}")
+
+
+def _check_new_shapes(where: str, arguments: Arguments, head_dims: Mapping[str, int]) -> None:
+    """New tokens against the planes. `head_dims` are those of the two sides."""
+    codes, key, value = arguments["key_codes"], arguments["key"], arguments["value"]
+    for name in ("key", "value"):
+        _check_dense(where, name, arguments[name])
+    for name, x in (("key", key), ("value", value)):
+        _check_cache(where, name, "batch", codes.shape[0], x.shape[0], _FOR_ANOTHER_BATCH)
+        _check_cache(where, name, "num_kv_heads", codes.shape[1], x.shape[1])
+        if x.shape[2] != key.shape[2]:
+            _refuse(where, name, f"must have {key.shape[2]} tokens like the keys, got {x.shape[2]}.")
+        _check_cache(where, name, "head_dim", head_dims[name], x.shape[3])
+
+
+def _check_tail_dtypes(where: str, arguments: Arguments) -> None:
+    for name in ("key", "value"):
+        x, tail = arguments[name], arguments[f"{name}_tail"]
+        if tail is not None and tail.dtype != x.dtype:
+            remedy = "Start a new cache after casting the model."
+            _refuse(where, name, f"must be {tail.dtype} like `{name}_tail`, got {x.dtype}. {remedy}")
 
 
 def _check_count(where: str, name: str, count: int) -> None:
@@ -308,8 +327,8 @@ def _check_lengths(where: str, arguments: Arguments) -> None:
             _refuse(where, name, f"must be {expected}, one number per sequence of the cache, got {list(x.shape)}.")
 
 
-def _check_numbers(where: str, arguments: Arguments, num_new: int) -> None:
-    """Lengths and starts where no GPU has to be waited for; a transform's numbers, as `KeyTransform` checks them."""
+def _check_counts(where: str, arguments: Arguments, num_new: int) -> None:
+    """Lengths and starts where no GPU has to be waited for."""
     lengths, starts, is_ring = arguments["lengths"], arguments["starts"], arguments["is_ring"]
     most = MAX_RING_LENGTH if is_ring else arguments["key_codes"].shape[2]
     for name, x, high in (("lengths", lengths, most), ("starts", starts, _LARGEST)):
@@ -319,11 +338,16 @@ def _check_numbers(where: str, arguments: Arguments, num_new: int) -> None:
                 room = "the tokens that a ring counts," if is_ring else "the capacity of"
                 what = f"between the {low} new tokens and {room} {high}" if name == "lengths" else "at least 0"
                 _refuse(where, name, f"must be {what}, got {number} for sequence {b}.")
+
+
+def _check_factors(where: str, arguments: Arguments) -> None:
+    """A transform's numbers, likewise. `KeyTransform` has checked them, but tensors can be written to."""
     center, smoothing = arguments["key_center"], arguments["key_smoothing"]
-    if center is not None and not bool(center.isfinite().all()):
+    if center is not None and center.device.type == "cpu" and not bool(center.isfinite().all()):
         _refuse(where, "key_center", "must be finite, got NaN or infinity. Was it taken from broken keys?")
-    if smoothing is not None and not bool((smoothing.isfinite() & (smoothing > 0)).all()):
-        _refuse(where, "key_smoothing", "must be positive and finite, got other numbers. Use 1 for no change.")
+    if smoothing is not None and smoothing.device.type == "cpu":
+        if not bool((smoothing.isfinite() & (smoothing > 0)).all()):
+            _refuse(where, "key_smoothing", "must be positive and finite, got other numbers. Use 1 for no change.")
 
 
 def _check_transform(where: str, arguments: Arguments, head_dim: int) -> None:

@@ -42,6 +42,9 @@ NUM_COUNTERS = 4096
 # The CUDA kernels keep a row of a head in registers. Mirrored in csrc/format.h.
 MAX_CUDA_HEAD_DIM = 256
 
+# In a clone. pip replaces what is installed from a folder, whatever its version.
+REINSTALL = "pip install --no-build-isolation ."
+
 _PLANES = (
     "Tensor(a!) key_codes, Tensor(b!)? key_scale, Tensor(c!)? key_zero, Tensor(d!)? key_tail, "
     "Tensor(e!) value_codes, Tensor(f!)? value_scale, Tensor(g!)? value_zero, Tensor(h!)? value_tail"
@@ -199,7 +202,7 @@ def _decode_reference(
 def _transform_of(center: Tensor | None, smoothing: Tensor | None, is_rotated: bool) -> KeyTransform | None:
     if center is None and smoothing is None and not is_rotated:
         return None
-    return KeyTransform(center, smoothing, is_rotated)
+    return KeyTransform.of_checked(center, smoothing, is_rotated)
 
 
 def _arguments_of(op: str, args: Iterable[object]) -> dict[str, Any]:
@@ -314,7 +317,7 @@ def extension() -> ModuleType | ImportError:
             # By now the kernels are registered, so going on would call them with the wrong arguments.
             raise RuntimeError(
                 f"ops: the extension must be built from this version of the package ({name} {number}), got {found}. "
-                "Reinstall: pip install --no-build-isolation ."
+                f"Reinstall: {REINSTALL}"
             )
     return module
 
@@ -390,7 +393,7 @@ def why_reference(device: torch.device, *head_dims: int) -> NoKernel | None:
     module = extension()
     if isinstance(module, ImportError) or not has_kernels(device.type):
         reason = module if isinstance(module, ImportError) else f"it was built without kernels for {device.type}"
-        remedy = "Install a compiler and reinstall: pip install --no-build-isolation ."
+        remedy = f"Install a compiler and reinstall: {REINSTALL}"
         return NoKernel(device.type, str(reason), remedy)
     if device.type != "cuda":
         return None
@@ -399,7 +402,7 @@ def why_reference(device: torch.device, *head_dims: int) -> NoKernel | None:
         return NoKernel(
             f"{torch.cuda.get_device_name(device.index)}, compute capability {major}.{minor}",
             f"they were built for {module.cuda_archs()}",
-            f"Reinstall: HF_KVQUANT_CUDA_ARCHS={major}{minor} pip install --no-build-isolation . (8.0 is the least)",
+            f"Reinstall: HF_KVQUANT_CUDA_ARCHS={major}{minor} {REINSTALL} (8.0 is the least)",
         )
     if max(head_dims, default=0) > MAX_CUDA_HEAD_DIM:
         return NoKernel(
@@ -467,7 +470,6 @@ class Operands:
         windows = sink_length, residual_length, is_ring
         self._kinds = (*windows, *_spell_transform(key_transform), *clip_ratios, *storages)
         codes = key_planes.codes
-        self._batch, self._num_kv_heads = codes.shape[:2]
         head_dims = head_dim_of(codes, key_storage), head_dim_of(value_planes.codes, value_storage)
         has_kernel = _has_kernel(codes.device, *head_dims)
         ops = torch.ops.hf_kvquant
@@ -511,7 +513,8 @@ class Operands:
         Args:
             query: `[batch, num_q_heads, q_len, head_dim]`, fp32, bf16 or fp16. Read only.
             new: The key and value of these tokens, appended first; `None` when they have been appended already.
-            lengths: `[batch]` int32: tokens held, those of the query included.
+            lengths: `[batch]` int32: tokens held, those of the query included. More than there is room for are refused,
+                but for GPUs, where the host does not know them: results of the sequence are NaN there.
             softmax_scale: Multiplies query · key.
             counters: `[NUM_COUNTERS]` int32 on the same device, all zero: scratch of the CUDA kernel, which leaves it
                 zero again. Calls that may run at the same time, on two streams, must not share it. `None` makes the
@@ -533,7 +536,6 @@ class Operands:
         Raises:
             ValueError: A shape or dtype does not fit; the message names the argument.
         """
-        self._check_query(query)
         key, value = (None, None) if new is None else new
         result: tuple[Tensor, Tensor] = self._decode(
             query,
@@ -552,24 +554,6 @@ class Operands:
             *self._kinds,
         )
         return result
-
-    def _check_query(self, query: Tensor) -> None:
-        if query.ndim != 4:
-            raise ValueError(
-                f"decode: `query` must be [batch, heads, tokens, head_dim], got {list(query.shape)}. "
-                "Add the axes that are missing."
-            )
-        batch, num_q_heads = query.shape[:2]
-        if batch != self._batch:
-            raise ValueError(
-                f"decode: `query` must have batch {self._batch} like the cache, got {batch}. "
-                "Was this cache filled for another batch? Use batch_select_indices, batch_repeat_interleave or reset."
-            )
-        if num_q_heads % self._num_kv_heads != 0:
-            raise ValueError(
-                f"decode: `query` must have a multiple of {self._num_kv_heads} heads, the cache's key-value heads, "
-                f"got {num_q_heads}. Was this cache filled by another model?"
-            )
 
 
 def append(

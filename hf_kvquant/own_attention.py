@@ -321,11 +321,9 @@ def _gptj(
 ) -> tuple[Tensor, None]:
     heads = module.num_attention_heads, module.head_dim
     query, key = (project(hidden_states).unflatten(-1, heads) for project in (module.q_proj, module.k_proj))
-    value = module.v_proj(hidden_states).unflatten(-1, heads).transpose(1, 2)
-    assert position_ids is not None
-    angles = module.embed_positions.to(position_ids.device)[position_ids].to(key.dtype)
-    query, key = _rotated(module, query, angles), _rotated(module, key, angles)
-    return module.out_proj(attend(query, key, value, softmax_scale=1 / module.scale_attn)), None
+    value = module.v_proj(hidden_states).unflatten(-1, heads)
+    angles = _angles(module, position_ids).to(key.dtype)
+    return _rotary_attention(module, attend, query, key, value, angles)
 
 
 def _codegen(
@@ -341,10 +339,23 @@ def _codegen(
     # Weights are laid out for four devices: the query, value and key of a quarter of the heads, then of the next.
     fused = module.qkv_proj(hidden_states).unflatten(-1, (4, 3, -1))
     query, value, key = (x.flatten(-2).unflatten(-1, (-1, module.head_dim)) for x in fused.unbind(-2))
+    # Angles stay in float32, and with them the query.
+    return _rotary_attention(module, attend, query, key, value, _angles(module, position_ids))
+
+
+def _angles(module: Any, position_ids: Tensor | None) -> Tensor:
+    """Sines, then cosines, of GPT-J's or CodeGen's positions: `[batch, q_len, channels]` float32."""
     assert position_ids is not None
-    angles = module.embed_positions.to(position_ids.device)[position_ids]
+    angles: Tensor = module.embed_positions.to(position_ids.device)[position_ids]
+    return angles
+
+
+def _rotary_attention(
+    module: Any, attend: Attend, query: Tensor, key: Tensor, value: Tensor, angles: Tensor
+) -> tuple[Tensor, None]:
+    """What GPT-J and CodeGen do with a query, key and value, `[batch, q_len, heads, head_dim]` each."""
     query, key = _rotated(module, query, angles), _rotated(module, key, angles)
-    out = attend(query, key.to(hidden_states.dtype), value.transpose(1, 2), softmax_scale=1 / module.scale_attn)
+    out = attend(query, key.to(value.dtype), value.transpose(1, 2), softmax_scale=1 / module.scale_attn)
     return module.out_proj(out), None
 
 

@@ -41,6 +41,7 @@ from .storage import BufferKind
 from .text_config import text_config_of
 from .transforms.of_model import key_transforms
 from .transforms.sharding import check_heads
+from .uncompiled import leave_uncompiled
 
 logger = logging.getLogger(__name__)
 
@@ -377,20 +378,16 @@ def _allocate_early(model: PreTrainedModel, cache: KVQuantCache, batch: int, gen
     shape_of: Callable[[], tuple[Any, Any] | None] | None = getattr(model, "_get_static_cache_init_shape", None)
     shape = None if shape_of is None else shape_of()
     if shape is None:
-        generation_config.disable_compile = True
-        _log_not_compiled(type(model).__name__)
+        leave_uncompiled(
+            model,
+            generation_config,
+            "where its prompt comes in chunks, since its layers are on several devices, or of shapes that nobody knows "
+            "before the first tokens",
+            "Leave prefill_chunk_size out.",
+        )
         return
     num_heads, head_dim = shape
     cache.early_initialization(batch, num_heads, head_dim, model.dtype, model.device)
-
-
-@functools.cache
-def _log_not_compiled(name: str) -> None:
-    logger.warning(
-        "generate: %s is not compiled where its prompt comes in chunks, since its layers are on several devices, or of "
-        "shapes that nobody knows before the first tokens. Correct, slower. Leave prefill_chunk_size out.",
-        name,
-    )
 
 
 def _check_capture(model: PreTrainedModel, state: PatchState | None, generation_config: Any) -> None:
@@ -492,5 +489,10 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
     else:
         # Its own config, or that of an encoder-decoder, where one config serves both and `text_config` is a copy.
         model.set_attn_implementation(name)
+        # T5 gives each half a copy of its config, which transformers 5.17 passes over: copies are of the same class.
+        config = model.config
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel) and part.config is not config and type(part.config) is type(config):
+                part.set_attn_implementation(config._attn_implementation)
     if text_config_of(model)._attn_implementation != name:
         _unreachable.add(model)

@@ -119,8 +119,7 @@ class RingStorage(LayerStorage):
                 # Position t is in row t mod the number of rows, and positions become smaller.
                 new.tail.copy_(old.tail.roll(-surplus, 2))
             moved.append(new)
-        # Assigned together, so that memory which runs out in between leaves both sides as they were.
-        self.key_planes, self.value_planes = moved
+        self._set_planes(*moved)
         if surplus:
             self._counted().place(self._member, held - surplus)
             self.starts = None if self.starts is None else _moved_down(self.starts, surplus)

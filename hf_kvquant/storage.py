@@ -254,9 +254,11 @@ class LayerStorage:
         capacity = self._aligned(tokens)
         if self.key_transform is not None:
             self.key_transform = self.key_transform.to(device)
-        self.key_planes = self._new_planes(self.formats.key, self.key_head_dim, capacity, device)
-        self.value_planes = self._new_planes(self.formats.value, self.value_head_dim, capacity, device)
         self.counters = _new_counters(device)
+        self._set_planes(
+            self._new_planes(self.formats.key, self.key_head_dim, capacity, device),
+            self._new_planes(self.formats.value, self.value_head_dim, capacity, device),
+        )
 
     def _borrow(self, pool: BufferPool, max_cache_len: int, device: torch.device) -> None:
         """Take buffers of a storage that has died, or make some, for the pool to have when we do.
@@ -451,12 +453,15 @@ class LayerStorage:
         if needed <= self.capacity:
             return
         capacity = self._aligned(needed if self.is_empty else max(needed, int(self.capacity * GROWTH)))
-        # Assigned together, so that memory which runs out in between leaves both sides as they were.
-        self.key_planes, self.value_planes = (
+        self._set_planes(
             self._grown(self.key_planes, self.formats.key, self.key_head_dim, capacity),
             self._grown(self.value_planes, self.formats.value, self.value_head_dim, capacity),
         )
         self._planes_changed()
+
+    def _set_planes(self, key_planes: Planes | None, value_planes: Planes | None) -> None:
+        """Have other planes, of both sides at once: memory that runs out before leaves both as they were."""
+        self.key_planes, self.value_planes = key_planes, value_planes
 
     def _grown(self, planes: Planes | None, kv_format: KVFormat, head_dim: int, capacity: int) -> Planes:
         assert planes is not None
@@ -695,10 +700,10 @@ class LayerStorage:
         """
         assert not self.is_allocated
         self.batch, self.num_kv_heads, self.key_head_dim, self.value_head_dim = shape
+        device = torch.empty(0, device=device).device  # with its index: those of tokens are compared with it
         self.dtype, self._device = dtype, device
         self.starts = None if starts is None else starts.to(device)
         self._make_buffers(capacity, device)
-        self._device = self._planes()[0].codes.device  # with its index: those of tokens are compared with it
         for planes, kv_format, old in zip(self._planes(), self._formats(), held, strict=True):
             new = planes.narrow(self.num_coded(kv_format, length), kv_format.block_size)
             for new_plane, old_plane in zip(new.tensors(), old.tensors(), strict=True):
@@ -746,7 +751,8 @@ class LayerStorage:
         self._part_with_buffers()
         if self._group is not None:
             self._group.leave(self._member)
-        self.key_planes = self.value_planes = self.counters = self._group = self._operands = None
+        self._set_planes(None, None)
+        self.counters = self._group = self._operands = None
 
     def select(self, indices: Tensor) -> None:
         """Keep the sequences `indices` (`[new batch]`, int64 or bool mask) of the batch, in that order.
@@ -776,9 +782,11 @@ class LayerStorage:
 
         self._part_with_buffers()
         key_planes, value_planes = self._planes()
-        self.key_planes = selected_planes(key_planes, self.formats.key)
-        self.value_planes = selected_planes(value_planes, self.formats.value)
-        self.starts = None if self.starts is None else selected(self.starts)
+        starts = None if self.starts is None else selected(self.starts)
+        self._set_planes(
+            selected_planes(key_planes, self.formats.key), selected_planes(value_planes, self.formats.value)
+        )
+        self.starts = starts
         if index.numel() != self.batch:
             self.batch = index.numel()
             self._join(self.length)
@@ -802,8 +810,8 @@ class LayerStorage:
             # Towards a GPU the copy is ordered with the kernels that read it; nothing orders the CPU's own reads.
             return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
 
-        self.key_planes, self.value_planes = key_planes.map(moved), value_planes.map(moved)
-        self._device = self.key_planes.codes.device
+        self._set_planes(key_planes.map(moved), value_planes.map(moved))
+        self._device = device
         self.starts = None if self.starts is None else moved(self.starts)
         self.counters = _new_counters(self.device)
         self._join(self.length)

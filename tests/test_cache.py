@@ -514,6 +514,14 @@ REFUSALS: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
         NotImplementedError,
         "KVQuantCache: doge picks the keys that it attends to, which codes cannot serve. Leave the model unpatched.",
     ),
+    "parts": (
+        lambda: AutoConfig.for_model("blt"),
+        "int8",
+        {},
+        NotImplementedError,
+        "KVQuantCache: blt has no `num_hidden_layers` in its config, by which a cache has its layers. "
+        "Leave the model unpatched.",
+    ),
     "layer_types": (
         lambda: AutoConfig.for_model("deepseek_v4", kv_lora_rank=None),
         "int8",

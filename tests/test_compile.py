@@ -272,6 +272,24 @@ def test_a_full_cache_in_a_compiled_loop() -> None:
         compare.assert_same(greedy(model, inputs, 4, past_key_values=cache).sequences, expected, "tokens after a reset")
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_full_cache_in_a_compiled_loop_on_a_gpu() -> None:
+    """Nobody knows before the scores come, and they are NaN, not those of a text that lacks a token."""
+    model = models.on("cuda", models.build("llama"))
+    inputs = {name: tensor.cuda() for name, tensor in left_padded().items()}
+    with patched(model, "int8"), torch.no_grad():
+        cache = KVQuantCache(model.config, "int8", max_cache_len=64)
+        step = torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
+        decode(step, model, cache, inputs, 55)
+        bounds = torch.zeros((2, 3, 1, 1), dtype=torch.int32, device="cuda")
+        token = {"input_ids": torch.ones((3, 1), dtype=torch.long, device="cuda"), "attention_mask": bounds}
+        position = torch.full((3, 1), 64, device="cuda")
+        assert step(**token, past_key_values=cache, position_ids=position, use_cache=True).logits.isnan().all()
+        cache.reset()
+        expected = greedy(model, inputs, 4).sequences
+        compare.assert_same(greedy(model, inputs, 4, past_key_values=cache).sequences, expected, "tokens after a reset")
+
+
 def test_the_host_reads_lengths_after_compiled_steps() -> None:
     """A compiled step advances the device's length only; cropping and looking ask for it again."""
     model, inputs = models.build("llama"), left_padded()

@@ -647,7 +647,10 @@ def test_bad_new_tokens_stay_where_they_are(engine: str, formats: tuple[KVFormat
 @appending
 @pytest.mark.sanitize
 def test_what_has_no_room_is_left_out(formats: tuple[KVFormat, KVFormat]) -> None:
-    """Lengths beyond the capacity and below the number of new tokens: a GPU does not check, and writes nowhere else."""
+    """Lengths beyond the capacity and below the number of new tokens: a GPU does not check, and writes nowhere else.
+
+    A sequence without some of its tokens has NaN for a result.
+    """
     for q_len in (1, 5):
         case = Case(formats, 64, torch.bfloat16, 2, q_len, (128, q_len, 128, 128))
         planes = [clone(filled(case, side), "cuda") for side in (0, 1)]
@@ -670,6 +673,9 @@ def test_what_has_no_room_is_left_out(formats: tuple[KVFormat, KVFormat]) -> Non
                 for part, plane in zip(view.tensors()[1:], whole.tensors()[1:], strict=True):
                     part.fill_(torch.nan)
                     assert plane.isnan().all(), f"{case}: scales were written outside of the planes"
+            is_lost = result[0].isnan().flatten(1).any(1).tolist()
+            assert is_lost == [False, False, True, False], f"{case}: whose tokens are missing"
+            assert result[0][2].isnan().all() and result[1][2].isnan().all()
         (fused, fused_planes), (apart, apart_planes) = results
         for ours, theirs in zip((*fused,), (*apart,), strict=True):
             assert_same(ours, theirs.cpu(), f"{case}, no room")

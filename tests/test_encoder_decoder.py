@@ -29,7 +29,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCa
 from transformers.generation.configuration_utils import CompileConfig
 
 import hf_kvquant
-from hf_kvquant import KVQuantCache, encoder_decoder, patch, patched, report, unpatch
+from hf_kvquant import KVQuantCache, encoder_decoder, patch, patched, report, uncompiled, unpatch
 from hf_kvquant.attention import is_ours
 from hf_kvquant.encoder_decoder import KVQuantEncoderDecoderCache, croppable
 from hf_kvquant.transforms.centering import _keys_of_a_token
@@ -215,6 +215,24 @@ def test_static_caches(name: str) -> None:
         check_equal(greedy(model, inputs_of(model)), expected)
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("led", "whisper", "whisper_encoder")])
+def test_padding_of_a_decoders_prompt(name: str, static: bool) -> None:
+    """transformers makes the mask for a static cache by the attention of the config, which all layers must have."""
+    model = family(name)
+    expected = greedy(model, inputs_of(model), **PROMPT)
+    with patched(model, {"preset": "none", "static": static}):
+        check_equal(greedy(model, inputs_of(model), **PROMPT), expected)
+
+
+def test_both_halves_of_an_encoder_decoder_have_our_attention() -> None:
+    """Where they share a config, and where each has a copy."""
+    for name in ("bart", "t5"):
+        with patched(family(name), "int8") as model:
+            assert is_ours(model.get_encoder().config._attn_implementation)
+            assert is_ours(model.get_decoder().config._attn_implementation)
+
+
 def test_encoders_and_cross_attention_attend_as_before() -> None:
     """They get raw tensors, and the decoder's rotation and centres never reach them."""
     model = family("bart")
@@ -383,8 +401,7 @@ def test_a_report_is_of_the_decoder() -> None:
         output = greedy(model, inputs_of(model))
         for found in (report(model), report(model, output.past_key_values)):
             assert [layer.formats for layer in found.layers] == ["int8", "int8"]
-            if encoder_decoder._MAKES_MASKS:  # T5 looks at keys in transformers 5.17
-                assert {reason for layer in found.layers for reason in layer.fallbacks} == reasons
+            assert {reason for layer in found.layers for reason in layer.fallbacks} == reasons
 
 
 def test_unpatch_restores_the_model() -> None:
@@ -467,8 +484,8 @@ def test_generate_compiles_one_graph(name: str, compiled: dict[str, Any]) -> Non
     model = build(name)
     prompt = {}
     if not encoder_decoder._MAKES_MASKS:
-        if name != "bart":
-            pytest.skip("Whisper's generate takes no mask of its decoder, and T5 looks at keys, in transformers 5.17")
+        if name == "whisper":
+            pytest.skip("transformers 5.17 compiles no decoder without a mask, and Whisper's takes none")
         mask = torch.ones((3, 2), dtype=torch.long)
         prompt = {"decoder_input_ids": torch.full_like(mask, BOS), "decoder_attention_mask": mask}
     with patched(model, {"preset": "int4", "static": True}):
@@ -483,13 +500,13 @@ def test_without_a_mask_old_versions_of_transformers_do_not_compile(
 ) -> None:
     model = build("bart")
     monkeypatch.setattr(encoder_decoder, "_MAKES_MASKS", False)
-    encoder_decoder._log_not_compiled.cache_clear()
+    uncompiled._log.cache_clear()
     with patched(model, {"preset": "int4", "static": True}), caplog.at_level(logging.WARNING, "hf_kvquant"):
         expected = greedy(model, inputs_of(model))
         for _ in range(2):
             check_equal(greedy(model, inputs_of(model), **compiled), expected)
     assert not counters["stats"]["unique_graphs"]
-    assert [record.message for record in caplog.records if record.name == "hf_kvquant.encoder_decoder"] == [
+    assert [record.message for record in caplog.records if record.name == "hf_kvquant.uncompiled"] == [
         "generate: BartForConditionalGeneration is not compiled without a decoder_attention_mask by this version of "
         "transformers. Correct, slower. Install transformers 5.18 or later, or pass a mask of ones."
     ]

@@ -26,8 +26,10 @@ from torch import Tensor
 
 import hf_kvquant
 from hf_kvquant import KVQuantCache, KVQuantConfig, offloading, patched
+from hf_kvquant.formats import KVFormat, Planes
 from hf_kvquant.handle import KVHandle
 from hf_kvquant.offloading import OffloadedStorage, Offloader
+from hf_kvquant.storage import LayerStorage
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NUM_LAYERS, BATCH, HEAD_DIM = 5, 3, models.HEAD_DIM
@@ -292,6 +294,7 @@ OPERATIONS: dict[str, Callable[[KVQuantCache], Any]] = {
     "look at a layer": lambda cache: cache.layers[2].keys,
     "touch a layer": lambda cache: cache.storages[3].value_planes,
     "crop one layer": lambda cache: cache.storages[1].crop(1),
+    "reset one layer": lambda cache: cache.storages[1].reset(),
     "move and back": lambda cache: [(layer.offload(), layer.prefetch()) for layer in cache.layers],
 }
 
@@ -350,6 +353,74 @@ def test_memory_that_is_short_loses_nothing(device: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(offloading, "_rows", rows)
     check_same_outs(step(away, 1, seed=1), step(plain, 1, seed=1), "a step later")
     check_same_tokens(away, plain, "at last")
+
+
+def new_tokens(q_len: int, device: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(q_len)
+    key, value = (torch.randn(BATCH, 2, q_len, HEAD_DIM, generator=generator).to(device) for _ in range(2))
+    return key, value
+
+
+SECOND_SIDE: dict[str, tuple[int, Callable[[LayerStorage, str], Any]]] = {  # tokens held before, what is done
+    "first tokens": (0, lambda storage, device: storage.extend(*new_tokens(9, device))),
+    "growing": (9, lambda storage, device: storage.extend(*new_tokens(130, device))),
+    "fewer sequences": (9, lambda storage, device: storage.select(torch.tensor([1]))),
+}
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+@pytest.mark.parametrize("name", SECOND_SIDE)
+def test_memory_that_runs_out_between_the_sides(
+    name: str, is_away: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither side is another one then, nor what steps know of both; the same once more is as if nothing had been."""
+    length, change = SECOND_SIDE[name]
+    expected, actual = both({"preset": "int4"})[0], both({"preset": "int4"})[is_away]
+    for cache in (expected, actual):
+        if length:
+            step(cache, length, device)
+        for storage in cache.storages[:2]:  # two layers that have to make room
+            storage.extend(*new_tokens(9, device))
+            storage.flush()
+    plain, storage = expected.storages[2], actual.storages[2]
+    change(plain, device)
+    num_calls = num_refused = fails_at = 0
+
+    def failing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == fails_at:
+                raise torch.OutOfMemoryError("no memory is left")
+            return function(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(KVFormat, "allocate", failing(KVFormat.allocate))
+    monkeypatch.setattr(Planes, "map", failing(Planes.map))
+    monkeypatch.setattr(offloading, "_copied", failing(offloading._copied))
+    monkeypatch.setattr(Offloader, "take_slot", failing(Offloader.take_slot))
+    while num_refused == fails_at < 20:
+        num_calls, fails_at = 0, fails_at + 1
+        try:
+            change(storage, device)
+        except torch.OutOfMemoryError:
+            num_refused += 1
+            assert storage.length == length and (storage.batch == BATCH or not length)
+            if length:
+                key, value = storage._planes()
+                assert key.codes.shape == value.codes.shape and key.codes.shape[0] == BATCH
+            else:
+                assert storage.num_bytes == 0
+    fails_at = 0
+    assert num_refused >= 2, "of each side"
+    plain.flush(), storage.flush()
+    query = torch.randn(plain.batch, 4, 1, HEAD_DIM).to(device)
+    for out, other in zip(
+        storage.attend(query, softmax_scale=0.2), plain.attend(query, softmax_scale=0.2), strict=True
+    ):
+        compare.assert_same(out, other.cpu(), name)
+    check_same_tokens(actual, expected, name)
 
 
 def test_a_crop_without_a_tail_moves_nothing() -> None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from cases import Case, filled, queries, tokens
 from compare import assert_close, assert_same
-from test_ops import good_arguments, op_arguments
+from test_ops import ANOTHER_BATCH, good_arguments, op_arguments
 from tolerances import attention_bound, lse_bound
 from torch import Tensor
 
-from hf_kvquant import KVFormat, ops, reference
+from hf_kvquant import KeyTransform, KVFormat, ops, reference
 from hf_kvquant.config import PRESETS
 
 INT4 = KVFormat("int4", symmetric=False)
@@ -177,6 +177,24 @@ def test_factors_that_somebody_has_written_to(name: str, argument: str, number: 
     call = call_of(name)
     call[argument][1, 3] = number
     refused(name, call, f"`{argument}` {message}")
+
+
+@pytest.mark.parametrize("name", ["append_reference", "decode_reference"])
+def test_the_reference_takes_factors_that_have_been_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transform made in every call, with the checks of the constructor, would wait for a GPU each time."""
+    call = call_of(name)
+    monkeypatch.setattr(KeyTransform, "__post_init__", lambda self: pytest.fail("checked again"))
+    overload(name)(**call)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [("append", "key"), ("append", "value"), ("decode", "query"), ("decode", "value")]
+)
+def test_another_batch_is_refused_by_the_reference_as_by_kernels(name: str, argument: str) -> None:
+    for op in (name, f"{name}_reference"):
+        call = call_of(op)
+        call[argument] = call[argument][:1]
+        refused(op, call, f"`{argument}` must have batch 2 like the cache, got 1\\. {ANOTHER_BATCH}")
 
 
 @pytest.mark.parametrize("has_new", [False, True])

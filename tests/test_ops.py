@@ -654,6 +654,18 @@ def break_head_dim(arguments: dict[str, Any]) -> None:
     arguments["query"] = arguments["query"][..., :32]
 
 
+def break_batch(arguments: dict[str, Any]) -> None:
+    arguments["query"] = arguments["query"].repeat(2, 1, 1, 1)
+
+
+def break_heads(arguments: dict[str, Any]) -> None:
+    arguments["query"] = arguments["query"][:, :3]
+
+
+def break_key_batch(arguments: dict[str, Any]) -> None:
+    arguments["new"] = (arguments["new"][0][:1], arguments["new"][1])
+
+
 def break_lengths_dtype(arguments: dict[str, Any]) -> None:
     arguments["lengths"] = arguments["lengths"].long()
 
@@ -737,10 +749,14 @@ def break_clip_ratio(arguments: dict[str, Any]) -> None:
     arguments["formats"] = (key_format, arguments["formats"][1])
 
 
+ANOTHER_BATCH = r"Was this cache filled for another batch\? Use batch_select_indices, batch_repeat_interleave or reset"
 BROKEN = [
     (break_clip_ratio, r"decode: `key_clip_ratio` must be above 0 and at most 1, got 1\.5\. KVFormat"),
     (break_dtype, r"decode: `query` must be float32, float16 or bfloat16, got Double\. Load"),
     (break_head_dim, r"decode: `query` must have head_dim 64 like the cache, got 32\. Was"),
+    (break_batch, rf"decode: `query` must have batch 2 like the cache, got 4\. {ANOTHER_BATCH}"),
+    (break_heads, r"decode: `query` must have a multiple of 2 heads, .*, got 3\. Was this cache filled by another"),
+    (break_key_batch, rf"decode: `key` must have batch 2 like the cache, got 1\. {ANOTHER_BATCH}"),
     (break_lengths_dtype, r"decode: `lengths` must be int32, got Long\. Call"),
     (break_lengths_shape, r"decode: `lengths` must be \[2\], one number per sequence of the cache, got \[1\]"),
     (break_key_heads, r"decode: `key` must have 2 heads like the cache, got 1\. Was"),

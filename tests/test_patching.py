@@ -20,6 +20,8 @@ from models import FAMILIES, greedy, left_padded, logits
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BltConfig,
+    BltForCausalLM,
     Gemma3ForConditionalGeneration,
     GenerationMixin,
     PreTrainedModel,
@@ -27,7 +29,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 
 import hf_kvquant
-from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, patching, unpatch
+from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, uncompiled, unpatch
 from hf_kvquant.patching import state_of
 
 FLAG = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int4"}}
@@ -386,6 +388,18 @@ def test_a_refused_model_is_left_as_it_was(name: str) -> None:
     compare.assert_same(logits(greedy(model, inputs, decoder_start_token_id=1)), logits(expected), "logits")
 
 
+def test_several_models_in_one_are_refused() -> None:
+    """transformers makes no cache for BLT either, so there is nothing that it could generate."""
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    parts = {f"{part}_config": size for part in ("patcher", "encoder", "decoder", "global")}
+    model = BltForCausalLM(BltConfig(**parts, encoder_hash_byte_group_vocab=8))
+    before = visible_state(model)
+    message = "KVQuantCache: blt has no `num_hidden_layers` in its config, by which a cache has its layers. Leave"
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        patch(model, "int8")
+    assert visible_state(model) == before
+
+
 def test_a_pipeline_is_not_a_model() -> None:
     message = (
         "patch: `model` must be a transformers PreTrainedModel, got Linear. "
@@ -505,7 +519,7 @@ def test_buffers_are_there_before_a_compiled_prefill_in_chunks(
 
     monkeypatch.setattr(model, "_valid_auto_compile_criteria", is_compiled, raising=False)
     monkeypatch.setattr(type(model), "get_compiled_call", lambda self, config: self.__call__)
-    patching._log_not_compiled.cache_clear()
+    uncompiled._log.cache_clear()
     with caplog.at_level(logging.WARNING, "hf_kvquant"), patched(model, {"preset": "int8", "static": True}):
         expected = greedy(model, left_padded())
         seen.clear()

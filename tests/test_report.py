@@ -22,7 +22,7 @@ from hf_kvquant.attention import NOT_QUANTIZED
 from hf_kvquant.handle import LOOKED_INSIDE
 
 KERNEL = {"cpu": f"CPU kernel, {ops.extension().cpu_capability()}", "cuda": "CUDA kernel"}  # type: ignore[union-attr]
-REINSTALL = environment.REINSTALL
+REINSTALL = ops.REINSTALL
 
 
 def found(model: Any, cache: KVQuantCache | None = None) -> list[tuple[str | None, str, str]]:

@@ -8,7 +8,7 @@
 // contiguous memory. Where the heads of a token share a scale, a thread block takes the token; where the keys of a channel
 // do, it takes a block of tokens in one head.
 // Keys and values are one launch, first the blocks of the keys. Lengths are read on the device; tokens for which there
-// is no room are left out.
+// is no room are left out. Of more new tokens than a ring has rows, the newest are taken, so that no two meet in a row.
 #include <algorithm>
 #include <type_traits>
 
@@ -33,6 +33,7 @@ struct Job {
   Dense dense;
   Side side;
   KeyTransform transform;  // of keys
+  int q_len;               // tokens of `dense`, the newest of the call
   int tiles_per_warp;
   unsigned num_blocks, blocks_per_sequence;
 };
@@ -41,7 +42,9 @@ struct Jobs {
   Job jobs[2];  // keys, values
   const int32_t* lengths;
   const int32_t* starts;  // nullptr: 0
-  int num_kv_heads, q_len, capacity, sink_length, residual_length;
+  int num_kv_heads, capacity, sink_length, residual_length;
+  Laps laps;
+  int max_length;  // see max_length_of
 };
 
 // How the 32 lanes of a warp lie on rows. Lanes that are left over belong to no row.
@@ -67,8 +70,8 @@ struct Lanes {
 // The consecutive tokens of a lane in one head.
 struct Tokens {
   unsigned b, h;
-  int64_t t;       // position of the first in the cache
-  int begin, end;  // which of them are of the chunk and have room
+  int row;         // of the first in the planes
+  int begin, end;  // which of them are of the chunk, have room, and lie in rows that follow
 
   __device__ bool has_room(int r) const { return r >= begin && r < end; }
 };
@@ -140,7 +143,7 @@ __device__ void quantize_rows(const Side& side, const Lanes& lanes, const Tokens
     join_lanes(extents, lanes.lane, lanes.position, lanes.lanes_per_group);
   }
   half_bits scales[kRows], zeros[kRows];
-  uint8_t* target = code_row(side, tokens.b, tokens.h, tokens.t) + lanes.chunk * Codes<kStorage>::kBytes;
+  uint8_t* target = code_row(side, tokens.b, tokens.h, tokens.row) + lanes.chunk * Codes<kStorage>::kBytes;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const StoredScale value = side.is_frozen ? frozen : compute_scale<kStorage>(extents[r].range(), side.clip_ratio);
@@ -150,9 +153,9 @@ __device__ void quantize_rows(const Side& side, const Lanes& lanes, const Tokens
     target += side.codes_stride_t;
   }
   if (side.is_frozen || lanes.position != 0) return;
-  store_plane(scale_at(side, tokens.b, tokens.h, lanes.group, tokens.t), side.scale_stride_t, scales, tokens);
+  store_plane(scale_at(side, tokens.b, tokens.h, lanes.group, tokens.row), side.scale_stride_t, scales, tokens);
   if constexpr (!kIsSymmetric) {
-    store_plane(zero_at(side, tokens.b, tokens.h, lanes.group, tokens.t), side.zero_stride_t, zeros, tokens);
+    store_plane(zero_at(side, tokens.b, tokens.h, lanes.group, tokens.row), side.zero_stride_t, zeros, tokens);
   }
 }
 
@@ -187,7 +190,7 @@ __device__ void append_tile(const Job& job, const Lanes& lanes, const LaneTransf
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         if (!tokens.has_room(r)) continue;
-        store_values(code_row(side, tokens.b, tokens.h, tokens.t + r), side.dense_dtype, lanes.chunk, x[r]);
+        store_values(code_row(side, tokens.b, tokens.h, tokens.row + r), side.dense_dtype, lanes.chunk, x[r]);
       }
       break;
     case Storage::int8:
@@ -218,13 +221,13 @@ __device__ void append_rows(const Jobs& jobs, const Job& job, unsigned block) {
   const unsigned part = unit / jobs.num_kv_heads, h = unit - part * jobs.num_kv_heads;
   const int tokens_per_tile = lanes.rows * kRows;
   const int start = part * job.tiles_per_warp * tokens_per_tile;
-  const int end = min(jobs.q_len, start + job.tiles_per_warp * tokens_per_tile);
+  const int end = min(job.q_len, start + job.tiles_per_warp * tokens_per_tile);
 
   // Tokens of the chunk that this lane may read, and those among them with a place in the cache.
-  const int64_t before = int64_t{jobs.lengths[b]} - jobs.q_len;  // position of the first token
-  const int count = lanes.has_row() ? jobs.q_len : 0;
-  const int first_with_room = static_cast<int>(min(max(-before, int64_t{0}), int64_t{count}));
-  const int end_of_room = static_cast<int>(min(max(jobs.capacity - before, int64_t{0}), int64_t{count}));
+  const int count = lanes.has_row() ? job.q_len : 0;
+  // A lane's only token finds its row by itself. Several are taken lap by lap, so that their rows follow each other.
+  constexpr bool kHasLaps = kRows > 1;
+  NewRows rows(kHasLaps ? jobs.laps : one_lap(), jobs.max_length, jobs.lengths[b], job.q_len, start);
   const int64_t origin = b * dense.stride_b + h * dense.stride_h + lanes.chunk * kChunk;
   LaneTransform<kChunk> inverted;
   if constexpr (kIsTransformed) {
@@ -232,10 +235,13 @@ __device__ void append_rows(const Jobs& jobs, const Job& job, unsigned block) {
     inverted.invert(job.transform);
   }
 #pragma unroll 1
-  for (int tile = start; tile < end; tile += tokens_per_tile) {
+  for (int tile = start; tile < end;) {
     const int i = tile + lanes.row * kRows;
-    const Tokens tokens = {b, h, before + i, first_with_room - i, end_of_room - i};
+    const int row = kHasLaps ? rows.first + i : jobs.laps.row(rows.first + i);
+    const Tokens tokens = {b, h, row, rows.begin - i, min(rows.end, count) - i};
     append_tile<kIsTransformed, kDtype, kRows>(job, lanes, inverted, tokens, origin + i * dense.stride_t, count - i);
+    // A tile with tokens in the next lap, too, is taken once more for these.
+    if (!kHasLaps || !rows.go_on(jobs.laps, tile + tokens_per_tile)) tile += tokens_per_tile;
   }
 }
 
@@ -249,15 +255,16 @@ struct Token {
   const Job& job;
   Lanes lanes;
   unsigned b, i;
-  int64_t t;
+  bool has_room;
+  int row;  // of the planes, if there is room
 
   __device__ Token(const Jobs& jobs, const Job& job, unsigned block) : jobs(jobs), job(job), lanes(job.side) {
-    b = block / jobs.q_len;
-    i = block - b * jobs.q_len;
-    t = int64_t{jobs.lengths[b]} - jobs.q_len + i;
+    b = block / job.q_len;
+    i = block - b * job.q_len;
+    const int64_t t = int64_t{jobs.lengths[b]} - job.q_len + i;
+    has_room = t >= 0 && t < jobs.max_length;
+    row = jobs.laps.row(static_cast<int>(t));
   }
-
-  __device__ bool has_room() const { return t >= 0 && t < jobs.capacity; }
 
   // Calls `use` with the channels of this lane in each head that it takes.
   template <bool kIsTransformed, class Use>
@@ -295,9 +302,9 @@ __device__ void quantize_token(const Token& token) {
   for (int w = 0; w < kNumWarps; ++w) extents[0].include(of_warps[w]);
 
   const StoredScale value = compute_scale<kStorage>(extents[0].range(), side.clip_ratio);
-  if (threadIdx.x == 0) store_scale<kIsSymmetric>(side, value, token.b, 0, 0, token.t);
+  if (threadIdx.x == 0) store_scale<kIsSymmetric>(side, value, token.b, 0, 0, token.row);
   token.template for_heads<kIsTransformed>([&](int h, const Wide& x) {
-    uint8_t* target = code_row(side, token.b, h, token.t) + token.lanes.chunk * Codes<kStorage>::kBytes;
+    uint8_t* target = code_row(side, token.b, h, token.row) + token.lanes.chunk * Codes<kStorage>::kBytes;
     encode<kStorage, kIsSymmetric>(x, value).store(target);
   });
 }
@@ -305,7 +312,7 @@ __device__ void quantize_token(const Token& token) {
 template <bool kIsTransformed>
 __device__ void append_token(const Jobs& jobs, const Job& job, unsigned block) {
   const Token token(jobs, job, block);
-  if (!token.has_room()) return;
+  if (!token.has_room) return;
   switch (job.side.storage) {
     case Storage::none: break;  // has no scales to share
     case Storage::int8:
@@ -322,18 +329,18 @@ __device__ void append_token(const Jobs& jobs, const Job& job, unsigned block) {
 
 // What an append does to the tail of a sequence, in positions. Tokens for which there is no room do not count.
 struct TailUpdate {
-  int start;        // the first token that is not padding; the capacity where there is none, so that sums fit an int
+  int start;        // the first token that is not padding; max_length where there is none, so that sums fit an int
   int first_new;    // may be negative
   int old, length;  // tokens before and after
   int begin, end;   // the newest tokens that attention took from the tail before began there, and do now
 
-  __device__ TailUpdate(const Jobs& jobs, const Side& side, unsigned b)
-      : start(jobs.starts == nullptr ? 0 : min(max(jobs.starts[b], 0), jobs.capacity)),
-        first_new(jobs.lengths[b] - jobs.q_len),
+  __device__ TailUpdate(const Jobs& jobs, const Job& job, unsigned b)
+      : start(jobs.starts == nullptr ? 0 : min(max(jobs.starts[b], 0), jobs.max_length)),
+        first_new(jobs.lengths[b] - job.q_len),
         old(max(first_new, 0)),
-        length(min(jobs.lengths[b], jobs.capacity)),
-        begin(tail_begin(side, old, jobs.residual_length)),
-        end(tail_begin(side, max(length, 0), jobs.residual_length)) {}
+        length(min(jobs.lengths[b], jobs.max_length)),
+        begin(tail_begin(job.side, old, jobs.residual_length)),
+        end(tail_begin(job.side, max(length, 0), jobs.residual_length)) {}
 };
 
 // All threads of a thread block copy the new tokens that belong to a tail now, in one head.
@@ -362,7 +369,7 @@ __device__ void copy_to_tail(const Jobs& jobs, const Job& job, const TailUpdate&
 // Quantises the tokens from `begin` on, a block of them, in one head. Sinks count as padding: nobody reads their codes.
 __device__ void quantize_block(const Jobs& jobs, const Job& job, const TailUpdate& update, int64_t b, int64_t h,
                                int begin) {
-  const BlockOfTokens tokens = {begin, update.first_new, update.start + jobs.sink_length,
+  const BlockOfTokens tokens = {begin, jobs.laps.row(begin), update.first_new, update.start + jobs.sink_length,
                                 jobs.sink_length + begin % job.side.ring};
   for (int c = threadIdx.x / kLanes * kColumnsOfWarp; c < job.side.head_dim; c += kNumWarps * kColumnsOfWarp) {
     if (job.side.tail_dtype == Dtype::fp32) {
@@ -376,17 +383,19 @@ __device__ void quantize_block(const Jobs& jobs, const Job& job, const TailUpdat
 // One thread block's part of a head: the blocks that begin in the tail and become codes now, and then the new tail, which
 // takes the place of what was read for them; or one of the blocks of new tokens only.
 __device__ void append_blocks(const Jobs& jobs, const Job& job, unsigned block) {
-  const unsigned parts = jobs.q_len / kBlockSize + 1, head = block / parts, part = block - head * parts;
+  const unsigned parts = job.q_len / kBlockSize + 1, head = block / parts, part = block - head * parts;
   const unsigned b = head / jobs.num_kv_heads, h = head - b * jobs.num_kv_heads;
-  const TailUpdate update(jobs, job.side, b);
+  const TailUpdate update(jobs, job, b);
   if (update.length <= update.old) return;
+  // Older blocks would meet newer ones in a row of a ring.
+  const int oldest = max(update.begin, update.end - jobs.capacity);
   if (part > 0) {
     const int begin = max(update.begin, (update.old + kBlockSize - 1) / kBlockSize * kBlockSize) +
                       static_cast<int>(part - 1) * kBlockSize;
-    if (begin < update.end) quantize_block(jobs, job, update, b, h, begin);
+    if (begin >= oldest && begin < update.end) quantize_block(jobs, job, update, b, h, begin);
     return;
   }
-  for (int begin = update.begin; begin < min(update.end, update.old); begin += kBlockSize) {
+  for (int begin = oldest; begin < min(update.end, update.old); begin += kBlockSize) {
     quantize_block(jobs, job, update, b, h, begin);
   }
   __syncthreads();
@@ -398,7 +407,7 @@ __global__ void __launch_bounds__(kNumWarps* kLanes) append_tails(const __grid_c
   const Job& job = jobs.jobs[blockIdx.x % 2];
   const unsigned head = blockIdx.x / 2, b = head / jobs.num_kv_heads;
   if (job.side.tail == nullptr || job.side.has_channel_scales) return;
-  const TailUpdate update(jobs, job.side, b);
+  const TailUpdate update(jobs, job, b);
   if (update.length > update.old) copy_to_tail(jobs, job, update, b, head - b * jobs.num_kv_heads);
 }
 
@@ -441,12 +450,21 @@ __global__ void __launch_bounds__(kNumWarps* kLanes) append_side(const __grid_co
 __global__ void __launch_bounds__(kNumWarps* kLanes) spoil_frozen_scales(const __grid_constant__ Jobs jobs) {
   const Job& job = jobs.jobs[blockIdx.x % 2];
   const Token token(jobs, job, blockIdx.x / 2);
-  if (!job.side.is_frozen || !token.has_room()) return;
+  if (!job.side.is_frozen || !token.has_room) return;
   token.template for_heads<true>([&](int, const Wide& x) {
     if (isfinite(Extent<Dtype::fp32, true>::of(x).high)) return;
     *scale_at(job.side, token.b, 0, 0, 0) = kHalfNan;
     if (!job.side.is_symmetric) *zero_at(job.side, token.b, 0, 0, 0) = kHalfNan;
   });
+}
+
+// The newest tokens of a job, at most so many.
+Job newest(Job job, int most) {
+  const int num_left_out = std::max(job.q_len - most, 0);
+  const int bytes = job.dense.dtype == Dtype::fp32 ? 4 : 2;
+  job.dense.data = static_cast<const char*>(job.dense.data) + num_left_out * job.dense.stride_t * bytes;
+  job.q_len -= num_left_out;
+  return job;
 }
 
 // Whether every row starts at a multiple of 16 bytes. The stride of an axis of size 1 says nothing.
@@ -462,24 +480,32 @@ bool has_aligned_rows(const Dense& dense, const AppendParams& params) {
 void append(const AppendParams& params, void* stream) {
   const bool is_prompt = params.q_len >= kMinPromptTokens && has_aligned_rows(params.key, params) &&
                          has_aligned_rows(params.value, params);
-  Jobs jobs = {
-      {{params.key, params.key_side, params.key_transform, 1, 0, 0}, {params.value, params.value_side, {}, 1, 0, 0}},
-      params.lengths,
-      params.starts,
-      params.num_kv_heads,
-      params.q_len,
-      params.capacity,
-      params.sink_length,
-      params.residual_length};
+  const int q_len = params.q_len;
+  const Jobs all = {{{params.key, params.key_side, params.key_transform, q_len, 1, 0, 0},
+                     {params.value, params.value_side, {}, q_len, 1, 0, 0}},
+                    params.lengths,
+                    params.starts,
+                    params.num_kv_heads,
+                    params.capacity,
+                    params.sink_length,
+                    params.residual_length,
+                    laps_of(params.capacity, params.is_ring),
+                    max_length_of(params.capacity, params.is_ring)};
+  // Rows are for so many of the newest tokens. Blocks of tokens and tails may take older ones.
+  const int num_rows = params.is_ring ? std::min(q_len, params.capacity) : q_len;
+  Jobs of_rows = all;
+  for (Job& job : of_rows.jobs) job = newest(job, num_rows);
+  Jobs jobs = of_rows;
+  if (params.key_side.has_channel_scales) jobs.jobs[0] = all.jobs[0];
   int64_t num_blocks = 0;
   for (Job& job : jobs.jobs) {
-    int64_t blocks_per_sequence = params.q_len;
+    int64_t blocks_per_sequence = job.q_len;
     if (job.side.has_channel_scales) {
-      blocks_per_sequence = int64_t{params.num_kv_heads} * (params.q_len / kBlockSize + 1);
+      blocks_per_sequence = int64_t{params.num_kv_heads} * (job.q_len / kBlockSize + 1);
     } else if (!takes_tokens(job.side)) {
       const int64_t tokens_per_tile =
           kLanes / (job.side.head_dim / kChunk) * rows_of_lane(is_prompt, dtype_of_rows(job));
-      const int64_t tiles_per_head = (params.q_len + tokens_per_tile - 1) / tokens_per_tile;
+      const int64_t tiles_per_head = (job.q_len + tokens_per_tile - 1) / tokens_per_tile;
       const int64_t num_tiles = 2 * params.batch * params.num_kv_heads * tiles_per_head;
       job.tiles_per_warp = static_cast<int>(std::clamp<int64_t>(num_tiles / kMinWarps, 1, kMaxTilesPerWarp));
       const int64_t warps_per_head = (tiles_per_head + job.tiles_per_warp - 1) / job.tiles_per_warp;
@@ -491,7 +517,7 @@ void append(const AppendParams& params, void* stream) {
   }
   const int num_threads = kNumWarps * kLanes;
   if (params.key_side.is_frozen || params.value_side.is_frozen) {
-    launch("append", spoil_frozen_scales, int64_t{2} * params.batch * params.q_len, num_threads, 0, stream, jobs);
+    launch("append", spoil_frozen_scales, int64_t{2} * params.batch * num_rows, num_threads, 0, stream, of_rows);
   }
   const auto kernel_for = [is_prompt](auto keys) {
     constexpr Keys kKeys = decltype(keys)::value;
@@ -504,7 +530,7 @@ void append(const AppendParams& params, void* stream) {
   launch("append", kernel, num_blocks, num_threads, 0, stream, jobs);
   const auto has_rows_and_tail = [](const Side& side) { return side.tail != nullptr && !side.has_channel_scales; };
   if (has_rows_and_tail(params.key_side) || has_rows_and_tail(params.value_side)) {
-    launch("append", append_tails, int64_t{2} * params.batch * params.num_kv_heads, num_threads, 0, stream, jobs);
+    launch("append", append_tails, int64_t{2} * params.batch * params.num_kv_heads, num_threads, 0, stream, all);
   }
 }
 

@@ -41,12 +41,12 @@ __device__ __forceinline__ uint4 load_pair(const DecodeParams& params, const New
                                          segment.h * dense.stride_h + c);
 }
 
-// One warp quantises new token `i` to position `t`.
+// One warp quantises new token `i`, which is at position `t`.
 template <class Shape>
 __device__ __forceinline__ void append_token(const DecodeParams& params, const NewTokens& new_tokens,
                                              const DecodePlan& plan, const Segment& segment, const uint4& pair, int i,
                                              int t, int lane) {
-  const int b = segment.b, h = segment.h;
+  const int b = segment.b, h = segment.h, row = plan.laps.row(t);
   const KeyTransform& transform = params.key_transform;
   if constexpr (kHasPairs<Shape>) {
     if (plan.appends_pairs) {
@@ -55,8 +55,8 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
         const Values<Dtype::fp32> key = transformed(transform, params.key_side.head_dim, h, x, lane % (kLanes / 2));
         if (lane < kLanes / 2) x = key;
       }
-      append_row<Shape::kKey, !Shape::kHasKeyZero>(lane < kLanes / 2 ? params.key_side : params.value_side, x, b, h, t,
-                                                   lane % (kLanes / 2));
+      append_row<Shape::kKey, !Shape::kHasKeyZero>(lane < kLanes / 2 ? params.key_side : params.value_side, x, b, h,
+                                                   row, lane % (kLanes / 2));
       return;
     }
   }
@@ -78,10 +78,10 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
   if constexpr (!Shape::kIsBlocked) {
     Values<Dtype::fp32> key = load(new_tokens.key, params.key_side);
     if (!is_identity(transform)) key = transformed(transform, params.key_side.head_dim, h, key, lane);
-    append_row<Shape::kKey, !Shape::kHasKeyZero>(params.key_side, key, b, h, t, lane);
+    append_row<Shape::kKey, !Shape::kHasKeyZero>(params.key_side, key, b, h, row, lane);
   }
   const Values<Dtype::fp32> value = load(new_tokens.value, params.value_side);
-  append_row<Shape::kValue, !Shape::kHasValueZero>(params.value_side, value, b, h, t, lane);
+  append_row<Shape::kValue, !Shape::kHasValueZero>(params.value_side, value, b, h, row, lane);
 }
 
 // Eight warps on a multiprocessor, in one block or two, with as many registers as there are: each then has instructions
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   // --- ask for the length and the query. Meanwhile find the place that most sequences start at: those without padding.
   Segment segment = segment_of_block(plan);
   wait_for_launch_before();
-  const Bounds bounds(params, segment.b);
+  const Bounds bounds(params, plan, segment.b);
   uint32_t query_bits[kRowsOfWarp][Query<Shape>::kPerLane];
 #pragma unroll
   for (int i = 0; i < kRowsOfWarp; ++i) {
@@ -135,11 +135,10 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   if (!segment.has_rounds() && !held.is_own) return;
   const int first_step = segment.first_step + warp;
   const int held_step = held.is_own ? min(held.first_step, segment.last_step) : segment.last_step;
-  const int first_of_tail = Shape::kIsBlocked ? tail_begin(params.key_side, min(max(bounds.length, 0), params.capacity),
-                                                           params.residual_length)
-                                              : span.end;
-  ring.bound(span.begin, span.end, min(first_of_tail, span.end));
+  const int first_of_tail =
+      Shape::kIsBlocked ? tail_begin(params.key_side, bounds.num_tokens(plan), params.residual_length) : span.end;
   if (first_step != likely_step) ring.seek(plan, segment, first_step);
+  ring.bound(span.begin, span.end, min(first_of_tail, span.end));
   if constexpr (Shape::kIsBlocked) {
     Blocks<Shape>::expect_tail(params, plan, segment, first_of_tail, span.end, warp, lane);
   }
@@ -147,7 +146,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   if (has_windows) expect_window(params, plan, segment, bounds, warp, lane);
   int stage = 0;
   for (; stage < num_stages - 1 && first_step + stage * stride < held_step; ++stage) {
-    ring.fill(params, plan, chunk_list, segment.b, segment.h, stage);
+    ring.fill(params, plan, chunk_list, segment.b, segment.h, stage, first_step + stage * stride);
     commit_copies();
   }
   if (held.is_own) {
@@ -161,7 +160,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     if constexpr (Shape::kIsBlocked) {
       if (fills_block) {
         for (int c = warp * kColumnsOfWarp; c < params.key_side.head_dim; c += num_warps * kColumnsOfWarp) {
-          const BlockOfTokens tokens = {held.end - kBlockSize, held.end - 1, bounds.start, 0};
+          const int begin = held.end - kBlockSize;
+          const BlockOfTokens tokens = {begin, plan.laps.row(begin), held.end - 1, bounds.start, 0};
           quantize_columns<false>(params.key_side, new_tokens.key, segment.b, segment.h, tokens, c);
         }
         __syncthreads();
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   }
   for (; stage < num_stages - 1; ++stage) {
     if (first_step + stage * stride < segment.last_step)
-      ring.fill(params, plan, chunk_list, segment.b, segment.h, stage);
+      ring.fill(params, plan, chunk_list, segment.b, segment.h, stage, first_step + stage * stride);
     commit_copies();
   }
 
@@ -219,7 +219,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     __syncwarp();
     // The stage before is free now.
     if (step + (num_stages - 1) * stride < segment.last_step) {
-      ring.fill(params, plan, chunk_list, segment.b, segment.h, stage == 0 ? num_stages - 1 : stage - 1);
+      ring.fill(params, plan, chunk_list, segment.b, segment.h, stage == 0 ? num_stages - 1 : stage - 1,
+                step + (num_stages - 1) * stride);
     }
     commit_copies();
     before = at;

@@ -75,6 +75,8 @@ struct Output {
     // A softcap has taken it in already.
     if (params.softcap == 0.f) constant = constants[row];
     if (params.sinks != nullptr) sink = params.sinks[head] * kLog2E - constant;
+    // Tokens are missing, and nobody on the host may know: a result without them would look like any other.
+    if (params.lengths[segment.b] > plan.max_length) sink = NAN;
     is_half = params.query.dtype == Dtype::fp16;
   }
 

@@ -1,12 +1,14 @@
 // The CUDA kernels, as the rest of the extension sees them. Arguments have been checked by csrc/args.cpp, except for
-// the lengths: those live on the device, and what they would put beyond the capacity is left out. Nothing here waits
-// for the device or allocates, so a CUDA graph can capture every call; the grid follows from shapes and the GPU, and
-// lengths are read by the kernels alone. Results are defined by hf_kvquant/reference.py.
+// the lengths: those live on the device, and what they would put beyond the capacity (of a ring: beyond kMaxRingLength)
+// is left out, whereupon attention of the sequence is NaN. Nothing here waits for the device or allocates, so a CUDA
+// graph can capture every call; the grid follows from shapes and the GPU, and lengths are read by the kernels alone.
+// Results are defined by hf_kvquant/reference.py.
 #pragma once
 
 #include <cstddef>
 
 #include "../format.h"
+#include "laps.h"
 
 namespace hf_kvquant::cuda {
 
@@ -115,6 +117,8 @@ struct DecodePlan {
   bool has_gaps;       // copies leave some of a stage as it is, see ring.cuh
   bool appends;        // the attention kernel quantises the new tokens too
   bool appends_pairs;  // one new key and its value side by side in a warp
+  Laps laps;
+  int max_length;      // see max_length_of
   int plain_query_at;  // in shared memory: the query as it came, for dense windows; 0 where there are none
   Origin key_codes, value_codes;
   RowChunks key_chunks, value_chunks;

@@ -42,6 +42,8 @@ struct Output {
       sum *= weight;
       l = l * weight + exp_below(sink, maximum);
     }
+    // As in combine.cuh.
+    if (params.lengths[b] > max_length_of(params.capacity, params.is_ring)) l = NAN;
     const int64_t row = (b * params.q_len + i) * params.num_q_heads + head;
     store_value(params.out, params.query.dtype, row * head_dim + c, l == 0.f ? 0.f : sum / l);
     if (c == 0) params.lse[(b * params.num_q_heads + head) * params.q_len + i] = maximum + logf(l);
@@ -52,7 +54,7 @@ struct Output {
 struct Tail {
   int start, sink_length, begin;
 
-  // `length` within the capacity, `start` as Bounds has it.
+  // `length` and `start` as there is room for them.
   __device__ Tail(const DecodeParams& params, const Side& side, int length, int start)
       : start(max(start, 0)),
         sink_length(params.sink_length),
@@ -162,17 +164,19 @@ __device__ void merge_workers(const DecodeParams& params, const State<kRows>& st
   }
 }
 
-// Tails take registers, above all for the query as it came, which their keys want.
+// Tails take registers, above all for the query as it came, which their keys want. Rings are served along with them, so
+// that others need not ask for the rows of tokens.
 template <int kRows, bool kHasTails>
-__global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ DecodeParams params, int num_splits,
-                                                      int num_tiles, int lanes_per_worker, float* workspace) {
+__global__ void __launch_bounds__(kNumThreads)
+    attend(const __grid_constant__ DecodeParams params, int num_splits, int num_tiles, int lanes_per_worker, Laps laps,
+           int max_length, float* workspace) {
   // --- which part of which sequence, which queries
   const Place place = Place::of(params, num_splits, num_tiles);
   const int split = place.split, tile = place.tile, h = place.h;
   const int64_t b = place.b;
-  const int length = min(max(params.lengths[b], 0), params.capacity);
+  const int length = min(max(params.lengths[b], 0), max_length);
   const int first_position = length - params.q_len;  // of the first query; negative when it attends to nothing
-  const int start = params.starts == nullptr ? 0 : min(params.starts[b], params.capacity);  // sums fit an int
+  const int start = params.starts == nullptr ? 0 : min(params.starts[b], max_length);  // sums fit an int
   int begin = max(start, 0);
   if (params.sliding_window > 0) begin = max(begin, first_position - params.sliding_window + 1);
 
@@ -230,7 +234,7 @@ __global__ void __launch_bounds__(kNumThreads) attend(const __grid_constant__ De
       if (kHasTails && tail.has(side, static_cast<int>(t))) {
         tail.load(side, b, h, static_cast<int>(t), c, x);
       } else {
-        load_channels(side, b, h, t, c, x);
+        load_channels(side, b, h, kHasTails ? laps.row(static_cast<int>(t)) : t, c, x);
       }
     };
     if (is_in_range && has_key) load(params.key_side, key_tail, key);
@@ -293,7 +297,7 @@ int lanes_for(int head_dim) {
 
 void decode_general(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream) {
   const int num_splits = static_cast<int>(plan.num_splits.value);
-  const bool has_tails = params.key_side.tail != nullptr || params.value_side.tail != nullptr;
+  const bool has_tails = params.key_side.tail != nullptr || params.value_side.tail != nullptr || params.is_ring;
   const auto attend_with = [has_tails](auto rows) {
     constexpr int kRows = decltype(rows)::value;
     return has_tails ? attend<kRows, true> : attend<kRows, false>;
@@ -306,7 +310,8 @@ void decode_general(const DecodeParams& params, const DecodePlan& plan, float* w
   const size_t shared_bytes = sizeof(float) * num_workers * plan.rows_per_tile * (params.value_side.head_dim + 2);
   const int64_t num_blocks = int64_t{num_splits} * plan.num_row_tiles * params.num_kv_heads * params.batch;
   launch("decode", kernel, num_blocks, kNumThreads, shared_bytes, stream, params, num_splits, plan.num_row_tiles,
-         lanes_per_worker, workspace);
+         lanes_per_worker, laps_of(params.capacity, params.is_ring), max_length_of(params.capacity, params.is_ring),
+         workspace);
   if (num_splits > 1) {
     const int64_t num_rows = int64_t{params.batch} * params.num_q_heads * params.q_len;
     launch("decode", combine, num_rows, kNumThreads, 0, stream, params, num_splits, workspace);

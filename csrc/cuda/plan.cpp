@@ -279,6 +279,11 @@ int64_t part_floats(const DecodeParams& params) {
   return int64_t{params.batch} * params.num_q_heads * params.q_len * (params.value_side.head_dim + 2);
 }
 
+// The tokens of a sequence that a call attends to, at most. Of a ring this is what its queries see.
+int most_tokens(const DecodeParams& params) {
+  return params.is_ring ? std::min(params.capacity, params.sliding_window - 1 + params.q_len) : params.capacity;
+}
+
 DecodePlan plan_general(const DecodeParams& params) {
   const int num_multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, current_device());
   const int64_t num_rows = rows_of(params);
@@ -287,8 +292,9 @@ DecodePlan plan_general(const DecodeParams& params) {
   plan.num_row_tiles = static_cast<int>((num_rows + plan.rows_per_tile - 1) / plan.rows_per_tile);
   const int64_t num_units = std::max<int64_t>(1, int64_t{plan.num_row_tiles} * params.num_kv_heads * params.batch);
   const int64_t wanted = (int64_t{num_multiprocessors} * kBlocksPerMultiprocessor + num_units - 1) / num_units;
-  const int64_t worthwhile = std::max(1, params.capacity / kMinTokensPerSplit);
-  const int64_t most = std::max(1, params.capacity);  // others would have no token
+  const int num_tokens = most_tokens(params);
+  const int64_t worthwhile = std::max(1, num_tokens / kMinTokensPerSplit);
+  const int64_t most = std::max(1, num_tokens);  // others would have no token
   const int64_t num_splits =
       params.num_splits > 0 ? std::min<int64_t>(params.num_splits, most) : std::min(wanted, worthwhile);
   plan.num_splits = divisor(num_splits);
@@ -343,8 +349,9 @@ double predict(const AttendKernel& kernel, int num_multiprocessors, int64_t num_
          (cut.splits > 1 ? kCombine + kCombinePart * static_cast<double>(cut.splits) : 0);
 }
 
-// The cut that takes least, with `splits` splits if that is not 0; none where the kernel does not fit the GPU.
-Cut choose_cut(const AttendKernel& kernel, int64_t num_units, int64_t steps, int64_t splits) {
+// The cut that takes least, with `splits` splits, or if that is 0 with at most `most_splits`; none where the kernel
+// does not fit the GPU.
+Cut choose_cut(const AttendKernel& kernel, int64_t num_units, int64_t steps, int64_t splits, int64_t most_splits) {
   Cut best{};
   double least = 0;
   for (int num_warps = kMinAttendWarps; num_warps <= kMaxAttendWarps; num_warps *= 2) {
@@ -352,7 +359,8 @@ Cut choose_cut(const AttendKernel& kernel, int64_t num_units, int64_t steps, int
     const int most_blocks = resident.blocks_per_multiprocessor;
     for (int blocks = std::min(2, most_blocks); blocks > 0 && blocks <= most_blocks; ++blocks) {
       Cut cut{std::max<int64_t>(1, splits), num_warps, blocks};
-      const int64_t worthwhile = std::min(steps / num_warps, 4 * cut.slots(resident.num_multiprocessors) / num_units);
+      const int64_t worthwhile =
+          std::min({steps / num_warps, 4 * cut.slots(resident.num_multiprocessors) / num_units, most_splits});
       for (; cut.splits <= std::max({int64_t{1}, splits, splits > 0 ? 0 : worthwhile}); ++cut.splits) {
         const double time = predict(kernel, resident.num_multiprocessors, num_units, steps, cut);
         if (best.splits == 0 || time < least) best = cut, least = time;
@@ -413,7 +421,12 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   const int64_t num_rows = rows_of(params);
   const int64_t num_row_tiles = (num_rows + kernel.rows_per_tile - 1) / kernel.rows_per_tile;
   const int64_t num_units = num_row_tiles * params.num_kv_heads * params.batch;
-  const int64_t steps = std::max(1, (params.capacity + kernel.step_tokens - 1) / kernel.step_tokens);
+  const int64_t steps = std::max(1, (most_tokens(params) + kernel.step_tokens - 1) / kernel.step_tokens);
+  const int max_length = max_length_of(params.capacity, params.is_ring);
+  // A Divisor deals rounds to splits. Positions of a ring go so far that it could not, of many splits; then there are
+  // fewer, which its few rows do not miss.
+  const int64_t rounds = (int64_t{max_length} + kernel.step_tokens - 1) / kernel.step_tokens / kMinAttendWarps + 1;
+  const int64_t most_splits = params.is_ring ? INT32_MAX / rounds : INT32_MAX;
   const RowChunks key_chunks = row_chunks(params.key_side, kernel.step_tokens);
   const RowChunks value_chunks = row_chunks(params.value_side, kernel.step_tokens);
   const bool are_dense = is_dense(params.key_side, kernel.head_dim) && is_dense(params.value_side, kernel.head_dim);
@@ -423,10 +436,10 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   const int plain_query_bytes = has_windows ? 2 * kernel.rows_per_tile * kernel.head_dim : 0;
   kernel.fixed_bytes += list_bytes + plain_query_bytes;
   // Trying all cuts takes microseconds, in every layer and step.
-  const int64_t wanted_splits = params.num_splits;
-  const Cut cut =
-      remember(std::make_tuple(kernel.function, kernel.fixed_bytes, current_device(), num_units, steps, wanted_splits),
-               [&] { return choose_cut(kernel, num_units, steps, wanted_splits); });
+  const int64_t wanted_splits = std::min<int64_t>(params.num_splits, most_splits);
+  const Cut cut = remember(std::make_tuple(kernel.function, kernel.fixed_bytes, current_device(), num_units, steps,
+                                           wanted_splits, most_splits),
+                           [&] { return choose_cut(kernel, num_units, steps, wanted_splits, most_splits); });
   if (cut.splits == 0) return plan_general(params);  // the kernel does not fit the GPU
   const Residency resident = residency(kernel, cut.num_warps);
   const int64_t num_splits = cut.splits;
@@ -450,13 +463,15 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   plan.query_stride_b = static_cast<uint32_t>(params.query.stride_b);
   plan.query_stride_h = static_cast<uint32_t>(params.query.stride_h);
   plan.query_stride_t = static_cast<uint32_t>(params.query.stride_t);
+  plan.laps = laps_of(params.capacity, params.is_ring);
+  plan.max_length = max_length;
   if (has_windows) plan.plain_query_at = bytes_needed(kernel, cut.num_warps, plan.num_stages) - plain_query_bytes;
   list_scales(params, kernel, plan);
   plan.is_dense = are_dense;
   plan.has_gaps = !plan.is_dense || has_gaps(params.key_side, kernel.has_key_zero) ||
                   has_gaps(params.value_side, kernel.has_value_zero);
   // What the grid and Divisor can take: blocks of a head and rounds of steps by splits, rows by heads of a group.
-  const int64_t blocks_of_head = num_row_tiles * num_splits, rounds = steps / kMinAttendWarps + 1;
+  const int64_t blocks_of_head = num_row_tiles * num_splits;
   if (blocks_of_head > kMaxGridX || std::max(blocks_of_head, rounds) * num_splits > INT32_MAX ||
       num_rows * plan.rows.num_q_per_kv.value > INT32_MAX) {
     throw std::runtime_error("decode: a call must need fewer thread blocks for a head than " +

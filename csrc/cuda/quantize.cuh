@@ -372,8 +372,8 @@ __device__ inline Codes<kStorage> encode(const Values<kDtype>& x, StoredScale va
   return codes;
 }
 
-// A row quantised to position `t` of the cache, in one head. All lanes of one warp call this together, each with its
-// place `chunk` in the row and the values there, zeros beyond its end; granularities head and group, and `t` within the
+// A row quantised to row `t` of the planes, in one head. All lanes of one warp call this together, each with its place
+// `chunk` in the row and the values there, zeros beyond its end; granularities head and group, and `t` within the
 // capacity. They may also take two rows side by side, of sides with the same number of channels and groups.
 template <Storage kStorage, bool kIsSymmetric>
 __device__ inline void append_row(const Side& side, const Values<Dtype::fp32>& x, int64_t b, int64_t h, int64_t t,
@@ -393,10 +393,10 @@ __device__ inline void append_row(const Side& side, const Values<Dtype::fp32>& x
 
 constexpr int kColumnsOfWarp = 32;  // channels: eight in a lane, four lanes beside each other, on eight rows
 
-// A block of tokens that becomes codes. Those before `first_new` come from rows of the tail, others are new; those before
-// `first_counted` have no part in scales, and codes of 0.
+// A block of tokens that becomes codes, from row `row` of the planes on. Those before `first_new` come from rows of the
+// tail, others are new; those before `first_counted` have no part in scales, and codes of 0.
 struct BlockOfTokens {
-  int begin, first_new, first_counted, tail_row;
+  int begin, row, first_new, first_counted, tail_row;
 };
 
 // One warp quantises channels `first` ... of a block, `dense` beginning with token `first_new`. The tail and new tokens
@@ -460,12 +460,12 @@ __device__ __noinline__ void quantize_columns(const Side& side, const Dense& den
   }
   if (!has_channels) return;
   if (first_row == 0) {
-    half_bits* scale = scale_at(side, b, h, begin / kBlockSize, 0) + c;
-    half_bits* zero = zero_at(side, b, h, begin / kBlockSize, 0) + c;
+    half_bits* scale = scale_at(side, b, h, tokens.row / kBlockSize, 0) + c;
+    half_bits* zero = zero_at(side, b, h, tokens.row / kBlockSize, 0) + c;
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) scale[k] = values[k].scale, zero[k] = values[k].zero;
   }
-  uint8_t* codes = code_row(side, b, h, begin) + c / 2;
+  uint8_t* codes = code_row(side, b, h, tokens.row) + c / 2;
   for (int row = first_row; row < num_padding; row += kRows) {
     *reinterpret_cast<uint32_t*>(codes + row * side.codes_stride_t) = 0;
   }

@@ -4,6 +4,9 @@
 // A stage is [key codes][value codes][key scales][key zeros][value scales][value zeros], codes in the order of
 // RowLayout, scales in token order, group by group. Tokens that no query of the block sees are filled with zeros: what
 // lies there in memory may be anything, even unwritten.
+//
+// Where the planes are a ring, too, tokens go on from their first rows (laps.h). Steps are never cut by that, since
+// they are aligned and the rows are a multiple of them.
 #pragma once
 
 #include "codes.cuh"
@@ -54,22 +57,25 @@ class Ring {
     __syncthreads();
   }
 
-  // Leaves out all tokens but begin ... end - 1, and of keys those from `key_end` on, which is not beyond `end`.
+  // Leaves out all tokens but begin ... end - 1, and of keys those from `key_end` on, which is not beyond `end`. After
+  // `seek`.
   __device__ __forceinline__ void bound(int begin, int end, int key_end) {
     begin_ = begin, end_ = end, key_end_ = kIsBlocked ? key_end : end;
+    whole_end_ = min(key_end_, lap_end_);
   }
 
   // Goes to a step.
   __device__ __forceinline__ void seek(const DecodePlan& plan, const Segment& segment, int step) {
     first_ = step * kStepTokens;
-    key_codes_ = chunk_of(plan.key_codes.at(segment.b, segment.h, step * (kStepTokens * kKeyRowBytes / 16) + lane_));
-    value_codes_ =
-        chunk_of(plan.value_codes.at(segment.b, segment.h, step * (kStepTokens * kValueRowBytes / 16) + lane_));
+    const int lap = plan.laps.begin(first_), row = first_ - lap;
+    lap_end_ = lap + plan.laps.num_rows;
+    key_codes_ = chunk_of(plan.key_codes.at(segment.b, segment.h, row * (kKeyRowBytes / 16) + lane_));
+    value_codes_ = chunk_of(plan.value_codes.at(segment.b, segment.h, row * (kValueRowBytes / 16) + lane_));
 #pragma unroll
     for (int i = 0; i < kScaleCopies; ++i) {
       const int chunk = i * kLanes + lane_, number = chunk / (kNumGroups * kScaleChunks);
       const PlaneOfScales& plane = plan.scales[kFirstPlane + min(number, kNumTokenPlanes - 1)];
-      unsigned further = step * kScaleChunks + chunk % kScaleChunks;
+      unsigned further = row / kChunkTokens + chunk % kScaleChunks;
       if constexpr (kNumGroups > 1) {
         // The cache's groups may be larger than the kernel's, and its rows narrower.
         const int group = chunk / kScaleChunks % kNumGroups;
@@ -89,27 +95,29 @@ class Ring {
     }
   }
 
-  // Starts copying the next step into a stage, and goes a stride on. Callers commit.
+  // Starts copying `step`, which is the next one, into a stage, and goes a stride on. Callers commit.
   __device__ __forceinline__ void fill(const DecodeParams& params, const DecodePlan& plan, uint32_t list, int b, int h,
-                                       int stage) {
+                                       int stage, int step) {
+    first_ = step * kStepTokens;
     const uint32_t to = memory_ + stage * kStageBytes;
-    if (is_dense_ && first_ >= begin_ && first_ + kStepTokens <= key_end_) {
+    if (is_dense_ && first_ >= begin_ && first_ + kStepTokens <= whole_end_) {
       fill_dense<kKeyRowBytes, false>(to, key_place_, key_codes_, end_);
       fill_dense<kValueRowBytes, false>(to + kValueAt, value_place_, value_codes_, end_);
       fill_scales<false>(to);
     } else {
+      while (first_ >= lap_end()) start_lap(plan.laps);
       if (is_dense_) {
         fill_dense<kKeyRowBytes, true>(to, key_place_, key_codes_, key_end_);
         fill_dense<kValueRowBytes, true>(to + kValueAt, value_place_, value_codes_, end_);
       } else {
-        fill_rows(params.key_side, plan.key_chunks, list, to, b, h, key_end_);
-        fill_rows(params.value_side, plan.value_chunks, list + plan.key_chunks.num_chunks * kChunkPlaceBytes,
-                  to + kValueAt, b, h, end_);
+        const int row = plan.laps.row(first_);
+        fill_rows(code_row(params.key_side, b, h, row), plan.key_chunks, list, to, key_end_);
+        fill_rows(code_row(params.value_side, b, h, row), plan.value_chunks,
+                  list + plan.key_chunks.num_chunks * kChunkPlaceBytes, to + kValueAt, end_);
       }
       fill_scales<true>(to);
     }
-    if constexpr (kIsBlocked) fill_block(params.key_side.head_dim, to);
-    first_ += stride_;
+    if constexpr (kIsBlocked) fill_block(params.key_side.head_dim, first_ - lap_end_ + plan.laps.num_rows, to);
     key_codes_ += int64_t{stride_} * kKeyRowBytes;
     value_codes_ += int64_t{stride_} * kValueRowBytes;
 #pragma unroll
@@ -117,6 +125,7 @@ class Ring {
   }
 
  private:
+  static constexpr int kChunkTokens = 8;  // scales in 16 bytes
   static constexpr int kScaleChunks = kScaleBytes / 16;
   // Planes of scales of tokens, and before them those of blocks.
   static constexpr int kFirstPlane = kIsBlocked ? 1 + kHasKeyZero : 0, kNumTokenPlanes = kNumPlanes - kFirstPlane;
@@ -127,6 +136,23 @@ class Ring {
 
   static __device__ __forceinline__ const uint8_t* chunk_of(const uint4* chunk) {
     return reinterpret_cast<const uint8_t*>(chunk);
+  }
+
+  // Where a step is the first of the next lap: pointers go back by as many rows as a lap has. It counts as a step that
+  // is not whole, so that whole ones, which are nearly all, need not ask.
+  __device__ __forceinline__ void start_lap(const Laps& laps) {
+    lap_end_ = lap_end() + laps.num_rows;
+    whole_end_ = min(key_end_, lap_end_);
+    key_codes_ -= int64_t{laps.num_rows} * kKeyRowBytes;
+    value_codes_ -= int64_t{laps.num_rows} * kValueRowBytes;
+#pragma unroll
+    for (int i = 0; i < kScaleCopies; ++i) scales_[i] -= laps.num_rows;
+  }
+
+  // Known from `whole_end_` where laps still matter: a register less in the loop, and there are few left.
+  __device__ __forceinline__ int lap_end() const {
+    if constexpr (kIsBlocked) return lap_end_;
+    return whole_end_ < end_ ? whole_end_ : INT32_MAX;
   }
 
   // Zeros where no copy writes (the rest of rows narrower than the kernel's, zeros of formats without them), and the
@@ -196,9 +222,8 @@ class Ring {
     }
   }
 
-  __device__ __forceinline__ void fill_rows(const Side& side, const RowChunks& chunks, uint32_t list, uint32_t to,
-                                            int b, int h, int end) const {
-    const uint8_t* rows = code_row(side, b, h, first_);
+  __device__ __forceinline__ void fill_rows(const uint8_t* rows, const RowChunks& chunks, uint32_t list, uint32_t to,
+                                            int end) const {
     const auto entry = [list](int chunk, uint32_t& place, uint32_t& distance) {
       asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
                    : "=r"(place), "=r"(distance)
@@ -240,17 +265,17 @@ class Ring {
   __device__ __forceinline__ void fill_scales(uint32_t to) const {
 #pragma unroll
     for (int i = 0; i < kScaleCopies; ++i) {
-      const int chunk = i * kLanes + lane_, token = first_ + chunk % kScaleChunks * 8;
+      const int chunk = i * kLanes + lane_, token = first_ + chunk % kScaleChunks * kChunkTokens;
       if (!has_scales_[i]) continue;
       // Scales before `begin` may be read: they are never unwritten, and those tokens are masked.
       copy_async<16>(to + kTokenScalesAt + chunk * 16, scales_[i], kIsEdge ? min(max(2 * (end_ - token), 0), 16) : 16);
     }
   }
 
-  // The scales and zeros of the block that the next step is in. Those of the unfinished one are read by nobody.
-  __device__ __forceinline__ void fill_block(int head_dim, uint32_t to) const {
+  // The scales and zeros of the block that the step is in, which is at `row`. Nobody reads those of the unfinished one.
+  __device__ __forceinline__ void fill_block(int head_dim, uint32_t row, uint32_t to) const {
     if (first_ >= key_end_) return;
-    const uint32_t block = first_ / kBlockSize;
+    const uint32_t block = row / kBlockSize;
 #pragma unroll
     for (int i = 0; i < kBlockCopies; ++i) {
       const int chunk = i * kLanes + lane_;
@@ -264,7 +289,9 @@ class Ring {
   uint32_t key_place_, value_place_;  // of the lane's first chunk, in a stage's codes
   bool is_dense_;
   int begin_ = 0, end_ = 0, key_end_ = 0;
-  int first_ = 0;                                                // token of the next step
+  int lap_end_ = 0;    // of the lap that the pointers are in; see lap_end
+  int whole_end_ = 0;  // of steps that are copied without a look at their tokens
+  int first_ = 0;      // token of the step
   const uint8_t *key_codes_ = nullptr, *value_codes_ = nullptr;  // the lane's first chunk of it, where rows are dense
   const half_bits* scales_[kScaleCopies];                        // the lane's chunks of it
   bool has_scales_[kScaleCopies];

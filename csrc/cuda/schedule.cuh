@@ -22,13 +22,18 @@
 
 namespace hf_kvquant::cuda {
 
-// What is asked of the device first, since all else depends on it. Padding ends at the capacity at most, so that sums fit
-// an int.
+// What is asked of the device first, since all else depends on it. Padding ends where lengths do at most, so that sums
+// fit an int.
 struct Bounds {
   int length, start;
 
-  __device__ __forceinline__ Bounds(const DecodeParams& params, int b)
-      : length(params.lengths[b]), start(params.starts == nullptr ? 0 : min(params.starts[b], params.capacity)) {}
+  __device__ __forceinline__ Bounds(const DecodeParams& params, const DecodePlan& plan, int b)
+      : length(params.lengths[b]), start(params.starts == nullptr ? 0 : min(params.starts[b], plan.max_length)) {}
+
+  // The tokens that there is room for.
+  __device__ __forceinline__ int num_tokens(const DecodePlan& plan) const {
+    return min(max(length, 0), plan.max_length);
+  }
 };
 
 // The tokens that the rows of a unit see as codes.
@@ -86,7 +91,7 @@ __device__ __forceinline__ Held find_held(const DecodeParams& params, const Deco
                                           const Segment& segment) {
   Held held;
   held.begin = max(bounds.length, params.q_len) - params.q_len;
-  held.end = min(bounds.length, params.capacity);
+  held.end = min(bounds.length, plan.max_length);
   held.first_step = step_of<kStepTokens>(held.begin);
   held.is_own = held.begin < held.end && share_of_step(plan, held.first_step) == segment.share;
   if (held.end - held.begin > 1) {
@@ -107,7 +112,7 @@ __device__ __forceinline__ Span find_rounds(const DecodeParams& params, const De
     last_token = plan.rows.token(min(first_row + plan.rows_per_tile, plan.rows.num_rows) - 1);
   }
   Span span;
-  span.first_position = min(max(bounds.length, 0), params.capacity) - params.q_len;
+  span.first_position = bounds.num_tokens(plan) - params.q_len;
   span.end = span.first_position + last_token + 1;
   span.begin = max(bounds.start, 0);
   if (params.sliding_window > 0) {

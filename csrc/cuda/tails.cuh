@@ -18,9 +18,9 @@ struct DenseTokens {
   int num_sinks, start, newest;  // where sinks begin, and the newest tokens
   int count;
 
-  __device__ __forceinline__ DenseTokens(const DecodeParams& params, const Bounds& bounds)
+  __device__ __forceinline__ DenseTokens(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds)
       : start(max(bounds.start, 0)) {
-    const int length = min(max(bounds.length, 0), params.capacity);
+    const int length = bounds.num_tokens(plan);
     newest = max(length - params.residual_length, 0);
     num_sinks = max(min(start + params.sink_length, newest) - start, 0);
     count = num_sinks + length - newest;
@@ -42,7 +42,7 @@ __device__ __forceinline__ int first_tile(const DecodePlan& plan, const Segment&
 static __device__ __noinline__ void expect_window(const DecodeParams& params, const DecodePlan& plan,
                                                   const Segment& segment, const Bounds& bounds, int warp, int lane) {
   constexpr int kLineBytes = 128;
-  const DenseTokens tokens(params, bounds);
+  const DenseTokens tokens(params, plan, bounds);
   const int token = tokens.token(first_tile(plan, segment, warp) * kTailTileTokens + lane % kTailTileTokens);
   if (token < 0) return;
   const Side& side = lane < kTailTileTokens ? params.key_side : params.value_side;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void attend_to_tile(const DecodeParams& params, const
   constexpr int kColumnTiles = Shape::kColumnTiles, kRows = Shape::kRows;
   const int g = lane >> 2, t = lane & 3;
   const Side &keys = params.key_side, &values = params.value_side;
-  const int first_position = min(max(bounds.length, 0), params.capacity) - params.q_len;
+  const int first_position = bounds.num_tokens(plan) - params.q_len;
   const int first_new = plan.appends ? bounds.length - new_tokens.q_len : INT32_MAX;
 
   // --- ask for keys, lanes as for a product, and for values, a lane's channels of all tokens
@@ -277,7 +277,7 @@ __device__ __forceinline__ void attend_to_windows(const DecodeParams& params, co
                                                   const DecodePlan& plan, const Segment& segment, const Bounds& bounds,
                                                   const unsigned char* queries, const float* constants, float* outputs,
                                                   float2* sums, int warp, int lane) {
-  const DenseTokens tokens(params, bounds);
+  const DenseTokens tokens(params, plan, bounds);
   const int stride = segment.num_parts << plan.warps_log2;
 #pragma unroll 1
   for (int tile = first_tile(plan, segment, warp); tile * kTailTileTokens < tokens.count; tile += stride) {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .layout import LayerLayout, Rule, Scalable
+from .layout import LayerLayout, Rule, Scalable, by_feature
 
 # Of each weight, so that a model of 300 weights is known again in some hundredths of a second, whatever its size.
 SAMPLES = 4096
@@ -123,19 +123,18 @@ def hash_of(model: PreTrainedModel, names: Iterable[str], samples: int | None = 
 def _multiplier_of(scalable: Scalable, multiplier: Tensor) -> tuple[Tensor, Tensor]:
     """The features to be scaled (int64, each once) and by what (float32), from a multiplier per head and channel."""
     features, first = torch.unique(scalable.index.flatten(), return_inverse=True)
-    by_feature = torch.empty(len(features)).scatter_(0, first, multiplier.flatten().float())
-    is_scaled = by_feature != 1
-    return features[is_scaled], by_feature[is_scaled]
+    factors = torch.empty(len(features)).scatter_(0, first, multiplier.flatten().float())
+    is_scaled = factors != 1
+    return features[is_scaled], factors[is_scaled]
 
 
 def _rows(module: nn.Module, rule: Rule) -> Iterator[tuple[Tensor, int]]:
     """Views of a module's parameters with features first, `[features, ...]`, and what is added to each before use."""
     for name, parameter in module.named_parameters(recurse=False):
-        values = parameter.detach()
         if name == "weight" and rule in ("rows", "columns"):
-            yield (values if rule == "rows" else values.mT), 0
+            yield by_feature(parameter, rule), 0
         else:
-            yield values.view(-1, 1), 1 if name == "weight" and rule == "gain_plus_one" else 0
+            yield parameter.detach().view(-1, 1), 1 if name == "weight" and rule == "gain_plus_one" else 0
 
 
 def _wide(rows: Tensor, offset: int) -> Tensor:
@@ -151,21 +150,21 @@ def _times(rows: Tensor, offset: int, multiplier: Tensor) -> Tensor:
 
 
 def _scale(module: nn.Module, scalable: Scalable, multiplier: Tensor) -> None:
-    features, by_feature = _multiplier_of(scalable, multiplier)
+    features, factors = _multiplier_of(scalable, multiplier)
     for rows, offset in _rows(module, scalable.rule):
-        features, by_feature = features.to(rows.device), by_feature.to(rows.device)
-        rows[features] = _times(rows[features], offset, by_feature[:, None])
+        features, factors = features.to(rows.device), factors.to(rows.device)
+        rows[features] = _times(rows[features], offset, factors[:, None])
 
 
 def _rounds(module: nn.Module, scalable: Scalable, multiplier: Tensor) -> Tensor:
     """Which channels a multiplier would round in some parameter: bool, shaped like the multiplier."""
-    features, by_feature = _multiplier_of(scalable, multiplier)
+    features, factors = _multiplier_of(scalable, multiplier)
     is_bad = torch.zeros(int(scalable.index.max()) + 1, dtype=torch.bool)
     for rows, offset in _rows(module, scalable.rule):
-        features, by_feature = features.to(rows.device), by_feature.to(rows.device)
+        features, factors = features.to(rows.device), factors.to(rows.device)
         before = _wide(rows[features], offset)
-        after = _wide(_times(rows[features], offset, by_feature[:, None]), offset)
+        after = _wide(_times(rows[features], offset, factors[:, None]), offset)
         # Also backwards: a product that became subnormal has lost bits.
-        differs = (after != before * by_feature[:, None]) | (after / by_feature[:, None] != before)
+        differs = (after != before * factors[:, None]) | (after / factors[:, None] != before)
         is_bad[features.cpu()] |= differs.any(1).cpu()
     return is_bad[scalable.index]

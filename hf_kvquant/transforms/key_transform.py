@@ -8,7 +8,6 @@ calibration (smoothing factors); who applies them when, in `storage.py`.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
 import torch
@@ -63,6 +62,20 @@ class KeyTransform:
         if not isinstance(self.is_rotated, bool):
             raise TypeError(f"KeyTransform: `is_rotated` must be True or False, got {self.is_rotated!r}.")
 
+    @classmethod
+    def of_checked(cls, center: Tensor | None, smoothing: Tensor | None, is_rotated: bool) -> KeyTransform:
+        """The transform of tensors that have been checked: no look at their values, for which a GPU would be awaited.
+
+        Args:
+            center: Of a `KeyTransform`, or what an op has been given.
+            smoothing: The same.
+            is_rotated: See the class.
+        """
+        transform = object.__new__(cls)
+        for name, value in (("center", center), ("smoothing", smoothing), ("is_rotated", is_rotated)):
+            object.__setattr__(transform, name, value)
+        return transform
+
     @property
     def is_identity(self) -> bool:
         """Whether keys stay as they are."""
@@ -83,21 +96,15 @@ class KeyTransform:
 
     def to(self, device: torch.device | str) -> KeyTransform:
         """The same transform on a device; itself where it is there already."""
-        moved = [None if tensor is None else tensor.to(device) for tensor in (self.center, self.smoothing)]
-        if moved[0] is self.center and moved[1] is self.smoothing:
+        center, smoothing = (None if x is None else x.to(device) for x in (self.center, self.smoothing))
+        if center is self.center and smoothing is self.smoothing:
             return self
-        twin = copy.copy(self)  # the checks of the constructor look at values, for which a GPU would have to be awaited
-        object.__setattr__(twin, "center", moved[0])
-        object.__setattr__(twin, "smoothing", moved[1])
-        return twin
+        return self.of_checked(center, smoothing, self.is_rotated)
 
     def clone(self, device: torch.device | str) -> KeyTransform:
         """The same transform on a device, in tensors of its own."""
-        twin = copy.copy(self)
-        for name in ("center", "smoothing"):
-            tensor: Tensor | None = getattr(self, name)
-            object.__setattr__(twin, name, None if tensor is None else tensor.to(device, copy=True))
-        return twin
+        center, smoothing = (None if x is None else x.to(device, copy=True) for x in (self.center, self.smoothing))
+        return self.of_checked(center, smoothing, self.is_rotated)
 
     def copy_(self, other: KeyTransform) -> None:
         """Take the numbers of another transform of the same parts and shapes, in place."""

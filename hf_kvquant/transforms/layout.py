@@ -42,17 +42,31 @@ COSINE = 0.995  # of what went in with what came out; rounding to bfloat16 leave
 LOUD = 1024.0  # by which some samples are louder, to notice clipping (OLMo's clip_qkv is 8)
 NUM_LOUD = 8
 
-KEYS = "keys and queries"  # in messages: what weights are edited for, unless somebody says something else
+
+@dataclasses.dataclass(frozen=True)
+class Edit:
+    """What weights are edited for, in messages.
+
+    Attributes:
+        what: What the weights make or take.
+        verb: What is done to them.
+    """
+
+    what: str
+    verb: str
+
+
+SMOOTHING = Edit("keys and queries", "smooth")
 
 
 @dataclasses.dataclass(frozen=True)
 class Scalable:
-    """The parameters that make keys, or queries, of one layer.
+    """The parameters of one module that make each channel of a layer's heads, or take it.
 
     Attributes:
         name: Of the module, in the model.
-        rule: How they scale its output.
-        index: `[heads, head_dim]` int64: the row, column or gain that makes each channel.
+        rule: How they scale its output, or its input where they take the channels.
+        index: `[heads, head_dim]` int64: the row, column or gain of each channel.
     """
 
     name: str
@@ -143,7 +157,7 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
     left_out = other_caches(model)
     modules = {index: module for index, module in modules.items() if index not in left_out}
     candidates = candidates_of(model, modules, names)
-    keys, queries, _ = match(model, candidates)
+    keys, queries = match(model, candidates, "key", "query")
     layouts: dict[int, LayerLayout] = {}
     chosen: dict[int, tuple[Found, Found]] = {}
     for index in modules:
@@ -221,8 +235,8 @@ def check_own_keys(model: PreTrainedModel, where: str) -> None:
         )
 
 
-def check_owners(model: PreTrainedModel, names: Iterable[str], where: str, *, what: str = KEYS) -> None:
-    """Refuse modules of these names, which make or take `what`, if something else uses their parameters too."""
+def check_owners(model: PreTrainedModel, names: Iterable[str], where: str, *, edit: Edit = SMOOTHING) -> None:
+    """Refuse to edit modules of these names if something else uses their parameters too."""
     owners: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[parameter.data_ptr()].append(name)
@@ -231,7 +245,7 @@ def check_owners(model: PreTrainedModel, names: Iterable[str], where: str, *, wh
             shared = owners[parameter.data_ptr()]
             if len(shared) > 1:
                 raise NotImplementedError(
-                    f"{where}: `model` must not share the weights behind {what}, got one tensor for "
+                    f"{where}: `model` must not share the weights behind {edit.what}, got one tensor for "
                     f"{' and '.join(sorted(shared))}. Give each a copy of its own first."
                 )
 
@@ -346,19 +360,16 @@ def replaced(outputs: Mapping[nn.Module, Tensor]) -> Iterator[None]:
 
 
 def match(
-    model: PreTrainedModel, candidates: Mapping[int, list[Candidate]]
-) -> tuple[dict[int, list[Found]], dict[int, list[Found]], dict[int, list[Found]]]:
-    """Per layer, the candidates whose output comes out as keys, as queries and as values, the last to run first."""
-    keys: dict[int, list[Found]] = {index: [] for index in candidates}
-    queries: dict[int, list[Found]] = {index: [] for index in candidates}
-    values: dict[int, list[Found]] = {index: [] for index in candidates}
+    model: PreTrainedModel, candidates: Mapping[int, list[Candidate]], *sides: Literal["key", "query", "value"]
+) -> list[dict[int, list[Found]]]:
+    """For each of the sides, per layer, the candidates whose output comes out as that, the last to run first."""
+    matched: list[dict[int, list[Found]]] = [{index: [] for index in candidates} for _ in sides]
     generator = torch.Generator().manual_seed(0)
     for rank in range(max((len(found) for found in candidates.values()), default=0)):
         current = {index: found[-1 - rank] for index, found in candidates.items() if rank < len(found)}
         sources: dict[int, Tensor] = {}
         for index, candidate in current.items():
-            quiet = torch.randn((NUM_SAMPLES, candidate.num_features), generator=generator)
-            sources[index] = torch.cat((quiet, LOUD * quiet[:NUM_LOUD]))
+            sources[index] = random_samples((candidate.num_features,), generator)
         outputs = {candidate.module: candidate.output(sources[index]) for index, candidate in current.items()}
 
         def look(
@@ -369,15 +380,30 @@ def match(
             index = observation.layer_idx
             if index in current:
                 source = sources[index].to(observation.key)
-                sides = ((keys, observation.key), (queries, observation.query), (values, observation.value))
-                for side, states in sides:
-                    found = one_for_one(source, states[:, :, 0])
+                for side, by_layer in zip(sides, matched, strict=True):
+                    found = one_for_one(source, getattr(observation, side)[:, :, 0])
                     if found is not None:
-                        side[index].append(Found(current[index], found))
+                        by_layer[index].append(Found(current[index], found))
 
         with replaced(outputs):
             run_arbitrary(model, look, batch=NUM_SAMPLES + NUM_LOUD)
-    return keys, queries, values
+    return matched
+
+
+def random_samples(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Samples as `one_for_one` takes them, some of them loud."""
+    quiet = torch.randn((NUM_SAMPLES, *shape), generator=generator)
+    return torch.cat((quiet, LOUD * quiet[:NUM_LOUD]))
+
+
+def differs_by_sample(states: Tensor) -> bool:
+    """Whether what a model makes in each sample differs: equal inputs need not give equal rows of a batch, but nearly.
+
+    Args:
+        states: `[samples, ...]`.
+    """
+    states = states.float()
+    return bool((states - states[:1]).abs().amax() > 0.05 * states[:1].abs().amax())
 
 
 def one_for_one(source: Tensor, states: Tensor) -> Tensor | None:
@@ -403,14 +429,14 @@ def one_for_one(source: Tensor, states: Tensor) -> Tensor | None:
 
 
 def choose(
-    passed: list[Found], names: Mapping[nn.Module, str], attention: nn.Module, where: str, *, what: str = KEYS
+    passed: list[Found], names: Mapping[nn.Module, str], attention: nn.Module, where: str, *, edit: Edit = SMOOTHING
 ) -> Found | str:
     """The place to edit, or why there is none."""
     if not passed:
         return "are no multiple of what any module returns"
     for found in passed:
         module = found.candidate.module
-        check_editable(module, found.candidate.name, attention, names, where, what=what)
+        check_editable(module, found.candidate.name, attention, names, where, edit=edit)
         if isinstance(getattr(module, "weight", None), nn.Parameter):
             if rule_of(module, found.candidate) is None:
                 return f"come from {found.candidate.name} ({type(module).__name__}), whose weight has another meaning"
@@ -425,10 +451,9 @@ def check_editable(
     names: Mapping[nn.Module, str],
     where: str,
     *,
-    what: str = KEYS,
+    edit: Edit = SMOOTHING,
 ) -> None:
     """Refuse weights that are not plain numbers in memory."""
-    verb = "smooth" if what == KEYS else "rotate"
     wrappers = [
         wrapper
         for wrapper in attention.modules()
@@ -437,8 +462,8 @@ def check_editable(
     ]
     if wrappers:
         raise NotImplementedError(
-            f"{where}: `model` must have no adapters on {what}, got {type(wrappers[0]).__name__} at "
-            f"{names[wrappers[0]]}. Merge them first (merge_and_unload), or {verb} the base model and train anew."
+            f"{where}: `model` must have no adapters on {edit.what}, got {type(wrappers[0]).__name__} at "
+            f"{names[wrappers[0]]}. Merge them first (merge_and_unload), or {edit.verb} the base model and train anew."
         )
     offload = getattr(module, "_hf_hook", None)
     if getattr(offload, "offload", False):
@@ -450,9 +475,9 @@ def check_editable(
     odd = [tensor for tensor in own if tensor.dtype not in FLOATS or type(tensor) not in (nn.Parameter, Tensor)]
     if odd:
         raise NotImplementedError(
-            f"{where}: `model` must have plain weights in float32, bfloat16 or float16 behind {what}, got "
+            f"{where}: `model` must have plain weights in float32, bfloat16 or float16 behind {edit.what}, got "
             f"{type(module).__name__} with {str(odd[0].dtype).removeprefix('torch.')} {type(odd[0]).__name__} at "
-            f"{name}. {verb.capitalize()} the unquantised model, then quantise its weights."
+            f"{name}. {edit.verb.capitalize()} the unquantised model, then quantise its weights."
         )
 
 
@@ -474,6 +499,12 @@ def rule_of(module: nn.Module, candidate: Candidate) -> Rule | None:
         if not torch.func.functional_call(module, parameters, (x,)).any():
             return rule  # type: ignore[return-value]
     return None
+
+
+def by_feature(weight: Tensor, rule: Rule) -> Tensor:
+    """The weight of a projection with features first, a view without a gradient."""
+    assert rule in ("rows", "columns")
+    return weight.detach() if rule == "rows" else weight.detach().mT
 
 
 # --- how RoPE and sharing tie channels --------------------------------------------------------------------------------
@@ -504,14 +535,10 @@ def _unit_responses(
     def look(observation: Observation) -> None:
         if observation.layer_idx in chosen:
             head_dim = observation.key.shape[-1]
-            value = observation.value[:head_dim].float()
-            change = (value - value[:1]).abs().amax()
-            # Equal inputs need not give equal values in every row of a batch, but nearly.
-            is_touched = bool(change > 0.05 * value[:1].abs().amax())
             responses[observation.layer_idx] = (
                 observation.key[:head_dim].float().cpu(),
                 observation.query[:head_dim].float().cpu(),
-                is_touched,
+                differs_by_sample(observation.value[:head_dim]),
             )
 
     with replaced(outputs):

@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .layout import (
-    LOUD,
     NUM_LOUD,
     NUM_SAMPLES,
+    Edit,
     Found,
+    Scalable,
     attention_modules,
     candidates_of,
     check_decoder,
@@ -31,47 +32,33 @@ from .layout import (
     check_own_keys,
     check_owners,
     choose,
+    differs_by_sample,
     match,
     one_for_one,
     other_caches,
+    random_samples,
     replaced,
     rule_of,
     run_arbitrary,
 )
 from .observation import Observation
 
-VALUES = "values and attention's output"
-
-
-@dataclasses.dataclass(frozen=True)
-class Projection:
-    """One of the two projections.
-
-    Attributes:
-        name: Of the module, in the model.
-        is_transposed: Whether its weight is `[in, out]` (GPT-2's Conv1D) instead of `[out, in]`.
-        index: `[heads, head_dim]` int64: the output that makes each channel of values, or the input that takes each
-            channel of attention's output. No number twice.
-    """
-
-    name: str
-    is_transposed: bool
-    index: Tensor
+ROTATION = Edit("values and attention's output", "rotate")
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueLayout:
-    """Where one layer's values come from and where attention's output goes.
+    """Where one layer's values come from and where attention's output goes: two projections, by rows or columns.
 
     Attributes:
         layer_idx: The layer.
-        value: Whose rows make values.
-        output: Whose columns take attention's output.
+        value: What makes values. No feature makes two channels.
+        output: What takes attention's output.
     """
 
     layer_idx: int
-    value: Projection
-    output: Projection
+    value: Scalable
+    output: Scalable
 
 
 @dataclasses.dataclass
@@ -124,10 +111,10 @@ def find_value_layouts(model: PreTrainedModel, *, where: str) -> dict[int, Value
             f"{where}: `model` must have a layer whose cache is quantised, got {type(model).__name__} without one. "
             "Leave it as it is."
         )
-    *_, values = match(model, candidates_of(model, modules, names))
+    (values,) = match(model, candidates_of(model, modules, names), "value")
     chosen: dict[int, Found] = {}
     for index, attention in modules.items():
-        found = choose(values[index], names, attention, where, what=VALUES)
+        found = choose(values[index], names, attention, where, edit=ROTATION)
         if isinstance(found, str):
             raise _refusal(model, index, f"its values {found}", where)
         if rule_of(found.candidate.module, found.candidate) not in ("rows", "columns"):
@@ -142,7 +129,7 @@ def find_value_layouts(model: PreTrainedModel, *, where: str) -> dict[int, Value
             raise _refusal(model, index, str(output), where)
         layouts[index] = ValueLayout(index, value, output)
     touched = [side.name for layout in layouts.values() for side in (layout.value, layout.output)]
-    check_owners(model, touched, where, what=VALUES)
+    check_owners(model, touched, where, edit=ROTATION)
     return layouts
 
 
@@ -165,7 +152,7 @@ def _answers(
         # Everything else that a fused projection returns is 0, in every sample.
         features = torch.zeros((batch, found.candidate.num_features))
         used = found.index.unique()
-        features[:, used] = _random((len(used),), generator)
+        features[:, used] = random_samples((len(used),), generator)
         answers[layer_idx] = _Answers(features)
         outputs[found.candidate.module] = found.candidate.output(features)
 
@@ -174,12 +161,8 @@ def _answers(
             return None
         answer, query, value = answers[observation.layer_idx], observation.query, observation.value
         answer.value = value[:, :, 0]
-        # Equal inputs need not give equal keys in every row of a batch, but nearly.
-        answer.is_key_touched = any(
-            bool((states - states[:1]).abs().amax() > 0.05 * states[:1].abs().amax())
-            for states in (observation.key.float(), query.float())
-        )
-        answer.attended = _random((query.shape[1], value.shape[-1]), generator).to(query)
+        answer.is_key_touched = differs_by_sample(observation.key) or differs_by_sample(query)
+        answer.attended = random_samples((query.shape[1], value.shape[-1]), generator).to(query)
         return answer.attended.unsqueeze(1).expand(-1, query.shape[2], -1, -1).contiguous()
 
     with contextlib.ExitStack() as stack:
@@ -193,12 +176,6 @@ def _answers(
     return answers
 
 
-def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Samples as `one_for_one` takes them, some of them loud."""
-    quiet = torch.randn((NUM_SAMPLES, *shape), generator=generator)
-    return torch.cat((quiet, LOUD * quiet[:NUM_LOUD]))
-
-
 def _silence(module: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook: attention adds nothing, so that the layers behind see the same in every sample."""
     if isinstance(output, tuple):
@@ -206,7 +183,7 @@ def _silence(module: nn.Module, args: Any, output: Any) -> Any:
     return torch.zeros_like(output)
 
 
-def _value(found: Found, answer: _Answers) -> Projection | str:
+def _value(found: Found, answer: _Answers) -> Scalable | str:
     """The projection behind values, or why it is none for a rotation."""
     candidate, index = found.candidate, found.index
     if answer.is_key_touched:
@@ -217,10 +194,10 @@ def _value(found: Found, answer: _Answers) -> Projection | str:
     index = index.unique(dim=0)  # heads that are repeated before attention (Falcon) are one
     if index.unique().numel() < index.numel():
         return f"one feature of {candidate.name} makes several channels of values"
-    return Projection(candidate.name, isinstance(candidate.module, Conv1D), index)
+    return Scalable(candidate.name, "columns" if isinstance(candidate.module, Conv1D) else "rows", index)
 
 
-def _output(answer: _Answers, names: Mapping[nn.Module, str], attention: nn.Module, where: str) -> Projection | str:
+def _output(answer: _Answers, names: Mapping[nn.Module, str], attention: nn.Module, where: str) -> Scalable | str:
     """The projection that takes attention's output, or why there is none for a rotation."""
     attended = answer.attended
     assert attended is not None
@@ -231,7 +208,7 @@ def _output(answer: _Answers, names: Mapping[nn.Module, str], attention: nn.Modu
         if index is not None and one_for_one(attended.flatten(1), features[:, index.to(features.device)]) is not None:
             takers[module] = index, features
     for module in takers:
-        check_editable(module, names[module], attention, names, where, what=VALUES)
+        check_editable(module, names[module], attention, names, where, edit=ROTATION)
     projections = [module for module in takers if isinstance(module, (nn.Linear, Conv1D))]
     if not projections and takers:
         last = list(takers)[-1]  # containers are given it before what they contain
@@ -242,7 +219,7 @@ def _output(answer: _Answers, names: Mapping[nn.Module, str], attention: nn.Modu
     index, features = takers[module]
     if not _is_in_proportion(features, attended, index):
         return f"attention's output is multiplied by channel before {names[module]} takes it, as by a gate"
-    return Projection(names[module], isinstance(module, Conv1D), index)
+    return Scalable(names[module], "rows" if isinstance(module, Conv1D) else "columns", index)
 
 
 def _is_in_proportion(features: Tensor, states: Tensor, index: Tensor) -> bool:

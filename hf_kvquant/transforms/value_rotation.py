@@ -17,13 +17,14 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import reference
 from ..text_config import text_config_of
+from .layout import by_feature
 from .proof import CHECK_TOKENS, check_logits
-from .value_layout import Projection, ValueLayout, find_value_layouts
+from .value_layout import ValueLayout, find_value_layouts
 
 CONFIG_KEY = "hf_kvquant_value_rotation"  # in the model's config, so that a saved checkpoint is not rotated twice
 
@@ -160,18 +161,12 @@ def _rotatable(model: PreTrainedModel, layouts: Mapping[int, ValueLayout]) -> It
     """What is rotated: views of parameters, `[features, ...]`, and which feature each channel of a head is."""
     for layout in layouts.values():
         value, output = (model.get_submodule(side.name) for side in (layout.value, layout.output))
-        yield _by_output(value, layout.value), layout.value.index
+        assert isinstance(value.weight, Tensor) and isinstance(output.weight, Tensor)
+        yield by_feature(value.weight, layout.value.rule), layout.value.index
         if value.bias is not None:
             assert isinstance(value.bias, Tensor)
             yield value.bias.detach(), layout.value.index
-        yield _by_output(output, layout.output).mT, layout.output.index
-
-
-def _by_output(module: nn.Module, projection: Projection) -> Tensor:
-    """The weight, `[out, in]`, a view."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return weight.detach().mT if projection.is_transposed else weight.detach()
+        yield by_feature(output.weight, layout.output.rule), layout.output.index
 
 
 def _read(rows: Tensor, index: Tensor) -> Tensor:
