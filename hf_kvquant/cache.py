@@ -73,8 +73,13 @@ class KVQuantLayer(CacheLayerMixin):
         self.home: torch.device | None = None  # where the layer lives when it is not offloaded
 
     def __repr__(self) -> str:
-        transform, name = self.storage.key_transform, type(self).__name__
-        return f"{name}({self.storage.formats.describe()}{', ' + transform.describe() if transform else ''})"
+        transform, window = self.storage.key_transform, self.storage.window
+        described = [self.storage.formats.describe()]
+        if transform is not None:
+            described.append(transform.describe())
+        if window > 0:
+            described.append(f"window {window}")
+        return f"{type(self).__name__}({', '.join(described)})"
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -285,39 +290,18 @@ class KVQuantCache(QuantizedCache):
             new_storage = functools.partial(OffloadedStorage, offloader=Offloader())
 
         def new_layer(index: int, layer_type: str, kwargs: dict[str, Any]) -> Any:
-            formats, name = quant_config.formats(index), f"layer {index}"
             if index not in quantized:
                 return _transformers_layer(layer_type, kwargs, max_cache_len)
+            formats = quant_config.formats(index)
+            named: dict[str, Any] = {"name": f"layer {index}", "key_transform": transforms.get(index)}
+            whole: dict[str, Any] = {**named, "max_cache_len": max_cache_len, "lengths": lengths, "pool": pool}
             if layer_type == "full_attention":
-                storage = new_storage(
-                    formats,
-                    max_cache_len=max_cache_len,
-                    name=name,
-                    key_transform=transforms.get(index),
-                    lengths=lengths,
-                    pool=pool,
-                )
-                return KVQuantLayer(storage, self.notes)
+                return KVQuantLayer(new_storage(formats, **whole), self.notes)
             window = kwargs["sliding_window"]
             if max_cache_len is not None:
-                static_ring = StaticRingStorage(
-                    formats,
-                    window=window,
-                    max_cache_len=max_cache_len,
-                    name=name,
-                    key_transform=transforms.get(index),
-                    lengths=lengths,
-                    pool=pool,
-                )
-                return KVQuantStaticRingLayer(static_ring, self.notes)
-            ring = RingStorage(
-                formats,
-                window=window,
-                name=name,
-                key_transform=transforms.get(index),
-                lengths=ring_lengths[window, formats.key.block_size],
-            )
-            return KVQuantRingLayer(ring, self.notes)
+                return KVQuantStaticRingLayer(StaticRingStorage(formats, window=window, **whole), self.notes)
+            group = ring_lengths[window, formats.key.block_size]
+            return KVQuantRingLayer(RingStorage(formats, window=window, lengths=group, **named), self.notes)
 
         layers = [new_layer(index, *each) for index, each in enumerate(zip(layer_types, layer_kwargs, strict=True))]
         if not any(isinstance(layer, KVQuantLayer) for layer in layers):

@@ -507,8 +507,8 @@ class Operands:
     ) -> tuple[Tensor, Tensor]:
         """Append new tokens if there are any, then attend to everything stored: see `reference.decode_attention`.
 
-        Codes are dequantised tile by tile; no `[length, head_dim]` tensor is built. Kernels do
-        not synchronise with the host, as the reference does where it serves.
+        Codes are dequantised tile by tile; no `[length, head_dim]` tensor is built. Kernels do not synchronise with the
+        host, as the reference does where it serves.
 
         Args:
             query: `[batch, num_q_heads, q_len, head_dim]`, fp32, bf16 or fp16. Read only.

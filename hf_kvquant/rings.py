@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .cache import KVQuantLayer
 from .config import LayerFormats
-from .handle import KVLength, MaskNotes
+from .handle import KVLength
 from .lengths import Lengths
 from .storage import GROWTH, LayerStorage
 from .transforms import KeyTransform
@@ -203,12 +203,6 @@ class KVQuantRingLayer(KVQuantLayer):
 
     is_sliding = True
     storage: RingStorage
-
-    def __init__(self, storage: RingStorage, notes: MaskNotes) -> None:
-        super().__init__(storage, notes)
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, window {self.storage.window})"
 
     @property
     def record_past(self) -> bool:

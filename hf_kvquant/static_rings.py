@@ -22,7 +22,7 @@ from . import ops, reference
 from .cache import KVQuantLayer
 from .config import LayerFormats
 from .formats import BLOCK_SIZE, KVFormat, Planes
-from .handle import KVLength, MaskNotes
+from .handle import KVLength
 from .lengths import Lengths
 from .pool import BufferPool
 from .storage import LayerStorage
@@ -261,12 +261,6 @@ class KVQuantStaticRingLayer(KVQuantLayer):
 
     is_sliding = True
     storage: StaticRingStorage
-
-    def __init__(self, storage: StaticRingStorage, notes: MaskNotes) -> None:
-        super().__init__(storage, notes)
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, window {self.storage.window})"
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset for the mask: of the chunk itself while empty, else of everything there is room for."""

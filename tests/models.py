@@ -35,6 +35,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, key_transforms, patched, reference
+from hf_kvquant.attention import attention
 from hf_kvquant.cache import KVQuantLayer, layers_of, quantized_layers
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.formats import Planes
@@ -268,6 +269,17 @@ def bart() -> Any:
     model = BartForConditionalGeneration(config)
     model.generation_config.eos_token_id = None
     return randomized(model).eval()
+
+
+def check_masks_agree(query: Tensor, handles: tuple[Any, Any], bounds: Tensor, dense_mask: Tensor | None) -> None:
+    """Attention from codes with our bounds, and over keys that came of handles, is that of `prev` with its own mask."""
+    key, value = (handle * 1.0 for handle in handles)
+    module = llama().model.layers[0].self_attn
+    out, _ = attention(module, query, key, value, bounds, prev="sdpa", scaling=0.3)
+    expected, _ = attention(module, query, key, value, dense_mask, prev="sdpa", scaling=0.3)
+    compare.assert_same(out, expected, "attention")
+    codes, _ = attention(module, query, *handles, bounds, prev="sdpa", scaling=0.3)
+    compare.assert_close(codes, expected, 1e-4, "attention over codes")
 
 
 def on(device: str, model: Any) -> Any:
