@@ -172,6 +172,20 @@ def test_attention_to_transformed_codes(engine: str, kv_format: KVFormat, head_d
         run_decode(engine, case, planes=(filled(case, 0, key), filled(case, 1)), key_transform=transform)
 
 
+@pytest.mark.parametrize("kv_format", make_formats(), ids=name_of)
+def test_queries_just_below_a_power_of_two(engine: str, kv_format: KVFormat) -> None:
+    """Kernels make narrower numbers of transformed queries, by powers of two: none may round to infinity."""
+    smoothing = torch.full((2, 64), float(torch.nextafter(torch.tensor(2.0), torch.tensor(1.0))))
+    for dtype in (torch.bfloat16, torch.float16):
+        case = Case(pair(kv_format), 64, dtype, 2, 3, (64, 33, 128))
+        transform = KeyTransform(smoothing=smoothing)
+        key = reference.transform_key(tokens(case, case.capacity, 64), transform)
+        query = torch.randn(3, 4, 3, 64).clamp(-0.9, 0.9)
+        query[..., 5] = torch.tensor([1.0, -2.0, 0.5, 4.0]).view(4, 1)
+        planes = filled(case, 0, key), filled(case, 1)
+        run_decode(engine, case, planes=planes, query=query.to(dtype), key_transform=transform)
+
+
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("kv_format", [KVFormat("int8"), KVFormat("int4", symmetric=False)], ids=name_of)
 def test_a_constant_does_not_disturb_sinks_caps_and_splits(engine: str, kv_format: KVFormat, extra: str) -> None:

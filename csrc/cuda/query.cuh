@@ -97,9 +97,10 @@ struct Query {
         factors[slot] = factor;
       }
     } else {
-      // The power of two that brings the largest to 2^kExponent ... 2^(kExponent + 1), by its exponent bits.
-      // Numbers that the scale of a channel multiplies stay finite up to scales of 16,000, and normal down to 2^-11.
-      constexpr uint32_t kExponent = Shape::kIsGrouped ? 15 : Shape::kIsBlocked ? 1 : 7;
+      // The power of two that brings the largest to 2^kExponent ... 2^(kExponent + 1), by its exponent bits. Rounding
+      // may reach the upper end, so that must be less than 2^16. Numbers that the scale of a channel multiplies stay
+      // finite up to scales of 16,000, and normal down to 2^-11.
+      constexpr uint32_t kExponent = Shape::kIsGrouped ? 14 : Shape::kIsBlocked ? 1 : 7;
       const uint32_t exponent = magnitude >> 23;
       const float to_half = is_zero ? 0.f : __uint_as_float((254 + kExponent - exponent) << 23);
       float sum = 0.f;
@@ -208,7 +209,7 @@ struct GroupedQueryOperands {
   // rows, of which 0 ... 3 are the sums of the query over four groups, rows 4 ... 7 what these sums lose as float16.
   static constexpr int kQuads = (kNumGroups + 3) / 4;
   uint32_t sums[Shape::kColumnTiles][kQuads];
-  static constexpr float kSumUnit = 0x1p-9f;  // sums of 32 numbers below 2^16, eightfold for an offset, fit in float16
+  static constexpr float kSumUnit = 0x1p-8f;  // sums of 32 numbers up to 2^15, eightfold for an offset, fit in float16
 
   __device__ __forceinline__ void load(const unsigned char* planes, const float* sums_of_query, float offset, int g,
                                        int t) {
