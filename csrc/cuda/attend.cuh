@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   const int first_of_tail =
       Shape::kIsBlocked ? tail_begin(params.key_side, bounds.num_tokens(plan), params.residual_length) : span.end;
   if (first_step != likely_step) ring.seek(plan, segment, first_step);
-  ring.bound(span.begin, span.end, min(first_of_tail, span.end));
+  ring.bound(params, plan, segment, span.begin, span.end, min(first_of_tail, span.end));
   if constexpr (Shape::kIsBlocked) {
     Blocks<Shape>::expect_tail(params, plan, segment, first_of_tail, span.end, warp, lane);
   }
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   if (has_windows) expect_window(params, plan, segment, bounds, warp, lane);
   int stage = 0;
   for (; stage < num_stages - 1 && first_step + stage * stride < held_step; ++stage) {
-    ring.fill(params, plan, chunk_list, segment.b, segment.h, stage, first_step + stage * stride);
+    ring.fill(params, plan, chunk_list, stage, first_step + stage * stride);
     commit_copies();
   }
   if (held.is_own) {
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   }
   for (; stage < num_stages - 1; ++stage) {
     if (first_step + stage * stride < segment.last_step)
-      ring.fill(params, plan, chunk_list, segment.b, segment.h, stage, first_step + stage * stride);
+      ring.fill(params, plan, chunk_list, stage, first_step + stage * stride);
     commit_copies();
   }
 
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     __syncwarp();
     // The stage before is free now.
     if (step + (num_stages - 1) * stride < segment.last_step) {
-      ring.fill(params, plan, chunk_list, segment.b, segment.h, stage == 0 ? num_stages - 1 : stage - 1,
+      ring.fill(params, plan, chunk_list, stage == 0 ? num_stages - 1 : stage - 1,
                 step + (num_stages - 1) * stride);
     }
     commit_copies();

@@ -216,6 +216,7 @@ bool has_short_strides(const DecodeParams& params) {
   };
   for (const Side* side : {&params.key_side, &params.value_side}) {
     if (!is_short(side->codes_stride_b, side->codes_stride_h)) return false;
+    if (std::abs(side->codes_stride_t) > INT32_MAX / kBlockSize) return false;  // those of a step, too
     if (!is_short(2 * side->scale_stride_b, 2 * side->scale_stride_h)) return false;
     if (!is_short(2 * side->zero_stride_b, 2 * side->zero_stride_h)) return false;
   }

@@ -58,10 +58,16 @@ class Ring {
   }
 
   // Leaves out all tokens but begin ... end - 1, and of keys those from `key_end` on, which is not beyond `end`. After
-  // `seek`.
-  __device__ __forceinline__ void bound(int begin, int end, int key_end) {
+  // the last `seek`.
+  __device__ __forceinline__ void bound(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
+                                        int begin, int end, int key_end) {
     begin_ = begin, end_ = end, key_end_ = kIsBlocked ? key_end : end;
     whole_end_ = min(key_end_, lap_end_);
+    if (!is_dense_) {
+      const int row = plan.laps.row(first_);
+      key_codes_ = code_row(params.key_side, segment.b, segment.h, row);
+      value_codes_ = code_row(params.value_side, segment.b, segment.h, row);
+    }
   }
 
   // Goes to a step.
@@ -96,8 +102,8 @@ class Ring {
   }
 
   // Starts copying `step`, which is the next one, into a stage, and goes a stride on. Callers commit.
-  __device__ __forceinline__ void fill(const DecodeParams& params, const DecodePlan& plan, uint32_t list, int b, int h,
-                                       int stage, int step) {
+  __device__ __forceinline__ void fill(const DecodeParams& params, const DecodePlan& plan, uint32_t list, int stage,
+                                       int step) {
     first_ = step * kStepTokens;
     const uint32_t to = memory_ + stage * kStageBytes;
     if (is_dense_ && first_ >= begin_ && first_ + kStepTokens <= whole_end_) {
@@ -105,21 +111,20 @@ class Ring {
       fill_dense<kValueRowBytes, false>(to + kValueAt, value_place_, value_codes_, end_);
       fill_scales<false>(to);
     } else {
-      while (first_ >= lap_end()) start_lap(plan.laps);
+      while (first_ >= lap_end()) start_lap(params, plan.laps);
       if (is_dense_) {
         fill_dense<kKeyRowBytes, true>(to, key_place_, key_codes_, key_end_);
         fill_dense<kValueRowBytes, true>(to + kValueAt, value_place_, value_codes_, end_);
       } else {
-        const int row = plan.laps.row(first_);
-        fill_rows(code_row(params.key_side, b, h, row), plan.key_chunks, list, to, key_end_);
-        fill_rows(code_row(params.value_side, b, h, row), plan.value_chunks,
-                  list + plan.key_chunks.num_chunks * kChunkPlaceBytes, to + kValueAt, end_);
+        fill_rows(key_codes_, plan.key_chunks, list, to, key_end_);
+        fill_rows(value_codes_, plan.value_chunks, list + plan.key_chunks.num_chunks * kChunkPlaceBytes, to + kValueAt,
+                  end_);
       }
       fill_scales<true>(to);
     }
     if constexpr (kIsBlocked) fill_block(params.key_side.head_dim, first_ - lap_end_ + plan.laps.num_rows, to);
-    key_codes_ += int64_t{stride_} * kKeyRowBytes;
-    value_codes_ += int64_t{stride_} * kValueRowBytes;
+    key_codes_ += int64_t{stride_} * row_stride(params.key_side);
+    value_codes_ += int64_t{stride_} * row_stride(params.value_side);
 #pragma unroll
     for (int i = 0; i < kScaleCopies; ++i) scales_[i] += stride_;
   }
@@ -138,13 +143,16 @@ class Ring {
     return reinterpret_cast<const uint8_t*>(chunk);
   }
 
+  // From row to row of codes, in bytes: kRowBytes where rows are dense. plan.cpp has seen that 32 bits hold it.
+  static __device__ __forceinline__ int row_stride(const Side& side) { return static_cast<int>(side.codes_stride_t); }
+
   // Where a step is the first of the next lap: pointers go back by as many rows as a lap has. It counts as a step that
   // is not whole, so that whole ones, which are nearly all, need not ask.
-  __device__ __forceinline__ void start_lap(const Laps& laps) {
+  __device__ __forceinline__ void start_lap(const DecodeParams& params, const Laps& laps) {
     lap_end_ = lap_end() + laps.num_rows;
     whole_end_ = min(key_end_, lap_end_);
-    key_codes_ -= int64_t{laps.num_rows} * kKeyRowBytes;
-    value_codes_ -= int64_t{laps.num_rows} * kValueRowBytes;
+    key_codes_ -= int64_t{laps.num_rows} * row_stride(params.key_side);
+    value_codes_ -= int64_t{laps.num_rows} * row_stride(params.value_side);
 #pragma unroll
     for (int i = 0; i < kScaleCopies; ++i) scales_[i] -= laps.num_rows;
   }
@@ -292,7 +300,7 @@ class Ring {
   int lap_end_ = 0;    // of the lap that the pointers are in; see lap_end
   int whole_end_ = 0;  // of steps that are copied without a look at their tokens
   int first_ = 0;      // token of the step
-  const uint8_t *key_codes_ = nullptr, *value_codes_ = nullptr;  // the lane's first chunk of it, where rows are dense
+  const uint8_t *key_codes_ = nullptr, *value_codes_ = nullptr;  // its rows; where they are dense, the lane's first chunk
   const half_bits* scales_[kScaleCopies];                        // the lane's chunks of it
   bool has_scales_[kScaleCopies];
   const uint4* blocks_[kBlockCopies > 0 ? kBlockCopies : 1];  // the lane's chunks of scales of the first block
