@@ -800,7 +800,10 @@ class LayerStorage:
     def move(self, device: torch.device | str) -> None:
         """Move the buffers to another device."""
         device = torch.empty(0, device=device).device  # "cuda" is one of them
-        if not self.is_allocated or self.device == device:
+        if not self.is_allocated:
+            self.starts = None if self.starts is None else self.starts.to(device)
+            return
+        if self.device == device:
             return
         self.flush()
         self._part_with_buffers()
