@@ -202,7 +202,7 @@ def test_a_fallback_is_told_once_for_a_model(caplog: pytest.LogCaptureFixture, m
     # transformers lets its records through to the root only where the environment says CI; pytest may listen twice.
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     for _ in range(3):
-        with patched(model, "int8"):
+        with caplog.at_level(logging.WARNING, "transformers"), patched(model, "int8"):
             pass
     assert model.config._attn_implementation == "eager"
     records = [record for record in dict.fromkeys(caplog.records) if "XGLMForCausalLM" in record.message]
