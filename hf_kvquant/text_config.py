@@ -18,3 +18,8 @@ def context_of(model: PreTrainedModel) -> int | None:
     """The positions that a model was made for, or `None` where its config names none."""
     context = getattr(text_config_of(model), "max_position_embeddings", None)
     return context if isinstance(context, int) and context > 0 else None
+
+
+def positions_of(model: PreTrainedModel, most: int) -> int:
+    """`most` positions, or all that a model was made for where these are fewer."""
+    return min(context_of(model) or most, most)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..arguments import UsageError, read_text
-from ..text_config import context_of
+from ..text_config import context_of, positions_of
 from .provenance import sha256
 
 WHERE = "eval perplexity"
@@ -90,7 +90,7 @@ def read_rows(args: argparse.Namespace) -> list[str]:
 def cut(ids: Tensor, args: argparse.Namespace, model: PreTrainedModel) -> tuple[Tensor, list[int]]:
     """The windows to measure (`[windows, window]` int64), spread over the text, and where each begins."""
     context = context_of(model)
-    window = args.window or min(WINDOW, context or WINDOW)
+    window = args.window or positions_of(model, WINDOW)
     stride = args.stride or window
     least = FIRST_CHUNK + 2  # of which one is exact, one is scored, and one is only predicted
     if window < least or (context is not None and window > context):

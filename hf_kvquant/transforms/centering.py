@@ -27,7 +27,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from ..cache import layers_of
-from ..text_config import text_config_of
+from ..text_config import positions_of, text_config_of
 
 # T of the formula above, at most, and no more than a model was made for: pairs that turn about once in so many tokens,
 # or more, are left to the rotation. A centre over more positions than a text has fits its first tokens badly (reference
@@ -61,8 +61,7 @@ def bias_centers(model: PreTrainedModel, num_positions: int | None = None) -> di
         ValueError: `num_positions` is not positive.
     """
     if num_positions is None:
-        longest = getattr(text_config_of(model), "max_position_embeddings", None)
-        num_positions = min(longest, NUM_POSITIONS) if isinstance(longest, int) and longest > 0 else NUM_POSITIONS
+        num_positions = positions_of(model, NUM_POSITIONS)
     if num_positions < 1:
         raise ValueError(f"bias_centers: `num_positions` must be positive, got {num_positions}.")
     if not has_biases(model):
