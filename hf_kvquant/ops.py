@@ -258,7 +258,7 @@ def _append_fake(*args: object) -> None:
 @torch.library.register_fake("hf_kvquant::decode_reference", lib=_library)
 def _decode_fake(*args: object) -> tuple[Tensor, Tensor]:
     arguments = _arguments_of("decode", args)
-    op_arguments.check_devices("decode", arguments)
+    op_arguments.check_results(arguments)
     query = arguments["query"]
     batch, num_q_heads, q_len, _ = query.shape
     value_dim = head_dim_of(arguments["value_codes"], arguments["value_storage"])

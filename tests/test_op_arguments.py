@@ -245,6 +245,27 @@ def test_queries_of_other_ranks_are_refused(device: str) -> None:
             ops.decode(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("argument", "change", "message"),
+    [
+        ("query", lambda x: x[0], r"`query` must be \[batch, heads, tokens, head_dim\], got \[4, 2, 64\]"),
+        ("query", lambda x: x[None], r"`query` must be \[batch, heads, tokens, head_dim\], got \[1, 2, 4, 2, 64\]"),
+        ("query", lambda x: None, r"`query` must be a tensor, got None"),
+        ("value_codes", lambda x: x.flatten()[0], r"`value_codes` must be \[batch, .*row\], got \[\]"),
+        ("value_codes", lambda x: None, r"`value_codes` must be a tensor, got None"),
+    ],
+)
+@pytest.mark.parametrize("name", ["decode", "decode_reference"])
+def test_fakes_refuse_by_the_same_words(name: str, argument: str, change: Any, message: str) -> None:
+    """What their results are made from. A compiler asks the fake first, and shows what that says."""
+    call = call_of(name)
+    call[argument] = change(call[argument])
+    refused(name, call, message)
+    compiled = torch.compile(lambda: overload(name)(**call), backend="eager", fullgraph=True, dynamic=False)
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=f"decode: {message}"):
+        compiled()
+
+
 @pytest.mark.parametrize("name", ["append_reference", "decode_reference"])
 def test_the_reference_takes_empty_calls(name: str) -> None:
     call = call_of(name)
