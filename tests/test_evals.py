@@ -517,6 +517,28 @@ def test_generate_argument_errors(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        ("bench_cpu_decode", ["--cases", "0"], "--cases must be at least 1, got 0"),
+        ("bench_cpu_decode", ["--turns", "0"], "--turns must be at least 1, got 0"),
+        ("reference_model.train", ["evaluate", "--out", "x"], "--wikitext or --data must be given, or there is noth"),
+    ],
+)
+def test_nothing_is_measured_in_vain(
+    script: str,
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "evals"))
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    with pytest.raises(SystemExit):
+        importlib.import_module(script).main()
+    assert message in capsys.readouterr().err
+
+
 def test_commit_without_history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A copy without `.git`, or with an older one, is told what it is a copy of."""
     monkeypatch.syspath_prepend(str(ROOT / "evals"))
