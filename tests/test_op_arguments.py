@@ -22,9 +22,9 @@ INT4 = KVFormat("int4", symmetric=False)
 OPS = ("append", "append_reference", "decode", "decode_reference")
 
 
-def call_of(name: str, kv_format: KVFormat = INT4, device: str = "cpu") -> dict[str, Any]:
+def call_of(name: str, kv_format: KVFormat = INT4) -> dict[str, Any]:
     """A good call, by argument."""
-    append, decode = op_arguments(device, kv_format)
+    append, decode = op_arguments("cpu", kv_format)
     names = [argument.name for argument in overload(name)._schema.arguments]
     return dict(zip(names, append if name.startswith("append") else decode, strict=True))
 
