@@ -266,10 +266,16 @@ def main() -> None:
     """Measure every case, print card and tables, and the results as one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="write the JSON here too")
-    parser.add_argument("--threads", type=int, help="threads of PyTorch and of the kernels; default: PyTorch's choice")
-    parser.add_argument("--turns", type=int, default=50, help="timed runs of each contender")
-    parser.add_argument("--cases", type=int, default=len(SHAPES), help="how many of the shapes, from the first")
+    parser.add_argument("--threads", type=int, help="threads of PyTorch and of the kernels (default: PyTorch's choice)")
+    parser.add_argument("--turns", type=int, default=50, help="timed runs of each contender (default: %(default)s)")
+    parser.add_argument(
+        "--cases", type=int, default=len(SHAPES), help="how many of the shapes, from the first (default: all)"
+    )
     arguments = parser.parse_args()
+    for name in ("threads", "turns", "cases"):
+        count = getattr(arguments, name)
+        if count is not None and count < 1:
+            parser.error(f"--{name} must be at least 1, got {count}")
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     if not ops.has_kernels("cpu"):

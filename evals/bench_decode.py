@@ -359,9 +359,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     """The command line; an unknown case or preset ends the program with the known ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="write the JSON here too, after every case")
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
+    parser.add_argument(
+        "--cases", nargs="+", choices=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)} (default: all)"
+    )
     presets = list(PRESETS)
-    parser.add_argument("--presets", nargs="+", choices=presets, metavar="PRESET", help=f"of {', '.join(presets)}")
+    known = f"of {', '.join(presets)} (default: all but none)"
+    parser.add_argument("--presets", nargs="+", choices=presets, metavar="PRESET", help=known)
     parser.add_argument("--peers", action="store_true", help="measure other kernels too, those that can be imported")
     parser.add_argument("--quick", action="store_true", help="fewer cases, presets and replays, unless they are named")
     arguments = parser.parse_args(words)

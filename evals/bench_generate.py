@@ -420,11 +420,17 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     """The command line; what is unknown ends the program with what is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models = ", ".join(MODELS)
-    parser.add_argument("--model", default="llama-3-8b", help=f"random weights: {models}; or a checkpoint")
-    parser.add_argument("--device", type=torch.device, default=None, help="cuda where there is one, else cpu")
-    parser.add_argument("--cases", type=_cases, default=DEFAULT_CASES, help="such as 1x2k,8x16k")
-    parser.add_argument("--systems", type=_systems, default=DEFAULT_SYSTEMS, help=f"all, or of {', '.join(SYSTEMS)}")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of a call; the first quarter is not timed")
+    parser.add_argument(
+        "--model", default="llama-3-8b", help=f"random weights: {models}; or a checkpoint (default: %(default)s)"
+    )
+    parser.add_argument("--device", type=torch.device, help="(default: cuda where there is one, else cpu)")
+    cases = ",".join(case.name for case in DEFAULT_CASES)
+    parser.add_argument("--cases", type=_cases, default=DEFAULT_CASES, help=f"batch x context (default: {cases})")
+    systems = f"all, or of {', '.join(SYSTEMS)} (default: {','.join(DEFAULT_SYSTEMS)})"
+    parser.add_argument("--systems", type=_systems, default=DEFAULT_SYSTEMS, help=systems)
+    parser.add_argument(
+        "--new-tokens", type=int, default=64, help="of a call; the first quarter is not timed (default: %(default)s)"
+    )
     parser.add_argument("--output", type=Path, help="write the JSON here too, after every case")
     parser.add_argument(
         "--resume", action="store_true", help="keep the cases that --output has, of this commit, machine and model"

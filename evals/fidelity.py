@@ -2,9 +2,10 @@
 
     python evals/fidelity.py --data wikitext2.test.raw --chunk 128 --output evals/results/fidelity.json
 
-Everything is decided in `hf_kvquant/evaluation/`: windows, gate, counter, aggregates, and all options but `--data`,
-which is `--text` with `--rows`, the convention of papers. Here a record becomes a results file, whose names are those
-of `render_readme.py`: one row per preset with its windows, and weights and tokenizer by their hashes.
+Everything is decided in `hf_kvquant/evaluation/`: windows, gate, counter, aggregates, and most options. `--data` is
+`--text` with `--rows`, the convention of papers; `--record` is what `--output` is there; dtype and device have the
+defaults that results are compared at. Here a record becomes a results file, whose names are those of
+`render_readme.py`: one row per preset with its windows, and weights and tokenizer by their hashes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from hf_kvquant import cli
+from hf_kvquant.arguments import DTYPES
 from hf_kvquant.evaluation import perplexity
 from hf_kvquant.evaluation.perplexity_results import kld_of, show
 from hf_kvquant.evaluation.preparation import OUTLIER_PAIRS
@@ -92,14 +94,25 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> int:
     """The exit code, as for `hf-kvquant`."""
-    parser = argparse.ArgumentParser(description="Compare presets with the unquantised cache on a text file.")
+    parser = argparse.ArgumentParser(
+        description="Compare presets with the unquantised cache on a text file.",
+        conflict_handler="resolve",  # some options are other ones here
+    )
     perplexity.add_options(parser)
-    parser.add_argument("--data", dest="text", required=True, metavar="FILE", help="as --text, with --rows")
-    parser.add_argument("--model", default=str(ROOT / "evals/reference_model"), metavar="FOLDER")
+    parser.add_argument("--data", dest="text", required=True, metavar="FILE", help="lines, joined by two newlines")
+    parser.add_argument(
+        "--model",
+        default=str(ROOT / "evals/reference_model"),
+        metavar="FOLDER",
+        help="of a checkpoint (default: the reference model)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model (default: float32)")
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="such as cpu or cuda:0 (default: cpu)")
+    parser.add_argument("--output", metavar="FILE", help="for the results, which stdout ends with too")
     parser.add_argument(
         "--record", metavar="FILE", help="what is measured so far; a second run goes on where one stopped"
     )
-    parser.set_defaults(run=run, rows=True, dtype="float32", device="cpu")
+    parser.set_defaults(run=run, rows=True, dataset=None, split=None, field=None)
     args = parser.parse_args()
     if args.mode == "all":
         parser.error("--mode must be one that a results file is for, got all. Run each by itself.")

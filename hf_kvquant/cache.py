@@ -27,7 +27,7 @@ from .lengths import LengthGroup, Lengths
 from .offloading import OffloadedStorage, Offloader
 from .pool import BufferPool
 from .storage import LayerStorage
-from .text_config import text_config_of
+from .text_config import head_dim_of, text_config_of
 from .transforms import KeyTransform
 
 _Cache = TypeVar("_Cache", bound="KVQuantCache")
@@ -552,15 +552,6 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
             formats: LayerFormats = quant_config.formats(index)
             formats.key.num_groups(head_dim)
             formats.value.num_groups(head_dim)
-
-
-def head_dim_of(config: PreTrainedConfig) -> int | None:
-    """Channels of a head as far as a config tells; tensors decide in the end."""
-    head_dim = getattr(config, "head_dim", None)
-    if head_dim is None and getattr(config, "num_attention_heads", None):
-        hidden_size = getattr(config, "hidden_size", None)
-        head_dim = None if hidden_size is None else hidden_size // config.num_attention_heads
-    return head_dim if isinstance(head_dim, int) else None
 
 
 def _transformers_layer(layer_type: str, kwargs: dict[str, Any], max_cache_len: int | None) -> Any:

@@ -52,6 +52,9 @@ from .transforms.value_rotation import rotate_values
 from .verdict import Preflight, PreflightError, cells
 
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
+# Options that say how to calibrate, and their defaults.
+CALIBRATION: dict[str, Any] = {"mode": "fold", "no_centers": False, "no_factors": False, "rotate_values": False}
+CALIBRATION |= {"tokens": 16384, "window": 2048, "batch_size": 1}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
         "it wrote: teacher-forced, token by token, through each preset's own cache.",
     )
     generate.add_argument("model", metavar="MODEL", help="a folder or a hub id")
-    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeatable")
+    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="to continue; repeatable")
     generate.add_argument(
         "--prompt-file", action="append", default=[], metavar="FILE", help="a file that holds one prompt; repeatable"
     )
@@ -111,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--repetition-penalty", type=float, metavar="X", help="above 1 discourages tokens that were there (default: 1)"
     )
-    generate.add_argument("--seed", type=int, default=0, metavar="N", help="with --sample, for every text (default: 0)")
+    generate.add_argument("--seed", type=int, metavar="N", help="with --sample, for every text (default: 0)")
     generate.add_argument(
         "--offloading", action="store_true", help="keep codes in CPU memory but for those of two layers; on a GPU"
     )
@@ -131,7 +134,9 @@ def parser() -> argparse.ArgumentParser:
     calibrate.add_argument(
         "--text-file", action="append", default=[], metavar="FILE", help="text to calibrate on; repeatable"
     )
-    calibrate.add_argument("--output", metavar="DIR", help="a new folder for the model and the factors")
+    calibrate.add_argument(
+        "--output", metavar="DIR", help="a new folder for the model and the factors, but for --check"
+    )
     calibrate.add_argument(
         "--preset",
         metavar="NAME",
@@ -145,20 +150,19 @@ def parser() -> argparse.ArgumentParser:
     calibrate.add_argument(
         "--mode",
         choices=get_args(Mode),
-        default="fold",
         help="fold: factors go into the weights; online: caches apply them; auto: into the weights where possible "
-        "(default: fold)",
+        "(default: %(default)s)",
     )
     calibrate.add_argument("--no-centers", action="store_true", help="leave centres as they are")
     calibrate.add_argument("--no-factors", action="store_true", help="find centres only")
     calibrate.add_argument(
         "--rotate-values", action="store_true", help="rotate values through the weights before; rounds these once"
     )
-    calibrate.add_argument("--tokens", type=int, default=16384, metavar="N", help="at most (default: 16384)")
-    calibrate.add_argument("--window", type=int, default=2048, metavar="N", help="tokens of a forward (default: 2048)")
-    calibrate.add_argument("--batch-size", type=int, default=1, metavar="N", help="windows of a forward (default: 1)")
+    calibrate.add_argument("--tokens", type=int, metavar="N", help="to calibrate on, at most (default: %(default)s)")
+    calibrate.add_argument("--window", type=int, metavar="N", help="tokens of a forward (default: %(default)s)")
+    calibrate.add_argument("--batch-size", type=int, metavar="N", help="windows of a forward (default: %(default)s)")
     add_placement(calibrate)
-    calibrate.set_defaults(run=run_calibrate)
+    calibrate.set_defaults(run=run_calibrate, **CALIBRATION)
     evaluation.add_parser(commands)
     env = commands.add_parser("env", help="show versions, kernels and devices, and what is missing")
     env.set_defaults(run=run_env)
@@ -213,7 +217,7 @@ def run_generate(args: argparse.Namespace) -> None:
         presets,
         max_new_tokens=args.max_new_tokens,
         sampling=sampling,
-        seed=args.seed,
+        seed=args.seed or 0,
         on_start=start,
         on_text=show,
     )
@@ -272,10 +276,11 @@ def checked_prompts(args: argparse.Namespace) -> list[str]:
 
 def checked_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `model.generate` that say how the next token is chosen."""
-    chosen = {name: value for name in ("temperature", "top_p") if (value := getattr(args, name)) is not None}
-    if chosen and not args.sample:
-        option = "--" + next(iter(chosen)).replace("_", "-")
+    given = [name for name in ("temperature", "top_p", "seed") if getattr(args, name) is not None]
+    if given and not args.sample:
+        option = "--" + given[0].replace("_", "-")
         raise UsageError(f"generate: `{option}` must come with --sample, got it alone. Add --sample.")
+    chosen = {name: getattr(args, name) for name in given if name != "seed"}
     if args.repetition_penalty is not None:
         chosen["repetition_penalty"] = args.repetition_penalty
     for name, value in chosen.items():
@@ -317,9 +322,15 @@ def run_calibrate(args: argparse.Namespace) -> None:
         if getattr(args, option) and not args.check:
             name = option.replace("_", "-")
             raise UsageError(f"calibrate: `--{name}` must come with --check, got it alone. Add --check.")
-    if args.rotate_values and args.check:
+    for option, default in CALIBRATION.items() if args.check else ():
+        if getattr(args, option) != default:
+            name = option.replace("_", "-")
+            raise UsageError(
+                f"calibrate: `--{name}` must come without --check, which calibrates nothing, got both. Leave out one."
+            )
+    if args.weights_only and args.text_file:
         raise UsageError(
-            "calibrate: `--rotate-values` must come without --check, which changes no weights, got both. Leave out one."
+            "calibrate: `--text-file` must come without --weights-only, which reads no text, got both. Leave out one."
         )
     preset = None if args.preset is None else checked_preset(args.preset, "calibrate")
     if args.check:

@@ -20,7 +20,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 from .cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig, LayerFormats
-from .text_config import context_of, text_config_of
+from .text_config import positions_of, text_config_of
 from .transforms.calibration import MIN_TOKENS, read_windows
 from .transforms.observation import forward
 from .transforms.of_model import key_transforms
@@ -78,7 +78,7 @@ def own_text(model: PreTrainedModel) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     cache = DynamicCache(config=text_config)
     ids = [torch.full((NUM_WINDOWS, 1), first)]
-    for _ in range(_window(model) - 1):
+    for _ in range(positions_of(model, WINDOW) - 1):
         logits = _logits(model, ids[-1], cache)[:, -1].float().cpu()
         logits[:, [token for token in never if token < logits.shape[1]]] = -math.inf
         # The largest of logits plus Gumbel noise is a draw from their softmax.
@@ -91,11 +91,6 @@ def _ids(config: Any, name: str) -> list[int]:
     """Token ids from what a config may hold under a name: nothing, one or several."""
     given = getattr(config, name, None)
     return [given] if isinstance(given, int) else [int(each) for each in given or ()]
-
-
-def _window(model: PreTrainedModel) -> int:
-    context = context_of(model)
-    return WINDOW if context is None else min(context, WINDOW)
 
 
 def _logits(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:
@@ -155,7 +150,7 @@ class Meter:
         block_size = formats.key.block_size
         if block_size is None or self.longest >= (1 + BLOCK_MARGIN) * block_size:
             return True
-        return _window(self.model) < (1 + BLOCK_MARGIN) * block_size
+        return positions_of(self.model, WINDOW) < (1 + BLOCK_MARGIN) * block_size
 
     def _run(self, config: KVQuantConfig) -> Iterator[Tensor]:
         """Logits of all chunks but the first, which fills the cache."""

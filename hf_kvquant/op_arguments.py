@@ -114,6 +114,19 @@ def check_decode(arguments: Arguments, num_counters: int) -> None:
     _check_counts(where, arguments, key.shape[2])
 
 
+def check_results(arguments: Arguments) -> None:
+    """Refuse a `decode` whose results a fake cannot tell. The op itself finds whatever else is wrong, when it runs.
+
+    Sizes are left to it: a compiler takes every comparison of them for a condition of its graph.
+
+    Raises:
+        ValueError: Naming the argument, as `check_decode` does.
+    """
+    _check_kinds("decode", arguments)
+    _check_codes("decode", "value_codes", arguments["value_codes"])
+    _check_dense("decode", "query", arguments["query"])
+
+
 def check_devices(where: str, arguments: Arguments) -> None:
     """Refuse tensors of several devices. With one on `meta`, torch calls the op's fake, which computes nothing.
 
@@ -202,6 +215,11 @@ def _check_dense(where: str, name: str, x: Tensor) -> None:
         _refuse(where, name, f"must be float32, float16 or bfloat16, got {x.dtype}. {remedy}")
 
 
+def _check_codes(where: str, name: str, codes: Tensor) -> None:
+    if codes.ndim != 4:
+        _refuse(where, name, f"must be [batch, num_kv_heads, capacity, row], got {list(codes.shape)}. {_MADE}")
+
+
 def _check_planes(where: str, arguments: Arguments) -> dict[str, int]:
     """Both sides' planes. Returns their head_dims."""
     head_dims = {side: _check_side(where, side, arguments) for side in ("key", "value")}
@@ -232,8 +250,7 @@ def _check_side(where: str, side: str, arguments: Arguments) -> int:
         _refuse(where, f"{side}_storage", f"must be one of {STORAGE_IDS}, got {storage_id}.")
     storage = _NAMES[storage_id]
     name = f"{side}_codes"
-    if codes.ndim != 4:
-        _refuse(where, name, f"must be [batch, num_kv_heads, capacity, row], got {list(codes.shape)}. {_MADE}")
+    _check_codes(where, name, codes)
     if codes.dtype not in (_DENSE if storage == "none" else (torch.uint8,)):
         expected = "float32, float16 or bfloat16" if storage == "none" else "uint8"
         _refuse(where, name, f"must be {expected} for storage '{storage}', got {codes.dtype}. {_MADE}")

@@ -258,7 +258,7 @@ def _append_fake(*args: object) -> None:
 @torch.library.register_fake("hf_kvquant::decode_reference", lib=_library)
 def _decode_fake(*args: object) -> tuple[Tensor, Tensor]:
     arguments = _arguments_of("decode", args)
-    op_arguments.check_devices("decode", arguments)
+    op_arguments.check_results(arguments)
     query = arguments["query"]
     batch, num_q_heads, q_len, _ = query.shape
     value_dim = head_dim_of(arguments["value_codes"], arguments["value_storage"])
@@ -525,8 +525,12 @@ class Operands:
             softcap: 0 for none.
             sliding_window: Positions visible to a query, itself included; 0 for all. Where `is_ring`, there is one, and
                 room for what the first query sees beside all new tokens: at most `capacity + 1 - q_len`.
-            num_splits: Parts that a sequence is cut into, for output that is bitwise the same in every batch; 0 lets
-                the kernel choose.
+            num_splits: Parts that a sequence is cut into, at most; 0 lets the kernel choose. A fixed number is for
+                output that is bitwise the same in every batch, where all but the batch and its lengths is the same:
+                kernels take fewer parts where there are no tokens for so many, and of a ring on a GPU, whose positions
+                go too far to be dealt to more than 127 or 255, but they ask neither of the two. On a GPU that does not
+                hold yet for thousands of tokens: large batches may get blocks of four warps where small ones get
+                eight, which sum in another order. The reference cuts nothing.
 
         Returns:
             out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`, new memory. Zero where nothing is
@@ -535,6 +539,7 @@ class Operands:
 
         Raises:
             ValueError: A shape or dtype does not fit; the message names the argument.
+            RuntimeError: On a GPU, of so many splits that a grid does not hold their blocks.
         """
         key, value = (None, None) if new is None else new
         result: tuple[Tensor, Tensor] = self._decode(

@@ -19,13 +19,13 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from . import ops
 from .attention import NOT_QUANTIZED
-from .cache import KVQuantCache, KVQuantLayer, head_dim_of, layer_devices, layers_of
+from .cache import KVQuantCache, KVQuantLayer, layer_devices, layers_of
 from .config import KVQuantConfig
 from .encoder_decoder import decoder_cache
 from .environment import environment
 from .handle import LOOKED_INSIDE
 from .patching import state_of, why_dense
-from .text_config import text_config_of
+from .text_config import head_dim_of, text_config_of
 from .transforms.layout import other_caches
 from .verdict import name_of
 

@@ -1,6 +1,7 @@
-"""Which config of a model speaks of the layers that have a cache, and what it says of their context.
+"""Which config of a model speaks of the layers that have a cache, and what it says of their context and heads.
 
-It stands alone so that `patching.py` and the transforms, of which either needs the other, can both ask.
+It stands alone so that `patching.py` and the transforms, of which either needs the other, can both ask. Refusing is
+left to those who ask: what a config does not say in numbers is `None` here, and tensors show it later.
 """
 
 from __future__ import annotations
@@ -16,5 +17,24 @@ def text_config_of(model: PreTrainedModel) -> PreTrainedConfig:
 
 def context_of(model: PreTrainedModel) -> int | None:
     """The positions that a model was made for, or `None` where its config names none."""
-    context = getattr(text_config_of(model), "max_position_embeddings", None)
-    return context if isinstance(context, int) and context > 0 else None
+    return count_of(text_config_of(model), "max_position_embeddings")
+
+
+def positions_of(model: PreTrainedModel, most: int) -> int:
+    """`most` positions, or all that a model was made for where these are fewer."""
+    return min(context_of(model) or most, most)
+
+
+def head_dim_of(config: PreTrainedConfig) -> int | None:
+    """Channels of a head as far as the config of a layer tells; tensors decide in the end."""
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is not None:
+        return head_dim if isinstance(head_dim, int) else None
+    hidden_size, num_heads = count_of(config, "hidden_size"), count_of(config, "num_attention_heads")
+    return None if hidden_size is None or num_heads is None else hidden_size // num_heads
+
+
+def count_of(config: PreTrainedConfig, name: str) -> int | None:
+    """A number of things, or `None` where a config has none by this name: vision models list one for each stage."""
+    count = getattr(config, name, None)
+    return count if isinstance(count, int) and count > 0 else None

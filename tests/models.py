@@ -242,9 +242,9 @@ def family(name: str) -> Any:
 
 
 @functools.cache
-def llama(dtype: torch.dtype = torch.float32, attention: str | None = None, **options: Any) -> Any:
+def llama(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """A tiny llama with other sizes, shared like `family`."""
-    return build("llama", dtype, attention, **options)
+    return build("llama", dtype, **options)
 
 
 @functools.cache

@@ -109,6 +109,7 @@ def test_sampling_is_seeded(folder: str, capsys: pytest.CaptureFixture[str]) -> 
         (["--prompt-file", "ABSENT"], "`--prompt-file` must be a text file, got ABSENT: No such file or directory."),
         (["--prompt-file", "BINARY"], "`--prompt-file` must be a text file, got BINARY: it is not UTF-8 text."),
         (["--top-p", "0.9"], "`--top-p` must come with --sample, got it alone. Add --sample."),
+        (["--seed", "0"], "`--seed` must come with --sample, got it alone. Add --sample."),
         (["--sample", "--temperature", "0"], "`--temperature` must be positive, got 0.0."),
         (["--sample", "--top-p", "2"], "`--top-p` must be above 0 and at most 1, got 2.0."),
         (["--device", "cpu", "--offloading"], "`--offloading` must come with a GPU, got cpu, where codes are in CPU"),
@@ -241,8 +242,6 @@ def test_calibrate_rotates_values(
 
     code, _, error = run(capsys, "calibrate", str(output), *arguments, str(tmp_path / "again"))
     assert code == 2 and "cannot be calibrated. rotate_values: `model` must not be rotated already, got one" in error
-    code, _, error = run(capsys, "calibrate", folder, "--rotate-values", "--check")
-    assert code == 2 and "calibrate: `--rotate-values` must come without --check" in error
 
 
 @pytest.mark.parametrize(

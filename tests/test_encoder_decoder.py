@@ -143,13 +143,13 @@ def family(name: str) -> Any:
     return build(name)
 
 
-def inputs_of(model: Any, batch: int = 3) -> dict[str, Tensor]:
+def inputs_of(model: Any) -> dict[str, Tensor]:
     """What an encoder reads: tokens with right padding, or sound."""
     generator = torch.Generator().manual_seed(7)
     if model.main_input_name == "input_features":
-        return {"input_features": torch.randn((batch, 8, 40), generator=generator)}
-    mask = torch.arange(8) < torch.tensor([5, 8, 3])[:batch, None]
-    ids = torch.randint(3, VOCAB_SIZE - 1, (batch, 8), generator=generator)
+        return {"input_features": torch.randn((3, 8, 40), generator=generator)}
+    mask = torch.arange(8) < torch.tensor([5, 8, 3])[:, None]
+    ids = torch.randint(3, VOCAB_SIZE - 1, (3, 8), generator=generator)
     return {"input_ids": ids.masked_fill(~mask, PAD), "attention_mask": mask.long()}
 
 

@@ -94,6 +94,7 @@ def test_rows_follow_the_convention(tmp_path: Path) -> None:
     (tmp_path / "text.raw").write_text(" a\n \nb\n", encoding="utf-8")
     words = ["--text", str(tmp_path / "text.raw"), "--window", "4"]
     parser = argparse.ArgumentParser()
+    windows.add_source(parser)
     perplexity.add_options(parser)
     assert windows.read_source(parser.parse_args(words))[1] == " a\n \nb\n"
     args = parser.parse_args([*words, "--rows"])
@@ -174,6 +175,9 @@ def test_what_fails_the_run(
         (["--inject-outliers", "0"], "nothing can be injected into "),
         (["--tokens", "100000"], "`--tokens` must be at most "),
         (["--dataset", "x"], "`--text` or `--dataset` must be given, got both. Add --text FILE."),
+        (["--split", "train"], "`--split` must come with --dataset, got it without. Leave it out."),
+        (["--field", "page"], "`--field` must come with --dataset, got it without. Leave it out."),
+        (["--calibrate-for", "int8"], "`--calibrate-for` must come with --calibrate, got it alone. Add --calibrate "),
         (["--device", "nowhere"], "`--device` must be a torch device"),
     ],
 )
@@ -208,6 +212,8 @@ def test_data_sets_that_cannot_be_read(
         monkeypatch.setitem(sys.modules, "datasets", module)
         assert cli.main(words) == 2
         assert message in capsys.readouterr().err
+    assert cli.main([*words, "--rows"]) == 2
+    assert "`--rows` must come with --text, got it without. Rows of a data set are joined" in capsys.readouterr().err
 
 
 def test_an_inexact_control_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def short(text: str, *words: str) -> list[str]:
     return [*options, "--preset", "int8", "--preset", "int4", *words]
 
 
-def records(model: str = "somewhere/model") -> dict[str, dict[str, Any]]:
+def records() -> dict[str, dict[str, Any]]:
     """What evaluations leave, as far as a page needs it, with made-up numbers."""
     card = {"command": "hf-kvquant eval report", "date": "2026-11-22 10:00 UTC", "commit": "0123456789abcd"}
     card |= {"is_dirty": True, "cpu": "Some CPU", "threads": 2, "hf_kvquant": "0", "torch": "1", "transformers": "2"}
@@ -75,7 +75,7 @@ def records(model: str = "somewhere/model") -> dict[str, dict[str, Any]]:
         }
         parts = {"layers": layers, "keys": {"layers": channels}, "summary": {"modes": {"chunked": rows}}}
         settings = {
-            "model": model,
+            "model": "somewhere/model",
             "source": {"text": "text.txt", "convention": "as it is"},
             "window": 48,
             "chunk": 32,
@@ -90,7 +90,7 @@ def records(model: str = "somewhere/model") -> dict[str, dict[str, Any]]:
 
     answers = {"none": [1, 1, 0, 0], "int8": [1, 1, 0, 0], "int4": [1, 0, 0, 0]}
     parts = {f"{task}/{preset}": of_task(task, right) for task in AVERAGED for preset, right in answers.items()}
-    of_tasks = {"card": card, "settings": {"model": model, "limit": 4}, "parts": parts}
+    of_tasks = {"card": card, "settings": {"model": "somewhere/model", "limit": 4}, "parts": parts}
     return {page.PLAIN: of_text(1.0), page.OUTLIERS: of_text(3.0), page.TASKS: of_tasks}
 
 

@@ -118,6 +118,17 @@ def test_a_run_that_cannot_be_is_told_in_a_line(
     assert fidelity.main() == 2
     error = capsys.readouterr().err
     assert "`--text` must be a text file, got" in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--text", "--dataset", "--rows"])
+def test_what_is_measured_is_data(
+    fidelity: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    """Options that `hf-kvquant eval perplexity` has beside it used to be taken, and to replace it or to do nothing."""
+    monkeypatch.setattr(sys, "argv", ["fidelity.py", "--data", "text.raw", option, "other.raw"])
+    with pytest.raises(SystemExit):
+        fidelity.main()
+    assert f"unrecognized arguments: {option} other.raw" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["fidelity.py", "--data", "x", "--mode", "all"])
     with pytest.raises(SystemExit):
         fidelity.main()
@@ -503,6 +514,28 @@ def test_generate_argument_errors(
 ) -> None:
     with pytest.raises(SystemExit):
         generating.parse(words)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        ("bench_cpu_decode", ["--cases", "0"], "--cases must be at least 1, got 0"),
+        ("bench_cpu_decode", ["--turns", "0"], "--turns must be at least 1, got 0"),
+        ("reference_model.train", ["evaluate", "--out", "x"], "--wikitext or --data must be given, or there is noth"),
+    ],
+)
+def test_nothing_is_measured_in_vain(
+    script: str,
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "evals"))
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    with pytest.raises(SystemExit):
+        importlib.import_module(script).main()
     assert message in capsys.readouterr().err
 
 

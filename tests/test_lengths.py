@@ -42,8 +42,8 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def group_of(count: int, length: int = 0, batch: int = BATCH) -> LengthGroup:
-    group = LengthGroup(length, torch.empty(batch, dtype=torch.int32))
+def group_of(count: int, length: int = 0) -> LengthGroup:
+    group = LengthGroup(length, torch.empty(BATCH, dtype=torch.int32))
     for _ in range(count):
         group.join(length)
     return group

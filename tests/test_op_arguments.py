@@ -22,9 +22,9 @@ INT4 = KVFormat("int4", symmetric=False)
 OPS = ("append", "append_reference", "decode", "decode_reference")
 
 
-def call_of(name: str, kv_format: KVFormat = INT4, device: str = "cpu") -> dict[str, Any]:
+def call_of(name: str, kv_format: KVFormat = INT4) -> dict[str, Any]:
     """A good call, by argument."""
-    append, decode = op_arguments(device, kv_format)
+    append, decode = op_arguments("cpu", kv_format)
     names = [argument.name for argument in overload(name)._schema.arguments]
     return dict(zip(names, append if name.startswith("append") else decode, strict=True))
 
@@ -243,6 +243,27 @@ def test_queries_of_other_ranks_are_refused(device: str) -> None:
         arguments["query"] = change(arguments["query"])
         with pytest.raises(ValueError, match=r"decode: `query` must be \[batch, heads, tokens, head_dim\], got \["):
             ops.decode(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("argument", "change", "message"),
+    [
+        ("query", lambda x: x[0], r"`query` must be \[batch, heads, tokens, head_dim\], got \[4, 2, 64\]"),
+        ("query", lambda x: x[None], r"`query` must be \[batch, heads, tokens, head_dim\], got \[1, 2, 4, 2, 64\]"),
+        ("query", lambda x: None, r"`query` must be a tensor, got None"),
+        ("value_codes", lambda x: x.flatten()[0], r"`value_codes` must be \[batch, .*row\], got \[\]"),
+        ("value_codes", lambda x: None, r"`value_codes` must be a tensor, got None"),
+    ],
+)
+@pytest.mark.parametrize("name", ["decode", "decode_reference"])
+def test_fakes_refuse_by_the_same_words(name: str, argument: str, change: Any, message: str) -> None:
+    """What their results are made from. A compiler asks the fake first, and shows what that says."""
+    call = call_of(name)
+    call[argument] = change(call[argument])
+    refused(name, call, message)
+    compiled = torch.compile(lambda: overload(name)(**call), backend="eager", fullgraph=True, dynamic=False)
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=f"decode: {message}"):
+        compiled()
 
 
 @pytest.mark.parametrize("name", ["append_reference", "decode_reference"])

@@ -626,6 +626,14 @@ def test_the_command_refuses(folders: dict[str, str], capsys: pytest.CaptureFixt
         (["--check", "--output", "new"], "`--output` must be left out with --check, got new. Nothing is saved"),
         (["--force"], "`--force` must come with --check, got it alone. Add --check."),
         (["--weights-only"], "`--weights-only` must come with --check, got it alone. Add --check."),
+        (["--check", "--rotate-values"], "`--rotate-values` must come without --check, which calibrates nothing"),
+        (["--check", "--no-factors"], "`--no-factors` must come without --check, which calibrates nothing, got both."),
+        (["--check", "--mode", "auto"], "`--mode` must come without --check, which calibrates nothing, got both."),
+        (["--check", "--tokens", "512"], "`--tokens` must come without --check, which calibrates nothing, got both."),
+        (
+            ["--check", "--weights-only", "--text-file", "TEXT"],
+            "`--text-file` must come without --weights-only, which reads no text, got both. Leave out one.",
+        ),
         (["--check", "--preset", "int9"], "`--preset` must be one of none, int8"),
         (
             ["--text-file", "TEXT"],

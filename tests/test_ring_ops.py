@@ -233,6 +233,31 @@ def test_nothing_behind_the_window_matters(engine: str, preset: str) -> None:
         assert out.isnan().all()
 
 
+@pytest.mark.parametrize("num_splits", [1, 3, 2**31 - 1])
+@pytest.mark.parametrize("preset", ["int8", "int4-channel", "fp8", "none"])
+def test_fixed_splits_make_a_sequence_independent_of_its_batch(engine: str, preset: str, num_splits: int) -> None:
+    """Also where the kernel takes fewer of them. One sequence begins within its window, two go round the ring."""
+    case = case_of(PRESETS[preset], dtype=torch.bfloat16, lengths=(0, 511, 4400), starts=(480, 0, 0))
+    case = grown(case, 600)
+    new = [tokens(case, 600, 64) for _ in range(2)]
+    query = torch.randn(3, 4, 2, 64).to(case.dtype)
+
+    def attend(*rows: int) -> tuple[Tensor, Tensor]:
+        lengths, starts = (tuple(of[row] for row in rows) for of in (case.lengths, case.starts or ()))
+        ours = dataclasses.replace(case, lengths=lengths, starts=starts)
+        planes = (clone(empty(ours, side, 512), engine) for side in (0, 1))
+        operands = ops.Operands(*planes, case.formats, is_ring=True)
+        where = to(engine, ours.lengths_tensor(), ours.starts_tensor())
+        operands.append(*to(engine, *(x[list(rows)] for x in new)), *where)
+        options: dict[str, Any] = {"softmax_scale": 0.125, "sliding_window": 400, "num_splits": num_splits}
+        return operands.decode(query[list(rows)].to(engine), None, where[0], starts=where[1], **options)
+
+    together = attend(0, 1, 2)
+    for rows in ((0,), (1,), (2,), (2, 0)):
+        for x, expected in zip(attend(*rows), together, strict=True):
+            assert_same(x, expected[list(rows)].cpu(), f"{preset}, {num_splits} splits, rows {rows}")
+
+
 @pytest.mark.parametrize("preset", ["int8", "int4-channel"])
 def test_opcheck(device: str, preset: str) -> None:
     case = grown(case_of(PRESETS[preset], 9), 3)

@@ -72,12 +72,10 @@ class DenseModel:
         starts: `[batch]`: first position that is not padding.
     """
 
-    def __init__(
-        self, formats: LayerFormats, transform: KeyTransform | None = None, starts: Tensor | None = None
-    ) -> None:
+    def __init__(self, formats: LayerFormats, transform: KeyTransform | None = None) -> None:
         self.formats = formats
         self.transform = transform
-        self.starts = starts
+        self.starts: Tensor | None = None
         self.sides: list[Tensor] = []
         self.given: list[Tensor] = []
         self.frozen: list[tuple[Tensor | None, Tensor | None]] = []

@@ -491,7 +491,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse the command line and run one of the three commands."""
+    """Parse the command line and run one of the four commands."""
     parser = argparse.ArgumentParser(description="Train the small reference model of the evaluations.")
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -538,6 +538,8 @@ def main() -> None:
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
     args = parser.parse_args()
+    if args.command == "evaluate" and args.data is None and args.wikitext is None:
+        evaluate.error("--wikitext or --data must be given, or there is nothing to measure on")
     if args.command == "train" and args.tokenizer is None:
         args.tokenizer = args.out
     commands_by_name = {

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 NUM_RESAMPLES = 10_000
+LEVEL = 0.95  # of intervals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,15 +73,11 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     return float(array.mean()), float(array.std(ddof=1) / math.sqrt(len(array)))
 
 
-def bootstrap_average(
-    tasks: Mapping[str, Sequence[float]], *, level: float = 0.95, seed: int = 0
-) -> tuple[float, float, float]:
+def bootstrap_average(tasks: Mapping[str, Sequence[float]]) -> tuple[float, float, float]:
     """The mean over tasks of the mean over items, and its interval by resampling items within tasks.
 
     Args:
         tasks: Per task one value per item, out of a few different ones: right or not, or a difference of these.
-        level: Of the interval.
-        seed: Of the resampling.
 
     Returns:
         The average, the lower and the upper end of its percentile interval.
@@ -90,7 +87,7 @@ def bootstrap_average(
     """
     if not tasks or not all(len(values) for values in tasks.values()):
         raise ValueError("bootstrap_average: `tasks` must hold items for at least one task, and for each, got none.")
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     average, resampled = 0.0, np.zeros(NUM_RESAMPLES)
     for values in tasks.values():
         # Items of equal value are the same item to a mean, so only how often each value is drawn is drawn.
@@ -98,5 +95,5 @@ def bootstrap_average(
         drawn = generator.multinomial(len(values), counts / len(values), size=NUM_RESAMPLES)
         resampled += drawn @ levels / len(values)
         average += float(counts @ levels) / len(values)
-    low, high = np.quantile(resampled / len(tasks), [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(resampled / len(tasks), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return average / len(tasks), float(low), float(high)

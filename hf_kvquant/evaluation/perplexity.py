@@ -55,12 +55,13 @@ def add_parser(commands: Any) -> None:
         "codes, by count.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
+    windows.add_source(parser)
     add_options(parser)
     parser.set_defaults(run=run)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All options but the model."""
+    """All options but the model and what it is measured on."""
     windows.add_options(parser)
     add_presets(parser, PRESETS, f"; '{UNQUANTIZED}' is always there")
     parser.add_argument(

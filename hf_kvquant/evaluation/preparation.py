@@ -58,7 +58,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibrate-for",
         choices=tuple(PRESETS),
-        default=CALIBRATED_PRESET,
         help=f"with --calibrate, what for (default: {CALIBRATED_PRESET})",
     )
 
@@ -90,6 +89,9 @@ def prepare(
         UsageError: A config does not fit, or memory runs out.
     """
     check_fit(model, args.model, configs, where)
+    if args.calibrate_for is not None and args.calibrate is None:
+        raise UsageError(f"{where}: `--calibrate-for` must come with --calibrate, got it alone. Add --calibrate FILE.")
+    preset = args.calibrate_for or CALIBRATED_PRESET
     text = None if args.calibrate is None else read_text(args.calibrate, f"{where}: `--calibrate`")
     if text is not None and not text.strip():
         raise UsageError(
@@ -107,7 +109,7 @@ def prepare(
     calibration = None
     if text is not None:
         try:
-            result = smooth_attention(model, tokenizer, [text], args.calibrate_for)
+            result = smooth_attention(model, tokenizer, [text], preset)
         except (MemoryError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             if is_out_of_memory(error):
                 raise UsageError(
@@ -116,7 +118,7 @@ def prepare(
                 ) from error
             raise UsageError(f"{where}: {args.model} cannot be calibrated. {error}") from error
         print(result.report(), file=sys.stderr)
-        calibration = describe(result, Path(args.calibrate), args.calibrate_for)
+        calibration = describe(result, Path(args.calibrate), preset)
     return {
         "model": model_name(args.model),
         "weights_sample_sha256": weights_hash(model),

@@ -50,6 +50,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--skip", action="append", choices=SKIPPABLE, help="leave out an evaluation; repeatable")
     add_presets(parser, PRESETS)
+    windows.add_source(parser)
     windows.add_options(parser)
     parser.add_argument("--data", metavar="DIR", help="JSON lines of the tasks (default: lm-eval downloads its own)")
     parser.add_argument(

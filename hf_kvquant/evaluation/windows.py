@@ -16,25 +16,30 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..arguments import UsageError, read_text
-from ..text_config import context_of
+from ..text_config import context_of, positions_of
 from .provenance import sha256
 
 WHERE = "eval perplexity"
 WINDOW = 2048
 TOKENS = 16384
+SPLIT, FIELD = "test", "text"
 ROWS = "rows joined by two newlines"
 FIRST_CHUNK = 1  # tokens of each window that fill the cache, and are exact
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """What is measured, and how much of it."""
-    parser.add_argument("--text", metavar="FILE", help="the text, as it is")
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """What is measured."""
+    parser.add_argument("--text", metavar="FILE", help="the text to measure, as it is; it or --dataset must be given")
     parser.add_argument(
         "--rows", action="store_true", help="join the lines of --text by two newlines, as papers do with WikiText"
     )
     parser.add_argument("--dataset", metavar="NAME[:CONFIG]", help="rows of a data set instead, joined by two newlines")
-    parser.add_argument("--split", default="test", metavar="NAME", help="with --dataset (default: test)")
-    parser.add_argument("--field", default="text", metavar="NAME", help="of a row, with --dataset (default: text)")
+    parser.add_argument("--split", metavar="NAME", help=f"with --dataset (default: {SPLIT})")
+    parser.add_argument("--field", metavar="NAME", help=f"of a row, with --dataset (default: {FIELD})")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """How much of it."""
     parser.add_argument("--window", type=int, metavar="N", help=f"tokens (default: {WINDOW}, or the model's context)")
     parser.add_argument(
         "--stride", type=int, metavar="N", help="tokens from one window to the next (default: the window)"
@@ -47,6 +52,13 @@ def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if (args.text is None) == (args.dataset is None):
         got = "neither" if args.text is None else "both"
         raise UsageError(f"{WHERE}: `--text` or `--dataset` must be given, got {got}. Add --text FILE.")
+    for option, wanted, remedy in (
+        ("split", "dataset", "Leave it out."),
+        ("field", "dataset", "Leave it out."),
+        ("rows", "text", "Rows of a data set are joined so anyway: leave it out."),
+    ):
+        if getattr(args, option) and getattr(args, wanted) is None:
+            raise UsageError(f"{WHERE}: `--{option}` must come with --{wanted}, got it without. {remedy}")
     if args.text is not None:
         text, name = read_text(args.text, f"{WHERE}: `--text`"), args.text
         convention = ROWS if args.rows else "the text as it is"
@@ -57,7 +69,7 @@ def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     else:
         name = args.dataset
         text = "\n\n".join(read_rows(args))
-        source = {"dataset": name, "split": args.split, "convention": ROWS}
+        source = {"dataset": name, "split": args.split or SPLIT, "convention": ROWS}
     if not text.strip():
         raise UsageError(
             f"{WHERE}: `--{'dataset' if args.text is None else 'text'}` {name} must hold text, got nothing but white "
@@ -76,13 +88,14 @@ def read_rows(args: argparse.Namespace) -> list[str]:
             "--text FILE."
         ) from error
     name, _, config = args.dataset.partition(":")
+    split, field = args.split or SPLIT, args.field or FIELD
     try:
-        rows = datasets.load_dataset(name, config or None, split=args.split)
-        return [str(row) for row in rows[args.field]]
+        rows = datasets.load_dataset(name, config or None, split=split)
+        return [str(row) for row in rows[field]]
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(
-            f"{WHERE}: `--dataset` must be one that can be loaded, with --split {args.split} and --field {args.field}, "
+            f"{WHERE}: `--dataset` must be one that can be loaded, with --split {split} and --field {field}, "
             f"got {args.dataset}: {reason}"
         ) from error
 
@@ -90,7 +103,7 @@ def read_rows(args: argparse.Namespace) -> list[str]:
 def cut(ids: Tensor, args: argparse.Namespace, model: PreTrainedModel) -> tuple[Tensor, list[int]]:
     """The windows to measure (`[windows, window]` int64), spread over the text, and where each begins."""
     context = context_of(model)
-    window = args.window or min(WINDOW, context or WINDOW)
+    window = args.window or positions_of(model, WINDOW)
     stride = args.stride or window
     least = FIRST_CHUNK + 2  # of which one is exact, one is scored, and one is only predicted
     if window < least or (context is not None and window > context):

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import reference
 from ..formats import KVFormat
-from ..text_config import text_config_of
+from ..text_config import positions_of
 from .key_transform import KeyTransform
 from .observation import Observation, forward, observed
 
@@ -97,7 +97,6 @@ def read_windows(
                                ("batch_size", batch_size, 1)):  # fmt: skip
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{where}: `{name}` must be an int of at least {least}, got {value!r}.")
-    text_config = text_config_of(model)
     embeddings: Any = model.get_input_embeddings()
     vocab_size = embeddings.weight.shape[0]
     if len(tokenizer) > vocab_size or len(tokenizer) < 0.9 * vocab_size:
@@ -105,8 +104,7 @@ def read_windows(
             f"{where}: `tokenizer` must be the model's, whose vocabulary has {vocab_size} entries, got one of "
             f"{len(tokenizer)}. Load both from the same checkpoint."
         )
-    context = getattr(text_config, "max_position_embeddings", None)
-    length = window if context is None else min(window, context)
+    length = positions_of(model, window)
     windows: list[Tensor] = []
     total = num_texts = 0
     for text in texts:

@@ -10,7 +10,7 @@ over positions, so that it arrives as RoPE leaves it on average. For a pair of c
 over T positions: near β for slow pairs, near 0 for fast ones. The model's own code does the projecting, splitting,
 norming and rotating, so fused projections, partial, interleaved and scaled RoPE need nothing here. A norm behind a
 biased projection leaves no constant that the weights could tell: it is fed zeros too, and answers with its own bias.
-The other source is data: the mean key over calibration text. What layers make of centres is decided in `of_model.py`.
+The other source is calibration text (`smoothing.py`). What layers make of centres is decided in `of_model.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from ..cache import layers_of
-from ..text_config import text_config_of
+from ..text_config import positions_of, text_config_of
 
 # T of the formula above, at most, and no more than a model was made for: pairs that turn about once in so many tokens,
 # or more, are left to the rotation. A centre over more positions than a text has fits its first tokens badly (reference
@@ -61,8 +61,7 @@ def bias_centers(model: PreTrainedModel, num_positions: int | None = None) -> di
         ValueError: `num_positions` is not positive.
     """
     if num_positions is None:
-        longest = getattr(text_config_of(model), "max_position_embeddings", None)
-        num_positions = min(longest, NUM_POSITIONS) if isinstance(longest, int) and longest > 0 else NUM_POSITIONS
+        num_positions = positions_of(model, NUM_POSITIONS)
     if num_positions < 1:
         raise ValueError(f"bias_centers: `num_positions` must be positive, got {num_positions}.")
     if not has_biases(model):
@@ -92,48 +91,6 @@ def _keys_of_a_token(model: PreTrainedModel) -> dict[int, Tensor]:
         decoder(input_ids=token, attention_mask=torch.ones_like(token), past_key_values=given, use_cache=True)
     keys = {index: layer.keys for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer}
     return {index: key for index, key in keys.items() if key is not None and key.numel() > 0}
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def data_centers(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> dict[int, Tensor]:
-    """Centres from text: the mean key over its tokens.
-
-    Args:
-        model: A decoder; left as it was.
-        batches: What the model takes: `input_ids` and, with padding, `attention_mask`, both `[batch, tokens]`. Tokens
-            that the mask leaves out do not count.
-
-    Returns:
-        As `bias_centers`, of every layer that keeps all keys.
-
-    Raises:
-        ValueError: There is no token.
-    """
-    sums: dict[int, Tensor] = {}
-    count = 0
-    for batch in batches:
-        input_ids = batch["input_ids"].to(model.device)
-        mask = batch.get("attention_mask")
-        is_token = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.to(model.device).bool()
-        count += int(is_token.sum())
-        cache = whole_cache(model)
-        with evaluating(model):
-            model(
-                input_ids=input_ids,
-                attention_mask=None if mask is None else is_token.long(),
-                past_key_values=cache,
-                use_cache=True,
-            )
-        for index, layer in enumerate(cache.layers):
-            if type(layer) is DynamicLayer and layer.keys is not None and layer.keys.numel() > 0:
-                # A padding row may hold anything, so it is left out rather than multiplied with 0.
-                kept = is_token.to(layer.keys.device)[:, None, :, None]
-                total = layer.keys.double().masked_fill(~kept, 0.0).sum((0, 2))
-                sums[index] = sums[index] + total if index in sums else total
-    if count == 0:
-        raise ValueError("data_centers: `batches` must hold at least one token, got none. Give calibration text.")
-    return {index: (total / count).float() for index, total in sums.items()}
 
 
 def whole_cache(model: PreTrainedModel) -> DynamicCache:

@@ -59,7 +59,7 @@ def inject_key_outliers(
     return injected
 
 
-def inject_key_bias(model: PreTrainedModel, norm: float = 100.0, *, seed: int = 0) -> dict[int, Tensor]:
+def inject_key_bias(model: PreTrainedModel, norm: float = 100.0) -> dict[int, Tensor]:
     """Add a large constant to every layer's keys, in the pair of channels that RoPE turns slowest.
 
     The model's function changes a little, since a slow pair turns too; where some channels are not rotated, one of them
@@ -69,7 +69,6 @@ def inject_key_bias(model: PreTrainedModel, norm: float = 100.0, *, seed: int = 
         model: Written in place. A projection without bias gets one, for which the config of a saved checkpoint would
             have no place.
         norm: Of the added bias, per key-value head.
-        seed: Of its direction.
 
     Returns:
         Per layer, `[num_kv_heads, head_dim]` float32: what was added, before RoPE.
@@ -84,7 +83,7 @@ def inject_key_bias(model: PreTrainedModel, norm: float = 100.0, *, seed: int = 
                 f"inject_key_bias: keys must come from a projection, got the norm {layout.key.name} of "
                 f"{type(model).__name__}. Use another model."
             )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     injected = {}
     for index, layout in layouts.items():
         added = _slowest(layout) * torch.randn(layout.ties.shape, generator=generator)

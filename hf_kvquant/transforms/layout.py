@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from ..cache import check_model, layers_of, quantized_layers
 from ..config import KVQuantConfig
 from ..patching import keeps_cache
-from ..text_config import text_config_of
+from ..text_config import positions_of, text_config_of
 from .observation import Observation, forward, observed
 from .rope import POSITIONS, coupled_channels, tie, turn_per_token
 from .sharding import check_whole
@@ -283,7 +283,7 @@ def run_arbitrary(
 
     Attention returns what the observer does, or zeros, so that no made-up number runs away.
     """
-    last = min(getattr(text_config_of(model), "max_position_embeddings", None) or 4096, 4096) - 1
+    last = positions_of(model, 4096) - 1
     positions = [*POSITIONS, *range(last - extra_tokens, last + 1)]
     input_ids = torch.arange(5, 5 + len(positions)) % text_config_of(model).vocab_size
     # Far positions turn slow pairs far enough to be seen; models that take none count from 0.

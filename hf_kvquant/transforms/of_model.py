@@ -54,7 +54,7 @@ def transforms_of(model: PreTrainedModel) -> ModelTransforms:
 
 
 def set_centers(model: PreTrainedModel, centers: Mapping[int, Tensor] | None) -> None:
-    """Give a model centres, such as those of `centering.data_centers`, for the caches it makes from now on.
+    """Give a model centres, such as those of calibration, for the caches it makes from now on.
 
     Args:
         model: Keeps them.

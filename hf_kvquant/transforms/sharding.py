@@ -15,7 +15,7 @@ import torch.distributed
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..text_config import text_config_of
+from ..text_config import count_of, text_config_of
 from .centering import num_kv_heads
 
 # As in transformers' own check of a plan: projections whose output is keys, and the style that shards heads.
@@ -58,7 +58,7 @@ def check_heads(model: PreTrainedModel, where: str) -> None:
     if not any(name.split(".")[-1] in _KEY_PROJECTIONS and style == _SHARDS_HEADS for name, style in plan.items()):
         return  # every rank computes all keys
     for layer_config in text_config_of(model).per_layer_config:
-        num_heads = getattr(layer_config, "num_key_value_heads", None)
+        num_heads = count_of(layer_config, "num_key_value_heads")
         if num_heads is not None and num_heads % num_ranks:
             raise ValueError(
                 f"{where}: `model` must have a multiple of {num_ranks} key-value heads for tensor parallelism over "

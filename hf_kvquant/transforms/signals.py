@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cache import head_dim_of, layers_of
+from ..cache import layers_of
 from ..config import KVQuantConfig, LayerFormats
-from ..text_config import text_config_of
+from ..text_config import count_of, head_dim_of, text_config_of
 from .centering import bias_centers
 from .key_transform import KeyTransform
 from .layout import Scalable, find_layouts, other_caches
@@ -184,8 +184,8 @@ def read_signals(
             continue
         unknown: dict[str, str] = {}
         bias = bias_center = spread = ratio = source = None
-        num_kv_heads = getattr(layer_config, "num_key_value_heads", None)
-        num_q_heads = getattr(layer_config, "num_attention_heads", None)
+        num_kv_heads = count_of(layer_config, "num_key_value_heads")
+        num_q_heads = count_of(layer_config, "num_attention_heads")
         head_dim = head_dim_of(layer_config)
         if keys is not None and index in keys:
             key, num_q_heads = keys[index]  # [num_kv_heads, tokens, head_dim]

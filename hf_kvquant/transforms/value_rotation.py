@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import reference
-from ..text_config import text_config_of
+from ..text_config import positions_of, text_config_of
 from .layout import by_feature
 from .proof import CHECK_TOKENS, check_logits
 from .value_layout import ValueLayout, find_value_layouts
@@ -193,10 +193,8 @@ def _put_back(model: PreTrainedModel, state: _State) -> None:
 
 def _random_tokens(model: PreTrainedModel) -> Tensor:
     """`[CHECK_ROWS, tokens]` int64."""
-    text_config = text_config_of(model)
-    num_tokens = min(CHECK_TOKENS, getattr(text_config, "max_position_embeddings", None) or CHECK_TOKENS)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(text_config.vocab_size, (CHECK_ROWS, num_tokens), generator=generator)
+    shape = CHECK_ROWS, positions_of(model, CHECK_TOKENS)
+    return torch.randint(text_config_of(model).vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
 @contextlib.contextmanager
