@@ -703,7 +703,8 @@ void finish(const DecodeParams& params, const AttendTask& task, const Partial* p
     float max = sink;
     for (int s = 0; s < num_partials; ++s) max = partials[s].max[r] > max ? partials[s].max[r] : max;
     const float base = max == -kInfinity ? 0.0f : max;
-    double sum = std::exp(sink - base);
+    // An infinite sink takes all the weight, and infinity - infinity would be NaN. (Of infinite scores it is.)
+    double sum = sink == kInfinity ? 1.0 : std::exp(sink - base);
     for (int c = 0; c < value_dim; ++c) scratch[c] = 0.0f;
     for (int s = 0; s < num_partials; ++s) {
       const float weight = std::exp(partials[s].max[r] - base);
