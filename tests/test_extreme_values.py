@@ -3,7 +3,7 @@ formats and dtypes hold.
 
 Kernels make narrower numbers of wider ones (float16 weights, queries as 16-bit integers), scale by powers of two, take
 approximate reciprocals, and keep a maximum that lags behind: each is right for well-behaved numbers. Here every format
-of the kernels meets others. A call has some hundred query rows, so that what one row in a hundred suffers is seen.
+of the kernels meets others, in a thousand query rows and more, so that what one row in some hundred suffers is seen.
 Precision over ordinary numbers is measured in `test_cuda_decode.py`, masks and splits in `test_ops.py`.
 
 Left out, since the reference has no answer either, or its answer is one of evaluation order:
@@ -12,8 +12,10 @@ Left out, since the reference has no answer either, or its answer is one of eval
 - Rows that see nothing but -inf, from infinite queries or from sinks of -inf among them: 0 / 0.
 - Values beyond the largest float32 by the number of tokens: kernels divide by the sum of weights once, at the end, so
   that the undivided sum must fit; the reference divides first. Room for it would cost the smallest values.
-- Channels in which queries of 16 bits are a thousand times smaller than in others, and keys a thousand times larger:
+- Channels in which queries of 16 bits are much smaller than in others, and keys that much larger, more than 16 times:
   integer products keep 16 bits of a query relative to its largest channel, by design.
+- Float32 queries and asymmetric int8 keys so small that their scale is the smallest there is: kernels take codes off
+  their middle, which is then far from all keys, and the difference of two float32 sums is left.
 - Infinite slopes of ALiBi: their product with the distance 0 of the newest token is NaN.
 """
 
@@ -49,10 +51,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 # Whole blocks, parts of tiles, and tokens that are not there. Kernels take few rows of a head otherwise than many.
 SHAPES: tuple[dict[str, Any], ...] = (
-    {"num_q_per_kv": 4, "q_len": 3, "lengths": (136, 129, 33, 128, 66, 3)},
-    {"num_q_per_kv": 2, "q_len": 1, "lengths": (136, 129, 64, *range(1, 10))},
-    {"num_q_per_kv": 8, "q_len": 1, "lengths": (136, 129, 33, 128, 66, 3)},
-    {"num_q_per_kv": 1, "q_len": 1, "lengths": (136, 129, 127, 65, *range(28, 36))},
+    {"num_q_per_kv": 4, "q_len": 3, "lengths": (136, 129, 33, 3)},
+    {"num_q_per_kv": 2, "q_len": 1, "lengths": (136, 128, 64, *range(1, 6))},
+    {"num_q_per_kv": 8, "q_len": 1, "lengths": (136, 66, 33, 128)},
+    {"num_q_per_kv": 1, "q_len": 1, "lengths": (136, 129, 127, 65, *range(30, 34))},
 )
 
 Drawn = tuple[Tensor, Tensor, Tensor]
@@ -132,11 +134,12 @@ def huge_channel(case: Case) -> Drawn:
     return query / 100, key, value
 
 
-def huge_query_channel(case: Case) -> Drawn:
-    """A channel beside which the others are small, and count all the same."""
+def large_query_channel(case: Case) -> Drawn:
+    """One channel in which queries are large and keys small, and another the other way round."""
     query, key, value = drawn(case)
-    query[..., 5] *= 1000
-    key[..., 5] /= 1000
+    for channel, ratio in ((5, 16), (case.head_dim // 2, 1 / 16)):
+        query[..., channel] *= ratio
+        key[..., channel] /= ratio
     return query, key, value
 
 
@@ -177,8 +180,8 @@ def largest(case: Case) -> Drawn:
 def large_queries(case: Case) -> Drawn:
     """The same of queries, with tiny keys."""
     query, key, value = drawn(case)
-    most = 2.0**15 if case.dtype == torch.float16 else 1.5 * 2.0**126
-    return query.clamp(-1, 1) * most, key * (2.0**-15 if case.dtype == torch.float16 else 2.0**-24), value
+    most = 2.0**15 if case.dtype == torch.float16 else 2.0**100
+    return query.clamp(-1, 1) * most, key * 2.0**-15, value
 
 
 def dominant(case: Case) -> Drawn:
@@ -210,7 +213,7 @@ def spread(case: Case) -> Drawn:
 
 
 NUMBERS: list[Callable[[Case], Drawn]] = [
-    powers, equal_scores, zeros, huge_channel, huge_query_channel, collapsed, tiny, subnormal, largest, large_queries,
+    powers, equal_scores, zeros, huge_channel, large_query_channel, collapsed, tiny, subnormal, largest, large_queries,
     dominant, light, spread,
 ]  # fmt: skip
 
@@ -230,6 +233,29 @@ def test_attention(engine: str, formats: Pair, numbers: Numbers) -> None:
     for case in cases_of(engine, formats, NUMBERS.index(numbers)):
         query, key, value = numbers(case)
         run_decode(engine, case, planes=planes_of(case, key, value), query=query.to(case.dtype))
+
+
+@formats
+def test_queries_near_the_end_of_float32(engine: str, formats: Pair) -> None:
+    """Codes are larger than what they stand for: products with them must not overflow where logits do not."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for shape in SHAPES[::3]:
+            case = Case(formats, 64, dtype, capacity=256, **shape)
+            query, key, value = drawn(case)
+            query = query.clamp(-1, 1) * 1.5 * 2.0**126
+            run_decode(engine, case, planes=planes_of(case, key * 2.0**-15, value), query=query.to(dtype))
+
+
+@formats
+def test_channels_beside_a_huge_one(engine: str, formats: Pair) -> None:
+    """All count the same, since keys make up for it."""
+    for dtype, shape in zip((torch.bfloat16, torch.float16), SHAPES[:2], strict=True):
+        case = Case(formats, 64, dtype, capacity=256, **shape)
+        query, key, value = drawn(case)
+        query[..., 5] *= 1000
+        run_decode(engine, case, planes=planes_of(case, key.clone(), value), query=query.to(dtype))
+        key[..., 5] /= 1000
+        run_decode(engine, case, planes=planes_of(case, key, value), query=query.to(dtype))
 
 
 @formats
