@@ -156,10 +156,11 @@ def run_decode(
         **extras,
     )
     coded_query = constant = None
-    max_query = largest(query.float().norm(dim=-1))
+    # In float64: squares of numbers that float32 holds need not fit it.
+    max_query = largest(query.double().norm(dim=-1))
     if key_transform is not None:
         coded_query, constant = reference.transform_query(query, key_transform)
-        max_coded = largest(coded_query.norm(dim=-1))
+        max_coded = largest(coded_query.double().norm(dim=-1))
         max_query = max(max_coded, max_query) if is_dense.any() else max_coded
     torch_out, torch_lse = plain_attention(
         case,
@@ -172,8 +173,8 @@ def run_decode(
         softmax_scale=softmax_scale,
         **extras,
     )
-    max_logit = max_query * largest(key.norm(dim=-1)) * softmax_scale
-    max_logit += 0.0 if constant is None else softmax_scale * largest(constant)
+    max_logit = max_query * largest(key.double().norm(dim=-1)) * abs(softmax_scale)
+    max_logit += 0.0 if constant is None else abs(softmax_scale) * largest(constant)
     bound = attention_bound(expected_out, torch_out, case.dtype, max_logit, largest(value))
     what = f"{case} {sorted(extras)}"
     assert out.dtype == case.dtype and out.is_contiguous(), what

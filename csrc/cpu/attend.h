@@ -31,8 +31,9 @@ struct Workspace {
   float *query, *key, *value, *scores, *out, *scale_row, *zero_row;
 
   // Scales and zeros of one tile, [num_groups, kTile]; sums of the query over groups, [kMaxRows, num_groups of keys];
-  // what the logits of a query lack because its keys are centred, times softmax_scale, [kMaxRows].
-  float *key_scale, *key_zero, *value_scale, *value_zero, *query_sums, *query_constants;
+  // what the logits of a query lack because its keys are centred, times softmax_scale, [kMaxRows]; what scores of the
+  // query as it is kept are multiplied with, [kMaxRows].
+  float *key_scale, *key_zero, *value_scale, *value_zero, *query_sums, *query_constants, *query_factors;
   // Four rows: scores before scales or p · scale, [4, kTile]; p · value of one tile, [4, value_stride].
   float *raw_scores, *tile_out;
   // Where every channel of the keys has a scale: query · scale for the codes of one block, [kMaxRows, key_stride], and
@@ -86,6 +87,7 @@ struct Workspace {
     value_zero = take(static_cast<int64_t>(value_side.num_groups) * kTile);
     query_sums = take(static_cast<int64_t>(kMaxRows) * key_side.num_groups);
     query_constants = take(kMaxRows);
+    query_factors = take(kMaxRows);
     raw_scores = take(4 * kTile);
     tile_out = take(4 * static_cast<int64_t>(value_stride));
     query = take(static_cast<int64_t>(kMaxRows) * key_stride);
@@ -130,7 +132,8 @@ struct Row {
   int begin, end;  // visible tokens
   float max, sum;
   float rescale;  // what the current tile multiplies the sums so far with
-  float constant;  // what is added to softmax_scale · score
+  float factor;    // what scores are multiplied with: softmax_scale, and what the query was divided by
+  float constant;  // what is added to factor · score
 };
 
 // --- inner products --------------------------------------------------------------------------------------------------
@@ -206,8 +209,8 @@ inline void for_row_blocks(int num_rows, Kernel kernel) {
 void softmax_row(const DecodeParams& params, Row& row, int begin, int count, float* scores) {
   constexpr int kVectors = kTile / kWidth;
   Float x[kVectors];
-  const Float scale = broadcast(params.softmax_scale), constant = broadcast(row.constant);
-  for (int i = 0; i < kVectors; ++i) x[i] = fma(load(scores + i * kWidth), scale, constant);
+  const Float factor = broadcast(row.factor), constant = broadcast(row.constant);
+  for (int i = 0; i < kVectors; ++i) x[i] = fma(load(scores + i * kWidth), factor, constant);
   if (params.softcap > 0.0f) {
     const Float softcap = broadcast(params.softcap);
     for (int i = 0; i < kVectors; ++i) x[i] = mul(softcap, tanh_of(div(x[i], softcap)));
@@ -282,6 +285,7 @@ Row make_row(const DecodeParams& params, const AttendTask& task, int r) {
   row.max = -kInfinity;
   row.sum = 0.0f;
   row.rescale = 1.0f;
+  row.factor = params.softmax_scale;
   row.constant = 0.0f;
   return row;
 }
@@ -298,6 +302,18 @@ void load_query(const DecodeParams& params, const AttendTask& task, const Row& r
   }
   work.query_constants[r] = params.softmax_scale * transform_query_row(params.key_transform, task.kv_head,
                                                                        params.key_side.head_dim, result);
+  // Codes are multiplied before their scale makes them small, up to 2^16 of them: a query near the end of float32 would
+  // overflow there, though not as a logit. An infinity stays one.
+  constexpr float kHuge = 0x1p96f, kDivisor = 0x1p64f;
+  Float sizes = zeros();
+  for (int c = 0; c < work.key_stride; c += kWidth) sizes = max_of(abs_of(load(result + c)), sizes);
+  const bool is_huge = largest_of(sizes) > kHuge;
+  work.query_factors[r] = is_huge ? params.softmax_scale * kDivisor : params.softmax_scale;
+  if (is_huge) {
+    for (int c = 0; c < work.key_stride; ++c) result[c] /= kDivisor;
+    float* dense = work.dense_query + r * work.key_stride;
+    for (int c = 0; c < work.key_stride && dense != result; ++c) dense[c] /= kDivisor;
+  }
   const int group_size = params.key_side.head_dim / params.key_side.num_groups;
   for (int g = 0; g < params.key_side.num_groups; ++g) {
     float sum = 0.0f;
@@ -616,6 +632,7 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
   for (int r = 0; r < task.num_rows; ++r) {
     rows[r] = make_row(params, task, r);
     if (!task.has_queries) load_query(params, task, rows[r], r, work);
+    rows[r].factor = work.query_factors[r];
     if (has_value_tail) dense_rows[r] = rows[r];
   }
   std::memset(work.out, 0, sizeof(float) * round_up(task.num_rows, 4) * work.value_stride);
@@ -703,7 +720,8 @@ void finish(const DecodeParams& params, const AttendTask& task, const Partial* p
     float max = sink;
     for (int s = 0; s < num_partials; ++s) max = partials[s].max[r] > max ? partials[s].max[r] : max;
     const float base = max == -kInfinity ? 0.0f : max;
-    double sum = std::exp(sink - base);
+    // An infinite sink takes all the weight, and infinity - infinity would be NaN. (Of infinite scores it is.)
+    double sum = sink == kInfinity ? 1.0 : std::exp(sink - base);
     for (int c = 0; c < value_dim; ++c) scratch[c] = 0.0f;
     for (int s = 0; s < num_partials; ++s) {
       const float weight = std::exp(partials[s].max[r] - base);

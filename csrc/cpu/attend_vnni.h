@@ -8,6 +8,8 @@
 // by the load itself and meets the same 16 channels of four query rows. So four heads share each load, and a sum
 // crosses only four lanes.
 //
+// A row of a 16-bit model takes four limbs as well where a channel is so large that others would be left few bits.
+//
 //     zmm of codes      | token t: bytes 0..15 | the same | the same | the same |
 //     zmm of limbs      | row 0                | row 1    | row 2    | row 3    |
 //
@@ -108,12 +110,33 @@ inline float fix_row(const Side& side, const float* row, int num_limbs, Place pl
   return is_finite ? unit : std::numeric_limits<float>::quiet_NaN();
 }
 
+// Whether a row has so large a channel that two limbs leave a quarter of the others, or more, fewer than 9 bits. They may
+// meet keys that make up for their size. Not where scales of channels are in the query already: what is small there
+// counts little.
+inline bool needs_four_limbs(const Side& side, const float* row) {
+  if (side.has_channel_scales) return false;
+  __m512 sizes = zeros();
+  for (int c = 0; c < side.head_dim; c += 16) sizes = max_of(abs_of(load(row + c)), sizes);
+  const float largest = largest_of(sizes);
+  if (largest == kInfinity) return false;  // nothing is left of such a row; others in its set must not change by it
+  const __m512 few_bits = broadcast(largest * 0x1p-6f);
+  int num_small = 0;
+  for (int c = 0; c < side.head_dim; c += 16) {
+    const __m512 size = abs_of(load(row + c));
+    const __mmask16 is_small = _mm512_cmp_ps_mask(size, few_bits, _CMP_LT_OQ);
+    num_small += __builtin_popcount(_mm512_mask_cmp_ps_mask(is_small, size, zeros(), _CMP_GT_OQ));
+  }
+  return 4 * num_small >= side.head_dim;
+}
+
 // Writes rows `rows` (float32, `count` of them, 1 to 4) in fixed point into `memory`.
 inline QuerySet make_query_set(const Side& side, const float* rows, int stride, int count, bool is_float32,
                                uint8_t* memory) {
   QuerySet set;
   set.num_rows = count == 1 && side.num_groups == 1 ? 1 : count == 2 && side.num_groups == 1 ? 2 : 4;
-  set.num_limbs = is_float32 ? 4 : 2;
+  bool has_many_limbs = is_float32;
+  for (int r = 0; r < count && !has_many_limbs; ++r) has_many_limbs = needs_four_limbs(side, rows + r * stride);
+  set.num_limbs = has_many_limbs ? 4 : 2;
   set.chunk_bytes = 64 / set.num_rows;
   const int num_nibbles = side.storage == Storage::int4 ? 2 : 1;
   const int row_bytes = side.head_dim / num_nibbles;
