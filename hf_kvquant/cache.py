@@ -1,10 +1,10 @@
 """`KVQuantCache`: the transformers `Cache` contract over `storage.py`.
 
 A cache is a list of layers. Full-attention layers become `KVQuantLayer`s here, those with a sliding window the rings of
-`rings.py`, or of `static_rings.py` in static caches; what transformers keeps in other ways (chunks, linear attention)
-stays with transformers' own layer classes, and what cannot be quantised per head (latent caches) is refused. The first
-chunk of tokens comes back from `update` as it was given, so that prefill runs as before and the first token is exact;
-afterwards `update` returns handles (`handle.py`) that `attention.py` serves from codes.
+`rings.py`; what transformers keeps in other ways (chunks, linear attention) stays with transformers' own layer classes,
+and what cannot be quantised per head (latent caches) is refused. The first chunk of tokens comes back from `update` as
+it was given, so that prefill runs as before and the first token is exact; afterwards `update` returns handles
+(`handle.py`) that `attention.py` serves from codes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -154,7 +154,9 @@ class KVQuantLayer(CacheLayerMixin):
             return KVLength(query_length, self.notes, is_first_chunk=True), 0
         max_cache_len = self.storage.max_cache_len
         length = self.storage.length + query_length if max_cache_len is None else max_cache_len
-        return length if self.notes.has_dense_masks else KVLength(length, self.notes, is_first_chunk=False), 0
+        if self.notes.has_dense_masks:
+            return length, 0
+        return KVLength(length, self.notes, is_first_chunk=False, window=self.storage.window), 0
 
     def get_seq_length(self) -> int | Tensor:  # type: ignore[override]
         """Tokens held: an integer, or a 0-d int32 tensor of a static layer, so that no step waits for the device."""
@@ -281,10 +283,9 @@ class KVQuantCache(QuantizedCache):
                 f"KVQuantCache: `key_transforms` must name layers whose cache is quantised, which are {quantized}, "
                 f"got {foreign}. Was it made for another model?"
             )
-        from .rings import KVQuantRingLayer, RingStorage  # which import this module
-        from .static_rings import KVQuantStaticRingLayer, StaticRingStorage
+        from .rings import KVQuantRingLayer, KVQuantStaticRingLayer, RingStorage  # which import this module
 
-        ring_lengths: dict[Any, Lengths] = defaultdict(Lengths)
+        new_ring = KVQuantRingLayer if max_cache_len is None else KVQuantStaticRingLayer
         new_storage: Callable[..., LayerStorage] = LayerStorage
         if quant_config.offloading:
             new_storage = functools.partial(OffloadedStorage, offloader=Offloader())
@@ -293,15 +294,16 @@ class KVQuantCache(QuantizedCache):
             if index not in quantized:
                 return _transformers_layer(layer_type, kwargs, max_cache_len)
             formats = quant_config.formats(index)
-            named: dict[str, Any] = {"name": f"layer {index}", "key_transform": transforms.get(index)}
-            whole: dict[str, Any] = {**named, "max_cache_len": max_cache_len, "lengths": lengths, "pool": pool}
+            options: dict[str, Any] = {
+                "max_cache_len": max_cache_len,
+                "name": f"layer {index}",
+                "key_transform": transforms.get(index),
+                "lengths": lengths,
+                "pool": pool,
+            }
             if layer_type == "full_attention":
-                return KVQuantLayer(new_storage(formats, **whole), self.notes)
-            window = kwargs["sliding_window"]
-            if max_cache_len is not None:
-                return KVQuantStaticRingLayer(StaticRingStorage(formats, window=window, **whole), self.notes)
-            group = ring_lengths[window, formats.key.block_size]
-            return KVQuantRingLayer(RingStorage(formats, window=window, lengths=group, **named), self.notes)
+                return KVQuantLayer(new_storage(formats, **options), self.notes)
+            return new_ring(RingStorage(formats, window=kwargs["sliding_window"], **options), self.notes)
 
         layers = [new_layer(index, *each) for index, each in enumerate(zip(layer_types, layer_kwargs, strict=True))]
         if not any(isinstance(layer, KVQuantLayer) for layer in layers):

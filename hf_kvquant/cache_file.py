@@ -10,8 +10,8 @@ special tokens), its dtype, and a hash over some thousand numbers of each of its
 an adapter, factors folded in or taken out, another RoPE are noticed; a change of a few single weights may not be, nor
 one of weights that are offloaded, nor a setting that only one of two versions of transformers knows.
 
-Saved are caches all of whose state is in our layers, rings of sliding windows among them, of which the file has what
-the window sees and how many tokens came before. Chunks, linear attention and sliding windows that are not quantised are
+Saved are caches all of whose state is in our layers, rings of sliding windows among them, of which the file has the
+rows as they are. Chunks, linear attention and sliding windows that are not quantised are
 kept by transformers in classes that differ from version to version, so caches with such layers are refused. How planes
 are laid out is decided in `formats.py`, what a layer's state is in `storage.py`.
 """
@@ -38,7 +38,6 @@ from .environment import package_version
 from .formats import Planes
 from .offloading import check_home
 from .rings import RingStorage
-from .static_rings import StaticRingStorage
 from .storage import SERVED_DTYPES, LayerStorage
 from .text_config import text_config_of
 from .transforms import KeyTransform
@@ -47,7 +46,7 @@ from .transforms.sharding import rank_of
 from .transforms.smoothing_file import content_hash
 
 _FORMAT = "hf_kvquant-cache"
-_VERSION = 1
+_VERSION = 2
 # What a text config says that keys and values do not depend on: it differs between machines, versions and tokenizers.
 _VOLATILE = frozenset(
     (
@@ -103,8 +102,7 @@ def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrai
             "dtype": str(storage.dtype).removeprefix("torch."),
             "capacity": storage.capacity,
             "is_rotated": transform.is_rotated,
-            **({"dropped": storage.dropped} if isinstance(storage, RingStorage) else {}),
-            **({"most_held": storage.most_held} if isinstance(storage, StaticRingStorage) else {}),
+            **({"most_held": storage.most_held} if isinstance(storage, RingStorage) else {}),
             **{f"has_{name}": tensor is not None for name, tensor in found.items()},
         }
         # Cloned, since layers share the numbers of one mask, and a file of safetensors has no shared ones.
@@ -200,9 +198,8 @@ class _Plan:
     Attributes:
         prefix: Of its tensors' names.
         shape: Batch, key-value heads, head_dim of keys and of values.
-        length: Tokens held.
-        dropped: Tokens that came before them, which a ring does not hold any more.
-        most_held: Tokens of a static ring before it was cropped; 0 if it was not.
+        length: Tokens taken, those that a ring does not hold any more included.
+        most_held: Tokens of a ring before it was cropped; 0 if it was not.
         capacity: Tokens there is room for.
         dtype: The model's.
         is_rotated: Whether keys are.
@@ -213,7 +210,6 @@ class _Plan:
     prefix: str
     shape: tuple[int, int, int, int]
     length: int
-    dropped: int
     most_held: int
     capacity: int
     dtype: torch.dtype
@@ -245,8 +241,6 @@ class _Plan:
             starts=tensors.get(f"{self.prefix}.starts"),
         )
         if isinstance(storage, RingStorage):
-            storage.dropped = self.dropped
-        if isinstance(storage, StaticRingStorage):
             storage.most_held = self.most_held
 
 
@@ -258,19 +252,14 @@ def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> di
     """
     if sorted(facts["layers"]) != sorted(map(str, storages)):
         raise ValueError(f"it has layers {list(facts['layers'])}, not {list(storages)}")
-    total, batch = _number(facts, "length"), _number(facts, "batch")
+    length, batch = _number(facts, "length"), _number(facts, "batch")
     plans = {}
     for index, storage in storages.items():
         layer = facts["layers"][str(index)]
         sizes = [_number(layer, name) for name in ("num_kv_heads", "key_head_dim", "value_head_dim")]
         shape = batch, sizes[0], sizes[1], sizes[2]
         capacity, dtype = _number(layer, "capacity"), _DTYPES[layer["dtype"]]
-        dropped = most_held = 0
-        if isinstance(storage, RingStorage):
-            dropped = _dropped(layer, storage, total)
-        if isinstance(storage, StaticRingStorage):
-            most_held = _most_held(layer, storage, total)
-        length = total - dropped
+        most_held = _most_held(layer, storage, length) if isinstance(storage, RingStorage) else 0
         prefix = f"layers.{index}"
         named = dict(_named(storage.planned_planes(shape, length, capacity, dtype)))
         if _flag(layer, "has_starts"):
@@ -281,23 +270,15 @@ def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> di
         expected = {f"{prefix}.{name}": tensor for name, tensor in named.items() if tensor is not None}
         num_bytes = storage.planned_bytes(shape, capacity, dtype)
         rotated = _flag(layer, "is_rotated")
-        plans[index] = _Plan(prefix, shape, length, dropped, most_held, capacity, dtype, rotated, num_bytes, expected)
+        plans[index] = _Plan(prefix, shape, length, most_held, capacity, dtype, rotated, num_bytes, expected)
     return plans
 
 
-def _dropped(layer: Mapping[str, Any], ring: RingStorage, total: int) -> int:
-    """How many of `total` tokens a ring does not hold any more: whole blocks, and none that a window sees."""
-    dropped = layer["dropped"]
-    if type(dropped) is not int or not 0 <= dropped <= ring.surplus(total) or dropped % ring.block_size:
-        raise ValueError(f"`dropped` is {dropped!r} of {total} tokens, with a window of {ring.window}")
-    return dropped
-
-
-def _most_held(layer: Mapping[str, Any], ring: StaticRingStorage, total: int) -> int:
-    """How many tokens a ring of `total` ones held before crops, as many as it has room for."""
-    most_held = layer["most_held"]
-    if type(most_held) is not int or not 0 <= most_held <= (ring.max_cache_len or 0):
-        raise ValueError(f"`most_held` is {most_held!r} of {total} tokens, with room for {ring.max_cache_len}")
+def _most_held(layer: Mapping[str, Any], ring: RingStorage, total: int) -> int:
+    """How many tokens a ring of `total` ones held before crops, at most as many as there may be."""
+    most_held, limit = layer["most_held"], ring.max_cache_len or _LARGEST
+    if type(most_held) is not int or not 0 <= most_held <= limit:
+        raise ValueError(f"`most_held` is {most_held!r} of {total} tokens, with room for {limit}")
     return most_held
 
 
@@ -524,7 +505,7 @@ def _check_at_rest(where: str, storages: Mapping[int, LayerStorage]) -> tuple[in
         )
     if all(storage.is_empty for storage in storages.values()):
         raise ValueError(f"{where}: `cache` must hold tokens, got an empty one. Save it after the first call.")
-    counts = {(storage.total_length, storage.batch) for storage in storages.values()}
+    counts = {(storage.length, storage.batch) for storage in storages.values()}
     is_counted_alike = len(counts) == 1 and all(
         storage.lengths is not None and bool((storage.lengths == storage.length).all()) for storage in storages.values()
     )

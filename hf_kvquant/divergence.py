@@ -163,5 +163,5 @@ class Meter:
             # Attention gets at what a layer of ours holds through its cache alone, so what is held has been read.
             if not isinstance(layer, KVQuantLayer) or not layer.storage.is_quantized:
                 continue
-            if layer.storage.total_length != self.longest:
-                raise CannotMeasure(f"layer {index} kept {layer.storage.total_length} of {self.longest} tokens")
+            if layer.storage.length != self.longest:
+                raise CannotMeasure(f"layer {index} kept {layer.storage.length} of {self.longest} tokens")

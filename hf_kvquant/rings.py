@@ -1,14 +1,15 @@
-"""Layers with a sliding window: their newest tokens as codes, in buffers that do not grow with the sequence.
+"""Layers with a sliding window: their newest tokens as codes, in rings that do not grow with the sequence.
 
-A query sees the last `window` positions, so a layer needs `window - 1` tokens and those of the step. They stay in the
-order in which they came: when the buffers are full, what has left the window is dropped and the rest moved down in one
-go, so that a step costs what it costs without a window. With room for `TOKEN_ALIGNMENT` tokens more than a window,
-moving adds a few hundredths to what attention reads. Chunks of any length and recorded pasts just grow the buffers.
-Static caches, where nothing can be moved, overwrite their oldest tokens instead: `static_rings.py`.
+A query sees the last `window` positions, so a layer needs `window - 1` tokens and those of the step. The token at
+position t is in row t mod capacity, and the ops are told so (`is_ring` in `ops.py`): nothing moves, and positions and
+lengths are those of the sequence. A ring has room for `BLOCK_SIZE` tokens more than a window leaves, so that steps of
+several tokens find what their first query sees. With less room rows are positions: buffers of growing caches start
+small, and those of static ones may never need more. A chunk too long for the ring is written like any other, but
+attended to in buffers of its own, made for the step: the tokens that its first query sees, in order, and those of the
+chunk. Where the past is recorded, until a crop brings some of it back, the ring is larger.
 
-Positions here count from the first token held; `dropped` is how many came before, and a multiple of the block that
-shares a scale. What attention computes is, to the bit of every code, what it would be over the whole sequence with the
-window as its mask. Which layers are rings is decided in `cache.py`.
+What attention computes is, to the bit of every code, what it would be over the whole sequence with the window as its
+mask. Nothing here waits for the device where the cache is static. Which layers are rings is decided in `cache.py`.
 """
 
 from __future__ import annotations
@@ -16,156 +17,240 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from . import ops, reference
 from .cache import KVQuantLayer
 from .config import LayerFormats
+from .formats import BLOCK_SIZE, KVFormat, Planes
 from .handle import KVLength
-from .lengths import Lengths
-from .storage import GROWTH, LayerStorage
-from .transforms import KeyTransform
+from .storage import LayerStorage
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unrolled:
+    """The step of a long chunk, with its past in order.
+
+    Attributes:
+        planes: Of keys and of values: tokens from `begin` on.
+        operands: Of these planes.
+        begin: 0-d int64, a multiple of `BLOCK_SIZE`: position of the first of them.
+        lengths: `[batch]` int32: tokens from there on, those of the chunk included.
+    """
+
+    planes: tuple[Planes, Planes]
+    operands: ops.Operands
+    begin: Tensor
+    lengths: Tensor
+
+    def starts(self, starts: Tensor | None) -> Tensor | None:
+        """First positions that are not padding, from `begin` on."""
+        return None if starts is None else (starts - self.begin).clamp(min=0).to(torch.int32)
 
 
 class RingStorage(LayerStorage):
-    """Keys and values of one layer, as far as its window sees them; growing up to the window.
+    """Keys and values of one layer, as far as its window sees them.
 
     Args:
         formats: Of keys and of values. The first `sink_length` tokens get codes too: they leave the window like all
             others.
         window: Positions visible to a query, itself included.
-        name: As in `LayerStorage`.
-        key_transform: Likewise.
-        lengths: Shared by rings that drop tokens in the same steps: of one window and block size.
+        **options: As in `LayerStorage`.
     """
 
-    def __init__(
-        self,
-        formats: LayerFormats,
-        *,
-        window: int,
-        name: str = "layer",
-        key_transform: KeyTransform | None = None,
-        lengths: Lengths | None = None,
-    ) -> None:
-        formats = dataclasses.replace(formats, sink_length=0)
-        super().__init__(formats, name=name, key_transform=key_transform, lengths=lengths)
+    def __init__(self, formats: LayerFormats, *, window: int, **options: Any) -> None:
+        super().__init__(dataclasses.replace(formats, sink_length=0), **options)
         self.window = window
-        self.dropped = 0  # tokens that came before the first one held
-        self.record_past = False  # whether nothing may be dropped before the next crop
-        self._q_len = 0  # of the newest chunk, whose first query sees `window - 1` tokens before it
+        self.ring_capacity = _whole_blocks(window - 1 + BLOCK_SIZE)  # unless the past is recorded
+        self.most_held = 0  # tokens before a crop, which have overwritten others that it does not bring back
+        self.kept_from: int | None = None  # first position that a crop may show again, while the past is recorded
+        # Of the newest chunk, whose first query sees `window - 1` tokens before it; 0 of a first one, attended to raw.
+        self._q_len = 0
+        self._has_long_chunk = False  # whether the newest chunk is attended to apart ...
+        self._unrolled: _Unrolled | None = None  # ... and where, once it has been written
 
     @property
-    def total_length(self) -> int:
-        """Tokens taken per sequence, those dropped included."""
-        return self.dropped + self.length
+    def is_ring(self) -> bool:
+        """Whether rows come round again. Not where there is a row for every token that a static cache takes."""
+        comes_round = self.max_cache_len is None or self.max_cache_len > self.capacity
+        return comes_round and self.capacity >= self.ring_capacity
+
+    @property
+    def longest_chunk(self) -> int:
+        """Tokens behind others that one call of the op takes: its first query still finds the window before it."""
+        return self.capacity + 1 - self.window
 
     @property
     def num_visible(self) -> int:
-        """Tokens that some query of the newest chunk sees."""
+        """Of a growing cache, the tokens that some query of the newest chunk sees. See `LayerStorage.num_visible`."""
+        if self.max_cache_len is not None:
+            return self.max_cache_len
         return min(self.length, self.window - 1 + self._q_len)
 
     @property
     def mask_offset(self) -> int:
-        """Position of the first of them in the sequence."""
-        return self.total_length - self.num_visible
+        """Position of the first of them."""
+        return 0 if self.is_static else self.length - self.num_visible
 
     @property
-    def max_capacity(self) -> int:
-        """Tokens that the buffers are for, unless a chunk is longer or the past is recorded."""
-        return self._aligned(self.window - 1 + self._aligned(1))
+    def num_bytes_held(self) -> int:
+        """Bytes of the tokens held, those that have been overwritten left out. See `LayerStorage.num_bytes_held`."""
+        overwritten = max(0, self.length - self.capacity)
+        return super().num_bytes_held - self.batch * self.bytes_per_token * overwritten
 
-    @property
-    def block_size(self) -> int:
-        """Tokens that share a scale, which are dropped together."""
-        return self.formats.key.block_size or 1
+    def record_past(self, is_recorded: bool) -> None:
+        """Keep, or do not, tokens that leave the window from now on until the next crop, which may bring them back."""
+        if not is_recorded:
+            self.kept_from = None
+        elif self.kept_from is None:
+            self.kept_from = max(0, self.length - self.window + 1)
 
-    def surplus(self, length: int) -> int:
-        """How many of so many tokens, the oldest, no later query sees: whole blocks."""
-        return max(0, length - max(1, self.window - 1)) // self.block_size * self.block_size
+    def _aligned(self, tokens: int) -> int:
+        # A ring has whole blocks, whatever its format. A growing one that is larger than others records the past.
+        aligned = super()._aligned(tokens)
+        if aligned <= self.ring_capacity:
+            return aligned
+        return self.ring_capacity if self.is_static else _whole_blocks(tokens)
+
+    def _wanted(self, tokens: int) -> int:
+        if self.kept_from is None:
+            return min(super()._wanted(tokens), self.ring_capacity)
+        return super()._wanted(min(tokens, max(self.ring_capacity, tokens - self.kept_from)))
+
+    def _resize(self, capacity: int) -> None:
+        super()._resize(capacity)
+        self.most_held = 0
+
+    def _resized(self, planes: Planes, kv_format: KVFormat, head_dim: int, capacity: int) -> Planes:
+        # Rows whose token is not held get those of others, which no query sees.
+        position = reference.ring_positions(self._lengths()[:1], capacity)[0]
+        return planes.rows(position % self.capacity, kv_format.block_size)
 
     def extend(self, key: Tensor, value: Tensor) -> None:
-        """Take new tokens, of the first chunk those that later queries see. See `LayerStorage.extend`."""
-        has_tokens = key.ndim == value.ndim == 4
-        surplus = self.surplus(key.shape[2]) if has_tokens and self.is_empty and not self.record_past else 0
-        super().extend(key[:, :, surplus:], value[:, :, surplus:] if surplus else value)
-        if surplus:
-            self._freeze_scales(key, value)  # by all of them, as where there is no window
-            self.dropped = surplus
-        self._q_len = key.shape[2]
+        """Take new tokens. See `LayerStorage.extend`."""
+        is_behind_others = not self.is_empty
+        super().extend(key, value)
+        self._q_len = key.shape[2] if is_behind_others else 0
+        self._has_long_chunk = self.is_ring and self._q_len > self.longest_chunk
+        self._unrolled = None
 
-    def _make_room(self, q_len: int) -> None:
-        needed = self.length + q_len
-        if needed <= (self.capacity if self.record_past else min(self.capacity, self.max_capacity)):
-            return
-        surplus = 0 if self.record_past else self.surplus(self.length)
-        needed -= surplus
-        grown = max(needed, int(self.capacity * GROWTH))
-        if not self.record_past:
-            grown = max(needed, min(grown, self.max_capacity))
-        self._drop(surplus, self._aligned(grown))
+    def flush(self) -> None:
+        """Write pending tokens; a long chunk to where it is attended to as well."""
+        if self.pending is not None and self._has_long_chunk:
+            self._unrolled = self._unroll(*self.pending)
+        super().flush()
 
-    def _drop(self, surplus: int, capacity: int) -> None:
-        """Forget the oldest `surplus` tokens, whole blocks, and go on in buffers for `capacity`."""
-        held = self.length
-        moved = []
-        head_dims = self.key_head_dim, self.value_head_dim
-        for old, kv_format, head_dim in zip(self._planes(), self._formats(), head_dims, strict=True):
-            new = self._new_planes(kv_format, head_dim, capacity, self.device)
-            size = kv_format.block_size
-            targets, sources = new.narrow(held - surplus, size), old.narrow(held, size, surplus)
-            for target, source in zip(targets.tensors(), sources.tensors(), strict=True):
-                target.copy_(source)
-            if new.tail is not None and old.tail is not None:
-                # Position t is in row t mod the number of rows, and positions become smaller.
-                new.tail.copy_(old.tail.roll(-surplus, 2))
-            moved.append(new)
-        self._set_planes(*moved)
-        if surplus:
-            self._counted().place(self._member, held - surplus)
-            self.starts = None if self.starts is None else _moved_down(self.starts, surplus)
-            self.dropped += surplus
-        self._planes_changed()
+    def _unroll(self, key: Tensor, value: Tensor) -> _Unrolled:
+        """The newest tokens in order, and behind them those of a chunk that has not been written to the ring yet."""
+        q_len, lengths = key.shape[2], self._lengths()
+        begin = (lengths[0].long() - q_len - self.capacity).clamp(min=0) // BLOCK_SIZE * BLOCK_SIZE
+        capacity = self.capacity + _whole_blocks(BLOCK_SIZE + q_len)
+        row = torch.arange(capacity, device=self.device)
+        source = (begin + row) % self.capacity  # what is behind the past is overwritten, or hidden by lengths
 
-    def set_starts(self, starts: Tensor | None) -> None:
-        """See `LayerStorage.set_starts`."""
-        super().set_starts(self._held_starts(starts))
+        def unrolled(planes: Planes, kv_format: KVFormat) -> Planes:
+            tail = planes.tail
+            if tail is not None:
+                tail = tail.index_select(2, (begin + torch.arange(tail.shape[2], device=self.device)) % tail.shape[2])
+            return dataclasses.replace(planes.rows(source, kv_format.block_size), tail=tail)
 
-    def _held_starts(self, starts: Tensor | None) -> Tensor | None:
-        return starts if starts is None or self.dropped == 0 else _moved_down(starts, self.dropped)
+        planes = unrolled(self._planes()[0], self.formats.key), unrolled(self._planes()[1], self.formats.value)
+        operands = ops.Operands(*planes, self._formats(), key_transform=self.key_transform, **self._windows())
+        made = _Unrolled(planes, operands, begin, (lengths - begin).to(torch.int32))
+        operands.append(key, value, made.lengths, made.starts(self.starts))
+        return made
 
     def attend(
         self, query: Tensor, *, softmax_scale: float, starts: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """See `LayerStorage.attend`; the window is that of the cache, which masks are made for."""
         options["sliding_window"] = self.window
-        return super().attend(query, softmax_scale=softmax_scale, starts=self._held_starts(starts), **options)
+        if not self._has_long_chunk:
+            return super().attend(query, softmax_scale=softmax_scale, starts=starts, **options)
+        self.starts = starts
+        self.flush()
+        made = self._unrolled
+        assert made is not None
+        result = made.operands.decode(
+            query,
+            None,
+            made.lengths,
+            softmax_scale=softmax_scale,
+            counters=self.counters,
+            starts=made.starts(starts),
+            **options,
+        )
+        self._note_read(query, self.window)
+        return result
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
-        """Dense keys and values of the tokens that some query of the newest chunk sees (`num_visible`)."""
-        key, value = super().dequantize()
-        begin = self.length - self.num_visible
-        return key[:, :, begin:], value[:, :, begin:]
+        """Dense keys and values: of a growing cache, of the `num_visible` newest tokens.
+
+        Of a static one, of all positions up to `max_cache_len`; zero where the newest chunk does not see.
+        """
+        offset, num_shown = self.mask_offset, self.num_visible
+        if not self.is_ring:
+            key, value = super().dequantize()
+            return key[:, :, offset:], value[:, :, offset:]
+        self.flush()
+        assert self.dtype is not None
+        made, lengths, starts, planes, position = self._unrolled, self._lengths(), self.starts, self._planes(), None
+        if made is not None:
+            lengths, starts, planes = made.lengths, made.starts(starts), made.planes
+        elif self.has_tail:
+            position = reference.ring_positions(lengths, self.capacity)
+        options = {"lengths": lengths, "starts": starts, "position": position, **self._windows()}
+        dense = [
+            reference.dequantize(side, kv_format, self.dtype, key_transform=transform, **options)
+            for side, kv_format, transform in zip(planes, self._formats(), (self.key_transform, None), strict=True)
+        ]
+        if made is None and not self.is_static:
+            key, value = (x.roll(-self.length, 2)[:, :, self.capacity - num_shown :] for x in dense)
+            return key, value
+        shown = torch.arange(offset, offset + num_shown, device=self.device)
+        row = shown % self.capacity
+        if made is not None:
+            row = (shown - made.begin).clamp(min=0, max=planes[0].codes.shape[2] - 1)
+        dense = [x.index_select(2, row) for x in dense]
+        if self.is_static:
+            end = self._lengths().unsqueeze(1)
+            is_hidden = (shown >= end) | (shown < end - (self.window - 1 + self._q_len))  # [batch, max_cache_len]
+            dense = [x.masked_fill(is_hidden[:, None, :, None], 0.0) for x in dense]
+        return dense[0], dense[1]
+
+    def _can_hold(self, length: int, capacity: int) -> bool:
+        if self.is_static or capacity < self.ring_capacity:
+            return super()._can_hold(length, capacity)
+        return length > 0 and capacity % BLOCK_SIZE == 0
 
     def check_crop(self, num_tokens: int) -> None:
-        """Refuse to forget tokens where those before them are gone.
+        """Refuse to forget so many tokens that what the next query sees is gone.
 
         Raises:
-            RuntimeError: They are, or would be for some number of tokens.
+            RuntimeError: It is, or would be for some number of tokens.
         """
-        total = self.total_length
-        left = total - num_tokens
-        if num_tokens == 0 or total < self.window or left <= 0:
+        length, window = self.length, self.window
+        if num_tokens == 0 or num_tokens >= length:
             return
-        if not self.record_past:
+        if self.is_static:
+            written = max(self.most_held, length)
+            most = self.longest_chunk - (written - length) if written > self.capacity else length
+            which = f"{most} tokens of a static cache with a window of {window}"
+        elif length < window or self.kept_from == 0:
+            return
+        elif self.kept_from is None:
             raise RuntimeError(
-                f"{self.name}: `crop` must come before the window of {self.window} tokens is full, got {total} tokens. "
+                f"{self.name}: `crop` must come before the window of {window} tokens is full, got {length} tokens. "
                 "Call activate_past_recording on the cache first, so that it keeps what a crop brings back."
             )
-        num_kept = self.length - min(left, self.window - 1)
-        if num_tokens > num_kept:
+        else:
+            most = length - (self.kept_from + window - 1)
+            which = f"the {most} tokens whose past was recorded"
+        if num_tokens > most:
             raise RuntimeError(
-                f"{self.name}: `crop` must remove at most the {num_kept} tokens whose past was recorded, "
-                f"got {num_tokens}. Reset the cache and feed it the text again."
+                f"{self.name}: `crop` must remove at most {which}, got {num_tokens}. Reset the cache and feed it the "
+                "text again."
             )
 
     def crop(self, num_tokens: int) -> None:
@@ -178,19 +263,32 @@ class RingStorage(LayerStorage):
             return
         self.check_crop(num_tokens)
         self.flush()
-        self._q_len = 0
-        if num_tokens >= self.total_length:
-            super().crop(self.length)
-            self.dropped = 0
-            return
-        super().crop(num_tokens)
-        if self.capacity > self.max_capacity:
-            self._drop(self.surplus(self.length), self.max_capacity)
+        if num_tokens > 0:
+            self.most_held = max(self.most_held, self.length)
+            super().crop(num_tokens)
+            self._forget_chunk()
+        if self.kept_from is not None:
+            self.kept_from = max(0, self.length - self.window + 1)
+        if self.capacity > self.ring_capacity:
+            self._resize(self.ring_capacity)
+
+    def _num_written(self) -> int | None:
+        return max(self.most_held, self.length) if self.is_ring else None
 
     def reset(self) -> None:
         """Forget all tokens, keep the buffers."""
         super().reset()
-        self.dropped = self._q_len = 0
+        self.kept_from = None if self.kept_from is None else 0
+        self._forget_chunk()
+
+    def _forget_chunk(self) -> None:
+        if self.is_empty:
+            self.most_held = 0
+        self._q_len, self._has_long_chunk, self._unrolled = 0, False, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """See `LayerStorage.__getstate__`; buffers of one step stay behind."""
+        return {**super().__getstate__(), "_has_long_chunk": False, "_unrolled": None}
 
 
 class KVQuantRingLayer(KVQuantLayer):
@@ -207,11 +305,11 @@ class KVQuantRingLayer(KVQuantLayer):
     @property
     def record_past(self) -> bool:
         """Whether tokens that leave the window stay until the next crop, which may bring them back."""
-        return self.storage.record_past
+        return self.storage.kept_from is not None
 
     @record_past.setter
     def record_past(self, record_past: bool) -> None:
-        self.storage.record_past = record_past
+        self.storage.record_past(record_past)
 
     def activate_past_recording(self) -> None:
         """Keep all tokens between crops, for whoever takes steps back."""
@@ -235,20 +333,26 @@ class KVQuantRingLayer(KVQuantLayer):
         storage = self.storage
         if storage.is_empty:
             return super().get_mask_sizes(query_length)
-        total = storage.total_length
-        num_before = min(total, storage.window - 1)
+        num_before = min(storage.length, storage.window - 1)
         length = KVLength(num_before + query_length, self.notes, is_first_chunk=False, window=storage.window)
-        return length, total - num_before
-
-    def get_seq_length(self) -> int:
-        """Tokens taken, those that have left the window included."""
-        return self.storage.total_length
+        return length, storage.length - num_before
 
     def get_max_length(self) -> int:
         """Tokens of the window."""
         return self.storage.window
 
 
-def _moved_down(starts: Tensor, num_tokens: int) -> Tensor:
-    """First positions that are not padding (`[batch]` int32) once `num_tokens` tokens are gone."""
-    return (starts - num_tokens).clamp(min=0)
+class KVQuantStaticRingLayer(KVQuantLayer):
+    """One sliding-window layer of a static `KVQuantCache`; masks are for all positions, as in its other layers.
+
+    Args:
+        storage: The buffers.
+        notes: What the masks of the cache have shown, shared by its layers.
+    """
+
+    is_sliding = True
+    storage: RingStorage
+
+
+def _whole_blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE

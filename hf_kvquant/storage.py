@@ -71,8 +71,6 @@ class LayerStorage:
         ValueError: `key_transform` is for keys that have a scale for every channel.
     """
 
-    is_ring = False  # whether the rows of the planes come round again, see `static_rings.py`
-
     def __init__(
         self,
         formats: LayerFormats,
@@ -139,6 +137,11 @@ class LayerStorage:
         return self.max_cache_len is not None
 
     @property
+    def is_ring(self) -> bool:
+        """Whether rows of the planes come round again, so that tokens overwrite others (see `rings.py`)."""
+        return False
+
+    @property
     def is_allocated(self) -> bool:
         """Whether buffers exist."""
         return self._group is not None
@@ -156,13 +159,8 @@ class LayerStorage:
 
     @property
     def length(self) -> int:
-        """Tokens held per sequence, pending ones included. Waits for the device after a compiled static step."""
+        """Tokens taken per sequence, pending ones included. Waits for the device after a compiled static step."""
         return 0 if self._group is None else self._group.length(self._member)
-
-    @property
-    def total_length(self) -> int:
-        """Tokens taken per sequence, whether or not they are all held still (see `rings.py`)."""
-        return self.length
 
     @property
     def num_visible(self) -> int:
@@ -246,7 +244,7 @@ class LayerStorage:
         if self.max_cache_len is not None and self._pool is not None and not torch.compiler.is_compiling():
             self._borrow(self._pool, self.max_cache_len, key.device)
         else:
-            self._make_buffers(self.max_cache_len if self.max_cache_len is not None else tokens, key.device)
+            self._make_buffers(self._wanted(tokens) if self.max_cache_len is None else self.max_cache_len, key.device)
         self._join(0)
         self._planes_changed()
 
@@ -449,13 +447,22 @@ class LayerStorage:
     def _make_room(self, q_len: int) -> None:
         if self.max_cache_len is not None:
             return
-        needed = self.length + q_len
-        if needed <= self.capacity:
-            return
-        capacity = self._aligned(needed if self.is_empty else max(needed, int(self.capacity * GROWTH)))
+        capacity = self._wanted(self.length + q_len)
+        if capacity != self.capacity:
+            self._resize(capacity)
+
+    def _wanted(self, tokens: int) -> int:
+        """The capacity of a growing storage for so many tokens: what there is, or more."""
+        if tokens <= self.capacity:
+            return self.capacity
+        return self._aligned(tokens if self.is_empty else max(tokens, int(self.capacity * GROWTH)))
+
+    def _resize(self, capacity: int) -> None:
+        """Go on in other buffers."""
+        key_planes, value_planes = self._planes()
         self._set_planes(
-            self._grown(self.key_planes, self.formats.key, self.key_head_dim, capacity),
-            self._grown(self.value_planes, self.formats.value, self.value_head_dim, capacity),
+            self._resized(key_planes, self.formats.key, self.key_head_dim, capacity),
+            self._resized(value_planes, self.formats.value, self.value_head_dim, capacity),
         )
         self._planes_changed()
 
@@ -463,8 +470,7 @@ class LayerStorage:
         """Have other planes, of both sides at once: memory that runs out before leaves both as they were."""
         self.key_planes, self.value_planes = key_planes, value_planes
 
-    def _grown(self, planes: Planes | None, kv_format: KVFormat, head_dim: int, capacity: int) -> Planes:
-        assert planes is not None
+    def _resized(self, planes: Planes, kv_format: KVFormat, head_dim: int, capacity: int) -> Planes:
         grown = self._new_planes(kv_format, head_dim, capacity, planes.codes.device)
         new, old = (each.narrow(self.length, kv_format.block_size).tensors() for each in (grown, planes))
         for new_plane, old_plane in zip(new, old, strict=True):
@@ -575,7 +581,7 @@ class LayerStorage:
         """Position of the first of the newest `q_len` tokens; a 0-d tensor in a static storage."""
         if self.is_static:
             return self._lengths()[0] - q_len
-        return self.total_length - q_len
+        return self.length - q_len
 
     def note_fallback(self, reason: str) -> None:
         """Count a step that attends to dequantised tensors, and say so once in the log."""
@@ -614,6 +620,10 @@ class LayerStorage:
         """How many of so many tokens have codes: all of them, or those in blocks that have left the window."""
         return length if kv_format.block_size is None else kv_format.tail_begin(length, self.formats.residual_length)
 
+    def _coded(self, planes: Planes, kv_format: KVFormat, length: int) -> Planes:
+        """The rows of planes that hold codes."""
+        return planes.narrow(min(self.num_coded(kv_format, length), planes.codes.shape[2]), kv_format.block_size)
+
     def held_planes(self) -> tuple[Planes, Planes]:
         """The planes of keys and of values, cut to the tokens held; views, but for the tail.
 
@@ -621,7 +631,7 @@ class LayerStorage:
         whoever had the buffers before, and is nobody's business.
 
         Returns:
-            Planes of `num_coded` tokens each, with the whole tail.
+            Planes of `num_coded` tokens each, of a ring at most its rows, with the whole tail.
         """
         length, lengths, held = self.length, self._lengths(), []
         for planes, kv_format in zip(self._planes(), self._formats(), strict=True):
@@ -635,8 +645,7 @@ class LayerStorage:
                 is_used = torch.zeros((self.batch, tail.shape[2]), dtype=torch.bool, device=self.device)
                 is_used[sequence[is_dense], row[is_dense]] = True
                 tail = tail.masked_fill(~is_used[:, None, :, None], 0.0)
-            cut = planes.narrow(self.num_coded(kv_format, length), kv_format.block_size)
-            held.append(dataclasses.replace(cut, tail=tail))
+            held.append(dataclasses.replace(self._coded(planes, kv_format, length), tail=tail))
         return held[0], held[1]
 
     def planned_planes(
@@ -653,14 +662,18 @@ class LayerStorage:
         Raises:
             ValueError: There is no such storage: a format does not fit, or `capacity` is not one that a storage has.
         """
-        expected = self._aligned(capacity if self.max_cache_len is None else self.max_cache_len)
-        if capacity != expected or not 0 < length <= (self.max_cache_len or capacity):
+        if not self._can_hold(length, capacity):
             raise ValueError(f"{self.name} cannot hold {length} tokens in buffers for {capacity}")
         planned = [
-            planes.narrow(self.num_coded(kv_format, length), kv_format.block_size)
+            self._coded(planes, kv_format, length)
             for planes, kv_format in zip(self._without_memory(shape, capacity, dtype), self._formats(), strict=True)
         ]
         return planned[0], planned[1]
+
+    def _can_hold(self, length: int, capacity: int) -> bool:
+        """Whether buffers for `capacity` are such as a storage like this one has, and hold `length` tokens."""
+        expected = self._aligned(capacity if self.max_cache_len is None else self.max_cache_len)
+        return capacity == expected and 0 < length <= (self.max_cache_len or capacity)
 
     def planned_bytes(self, shape: tuple[int, int, int, int], capacity: int, dtype: torch.dtype) -> int:
         """Bytes of the buffers that such a storage has. See `planned_planes`."""
@@ -705,7 +718,7 @@ class LayerStorage:
         self.starts = None if starts is None else starts.to(device)
         self._make_buffers(capacity, device)
         for planes, kv_format, old in zip(self._planes(), self._formats(), held, strict=True):
-            new = planes.narrow(self.num_coded(kv_format, length), kv_format.block_size)
+            new = self._coded(planes, kv_format, length)
             for new_plane, old_plane in zip(new.tensors(), old.tensors(), strict=True):
                 new_plane.copy_(old_plane)
         self._join(length)

@@ -481,10 +481,10 @@ def test_tampered_transforms_are_refused(name: str, to: float, tmp_path: Path) -
 
 
 def test_versions(tmp_path: Path) -> None:
-    def newer(tensors: dict[str, Tensor], facts: dict[str, Any], metadata: dict[str, str]) -> None:
-        metadata["version"] = "2"
+    def older(tensors: dict[str, Tensor], facts: dict[str, Any], metadata: dict[str, str]) -> None:
+        metadata["version"] = "1"
 
-    refused(rewritten(saved(tmp_path / "cache"), newer), "of format version 2, this is version 1")
+    refused(rewritten(saved(tmp_path / "cache"), older), "of format version 1, this is version 2")
 
 
 @pytest.mark.parametrize("config", ["int8", "windows"])

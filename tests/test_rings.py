@@ -25,7 +25,6 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patch, patched, reference
 from hf_kvquant.attention import attention_mask
-from hf_kvquant.cache_file import _dropped
 from hf_kvquant.handle import KVHandle, KVLength, MaskNotes
 from hf_kvquant.offloading import OffloadedStorage
 from hf_kvquant.rings import KVQuantRingLayer, RingStorage
@@ -146,8 +145,7 @@ class Pair:
 
     def check_bounded(self) -> None:
         storage = self.layer.storage
-        assert storage.capacity <= storage.max_capacity, "memory grows"
-        assert storage.length <= storage.capacity
+        assert storage.capacity <= storage.ring_capacity, "memory grows"
 
 
 # --- codes ------------------------------------------------------------------------------------------------------------
@@ -161,7 +159,7 @@ def test_a_ring_is_the_whole_sequence_behind_a_mask(window: int, dtype: torch.dt
         pair.give(tokens, attends=tokens > 1 or pair.sizes.get_seq_length() % 11 == 0)
         pair.layer.storage.flush()
     pair.check_bounded()
-    assert pair.layer.storage.dropped > 478 - window - 256
+    assert pair.layer.storage.length > pair.layer.storage.capacity
 
 
 @pytest.mark.parametrize("first", [1, 5, 6, 7, 127, 128, 129, 400])
@@ -179,7 +177,7 @@ def test_first_chunks(first: int, config: Any) -> None:
 def test_memory_is_that_of_the_window(window: int, config: Any) -> None:
     pair = Pair(window, config)
     pair.give(500)
-    limit = pair.layer.storage.max_capacity
+    limit = pair.layer.storage.ring_capacity
     assert limit <= window + 2 * 128 + 1
     for tokens in [1] * 400 + [200, 1]:
         pair.give(tokens, attends=False)
@@ -204,7 +202,7 @@ def test_a_window_of_one_token() -> None:
         assert cache.get_mask_sizes(tokens, 0) == (tokens, int(cache.get_seq_length()))
         key, value = torch.randn(2, 1, KV_HEADS, tokens, HEAD_DIM)
         handle, _ = cache.update(key, value, 0)
-    assert handle.shape[2] == 1 and cache.storages[0].length <= 64
+    assert handle.shape[2] == 1 and cache.storages[0].capacity <= 64
     out, _ = handle.step.storage.attend(torch.randn(1, Q_HEADS, 1, HEAD_DIM), softmax_scale=1.0)
     seen = handle.step.dense("test")[1].repeat_interleave(Q_HEADS // KV_HEADS, 1).transpose(1, 2)
     compare.assert_close(out, seen, 1e-5, "attention to itself")
@@ -303,14 +301,14 @@ def test_presets_attend_to_what_the_reference_decodes(family: str, prompt: str, 
 
 @pytest.mark.parametrize(
     "family, config, new_tokens",
-    [("gemma2", "int8", 140), ("gpt_oss", "int4", 140), ("gpt_oss", DENSE, 270), ("mistral", "int4-channel", 270)],
+    [("gemma2", "int8", 260), ("gpt_oss", "int4", 260), ("gpt_oss", DENSE, 270), ("mistral", "int4-channel", 270)],
     ids=str,
 )
 def test_long_texts_drop_tokens(family: str, config: Any, new_tokens: int) -> None:
     inputs = left_padded(pads=(0, 7, 2))
     _, cache = check_against_reference(model_of(family, **LONG), config, inputs, new_tokens=new_tokens)
-    dropped = {layer.storage.dropped for layer in cache.layers if isinstance(layer, KVQuantRingLayer)}
-    assert min(dropped) > 60
+    rings = [layer.storage for layer in cache.layers if isinstance(layer, KVQuantRingLayer)]
+    assert rings and all(ring.length > ring.capacity for ring in rings)
 
 
 @pytest.mark.parametrize("config", ["int8", "int4", "int4-channel", DENSE], ids=str)
@@ -367,8 +365,8 @@ def test_steps_that_are_taken_back(helper: str, config: Any, tokens: int) -> Non
         again = greedy(model, inputs, 24, past_key_values=KVQuantCache(model.config, config), **options)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     compare.assert_same(again.sequences, expected.sequences, "tokens of a cache that was given")
-    held = [storage.length for storage in output.past_key_values.storages if storage.window]
-    assert held and max(held) <= output.past_key_values.storages[0].max_capacity
+    rings = [storage for storage in output.past_key_values.storages if storage.window]
+    assert rings and all(ring.capacity <= ring.ring_capacity for ring in rings)
 
 
 def test_an_assistant_may_have_rings() -> None:
@@ -402,12 +400,55 @@ def test_a_chat_goes_on_with_its_cache(config: Any, tmp_path: Path) -> None:
         compare.assert_same(logits(outputs[0]), logits(expected), "unpatched")
 
 
-def test_files_that_lie_about_a_window_are_refused() -> None:
-    ring = RingStorage(KVQuantConfig.from_preset("int4-channel").formats(0), window=6)
-    assert _dropped({"dropped": 128}, ring, 140) == 128
-    for dropped in (-128, 1, 256, True, None):
-        with pytest.raises(ValueError, match=r"`dropped` is .* of 140 tokens, with a window of 6"):
-            _dropped({"dropped": dropped}, ring, 140)
+@pytest.mark.parametrize("config", ["int8", "int4-channel", DENSE_BLOCKS], ids=str)
+def test_a_recorded_past_is_taken_back_until_a_crop(config: Any) -> None:
+    """Beyond what a ring holds otherwise, and no further."""
+    pair = Pair(65, config, PADS)
+    pair.give(300)
+    for each in pair.all():
+        each.activate_past_recording()
+    for tokens in (250, 1, 160):
+        pair.give(tokens)
+    storage = pair.layer.storage
+    assert storage.capacity >= 64 + 411 > storage.ring_capacity
+    with pytest.raises(RuntimeError, match="must remove at most the 411 tokens whose past was recorded, got 412"):
+        pair.cache.crop(-412)
+    pair.crop(411)
+    pair.check_bounded()
+    for tokens in (1, 70, 1):
+        pair.give(tokens)
+    pair.crop(72)
+    pair.give(1)
+    with pytest.raises(RuntimeError, match="must remove at most the 1 tokens whose past was recorded, got 2"):
+        pair.cache.crop(-2)
+
+
+def test_a_file_of_a_recorded_past(tmp_path: Path) -> None:
+    model, inputs = model_of("mistral", **LONG), left_padded(tokens=140, pads=(3, 0, 27))
+    with patched(model, "int4-channel"):
+        cache = KVQuantCache(model.config, "int4-channel")
+        cache.activate_past_recording()
+        greedy(model, inputs, 180, past_key_values=cache)
+        ring = cache.storages[0]
+        assert ring.capacity > ring.ring_capacity
+        cache.save(tmp_path / "chat", model)
+        loaded = KVQuantCache.load(tmp_path / "chat", model)
+        assert loaded.storages[0].capacity == ring.capacity
+        rest = torch.randint(3, 90, (3, 5), generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            ours, theirs = (model(rest, past_key_values=each).logits for each in (cache, loaded))
+            compare.assert_same(ours, theirs, "logits")
+    assert loaded.storages[0].capacity == ring.ring_capacity, "nothing is recorded there"
+
+
+def test_files_that_lie_about_a_ring_are_refused() -> None:
+    ring = RingStorage(KVQuantConfig.from_preset("int8").formats(0), window=6)
+    for capacity in (256, 512):
+        planes = ring.planned_planes((1, KV_HEADS, HEAD_DIM, HEAD_DIM), 300, capacity, torch.float32)
+        assert [side.codes.shape[2] for side in planes] == [min(300, capacity)] * 2
+    for capacity in (64, 128, 257, 320):
+        with pytest.raises(ValueError, match=f"cannot hold 300 tokens in buffers for {capacity}"):
+            ring.planned_planes((1, KV_HEADS, HEAD_DIM, HEAD_DIM), 300, capacity, torch.float32)
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
