@@ -88,6 +88,7 @@ sanitize-cpu: $(PACKAGES)  ## CPU kernels' tests, and fuzzing, under the address
 	export LD_PRELOAD="$(PRELOAD)" PYTHONPATH=$(CURDIR)/$(SANITIZED) HF_KVQUANT_FUZZ=$(FUZZ) \
 	    UBSAN_OPTIONS=print_stacktrace=1 ASAN_OPTIONS=detect_leaks=0:malloc_context_size=4:quarantine_size_mb=32 && \
 	$(BIN)/pytest -q --capture=sys $(PYTEST_ARGS) $(SANITIZED_TESTS) && \
+	$(BIN)/pytest -q --capture=sys $(PYTEST_ARGS) -m sanitize tests/test_extreme_values.py && \
 	$(BIN)/pytest -q --capture=sys $(PYTEST_ARGS) tests/test_fuzz_ops.py
 
 lint: $(PACKAGES)  ## ruff: errors and format
