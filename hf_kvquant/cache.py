@@ -56,14 +56,13 @@ _PICK_KEYS = ("doge", "minimax_m3_vl", "minimax_m3_vl_text")
 
 
 class KVQuantLayer(CacheLayerMixin):
-    """One full-attention layer of a `KVQuantCache`.
+    """One layer of a `KVQuantCache`, but for sliding windows of growing ones (`rings.py`).
 
     Args:
         storage: The buffers.
         notes: What the masks of the cache have shown, shared by its layers.
     """
 
-    is_sliding = False
     is_croppable = True
 
     def __init__(self, storage: LayerStorage, notes: MaskNotes) -> None:
@@ -80,6 +79,11 @@ class KVQuantLayer(CacheLayerMixin):
         if window > 0:
             described.append(f"window {window}")
         return f"{type(self).__name__}({', '.join(described)})"
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether a window hides the oldest tokens."""
+        return self.storage.window > 0
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -283,9 +287,9 @@ class KVQuantCache(QuantizedCache):
                 f"KVQuantCache: `key_transforms` must name layers whose cache is quantised, which are {quantized}, "
                 f"got {foreign}. Was it made for another model?"
             )
-        from .rings import KVQuantRingLayer, KVQuantStaticRingLayer, RingStorage  # which import this module
+        from .rings import KVQuantRingLayer, RingStorage  # which import this module
 
-        new_ring = KVQuantRingLayer if max_cache_len is None else KVQuantStaticRingLayer
+        new_ring = KVQuantRingLayer if max_cache_len is None else KVQuantLayer
         new_storage: Callable[..., LayerStorage] = LayerStorage
         if quant_config.offloading:
             new_storage = functools.partial(OffloadedStorage, offloader=Offloader())

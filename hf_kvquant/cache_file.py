@@ -11,9 +11,9 @@ an adapter, factors folded in or taken out, another RoPE are noticed; a change o
 one of weights that are offloaded, nor a setting that only one of two versions of transformers knows.
 
 Saved are caches all of whose state is in our layers, rings of sliding windows among them, of which the file has the
-rows as they are. Chunks, linear attention and sliding windows that are not quantised are
-kept by transformers in classes that differ from version to version, so caches with such layers are refused. How planes
-are laid out is decided in `formats.py`, what a layer's state is in `storage.py`.
+rows as they are. Chunks, linear attention and sliding windows that are not quantised are kept by transformers in
+classes that differ from version to version, so caches with such layers are refused. How planes are laid out is decided
+in `formats.py`, what a layer's state is in `storage.py`.
 """
 
 from __future__ import annotations

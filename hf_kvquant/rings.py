@@ -292,14 +292,15 @@ class RingStorage(LayerStorage):
 
 
 class KVQuantRingLayer(KVQuantLayer):
-    """One sliding-window layer of a `KVQuantCache`, sized for masks as transformers' `DynamicSlidingWindowLayer`.
+    """One sliding-window layer of a growing `KVQuantCache`, sized for masks as `DynamicSlidingWindowLayer`.
+
+    In static caches masks are for all positions, as in other layers, so that such a layer is a plain `KVQuantLayer`.
 
     Args:
         storage: The buffers.
         notes: What the masks of the cache have shown, shared by its layers.
     """
 
-    is_sliding = True
     storage: RingStorage
 
     @property
@@ -340,18 +341,6 @@ class KVQuantRingLayer(KVQuantLayer):
     def get_max_length(self) -> int:
         """Tokens of the window."""
         return self.storage.window
-
-
-class KVQuantStaticRingLayer(KVQuantLayer):
-    """One sliding-window layer of a static `KVQuantCache`; masks are for all positions, as in its other layers.
-
-    Args:
-        storage: The buffers.
-        notes: What the masks of the cache have shown, shared by its layers.
-    """
-
-    is_sliding = True
-    storage: RingStorage
 
 
 def _whole_blocks(tokens: int) -> int:

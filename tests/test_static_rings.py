@@ -46,7 +46,7 @@ from hf_kvquant.cache_file import _most_held
 from hf_kvquant.handle import KVHandle, KVLength
 from hf_kvquant.pairs import PairCounter, count_pairs, pairs_of
 from hf_kvquant.pool import BufferPool
-from hf_kvquant.rings import KVQuantStaticRingLayer, RingStorage
+from hf_kvquant.rings import RingStorage
 
 MAX_CACHE_LEN = 1100
 # Past the end of every ring, with chunks that a ring is too short for behind others.
@@ -74,7 +74,7 @@ class Twins:
     @property
     def storage(self) -> RingStorage:
         (layer,) = self.static.layers
-        assert isinstance(layer, KVQuantStaticRingLayer)
+        assert isinstance(layer.storage, RingStorage)
         return layer.storage
 
     def both(self) -> tuple[KVQuantCache, KVQuantCache]:
@@ -309,9 +309,8 @@ def test_what_a_static_ring_is() -> None:
     config = {"preset": "int4", "sink_length": 4, "residual_length": 8}
     cache = KVQuantCache(models.family("gemma2").config, config, max_cache_len=600)
     ring, full = cache.layers
-    assert repr(ring) == (
-        "KVQuantStaticRingLayer(int4-head-asymmetric-clip0.9375, first 0 and last 8 tokens dense, rotate, window 6)"
-    )
+    described = "int4-head-asymmetric-clip0.9375, first 0 and last 8 tokens dense, rotate, window 6"
+    assert repr(ring) == f"KVQuantLayer({described})"
     assert cache.is_sliding == [True, False] and cache.is_compileable
     assert (ring.get_max_length(), full.get_max_length()) == (600, 600)
     assert ring.storage.formats.sink_length == 0 and full.storage.formats.sink_length == 4
@@ -349,7 +348,7 @@ def test_none_gives_the_tokens_of_an_unpatched_model(family: str) -> None:
     expected = greedy(model, PROMPT, 12)
     with patched(model, {"preset": "none", "static": True}):
         output = greedy(model, PROMPT, 12)
-    assert any(isinstance(layer, KVQuantStaticRingLayer) for layer in output.past_key_values.layers)
+    assert any(isinstance(storage, RingStorage) for storage in output.past_key_values.storages)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
@@ -422,7 +421,7 @@ def test_a_chat_goes_on_with_its_cache(config: Any, tokens: int, tmp_path: Path)
         cache = first.past_key_values
         cache.save(tmp_path / "chat", model)
         caches = [cache, copy.deepcopy(cache), through_pickle(cache), KVQuantCache.load(tmp_path / "chat", model)]
-        assert [type(each.layers[0]) for each in caches] == [KVQuantStaticRingLayer] * 4
+        assert [type(each.storages[0]) for each in caches] == [RingStorage] * 4
         more = torch.randint(3, 90, (3, 9), generator=torch.Generator().manual_seed(1))
         ids = torch.cat([first.sequences, more], 1)
         mask = torch.cat([inputs["attention_mask"], torch.ones(3, 21, dtype=torch.long)], 1)

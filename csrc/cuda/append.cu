@@ -477,7 +477,7 @@ bool has_aligned_rows(const Dense& dense, const AppendParams& params) {
 }  // namespace
 
 void append(const AppendParams& params, void* stream) {
-  // A ring takes few tokens of a prompt. To look for its end among those of a lane took 2 to 10 % more of every prompt
+  // A ring takes few tokens of a prompt. To look for its end among those of a lane took 2 to 8 % more of every prompt
   // (H200, 2026-11).
   const bool is_prompt = !params.is_ring && params.q_len >= kMinPromptTokens && has_aligned_rows(params.key, params) &&
                          has_aligned_rows(params.value, params);
