@@ -90,7 +90,8 @@ struct Output {
       maximum = fmaxf(before, sink);
       const float kept = exp2_below(before, maximum);
       total.x *= kept, total.y *= kept, total.z *= kept, total.w *= kept;
-      sum = sum * kept + exp2_below(sink, maximum);
+      // An infinite sink takes all the weight, and infinity - infinity would be NaN.
+      sum = sum * kept + (sink == maximum ? 1.f : exp2_below(sink, maximum));
     }
     const float factor = sum == 0.f ? 0.f : 1.f / sum;
     *values =

@@ -40,7 +40,8 @@ struct Output {
       maximum = fmaxf(m, sink);
       const float weight = exp_below(m, maximum);
       sum *= weight;
-      l = l * weight + exp_below(sink, maximum);
+      // An infinite sink takes all the weight, and infinity - infinity would be NaN.
+      l = l * weight + (sink == maximum && maximum != -INFINITY ? 1.f : exp_below(sink, maximum));
     }
     // As in combine.cuh.
     if (params.lengths[b] > max_length_of(params.capacity, params.is_ring)) l = NAN;
