@@ -76,7 +76,8 @@ struct Query {
     const bool is_zero = !(largest >= 1e-30f);
     if constexpr (kIsInteger) {
       constexpr float kLargest = 32512.f;  // 127 · 256: the high byte stays within ±127
-      const float to_integer = is_zero ? 0.f : __fdividef(kLargest, largest);
+      // A quarter of both: for divisors beyond 2^126 the fast division gives 0, and all tokens would weigh the same.
+      const float to_integer = is_zero ? 0.f : __fdividef(kLargest / 4, largest / 4);
       const float factor = scale * (largest * (1.f / kLargest));
       int q[kPerLane], sum = 0;
 #pragma unroll
