@@ -126,10 +126,14 @@ __device__ inline void load_channels(const Side& side, int64_t b, int64_t h, int
   for (int i = 0; i < kChunk; ++i) x[i] = x[i] * scale + zero;
 }
 
-// cap · tanh(x / cap), as cap · (1 - 2 / (exp(2x / cap) + 1)).
+// cap · tanh(x / cap), as cap · (1 - 2 / (exp(2x / cap) + 1)). Far below the cap that is a difference of numbers near 1,
+// which errs by the cap's last bits whatever x is, so there a polynomial takes its place (error below 2^-21 of the result).
 __device__ __forceinline__ float capped(float x, float cap) {
-  const float power = exp2f(x * (2.f * kLog2E / cap));
-  return cap * (1.f - 2.f / (power + 1.f));
+  const float t = x * (1.f / cap), square = t * t;
+  const float power = exp2f(t * (2.f * kLog2E));
+  const float far = cap * (1.f - 2.f / (power + 1.f));
+  const float near = x * fmaf(square, fmaf(square, fmaf(square, -17.f / 315, 2.f / 15), -1.f / 3), 1.f);
+  return square < 0.0625f ? near : far;
 }
 
 inline void check_launch(const char* where, cudaError_t error) {
