@@ -127,7 +127,7 @@ class Worker {
     } else {
       uint32_t scales[kTiles], zeros[kTiles];
       load_scales<Shape::kHasValueZero>(stage + Ring::kValueScaleAt, stage + Ring::kValueZeroAt, scales, zeros);
-      float largest = 0.f;
+      bool is_beyond = false;  // or not a number, where the weight alone may be infinite
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -138,12 +138,14 @@ class Worker {
             weight[i][h][c] = exp2_approx(score[i][h][c]);
             float scaled = weight[i][h][c] * scale;
             if constexpr (kIsMasked) scaled = is_visible[i][h][c] ? scaled : 0.f;
-            largest = fmaxf(largest, scaled);
+            is_beyond |= !(scaled <= kMaxWeight);
           }
         }
       }
-      if (__any_sync(kAllLanes, largest > kMaxWeight) || is_fresh_) {
-        raise_shift<kIsMasked>(score, is_visible, weight, [&](int i, int h) { return __log2f(half_of(scales[i], h)); });
+      if (__any_sync(kAllLanes, is_beyond) || is_fresh_) {
+        // Where there is no scale, the score alone: lse does not see values.
+        raise_shift<kIsMasked>(score, is_visible, weight,
+                               [&](int i, int h) { return fmaxf(__log2f(half_of(scales[i], h)), -24.f); });
       }
       add_up(weight);
 #pragma unroll
