@@ -140,7 +140,8 @@ class Blocks {
     }
   }
 
-  // Keys of the tail become float16, which bfloat16 below 65,520 does without loss that counts.
+  // bfloat16 keys meet the query as bfloat16 again, which it is a power of two away from: float16 would hold none beyond
+  // 65,504, and few bits of those below 2^-14.
   __device__ __forceinline__ void multiply_tail(const DecodeParams& params, const Segment& segment, int step, Sums& sum,
                                                 float (&constant)[kColumns]) const {
     const Side& side = params.key_side;
@@ -161,18 +162,22 @@ class Blocks {
           const uint16_t* row = tail + (first + 2 * i + h) * side.tail_stride_t;
           if (c < side.head_dim) x = *reinterpret_cast<const uint4*>(row + c);
           in_pairs(x, pairs[h]);
-          if (is_bf16) {
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              pairs[h][k] = pack_halves(__uint_as_float(pairs[h][k] << 16), __uint_as_float(pairs[h][k] & 0xffff0000u));
-            }
-          }
         }
 #pragma unroll
         for (int n = 0; n < kColumnTiles; ++n) {
           const uint32_t(&query)[4] = query_[n][j];
-          multiply_halves(even[n], pairs[0][0], pairs[1][0], pairs[0][2], pairs[1][2], query[0], query[2]);
-          multiply_halves(odd[n], pairs[0][1], pairs[1][1], pairs[0][3], pairs[1][3], query[1], query[3]);
+          if (is_bf16) {
+            uint32_t wide[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              wide[k] = pack_bfloats(half_to_float(query[k] & 0xffffu), half_to_float(query[k] >> 16));
+            }
+            multiply_bfloats(even[n], pairs[0][0], pairs[1][0], pairs[0][2], pairs[1][2], wide[0], wide[2]);
+            multiply_bfloats(odd[n], pairs[0][1], pairs[1][1], pairs[0][3], pairs[1][3], wide[1], wide[3]);
+          } else {
+            multiply_halves(even[n], pairs[0][0], pairs[1][0], pairs[0][2], pairs[1][2], query[0], query[2]);
+            multiply_halves(odd[n], pairs[0][1], pairs[1][1], pairs[0][3], pairs[1][3], query[1], query[3]);
+          }
         }
       }
 #pragma unroll
