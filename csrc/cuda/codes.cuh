@@ -126,8 +126,8 @@ __device__ inline void load_channels(const Side& side, int64_t b, int64_t h, int
   for (int i = 0; i < kChunk; ++i) x[i] = x[i] * scale + zero;
 }
 
-// cap · tanh(x / cap), as cap · (1 - 2 / (exp(2x / cap) + 1)). Far below the cap that is a difference of numbers near 1,
-// which errs by the cap's last bits whatever x is, so there a polynomial takes its place (error below 2^-21 of the result).
+// cap · tanh(x / cap), as cap · (1 - 2 / (exp(2x / cap) + 1)). Far below the cap that is a difference of numbers near
+// 1, which errs by the cap's last bits whatever x is, so there a polynomial takes its place (relative error 2^-21).
 __device__ __forceinline__ float capped(float x, float cap) {
   const float t = x * (1.f / cap), square = t * t;
   const float power = exp2f(t * (2.f * kLog2E));
