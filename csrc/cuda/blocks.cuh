@@ -55,9 +55,9 @@ class Blocks {
     }
   }
 
-  // Scores of a step, off their shifts. Factors count codes in units of their low nibbles.
+  // Scores of a step, plus `base`. Factors count codes in units of their low nibbles.
   __device__ __forceinline__ void score(const DecodeParams& params, const Segment& segment, const unsigned char* stage,
-                                        int step, const float (&factor)[kColumns], const float (&shift)[kColumns],
+                                        int step, const float (&factor)[kColumns], const float (&base)[kColumns],
                                         float (&score)[kTiles][2][kColumns]) const {
     Sums sum;
     float constant[kColumns];
@@ -69,11 +69,11 @@ class Blocks {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int n = c / kColumnsPerTile, k = c % kColumnsPerTile;
-      const float base = fmaf(constant[c], factor[c], -shift[c]);
+      const float constant_of_sum = fmaf(constant[c], factor[c], base[c]);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) score[i][h][c] = fmaf(sum[i][n][2 * h + k], factor[c], base);
+        for (int h = 0; h < 2; ++h) score[i][h][c] = fmaf(sum[i][n][2 * h + k], factor[c], constant_of_sum);
       }
     }
   }

@@ -53,9 +53,9 @@ class Groups {
     }
   }
 
-  // Scores of a step, off their shifts.
+  // Scores of a step, plus `base`.
   __device__ __forceinline__ void score(const unsigned char* stage, const float (&factor)[kColumns],
-                                        const float (&shift)[kColumns], float (&score)[kTiles][2][kColumns]) const {
+                                        const float (&base)[kColumns], float (&score)[kTiles][2][kColumns]) const {
     uint32_t scales[kNumGroups][kTiles], terms[2 * kQuads][kTiles];
 #pragma unroll
     for (int j = 0; j < kNumGroups; ++j) {
@@ -114,7 +114,7 @@ class Groups {
 #pragma unroll
           for (int k = 0; k < kColumnsPerTile; ++k) {
             const int c = kColumnsPerTile * n + k;
-            score[i][h][c] = fmaf(sum[n][2 * h + k], factor[c], -shift[c]);
+            score[i][h][c] = fmaf(sum[n][2 * h + k], factor[c], base[c]);
           }
         }
       }

@@ -6,7 +6,8 @@
 // warp take the branch that raises the shift. Since float16 keeps relative precision down to 2^-14 and something down
 // to 2^-24, nothing is lost by the shift lagging behind. A masked score is -inf and its P' is replaced, not multiplied:
 // scales there may be NaN. The maximum ignores NaN; the exponential does not, so whoever attends to a NaN gets one. With
-// groups of channels, weights are rounded before scales multiply them (groups.cuh).
+// groups of channels, weights are rounded before scales multiply them (groups.cuh). The body for what changes scores
+// takes the shift off last: slopes of ALiBi make the shift of far tokens so large that near ones would lose their bits.
 #pragma once
 
 #include "blocks.cuh"
@@ -86,17 +87,19 @@ class Worker {
     ValueMatrices values;
     load_values(before, values);
 
-    // --- scores, relative to the shift
-    float score[kTiles][2][kColumns];
+    // --- scores, off their shift, which costs nothing here; masks take them whole
+    float score[kTiles][2][kColumns], base[kColumns];
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) base[c] = kIsMasked ? 0.f : -shift_[c];
     if constexpr (kIsGrouped) {
-      groups_.score(stage, factor_, shift_, score);
+      groups_.score(stage, factor_, base, score);
     } else if constexpr (kIsBlocked) {
-      blocks_.score(params, segment, stage, step, factor_, shift_, score);
+      blocks_.score(params, segment, stage, step, factor_, base, score);
     } else {
       uint32_t scales[kTiles], zeros[kTiles];
       load_scales<Shape::kHasKeyZero>(stage + Ring::kScalesAt, stage + Ring::kKeyZeroAt, scales, zeros);
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) score_tile(stage, i, scales, zeros, score[i]);
+      for (int i = 0; i < kTiles; ++i) score_tile(stage, i, scales, zeros, base, score[i]);
     }
     add_values(values);
 
@@ -114,7 +117,7 @@ class Worker {
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
           for (int c = 0; c < kColumns; ++c) {
-            weight[i][h][c] = exp2_approx(score[i][h][c]);
+            weight[i][h][c] = exp2_approx(kIsMasked ? score[i][h][c] - shift_[c] : score[i][h][c]);
             largest = fmaxf(largest, weight[i][h][c]);
           }
         }
@@ -135,7 +138,7 @@ class Worker {
           const float scale = half_of(scales[i], h);
 #pragma unroll
           for (int c = 0; c < kColumns; ++c) {
-            weight[i][h][c] = exp2_approx(score[i][h][c]);
+            weight[i][h][c] = exp2_approx(kIsMasked ? score[i][h][c] - shift_[c] : score[i][h][c]);
             float scaled = weight[i][h][c] * scale;
             if constexpr (kIsMasked) scaled = is_visible[i][h][c] ? scaled : 0.f;
             is_beyond |= !(scaled <= kMaxWeight);
@@ -282,7 +285,8 @@ class Worker {
 
   // Scores of one tile of 16 tokens: rows g and g + 8, all columns.
   __device__ __forceinline__ void score_tile(const unsigned char* stage, int tile, const uint32_t (&scales)[kTiles],
-                                             const uint32_t (&zeros)[kTiles], float (&score)[2][kColumns]) const {
+                                             const uint32_t (&zeros)[kTiles], const float (&base)[kColumns],
+                                             float (&score)[2][kColumns]) const {
     uint32_t words[2][Keys::kWords];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -309,7 +313,7 @@ class Worker {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int c = 2 * n + i;
-            score[h][c] = fmaf(product[2 * h + i] * factor_[c], scale, -shift_[c]);
+            score[h][c] = fmaf(product[2 * h + i] * factor_[c], scale, base[c]);
           }
         }
       }
@@ -346,7 +350,7 @@ class Worker {
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
           for (int i = 0; i < kColumns / kColumnTiles; ++i)
-            score[h][kColumns / kColumnTiles * n + i] = -shift_[kColumns / kColumnTiles * n + i];
+            score[h][kColumns / kColumnTiles * n + i] = base[kColumns / kColumnTiles * n + i];
         }
         add_products(product, n, tile, scales, zeros, score);
       }
@@ -401,9 +405,7 @@ class Worker {
         for (int h = 0; h < 2; ++h) {
           const int token = step * Ring::kStepTokens + slot_ * kHalves + 2 * i + h;
           float x = score[i][h][c];
-          if (params.softcap > 0.f) {
-            x = capped(x + shift_[c] + constants[row_of(c)], params.softcap * kLog2E) - shift_[c];
-          }
+          if (params.softcap > 0.f) x = capped(x + constants[row_of(c)], params.softcap * kLog2E);
           x = fmaf(slope, static_cast<float>(token - position), x);
           is_visible[i][h][c] = token >= span.begin && token < span.end && token <= position && token >= from;
           score[i][h][c] = is_visible[i][h][c] ? x : -INFINITY;
@@ -412,12 +414,18 @@ class Worker {
     }
   }
 
+  template <bool kIsMasked>
+  __device__ __forceinline__ float whole_score(float score, int column) const {
+    return kIsMasked ? score : score + shift_[column];
+  }
+
   // Raises the shift of all columns to what this step asks for, lowers what has been summed so far accordingly, and
   // computes the step's weights again. `room(tile, half)`: log2 of what a weight will be multiplied by.
   template <bool kIsMasked, class Room>
   __device__ __forceinline__ void raise_shift(float (&score)[kTiles][2][kColumns],
                                               const bool (&is_visible)[kTiles][2][kColumns],
                                               float (&weight)[kTiles][2][kColumns], Room room) {
+    constexpr float kHeadroom = kIsGrouped ? kGroupedWeightBits : 0.f;
     bool is_unset = false;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
@@ -426,7 +434,7 @@ class Worker {
       for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float wish = score[i][h][c] + shift_[c] + room(i, h);
+          const float wish = whole_score<kIsMasked>(score[i][h][c], c) + room(i, h);
           if (!kIsMasked || is_visible[i][h][c]) wanted = fmaxf(wanted, wish);
         }
       }
@@ -435,12 +443,16 @@ class Worker {
         wanted = fmaxf(wanted, __shfl_xor_sync(kAllLanes, wanted, distance));
       }
       const float maximum = fmaxf(maximum_[c], wanted);
-      const float shift = maximum == -INFINITY ? 0.f : maximum - (kIsGrouped ? kGroupedWeightBits : 0.f);
+      const float shift = maximum == -INFINITY ? 0.f : maximum - kHeadroom;
       const float kept = maximum_[c] == -INFINITY ? 1.f : exp2_approx(shift_[c] - shift);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) weight[i][h][c] = exp2_approx(score[i][h][c] + (shift_[c] - shift));
+        for (int h = 0; h < 2; ++h) {
+          // Beyond 2^24, the next float32 may be far from what the shift should be. A NaN stays one.
+          const float x = whole_score<kIsMasked>(score[i][h][c], c) - shift, most = kHeadroom - room(i, h);
+          weight[i][h][c] = exp2_approx(x > most ? most : x);
+        }
       }
       maximum_[c] = maximum;
       shift_[c] = shift;
