@@ -528,9 +528,8 @@ class Operands:
             num_splits: Parts that a sequence is cut into, at most; 0 lets the kernel choose. A fixed number is for
                 output that is bitwise the same in every batch, where all but the batch and its lengths is the same:
                 kernels take fewer parts where there are no tokens for so many, and of a ring on a GPU, whose positions
-                go too far to be dealt to more than 127 or 255, but they ask neither of the two. On a GPU that does not
-                hold yet for thousands of tokens: large batches may get blocks of four warps where small ones get
-                eight, which sum in another order. The reference cuts nothing.
+                go too far to be dealt to more than 127 or 255, but they ask neither of the two. The reference cuts
+                nothing.
 
         Returns:
             out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`, new memory. Zero where nothing is

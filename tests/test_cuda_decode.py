@@ -429,6 +429,22 @@ def test_fixed_splits_make_a_sequence_independent_of_its_batch(engine: str, form
 
 @CUDA_ONLY
 @variants
+def test_nor_do_large_batches_change_it(formats: tuple[KVFormat, KVFormat]) -> None:
+    """Over thousands of tokens, where the plan would have blocks of other warps for many heads than for a few."""
+    lengths = (4000, 4096, 1, 3333) * 40
+    case = Case(formats, 128, torch.bfloat16, 4, 1, lengths, capacity=4096)
+    one = Case(formats, 128, case.dtype, 4, 1, lengths[:4], capacity=4096)
+    few, query = [clone(filled(one, side), "cuda") for side in (0, 1)], queries(one).to("cuda")
+    planes = [Planes(*(None if x is None else x.repeat(40, 1, 1, 1) for x in sides_of(made))) for made in few]
+    for num_splits in (1, 2, 7):
+        out, lse = attend(case, planes, query.repeat(40, 1, 1, 1), num_splits=num_splits)
+        alone, alone_lse = attend(one, few, query, num_splits=num_splits)
+        assert_same(out[-4:], alone.cpu(), f"{one}, {num_splits} splits")
+        assert_same(lse[-4:], alone_lse.cpu(), f"{one}, {num_splits} splits")
+
+
+@CUDA_ONLY
+@variants
 def test_a_graph_is_replayed_with_any_lengths(formats: tuple[KVFormat, KVFormat]) -> None:
     """Captured once; lengths grow, shrink, differ and vanish, and every replay appends too."""
     case = Case(formats, 128, torch.bfloat16, 4, 1, (640, 640, 640), capacity=640)

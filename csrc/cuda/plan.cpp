@@ -438,9 +438,11 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   kernel.fixed_bytes += list_bytes + plain_query_bytes;
   // Trying all cuts takes microseconds, in every layer and step.
   const int64_t wanted_splits = std::min<int64_t>(params.num_splits, most_splits);
-  const Cut cut = remember(std::make_tuple(kernel.function, kernel.fixed_bytes, current_device(), num_units, steps,
+  // Sums are cut by warps, too: given splits promise the same bits in every batch, so warps are those of a batch of one.
+  const int64_t planned_units = wanted_splits > 0 ? num_row_tiles * params.num_kv_heads : num_units;
+  const Cut cut = remember(std::make_tuple(kernel.function, kernel.fixed_bytes, current_device(), planned_units, steps,
                                            wanted_splits, most_splits),
-                           [&] { return choose_cut(kernel, num_units, steps, wanted_splits, most_splits); });
+                           [&] { return choose_cut(kernel, planned_units, steps, wanted_splits, most_splits); });
   if (cut.splits == 0) return plan_general(params);  // the kernel does not fit the GPU
   const Residency resident = residency(kernel, cut.num_warps);
   const int64_t num_splits = cut.splits;
