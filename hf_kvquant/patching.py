@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
 import weakref
 from collections import Counter
@@ -416,9 +417,13 @@ def _asks_for_us(generation_config: Any) -> bool:
 
 
 def keeps_cache(model: PreTrainedModel) -> bool:
-    """Whether the model works with transformers' default cache; one without `generate` is taken to."""
+    """Whether the model works with transformers' default cache; of one without `generate`, whether it takes one."""
     is_supported: Callable[[], bool] | None = getattr(model, "_supports_default_dynamic_cache", None)
-    return is_supported is None or is_supported()
+    if is_supported is not None:
+        return is_supported()
+    # BERT takes a cache as a decoder only, and says which it is; other configs have no such attribute.
+    is_encoder = getattr(model.config, "is_decoder", None) is False and not model.config.is_encoder_decoder
+    return "past_key_values" in inspect.signature(type(model).forward).parameters and not is_encoder
 
 
 def check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:

@@ -19,11 +19,13 @@ import torch
 from models import FAMILIES, greedy, left_padded, logits
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     BltConfig,
     BltForCausalLM,
     Gemma3ForConditionalGeneration,
     GenerationMixin,
+    LlamaForSequenceClassification,
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicCache
@@ -386,6 +388,25 @@ def test_a_refused_model_is_left_as_it_was(name: str) -> None:
         patch(model, config)
     assert visible_state(model) == before
     compare.assert_same(logits(greedy(model, inputs, decoder_start_token_id=1)), logits(expected), "logits")
+
+
+ENCODER_SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize("model_type", ["vit", "bert", "clip", "siglip_vision_model"])
+def test_encoders_alone_are_refused(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type, **({} if model_type == "clip" else ENCODER_SIZES))
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    with pytest.raises(NotImplementedError, match=f"^patch: {type(model).__name__} does not keep its state in a cache"):
+        patch(model, "int8")
+
+
+def test_models_without_generate_take_a_cache() -> None:
+    """They are what users score or embed text with, a cache passed by hand."""
+    whole = models.llama()
+    for model in (whole.model, LlamaForSequenceClassification(whole.config)):
+        unpatch(patch(model, "int8"))
 
 
 def test_several_models_in_one_are_refused() -> None:
