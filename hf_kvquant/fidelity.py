@@ -60,8 +60,6 @@ def compare(
 ) -> dict[str, Fidelity]:
     """Feed one text through the unquantised cache and through one cache per config, and compare the distributions.
 
-    All caches advance chunk by chunk together, so no more than a chunk of logits is held.
-
     Args:
         model: Any model that `patch` accepts, patched or not; left as it was.
         input_ids: `[1, tokens]` int64. The last token is only predicted, never fed.
@@ -77,43 +75,82 @@ def compare(
     Raises:
         NotImplementedError: The model's attention cannot be simulated.
         OutOfMemory: Naming the config.
-        ValueError: The text has no token to score, or a chunk has no token.
+        ValueError: There is more than one text, it has no token to score, or a chunk has no token.
     """
-    fed, targets = input_ids[:, :-1], input_ids[0, 1:]
+    if len(input_ids) != 1:
+        raise ValueError(
+            f"compare: `input_ids` must hold one text, got {len(input_ids)}. Call compare_texts for several."
+        )
+    return compare_texts(model, input_ids, configs, first_chunk=first_chunk, chunk_size=chunk_size, simulate=simulate)[
+        0
+    ]
+
+
+@torch.inference_mode()
+def compare_texts(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    configs: Mapping[str, str | KVQuantConfig | Mapping[str, Any]],
+    *,
+    first_chunk: int = 1,
+    chunk_size: int = 1,
+    simulate: bool = False,
+) -> list[dict[str, Fidelity]]:
+    """Compare several texts of one length, `[texts, tokens]` int64, in the same forwards. See `compare`.
+
+    All caches advance chunk by chunk together, so no more than a chunk of logits is held. Texts share nothing as long
+    as no format has one scale for a tensor.
+
+    Returns:
+        Per text one result per name.
+    """
+    fed, targets = input_ids[:, :-1], input_ids[:, 1:]
     chunks = Chunks(first_chunk, chunk_size, simulate)
     with route(model, simulate=simulate):
         streams = {name: Stream(model, fed, config, chunks, name=name) for name, config in configs.items()}
         pieces: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in configs}
         position = 0
         for reference in Stream(model, fed, None, chunks, name="the unquantised cache"):
-            target = targets[position : position + len(reference)]
-            position += len(reference)
-            reference_nll = F.nll_loss(reference, target, reduction="none")
+            target = targets[:, position : position + reference.shape[1]]
+            position += reference.shape[1]
+            reference_nll = surprise(reference, target)
             for name, stream in streams.items():
                 log_probs = next(stream)
                 agrees = log_probs.argmax(-1) == reference.argmax(-1)
-                nll = F.nll_loss(log_probs, target, reduction="none")
+                nll = surprise(log_probs, target)
                 pieces[name].append((divergence(reference, log_probs), agrees.cpu(), nll.cpu(), reference_nll.cpu()))
-    results = {}
+    results: list[dict[str, Fidelity]] = [{} for _ in fed]
     for name, stream in streams.items():
-        kld, agrees, nll, reference_nll = (torch.cat(parts) for parts in zip(*pieces[name], strict=True))
-        results[name] = Fidelity(
-            kld=kld[first_chunk:],
-            agrees=agrees[first_chunk:],
-            nll=nll,
-            reference_nll=reference_nll,
-            pairs_read=stream.pairs_read,
-            pairs_expected=stream.pairs_expected(fed.shape[1], first_chunk),
-            pairs_dequantized=stream.pairs_dequantized,
-        )
+        kld, agrees, nll, reference_nll = (torch.cat(parts, dim=1) for parts in zip(*pieces[name], strict=True))
+        read, dequantized = (dealt(pairs, len(fed)) for pairs in (stream.pairs_read, stream.pairs_dequantized))
+        for index, result in enumerate(results):
+            result[name] = Fidelity(
+                kld=kld[index, first_chunk:],
+                agrees=agrees[index, first_chunk:],
+                nll=nll[index],
+                reference_nll=reference_nll[index],
+                pairs_read=read[index],
+                pairs_expected=stream.pairs_expected(fed.shape[1], first_chunk),
+                pairs_dequantized=dequantized[index],
+            )
     return results
 
 
+def dealt(total: int, num_texts: int) -> list[int]:
+    """What a counter of all texts says of each, so that one too many or too few shows."""
+    return [total // num_texts + (index < total % num_texts) for index in range(num_texts)]
+
+
+def surprise(log_probs: Tensor, target: Tensor) -> Tensor:
+    """Negative log-likelihood of tokens (`[...]` int64) under `[..., vocab_size]` log-probabilities: `[...]`, nats."""
+    return -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
 def divergence(reference: Tensor, log_probs: Tensor) -> Tensor:
-    """KL divergence of one next-token distribution from another: `[tokens]` float32 on the CPU, nats.
+    """KL divergence of one next-token distribution from another: `[...]` float32 on the CPU, nats.
 
     Args:
-        reference: `[tokens, vocab_size]` log-probabilities.
+        reference: `[..., vocab_size]` log-probabilities.
         log_probs: The same.
     """
     return F.kl_div(log_probs, reference, log_target=True, reduction="none").sum(-1).cpu()
@@ -165,11 +202,11 @@ def route(model: PreTrainedModel, *, simulate: bool) -> Iterator[None]:
 
 
 class Stream:
-    """Log-probabilities of a text under one config, chunk by chunk: `[q_len, vocab_size]` float32 each.
+    """Log-probabilities of texts under one config, chunk by chunk: `[texts, q_len, vocab_size]` float32 each.
 
     Args:
         model: Under `route`.
-        input_ids: `[1, tokens]` int64.
+        input_ids: `[texts, tokens]` int64.
         config: Of the cache; `None` is transformers' own, unquantised.
         chunks: How the text comes.
         name: Of the config.
@@ -196,8 +233,8 @@ class Stream:
             self._cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
         count_pairs(self._cache)
         if chunks.simulate:
-            # The same checks, then the whole text as the first chunk.
-            check_chunks(input_ids, first_chunk, chunk_size)
+            # The same checks, then whole texts as the first chunk.
+            check_chunks(input_ids.shape[1], first_chunk, chunk_size)
             self._log_probs = _whole(model, input_ids, self._cache)
         else:
             self._log_probs = feed(model, input_ids, self._cache, first_chunk=first_chunk, chunk_size=chunk_size)
@@ -229,47 +266,45 @@ class Stream:
         return self._cache.storages if isinstance(self._cache, KVQuantCache) else []
 
     def pairs_expected(self, tokens: int, first_chunk: int) -> int:
-        """What that number has to be after a whole text."""
+        """What that number has to be after a whole text, for each of them."""
         return expected_pairs(self._model, self._cache, tokens, first_chunk)
 
 
 @torch.inference_mode()
 def _whole(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Iterator[Tensor]:
-    """All log-probabilities of one forward over a text."""
+    """All log-probabilities of one forward over texts."""
     output = model(input_ids=input_ids, past_key_values=cache, use_cache=True)
-    yield output.logits[0].float().log_softmax(-1)
+    yield output.logits.float().log_softmax(-1)
 
 
 @torch.inference_mode()
 def feed(
     model: PreTrainedModel, input_ids: Tensor, cache: Cache, *, first_chunk: int, chunk_size: int
 ) -> Iterator[Tensor]:
-    """Feed one text through an empty cache, chunk by chunk.
+    """Feed texts of one length through an empty cache, chunk by chunk.
 
     Args:
         model: Patched where `cache` is ours.
-        input_ids: `[1, tokens]` int64, more tokens than the first chunk.
+        input_ids: `[texts, tokens]` int64, more tokens than the first chunk.
         cache: Filled as the chunks are asked for.
         first_chunk: Tokens of the first chunk.
         chunk_size: Tokens of each later one; the last may have fewer.
 
     Yields:
-        `[q_len, vocab_size]` float32 per chunk: log-probabilities of the next token, new memory.
+        `[texts, q_len, vocab_size]` float32 per chunk: log-probabilities of the next token, new memory.
 
     Raises:
-        ValueError: There is more than one text, it ends with the first chunk, or a chunk has no token.
+        ValueError: Texts end with the first chunk, or a chunk has no token.
     """
-    tokens = check_chunks(input_ids, first_chunk, chunk_size)
+    tokens = input_ids.shape[1]
+    check_chunks(tokens, first_chunk, chunk_size)
     for start, stop in itertools.pairwise([0, *range(first_chunk, tokens, chunk_size), tokens]):
         output = model(input_ids=input_ids[:, start:stop], past_key_values=cache, use_cache=True)
-        yield output.logits[0].float().log_softmax(-1)
+        yield output.logits.float().log_softmax(-1)
 
 
-def check_chunks(input_ids: Tensor, first_chunk: int, chunk_size: int) -> int:
-    """The tokens of a text, or a ValueError as `feed` raises it."""
-    num_texts, tokens = input_ids.shape
-    if num_texts != 1:
-        raise ValueError(f"feed: `input_ids` must hold one text, got {num_texts}. Call once per text.")
+def check_chunks(tokens: int, first_chunk: int, chunk_size: int) -> None:
+    """Refuse a number of tokens, or chunks of it, as `feed` does."""
     if first_chunk < 1 or chunk_size < 1:
         raise ValueError(f"feed: `first_chunk` and `chunk_size` must be positive, got {first_chunk} and {chunk_size}.")
     if tokens <= first_chunk:
@@ -277,4 +312,3 @@ def check_chunks(input_ids: Tensor, first_chunk: int, chunk_size: int) -> int:
             f"feed: `input_ids` must have more than the {first_chunk} tokens of the first chunk, got {tokens}. "
             "Give a longer text or a smaller first chunk."
         )
-    return tokens

@@ -121,6 +121,32 @@ def test_overlapping_windows_score_what_is_new(folder: str, capsys: pytest.Captu
     assert [parts[f"simulated {begin}"]["int8"]["tokens"] for begin in found["settings"]["begins"][:2]] == [23, 10]
 
 
+def test_windows_of_one_forward_score_as_alone(
+    folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... whichever of them a record has already: here the second of three."""
+    _, alone, _ = run(capsys, folder, tmp_path)
+    begins = alone["settings"]["begins"]
+    kept = dict(alone, parts={part: alone["parts"][part] for part in ("gate", f"chunked {begins[1]}")})
+    (tmp_path / "out.json").write_text(json.dumps(kept), encoding="utf-8")
+    monkeypatch.setattr(perplexity, "windows_at_once", lambda *_: 2)
+    code, together, error = run(capsys, folder, tmp_path)
+    assert code == 0, error
+    for begin in begins:
+        for name, window in together["parts"][f"chunked {begin}"].items():
+            expected = alone["parts"][f"chunked {begin}"][name]
+            assert window["nll"] == pytest.approx(expected["nll"], rel=1e-4)
+            assert window["kld"] == pytest.approx(expected["kld"], rel=1e-2, abs=1e-5)
+            assert window["pairs_read"] == expected["pairs_read"]
+
+
+def test_as_many_windows_at_once_as_caches_may_take() -> None:
+    sizes = {"none": {"bytes_per_token": 2**17}, "int4": {"bytes_per_token": 2**15}}
+    assert perplexity.windows_at_once(SimpleNamespace(device=torch.device("cpu")), 2048, sizes) == 1
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    assert [perplexity.windows_at_once(on_gpu, window, sizes) for window in (2048, 512, 2**15)] == [1, 7, 1]
+
+
 def test_an_interrupted_run_goes_on(
     folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,8 +158,8 @@ def test_an_interrupted_run_goes_on(
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    original = perplexity.compare
-    monkeypatch.setattr(perplexity, "compare", compare)
+    original = perplexity.compare_texts
+    monkeypatch.setattr(perplexity, "compare_texts", compare)
     code, found, _ = run(capsys, folder, tmp_path)
     assert code == 130 and list(found["parts"]) == ["gate", "chunked 0"]
     code, found, error = run(capsys, folder, tmp_path)
@@ -155,7 +181,7 @@ def test_what_fails_the_run(
     def out_of_memory(*args: Any, **kwargs: Any) -> Any:
         raise OutOfMemory("int8")
 
-    monkeypatch.setattr(perplexity, "compare", out_of_memory)
+    monkeypatch.setattr(perplexity, "compare_texts", out_of_memory)
     code, _, error = run(capsys, folder, tmp_path)
     assert code == 2 and "`--window` must fit into memory, got 24, which does not in chunked, window 1" in error
     (tmp_path / "out.json").unlink()

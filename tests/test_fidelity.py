@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 import hf_kvquant
 from hf_kvquant import KVQuantConfig
-from hf_kvquant.fidelity import compare, feed, is_out_of_memory
+from hf_kvquant.fidelity import compare, compare_texts, dealt, feed, is_out_of_memory
 from hf_kvquant.lengths import causal_pairs
 
 TOKENS = 41
@@ -50,6 +50,31 @@ def test_compare(text: Tensor, first_chunk: int, chunk_size: int) -> None:
     expected = 2 * causal_pairs(TOKENS - 1, first_chunk)
     assert int8.pairs_read == int8.pairs_expected == expected
     assert none.pairs_read == none.pairs_expected == 0
+
+
+@pytest.mark.parametrize("chunk_size, simulate", [(7, False), (1, False), (7, True)])
+def test_texts_of_one_length_are_compared_as_each_alone(chunk_size: int, simulate: bool) -> None:
+    model = models.llama()
+    texts = torch.randint(3, models.VOCAB_SIZE, (3, TOKENS))
+    presets = {name: name for name in ("none", "int8", "int4-g32")}
+    together = compare_texts(model, texts, presets, chunk_size=chunk_size, simulate=simulate)
+    for index, results in enumerate(together):
+        alone = compare(model, texts[index : index + 1], presets, chunk_size=chunk_size, simulate=simulate)
+        for name, result in results.items():
+            for field in ("nll", "reference_nll", "kld"):
+                torch.testing.assert_close(getattr(result, field), getattr(alone[name], field), rtol=1e-3, atol=1e-4)
+            assert result.agrees.equal(alone[name].agrees)
+            assert result.pairs_read == result.pairs_expected == alone[name].pairs_read
+
+
+def test_a_pair_too_many_shows_in_some_text() -> None:
+    assert [dealt(total, 3) for total in (12, 13, 11)] == [[4, 4, 4], [5, 4, 4], [4, 4, 3]]
+
+
+def test_compare_takes_one_text() -> None:
+    with pytest.raises(ValueError) as error:
+        compare(models.llama(), torch.ones((2, 9), dtype=torch.long), {"int8": "int8"})
+    assert str(error.value) == "compare: `input_ids` must hold one text, got 2. Call compare_texts for several."
 
 
 def test_compare_is_what_the_model_says(text: Tensor) -> None:
@@ -98,7 +123,6 @@ def test_what_is_not_read_as_codes_is_missed(text: Tensor) -> None:
 @pytest.mark.parametrize(
     "shape, chunks, message",
     [
-        ((2, 9), (1, 1), "feed: `input_ids` must hold one text, got 2. Call once per text."),
         ((1, 9), (0, 1), "feed: `first_chunk` and `chunk_size` must be positive, got 0 and 1."),
         ((1, 9), (1, 0), "feed: `first_chunk` and `chunk_size` must be positive, got 1 and 0."),
         (

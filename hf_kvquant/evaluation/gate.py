@@ -46,7 +46,7 @@ CONTROL_AGREEMENT = 0.5
 def log_probs(model: PreTrainedModel, ids: Tensor, name: str, config: KVQuantConfig | None, chunks: Chunks) -> Tensor:
     """`[tokens, vocab_size]`: all log-probabilities of a text under one config; `None` is transformers' own cache."""
     with route(model, simulate=chunks.simulate):
-        return torch.cat(list(Stream(model, ids, config, chunks, name=name)))
+        return torch.cat(list(Stream(model, ids, config, chunks, name=name)), dim=1)[0]
 
 
 @torch.inference_mode()
@@ -167,7 +167,7 @@ def permuted(model: PreTrainedModel, ids: Tensor, name: str, config: KVQuantConf
         stream = Stream(model, ids, config, Chunks(FIRST_CHUNK, 1), name=name)
         pieces = []
         for piece in stream:
-            pieces.append(piece)
+            pieces.append(piece[0])
             for storage in stream.storages:
                 for planes in (storage.key_planes, storage.value_planes):
                     assert planes is not None

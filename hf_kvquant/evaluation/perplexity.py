@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
-import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from ..arguments import (
 )
 from ..cache import KVQuantCache
 from ..config import PRESETS, KVQuantConfig
-from ..fidelity import compare
+from ..fidelity import compare_texts
 from ..generation import UNQUANTIZED
 from ..patching import patched
 from ..simulation import why_not_simulated
@@ -135,31 +134,43 @@ def measure(args: argparse.Namespace) -> RunRecord:
     }
     record = open_record(args.output, settings, WHERE)
 
-    def measure_window(mode: str, index: int) -> dict[str, Any]:
-        compared = compare(
+    def measure_windows(mode: str, indices: Sequence[int]) -> None:
+        compared = compare_texts(
             model,
-            pieces[index : index + 1].to(model.device),
+            pieces[indices].to(model.device),
             configs,
             first_chunk=FIRST_CHUNK,
             chunk_size=1 if mode == "decode" else args.chunk,
             simulate=mode == "simulated",
         )
-        # Of a window that overlaps the one before, what is new.
-        newest = None if begins[index] == 0 else stride
-        return {name: of_window(name, each, newest) for name, each in compared.items()}
+        for index, results in zip(indices, compared, strict=True):
+            # Of a window that overlaps the one before, what is new.
+            newest = None if begins[index] == 0 else stride
+            window_of = {name: of_window(name, each, newest) for name, each in results.items()}
+            record.put(f"{mode} {begins[index]}", window_of)
+
+    def put(part: str, make: Callable[[], dict[str, Any]]) -> None:
+        if record.get(part) is None:
+            record.put(part, make())
 
     gated = gate_text(pieces, configs).to(model.device)
     gate = functools.partial(check_modes, model, gated, configs, args.chunk, can_simulate=can_simulate)
-    # What is done, in words, the part that it leaves, and what makes that.
-    steps: list[tuple[str, str, Callable[[], dict[str, Any]]]] = [("the gate", "gate", gate)]
+    # What is done, in words, and what does it.
+    steps: list[tuple[str, Callable[[], None]]] = [("the gate", functools.partial(put, "gate", gate))]
     if args.controls:
-        steps.append(("the controls", "controls", functools.partial(run_controls, model, gated, configs)))
-    for mode, (index, start) in itertools.product(modes, enumerate(begins)):
-        what = f"{mode}, window {index + 1} of {len(begins)}"
-        steps.append((what, f"{mode} {start}", functools.partial(measure_window, mode, index)))
+        controls = functools.partial(run_controls, model, gated, configs)
+        steps.append(("the controls", functools.partial(put, "controls", controls)))
     ending = early_end(record, WHERE, lower="--window", value=window, more=", or --chunk, or run fewer presets at once")
     try:
         with ending as ongoing, bar() as progress:
+            sizes = sizes_of(model, configs, kept_in)
+            for mode in modes:
+                missing = [index for index, begin in enumerate(begins) if record.get(f"{mode} {begin}") is None]
+                at_once = 1 if mode == "simulated" else windows_at_once(model, window, sizes)
+                for indices in (missing[i : i + at_once] for i in range(0, len(missing), at_once)):
+                    which = f"window {indices[0] + 1}" + (f" to {indices[-1] + 1}" if len(indices) > 1 else "")
+                    what = f"{mode}, {which} of {len(begins)}"
+                    steps.append((what, functools.partial(measure_windows, mode, indices)))
             first = pieces[:1].to(model.device)
             num_details = details.num_steps(model) if args.details else 0
             task = progress.add_task("", total=len(steps) + num_details)
@@ -168,10 +179,9 @@ def measure(args: argparse.Namespace) -> RunRecord:
                 ongoing.part = what
                 progress.update(task, description=what)
 
-            for what, part, make in steps:
+            for what, do in steps:
                 begin(what)
-                if record.get(part) is None:
-                    record.put(part, make())
+                do()
                 progress.advance(task)
             if args.details:
                 for what in details.measure(
@@ -180,13 +190,28 @@ def measure(args: argparse.Namespace) -> RunRecord:
                     begin(what)
                     progress.advance(task)
             ongoing.part = "the summary"
-            sizes = sizes_of(model, configs, kept_in)
             summary = {mode: summarize(record, mode, sizes, settings) for mode in modes}
             seconds = round(time.monotonic() - started, 1)
             record.put("summary", {"modes": summary, "unsimulated": unsimulated, "seconds": seconds})
     except NotImplementedError as error:
         raise UsageError(f"{WHERE}: {args.model} cannot be measured. {error}") from error
     return record
+
+
+# What all caches of windows that are measured together may take on a GPU, or what is next to nothing there.
+CACHE_BYTES = 2**30
+
+
+def windows_at_once(model: PreTrainedModel, window: int, sizes: Mapping[str, Mapping[str, Any]]) -> int:
+    """How many windows, of `window` tokens, come in one forward.
+
+    A GPU hardly notices a chunk of one window, and waits for the host. A CPU is busy with it.
+    """
+    if model.device.type == "cpu":
+        return 1
+    bytes_per_token = [size["bytes_per_token"] for size in sizes.values()]
+    # The unquantised cache of the comparison is as large as any.
+    return max(1, int(CACHE_BYTES / (window * (sum(bytes_per_token) + max(bytes_per_token)))))
 
 
 def modes_of(args: argparse.Namespace, unsimulated: str | None) -> tuple[str, ...]:
