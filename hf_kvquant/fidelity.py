@@ -81,9 +81,10 @@ def compare(
         raise ValueError(
             f"compare: `input_ids` must hold one text, got {len(input_ids)}. Call compare_texts for several."
         )
-    return compare_texts(model, input_ids, configs, first_chunk=first_chunk, chunk_size=chunk_size, simulate=simulate)[
-        0
-    ]
+    (results,) = compare_texts(
+        model, input_ids, configs, first_chunk=first_chunk, chunk_size=chunk_size, simulate=simulate
+    )
+    return results
 
 
 @torch.inference_mode()
