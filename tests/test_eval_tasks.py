@@ -242,6 +242,21 @@ def test_rolling_and_generation_read_the_cache() -> None:
         assert lm.pairs_read > read
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_cudnn_serves_generation_alone(mode: str) -> None:
+    seen: list[bool] = []
+    model = models.family("llama")
+    with patched(model, "none"):
+        lm = KVQuantLM(model, "int8", mode, tokenizer=tokenizer())
+        hook = model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+        lm._loglikelihood_tokens([(None, [3, 4, 5], [6, 7])], disable_tqdm=True)
+        assert seen and not any(seen)
+        seen.clear()
+        lm.generate_until([Instance("generate_until", {}, ("a king", {"until": ["~"], "max_gen_toks": 5}), 0)])
+        hook.remove()
+    assert seen and all(seen)
+
+
 def test_what_is_not_read_as_codes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.family("llama")
     with patched(model, "none"):

@@ -11,6 +11,7 @@ Which tasks run, and what becomes of the scores, is decided in `tasks.py`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import inspect
 import itertools
@@ -54,6 +55,21 @@ class Row(NamedTuple):
     def first_chunk(self) -> int:
         """Tokens that fill the cache before anything reads it."""
         return max(1, len(self.context) - 1)
+
+
+@contextlib.contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Keep PyTorch's attention from cuDNN, and what else may serve it as it is.
+
+    On Hopper PyTorch asks cuDNN first (2.11 and later, whose cuDNN is new enough), and that builds a plan for every
+    batch size and number of tokens before it computes. Generation comes back to some, scoring mostly has new ones.
+    """
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 # lm-eval is typed in part only.
@@ -279,6 +295,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         self._count(cache, sum(expected_pairs(self.model, cache, width, first) for first in first_chunks))
         return self._scores(iter([logits]), targets, begins, rows)
 
+    @without_cudnn_attention()
     def _forward(self, cache: Cache, ids: Tensor, mask: Tensor | None, positions: Tensor, **options: Any) -> Tensor:
         """Logits of one chunk, `[batch, q_len, vocab_size]`, or of its last token where the model can leave others out.
 
