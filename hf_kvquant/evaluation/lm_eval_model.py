@@ -5,7 +5,7 @@ is scored in one of two modes. *decode*: the context without its last token fill
 continuation come as later chunks, through append and the decode kernel, as in a chat. *simulated*: one forward does
 what these chunks would, without cache and kernels (`simulation.py`): the same function. What was read as codes is
 counted and compared with its closed form, batch by batch; so is, apart, what no kernel serves and was read dequantised.
-Which tasks run, and what becomes of the scores, is decided in `tasks.py`.
+Which texts come together is decided in `batches.py`; which tasks run, and what becomes of the scores, in `tasks.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import atexit
 import contextlib
 import functools
 import inspect
-import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -34,6 +33,7 @@ from ..patching import patch
 from ..simulation import simulated, simulated_cache, why_not_simulated
 from ..text_config import text_config_of
 from ..transforms.of_model import key_transforms
+from .batches import Row, batches, max_padded_length
 from .counter import NothingRead, check_pairs
 
 MODES = ("decode", "simulated")
@@ -43,18 +43,6 @@ CHUNK_SIZE = 128
 
 class CannotScore(ValueError):
     """An item that a model has no place for."""
-
-
-class Row(NamedTuple):
-    """What one row of a batch is fed: the context, and the continuation but for its last token."""
-
-    context: tuple[int, ...]
-    fed: tuple[int, ...]
-
-    @property
-    def first_chunk(self) -> int:
-        """Tokens that fill the cache before anything reads it."""
-        return max(1, len(self.context) - 1)
 
 
 @contextlib.contextmanager
@@ -77,8 +65,8 @@ def without_cudnn_attention() -> Iterator[None]:
 class KVQuantLM(HFLM):  # type: ignore[misc]
     """A causal language model with a quantised cache, for lm-eval.
 
-    Scores do not depend on the batch, but for the order of sums: where tokens share a scale, or the newest ones stay
-    dense, only rows of equal lengths are batched, so that there is no padding to share anything with. Sums in another
+    Scores do not depend on the batch, but for the order of sums: where padding would share a scale with tokens, or pass
+    for the newest ones, which stay dense, only rows of equal lengths are batched, which have none. Sums in another
     order do flip codes now and then (reference model, float32, PIQA: int8 moves scores by 0.088 nats, batches of 8
     instead of 1 by 0.005, embeddings that differ in the last bit or two by 0.017; root mean squares).
 
@@ -202,29 +190,11 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             self._is_rolling = False
         return results
 
-    def _batches(self, rows: Mapping[Row, Any]) -> Iterator[list[Row]]:
-        """Rows to feed together: longest contexts first, so that memory runs out early, and equal ones side by side."""
-        formats = [self.quant_config.formats(index) for index in range(self._num_layers())]
-        sides = itertools.chain.from_iterable((layer.key, layer.value) for layer in formats)
-        is_padded = all(side.granularity not in ("channel", "tensor") for side in sides if side.is_quantized) and all(
-            layer.residual_length == 0 for layer in formats
-        )
-
-        def lengths(row: Row) -> tuple[int, int]:
-            return len(row.context), len(row.fed)
-
-        if is_padded:
-            ordered = sorted(rows, key=lambda row: (-len(row.context), row.context, -len(row.fed), row.fed))
-            groups = [ordered]
-        else:
-            ordered = sorted(rows, key=lambda row: (*(-length for length in lengths(row)), row))
-            groups = [list(group) for _, group in itertools.groupby(ordered, lengths)]
-        for group in groups:
-            for start in range(0, len(group), self.batch_size):
-                yield group[start : start + self.batch_size]
-
-    def _num_layers(self) -> int:
-        return int(text_config_of(self.model).num_hidden_layers)
+    def _batches(self, rows: Iterable[Row]) -> Iterator[list[Row]]:
+        """Rows to feed together, with padding where it has no part in scores."""
+        num_layers = int(text_config_of(self.model).num_hidden_layers)
+        formats = [self.quant_config.formats(index) for index in range(num_layers)]
+        return batches(rows, self.batch_size, max_padded_length(formats))
 
     @torch.inference_mode()
     def _decode(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:
