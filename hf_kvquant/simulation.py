@@ -174,7 +174,8 @@ def simulated_cache(
         model: As for `KVQuantCache`.
         config: The same.
         first_chunk: Tokens that would fill the cache, of all texts or of each; their queries find everything as it
-            came. Where tokens share a scale, or the newest ones stay dense, they must be equal.
+            came. They must be equal where the newest tokens stay dense or a sequence has one scale, and where a text
+            fills a block of tokens that share one.
         chunk_size: Tokens that would come at a time afterwards.
 
     Raises:

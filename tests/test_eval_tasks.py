@@ -130,6 +130,27 @@ def test_dense_windows_do_not_depend_on_the_batch(options: dict[str, int]) -> No
     assert (differences(one, eight) < FLOAT_NOISE).float().mean() > 0.6
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sink_length", [0, 2])
+def test_padding_changes_nothing_around_a_block(sink_length: int, mode: str) -> None:
+    """Keys in blocks of 128 tokens: rows that fill one, rows that do not, and rows that would if padded like others."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(120, 3), (119, 9), (118, 10), (118, 11), (100, 2), (90, 38), (20, 107), (20, 3), (5, 130), (1, 4)]
+    some = [(None, *(torch.randint(2, 96, (size,), generator=generator).tolist() for size in pair)) for pair in sizes]
+    model = models.family("llama")
+    with patched(model, "none"):
+        found = {}
+        for preset, batch_size in (("none", 1), ("int4-channel", 1), ("int4-channel", 8)):
+            windows = {} if preset == "none" else {"sink_length": sink_length}
+            config = KVQuantConfig.from_preset(preset, **windows)
+            lm = KVQuantLM(model, config, mode, batch_size=batch_size, tokenizer=tokenizer(), max_length=200)
+            found[preset, batch_size] = lm._loglikelihood_tokens(some, disable_tqdm=True)
+            assert lm.pairs_read == lm.pairs_expected
+    one, eight = found["int4-channel", 1], found["int4-channel", 8]
+    assert (differences(one, eight) < FLOAT_NOISE).float().mean() > 0.6
+    assert differences(one, eight).mean() < 0.05 * differences(one, found["none", 1]).mean()
+
+
 @pytest.mark.parametrize("preset", ["int8", "int4"])
 def test_decode_scores_are_those_of_the_cache(preset: str) -> None:
     model = models.family("llama")
@@ -171,17 +192,27 @@ def test_modes_are_exact_where_nothing_is_quantised() -> None:
     assert differences(scores("none"), scores("none", "simulated")).max() < FLOAT_NOISE
 
 
-def test_what_differs_in_its_last_token_is_fed_once() -> None:
+def rows_of_forwards(preset: str, some: list[Any]) -> list[int]:
+    """Rows of each forward that scores."""
     rows: list[int] = []
     model = models.family("llama")
     with patched(model, "none"):
-        lm = KVQuantLM(model, "int8", batch_size=8, tokenizer=tokenizer())
+        lm = KVQuantLM(model, preset, batch_size=8, tokenizer=tokenizer())
         hook = model.register_forward_pre_hook(
             lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
         )
-        lm._loglikelihood_tokens([(None, [3, 4, 5], last) for last in ([6], [7], [6, 7])], disable_tqdm=True)
+        lm._loglikelihood_tokens(some, disable_tqdm=True)
         hook.remove()
-    assert rows == [1, 2]  # one context, then "" and "6" behind it
+    return rows
+
+
+def test_what_differs_in_its_last_token_is_fed_once() -> None:
+    some = [(None, [3, 4, 5], last) for last in ([6], [7], [6, 7])]
+    assert rows_of_forwards("int8", some) == [1, 2]  # one context, then "" and "6" behind it
+
+
+def test_below_a_block_channels_take_as_few_forwards_as_others() -> None:
+    assert rows_of_forwards("int4-channel", requests()) == rows_of_forwards("int4", requests())
 
 
 @pytest.mark.parametrize("family", ["xglm", "bloom", "gemma2", "qwen3_next"])
@@ -240,6 +271,21 @@ def test_rolling_and_generation_read_the_cache() -> None:
         assert read == lm.pairs_expected > 0
         assert all(lm.generate_until(until, disable_tqdm=True))
         assert lm.pairs_read > read
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cudnn_serves_generation_alone(mode: str) -> None:
+    seen: list[bool] = []
+    model = models.family("llama")
+    with patched(model, "none"):
+        lm = KVQuantLM(model, "int8", mode, tokenizer=tokenizer())
+        hook = model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+        lm._loglikelihood_tokens([(None, [3, 4, 5], [6, 7])], disable_tqdm=True)
+        assert seen and not any(seen)
+        seen.clear()
+        lm.generate_until([Instance("generate_until", {}, ("a king", {"until": ["~"], "max_gen_toks": 5}), 0)])
+        hook.remove()
+    assert seen and all(seen)
 
 
 def test_what_is_not_read_as_codes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,18 +5,18 @@ is scored in one of two modes. *decode*: the context without its last token fill
 continuation come as later chunks, through append and the decode kernel, as in a chat. *simulated*: one forward does
 what these chunks would, without cache and kernels (`simulation.py`): the same function. What was read as codes is
 counted and compared with its closed form, batch by batch; so is, apart, what no kernel serves and was read dequantised.
-Which tasks run, and what becomes of the scores, is decided in `tasks.py`.
+Which texts come together is decided in `batches.py`; which tasks run, and what becomes of the scores, in `tasks.py`.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import inspect
-import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -33,6 +33,7 @@ from ..patching import patch
 from ..simulation import simulated, simulated_cache, why_not_simulated
 from ..text_config import text_config_of
 from ..transforms.of_model import key_transforms
+from .batches import Row, batches, max_padded_length
 from .counter import NothingRead, check_pairs
 
 MODES = ("decode", "simulated")
@@ -44,16 +45,19 @@ class CannotScore(ValueError):
     """An item that a model has no place for."""
 
 
-class Row(NamedTuple):
-    """What one row of a batch is fed: the context, and the continuation but for its last token."""
+@contextlib.contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Keep PyTorch's attention from cuDNN, and what else may serve it as it is.
 
-    context: tuple[int, ...]
-    fed: tuple[int, ...]
-
-    @property
-    def first_chunk(self) -> int:
-        """Tokens that fill the cache before anything reads it."""
-        return max(1, len(self.context) - 1)
+    On Hopper PyTorch asks cuDNN first (2.11 and later, whose cuDNN is new enough), and that builds a plan for every
+    batch size and number of tokens before it computes. Generation comes back to some, scoring mostly has new ones.
+    """
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 # lm-eval is typed in part only.
@@ -61,8 +65,8 @@ class Row(NamedTuple):
 class KVQuantLM(HFLM):  # type: ignore[misc]
     """A causal language model with a quantised cache, for lm-eval.
 
-    Scores do not depend on the batch, but for the order of sums: where tokens share a scale, or the newest ones stay
-    dense, only rows of equal lengths are batched, so that there is no padding to share anything with. Sums in another
+    Scores do not depend on the batch, but for the order of sums: where padding would share a scale with tokens, or pass
+    for the newest ones, which stay dense, only rows of equal lengths are batched, which have none. Sums in another
     order do flip codes now and then (reference model, float32, PIQA: int8 moves scores by 0.088 nats, batches of 8
     instead of 1 by 0.005, embeddings that differ in the last bit or two by 0.017; root mean squares).
 
@@ -186,29 +190,11 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             self._is_rolling = False
         return results
 
-    def _batches(self, rows: Mapping[Row, Any]) -> Iterator[list[Row]]:
-        """Rows to feed together: longest contexts first, so that memory runs out early, and equal ones side by side."""
-        formats = [self.quant_config.formats(index) for index in range(self._num_layers())]
-        sides = itertools.chain.from_iterable((layer.key, layer.value) for layer in formats)
-        is_padded = all(side.granularity not in ("channel", "tensor") for side in sides if side.is_quantized) and all(
-            layer.residual_length == 0 for layer in formats
-        )
-
-        def lengths(row: Row) -> tuple[int, int]:
-            return len(row.context), len(row.fed)
-
-        if is_padded:
-            ordered = sorted(rows, key=lambda row: (-len(row.context), row.context, -len(row.fed), row.fed))
-            groups = [ordered]
-        else:
-            ordered = sorted(rows, key=lambda row: (*(-length for length in lengths(row)), row))
-            groups = [list(group) for _, group in itertools.groupby(ordered, lengths)]
-        for group in groups:
-            for start in range(0, len(group), self.batch_size):
-                yield group[start : start + self.batch_size]
-
-    def _num_layers(self) -> int:
-        return int(text_config_of(self.model).num_hidden_layers)
+    def _batches(self, rows: Iterable[Row]) -> Iterator[list[Row]]:
+        """Rows to feed together, with padding where it has no part in scores."""
+        num_layers = int(text_config_of(self.model).num_hidden_layers)
+        formats = [self.quant_config.formats(index) for index in range(num_layers)]
+        return batches(rows, self.batch_size, max_padded_length(formats))
 
     @torch.inference_mode()
     def _decode(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:
@@ -220,42 +206,32 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         place = torch.tensor(
             [contexts.index(row.context) if can_share else index for index, row in enumerate(rows)], device=self.device
         )
-        sizes = torch.tensor([max(1, len(context) - 1) for context in contexts], device=self.device)
-        width = int(sizes.max())
-        columns = torch.arange(width, device=self.device)
-        ids = torch.zeros((len(contexts), width), dtype=torch.int64, device=self.device)
-        for index, context in enumerate(contexts):
-            size = int(sizes[index])
-            ids[index, width - size :] = torch.tensor(context[:size])
-        mask = columns >= (width - sizes).unsqueeze(1)  # [contexts, width]
-        positions = (columns - (width - sizes).unsqueeze(1)).clamp(min=0)
-        is_even = bool(mask.all())
-        first = self._forward(cache, ids, None if is_even else mask.long(), positions, logits_to_keep=1)[:, -1:]
-        if len(contexts) < len(rows):
-            cache.batch_select_indices(place)
-        first, mask, sizes = first[place], mask[place], sizes[place]
-        count_pairs(cache)
-
-        rest = [(row.context + row.fed)[row.first_chunk :] for row in rows]
-        longest = max(map(len, rest))
+        firsts = [context[: max(1, len(context) - 1)] for context in contexts]
+        width = max(map(len, firsts))
+        pads = [width - len(first) for first in firsts]
+        ids = self._table([(0,) * pad + first for pad, first in zip(pads, firsts, strict=True)])
+        positions = torch.arange(width, device=self.device) - self._table([[pad] for pad in pads])  # [contexts, width]
         # What follows a short row is never seen by its own queries, and its logits are not looked at.
-        later = torch.zeros((len(rows), longest), dtype=torch.int64, device=self.device)
-        targets = torch.full((len(rows), 1 + longest), -1, dtype=torch.int64, device=self.device)
-        begins = []
-        for index, (row, tokens) in enumerate(zip(rows, rest, strict=True)):
-            later[index, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-            begins.append(len(row.context) - row.first_chunk)
-            targets[index, begins[-1] : begins[-1] + len(row.fed)] = torch.tensor(row.fed, dtype=torch.int64)
+        later = self._table([(row.context + row.fed)[row.first_chunk :] for row in rows])
+        longest = later.shape[1]
 
         def pieces() -> Iterator[Tensor]:
+            mask, is_even = positions >= 0, not any(pads)
+            first = self._forward(
+                cache, ids, None if is_even else mask.long(), positions.clamp(min=0), logits_to_keep=1
+            )[place, -1:]
+            if len(contexts) < len(rows):
+                cache.batch_select_indices(place)
+            mask, sizes = mask[place], positions[place, -1:] + 1
+            count_pairs(cache)
             yield first
             for start in range(0, longest, CHUNK_SIZE):
                 chunk = later[:, start : start + CHUNK_SIZE]
                 ends = torch.arange(start, start + chunk.shape[1], device=self.device)
                 seen = torch.cat((mask, mask.new_ones((len(rows), start + chunk.shape[1]))), dim=1)
-                yield self._forward(cache, chunk, None if is_even else seen.long(), sizes.unsqueeze(1) + ends)
+                yield self._forward(cache, chunk, None if is_even else seen.long(), sizes + ends)
 
-        scores = self._scores(pieces(), targets, begins, rows)
+        scores = self._scores(pieces(), [len(row.context) - row.first_chunk for row in rows], rows)
         self._count(cache, len(rows) * expected_pairs(self.model, cache, width + longest, width))
         return scores
 
@@ -264,21 +240,24 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         """Score rows in one forward, in which every query sees what it would in `_decode`."""
         first_chunks = [row.first_chunk for row in rows]
         cache = simulated_cache(self.model, self.quant_config, first_chunk=first_chunks, chunk_size=CHUNK_SIZE)
-        width = max(len(row.context) + len(row.fed) for row in rows)
-        ids = torch.zeros((len(rows), width), dtype=torch.int64, device=self.device)
-        targets = torch.full((len(rows), width), -1, dtype=torch.int64, device=self.device)
-        begins = []
-        for index, row in enumerate(rows):
-            tokens = row.context + row.fed
-            ids[index, : len(tokens)] = torch.tensor(tokens)
-            begins.append(len(row.context) - 1)
-            targets[index, begins[-1] : begins[-1] + len(row.fed)] = torch.tensor(row.fed, dtype=torch.int64)
+        ids = self._table([row.context + row.fed for row in rows])
+        width = ids.shape[1]
         # Padding on the right, which no query of a text sees.
         with simulated(self.model):
             logits = self._forward(cache, ids, None, torch.arange(width, device=self.device).unsqueeze(0))
         self._count(cache, sum(expected_pairs(self.model, cache, width, first) for first in first_chunks))
-        return self._scores(iter([logits]), targets, begins, rows)
+        return self._scores(iter([logits]), [len(row.context) - 1 for row in rows], rows)
 
+    def _table(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Rows on the device, with zeros behind short ones: `[rows, longest]` int64.
+
+        Moving them waits for what the device is doing, and so comes before the forwards of a batch.
+        """
+        longest = max(map(len, rows))
+        filled = [(*row, *(0,) * (longest - len(row))) for row in rows]
+        return torch.tensor(filled, dtype=torch.int64, device=self.device)
+
+    @without_cudnn_attention()
     def _forward(self, cache: Cache, ids: Tensor, mask: Tensor | None, positions: Tensor, **options: Any) -> Tensor:
         """Logits of one chunk, `[batch, q_len, vocab_size]`, or of its last token where the model can leave others out.
 
@@ -304,13 +283,12 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         return logits
 
     def _scores(
-        self, pieces: Iterator[Tensor], targets: Tensor, begins: Sequence[int], rows: Sequence[Row]
+        self, pieces: Iterator[Tensor], begins: Sequence[int], rows: Sequence[Row]
     ) -> list[tuple[Tensor, bool, Tensor]]:
         """What is needed of logits that come in pieces.
 
         Args:
             pieces: `[rows, columns, vocab_size]` each, one after the other.
-            targets: `[rows, all columns]` int64: the token that a column predicts where the row feeds it, else -1.
             begins: Per row the column that predicts the first token of the continuation.
             rows: What was fed.
 
@@ -319,25 +297,27 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             the most likely ones; and the log-probabilities that the last token may have, `[vocab_size]`. float32.
         """
         ends = [begin + len(row.fed) for begin, row in zip(begins, rows, strict=True)]
-        lasts: list[Tensor | None] = [None] * len(rows)
+        # What a column predicts, where the row feeds it; elsewhere nobody looks.
+        targets = self._table([(0,) * begin + row.fed + (0,) for begin, row in zip(begins, rows, strict=True)])
+        lasts: dict[int, Tensor] = {}
         log_probs, hits = [], []
         start = 0
         for logits in pieces:
             scored = logits.float().log_softmax(-1)
             stop = start + scored.shape[1]
             target = targets[:, start:stop]
-            log_probs.append(scored.gather(2, target.clamp(min=0).unsqueeze(-1)).squeeze(-1))
+            log_probs.append(scored.gather(2, target.unsqueeze(-1)).squeeze(-1))
             hits.append(scored.argmax(-1) == target)
             for index, end in enumerate(ends):
                 if start <= end < stop:
-                    lasts[index] = scored[index, end - start].cpu()
+                    lasts[index] = scored[index, end - start].clone()
             start = stop
         all_log_probs, all_hits = torch.cat(log_probs, dim=1).cpu(), torch.cat(hits, dim=1).cpu()
-        results = []
-        for index, (begin, end, last) in enumerate(zip(begins, ends, lasts, strict=True)):
-            assert last is not None
-            results.append((all_log_probs[index, begin:end], bool(all_hits[index, begin:end].all()), last))
-        return results
+        all_lasts = torch.stack([lasts[index] for index in range(len(rows))]).cpu()
+        return [
+            (log_probs[begin:end], bool(hits[begin:end].all()), last)
+            for log_probs, hits, last, begin, end in zip(all_log_probs, all_hits, all_lasts, begins, ends, strict=True)
+        ]
 
     def _count(self, cache: KVQuantCache, expected: int) -> None:
         """Add what was read of a cache to the counters of this preset.
