@@ -48,6 +48,9 @@ _LEFT_TO_TRANSFORMERS = (
     "mlp",
 )
 
+# Layers without keys and values. Models that have nothing else are not for us.
+_RECURRENT = frozenset(("conv", "linear_attention"))
+
 # Layers that have no state. A CUDA graph may be captured over them and ours, whose state is all on the device.
 STATELESS = frozenset(("dummy", "moe", "mlp"))
 
@@ -536,6 +539,11 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
         raise NotImplementedError(
             f"KVQuantCache: {model_type} has layers of type {unknown}, whose caches are not keys and values per head. "
             "Leave the model unpatched."
+        )
+    if set(layer_types) <= _RECURRENT | STATELESS:
+        raise NotImplementedError(
+            f"KVQuantCache: {model_type} has layers of type {sorted(set(layer_types))} alone, which keep a state of "
+            "fixed size and no keys and values. Leave the model unpatched."
         )
     quantized = quantized_layers(layer_types, quant_config)
     ours = {layer_types[index] for index in quantized}
