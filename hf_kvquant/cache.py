@@ -490,6 +490,8 @@ def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, 
     layer_types, layer_kwargs = cache_utils.get_layer_types_and_kwargs(text_config)
     if isinstance(layer_kwargs, dict):  # transformers 5.17 has one dictionary for all layers
         layer_kwargs = [layer_kwargs] * len(layer_types)
+    # Early exit lowers the number of layers for a while, and leaves their types as they are.
+    layer_types = layer_types[: len(layer_kwargs)]
     across = getattr(text_config, "cross_attention_layers", None) or ()
     layer_types = ["cross_attention" if index in across else each for index, each in enumerate(layer_types)]
     return layer_types, layer_kwargs
