@@ -67,7 +67,7 @@ def measured() -> dict[str, Any]:
 
     And what was run: the card of every results file.
     """
-    # Not of those that run: Bamba's default config has no attention at all.
+    # Not of those that run: default configs of two hybrids have no attention at all.
     others = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {family.model_type for family in models.FAMILIES.values()}
     headings = {model_type: how_refused(model_type) for model_type in sorted(others)}
     return {
