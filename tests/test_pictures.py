@@ -170,6 +170,16 @@ def test_static_caches(name: str) -> None:
     compare.assert_close(logits(outputs[1]), logits(outputs[0]), 1e-3, "logits")
 
 
+@pytest.mark.parametrize("name", [name for name in _CONFIGS if name != "mllama"])
+def test_masks_of_pictures_are_dense_in_static_caches(name: str) -> None:
+    """transformers makes them for every step there, of growing caches for the prompt alone."""
+    model, inputs = model_of(name), prompt_of(name)
+    with patched(model, {"preset": "int8", "static": True}):
+        cache = greedy(model, inputs, disable_compile=True).past_key_values
+    full = cache.storages[-1]
+    assert bool(full.fallbacks) == (name == "gemma3")
+
+
 def test_cross_attention_among_the_layers_stays_with_transformers() -> None:
     """Padding of the text is none of the pictures, whose keys are read as they are at every step."""
     model, inputs = model_of("mllama"), prompt_of("mllama")
