@@ -15,6 +15,7 @@ HEADINGS = {
     "dense": "correct and small, but attends to dequantised tensors, which is slower",
     "latent": "refused: a latent (MLA) cache has no keys and values per head",
     "others": "refused: attends to keys that it picks or compresses itself",
+    "states": "refused: keeps a state of fixed size in every layer, and no keys and values",
     "parts": "refused: several models in one, whose config does not say which layers a cache has",
 }
 

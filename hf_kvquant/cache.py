@@ -9,6 +9,7 @@ it was given, so that prefill runs as before and the first token is exact; after
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -41,12 +42,16 @@ _LEFT_TO_TRANSFORMERS = (
     "chunked_attention",
     "conv",
     "linear_attention",
+    "cross_attention",
     "hybrid",
     "hybrid_sliding",
     "dummy",
     "moe",
     "mlp",
 )
+
+# Layers without keys and values. Models that have nothing else are not for us.
+_RECURRENT = frozenset(("conv", "linear_attention"))
 
 # Layers that have no state. A CUDA graph may be captured over them and ours, whose state is all on the device.
 STATELESS = frozenset(("dummy", "moe", "mlp"))
@@ -273,7 +278,7 @@ class KVQuantCache(QuantizedCache):
             )
         text_config = config.get_text_config(decoder=True)
         layer_types, layer_kwargs = layers_of(text_config)
-        check_model(text_config, layer_types, quant_config)
+        check_model(text_config, layer_types, dataclasses.replace(quant_config, max_cache_len=max_cache_len))
         self.quant_config = quant_config
         self.has_transforms = key_transforms is not None
         self.notes = MaskNotes()
@@ -470,6 +475,9 @@ def _own_transforms(config: KVQuantConfig, num_layers: int) -> dict[int, KeyTran
 def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
     """The types of a decoder's cache layers, as transformers names them, and what each is built with.
 
+    To transformers, Mllama's layers that attend to pictures are like any other. They hold other tokens, as many as
+    there are of the pictures, without the padding of the text and never more: those are `cross_attention` here.
+
     Raises:
         NotImplementedError: The config is of something without layers of one kind, such as several models behind each
             other (BLT).
@@ -482,6 +490,10 @@ def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, 
     layer_types, layer_kwargs = cache_utils.get_layer_types_and_kwargs(text_config)
     if isinstance(layer_kwargs, dict):  # transformers 5.17 has one dictionary for all layers
         layer_kwargs = [layer_kwargs] * len(layer_types)
+    # Early exit lowers the number of layers for a while, and leaves their types as they are.
+    layer_types = layer_types[: len(layer_kwargs)]
+    across = getattr(text_config, "cross_attention_layers", None) or ()
+    layer_types = ["cross_attention" if index in across else each for index, each in enumerate(layer_types)]
     return layer_types, layer_kwargs
 
 
@@ -537,6 +549,16 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
             f"KVQuantCache: {model_type} has layers of type {unknown}, whose caches are not keys and values per head. "
             "Leave the model unpatched."
         )
+    if set(layer_types) <= _RECURRENT | STATELESS:
+        raise NotImplementedError(
+            f"KVQuantCache: {model_type} has layers of type {sorted(set(layer_types))} alone, which keep a state of "
+            "fixed size and no keys and values. Leave the model unpatched."
+        )
+    if quant_config.static and "cross_attention" in layer_types:
+        raise NotImplementedError(
+            f"KVQuantCache: `static` must be False for {model_type}, got True: nobody knows how long pictures are, "
+            "which some of its layers attend to. Leave out static, max_cache_len and capture."
+        )
     quantized = quantized_layers(layer_types, quant_config)
     ours = {layer_types[index] for index in quantized}
     uncapturable = sorted(set(layer_types) - ours - STATELESS)
@@ -562,6 +584,8 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
 
 def _transformers_layer(layer_type: str, kwargs: dict[str, Any], max_cache_len: int | None) -> Any:
     """A cache layer of transformers' own, growing or static like ours."""
+    if layer_type == "cross_attention":
+        layer_type = "full_attention"
     if max_cache_len is None:
         return cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**kwargs)
     return cache_utils.STATIC_LAYER_TYPE_MAPPING[layer_type](max_cache_len=max_cache_len, **kwargs)

@@ -323,6 +323,11 @@ def cache_for(
             "formed. Use hf_kvquant.unpatch, or another cache_implementation."
         )
     check_heads(model, "generate")
+    if generation_config.is_assistant:
+        # With early exit a model assists itself, by its first layers alone.
+        num_layers = len(layers_of(text_config_of(model))[0])
+        layers = {index: formats for index, formats in config.layers.items() if index < num_layers}
+        config = dataclasses.replace(config, layers=layers)
     transforms = key_transforms(model, config)
     if max_cache_length is None:
         config = dataclasses.replace(config, static=False, max_cache_len=None, capture=False)

@@ -168,6 +168,18 @@ FAMILIES: dict[str, Family] = {
     "gemma4_text": Family("gemma4_text", {**_SHARED, "global_head_dim": HEAD_DIM}),
     "jamba": Family("jamba", {**_WIDE, **_MOE, "attn_layer_offset": 1, "attn_layer_period": 2, "mamba_d_state": 4}),
     "bamba": Family("bamba", {**_WIDE, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_state": 4}),
+    "granitemoehybrid": Family(
+        "granitemoehybrid",
+        {
+            **_WIDE,
+            **_MOE,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 2 * HEAD_DIM,
+            "mamba_d_state": 4,
+            "shared_intermediate_size": 48,
+        },
+    ),
     "jetmoe": Family("jetmoe", {**_MOE, "kv_channels": HEAD_DIM}, is_served=False),
     "diffllama": Family("diffllama", is_served=False),
     "xglm": Family("xglm", {"d_model": 4 * HEAD_DIM, "attention_heads": 4, "ffn_dim": 48}, is_served=False),

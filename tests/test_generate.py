@@ -232,6 +232,17 @@ def test_assisted_decoding_changes_no_token(config: str, which: str, monkeypatch
     assert min(crops) < 0 and len(set(crops)) > 1, f"proposals must be both accepted and refused, crops {crops}"
 
 
+@pytest.mark.parametrize("config", ["none", "first_layer"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_model_may_assist_itself_by_its_first_layers(family: str, config: str) -> None:
+    model, inputs = models.family(family), left_padded(batch=1, pads=(0,))
+    expected = greedy(model, inputs, 12, past_key_values=ReferenceCache(model.config, CONFIGS[config]))
+    with patched(model, CONFIGS[config]):
+        output = greedy(model, inputs, 12, assistant_early_exit=1)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    assert len(output.past_key_values.layers) == model.config.num_hidden_layers == 2
+
+
 # --- one cache, several calls -----------------------------------------------------------------------------------------
 
 

@@ -329,6 +329,13 @@ REFUSALS: dict[str, tuple[Any, Any, type[Exception], str]] = {
         "patch: `capture` must be False for BartForConditionalGeneration, got True: it is an encoder-decoder, whose "
         "cross-attention reads tensors that are new in every call. Pass static=True instead: generate compiles.",
     ),
+    "recurrent": (
+        lambda: models.build("mamba"),
+        "int8",
+        NotImplementedError,
+        "KVQuantCache: mamba has layers of type ['linear_attention'] alone, which keep a state of fixed size and no "
+        "keys and values. Leave the model unpatched.",
+    ),
     "no_cache_of_transformers": (
         lambda: models.build("xlstm", num_heads=2, head_dim=models.LEFT_OUT),
         "int8",

@@ -1,0 +1,200 @@
+"""Vision-language models over prompts with pictures: what becomes of their masks, positions and cross-attention.
+
+Gemma 3 lets the tokens of a picture see each other, Qwen2-VL gives them positions of their own, LLaVA neither, and
+Mllama's cross-attention keeps pictures in cache layers among those of the text. Padding is on the left, pictures behind
+it. That only text models are patched is tested in `test_patching.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import compare
+import models
+import pytest
+import torch
+from models import HEAD_DIM, greedy, left_padded, logits
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.cache_utils import DynamicLayer
+
+from hf_kvquant import KVQuantCache, patch, patched, report
+from hf_kvquant.cache import KVQuantLayer
+
+# Of Mllama itself in transformers 5.17.
+pytestmark = pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")
+
+PICTURE, BEGIN, END = 90, 91, 92  # tokens
+SIZE = 28  # pixels
+
+_TEXT = {**models.COMMON, "hidden_size": 4 * HEAD_DIM, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": SIZE,
+    "patch_size": 14,
+}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {
+            **models.COMMON,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 6,
+        },
+        "vision_config": _VISION,
+        "mm_tokens_per_image": 4,
+        "image_token_index": PICTURE,
+    },
+    "llava": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+        "image_token_index": PICTURE,
+        "vision_feature_layer": -1,
+    },
+    "qwen2_vl": {
+        "text_config": {
+            **_TEXT,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]},
+        },
+        "vision_config": {
+            "depth": 1,
+            "embed_dim": 32,
+            "hidden_size": 4 * HEAD_DIM,
+            "num_heads": 2,
+            "mlp_ratio": 1,
+            "patch_size": 4,
+        },
+        "image_token_id": PICTURE,
+        "vision_start_token_id": BEGIN,
+        "vision_end_token_id": END,
+    },
+    "mllama": {
+        "text_config": {**_TEXT, "num_hidden_layers": 3, "cross_attention_layers": [1]},
+        "vision_config": {
+            **_VISION,
+            "num_global_layers": 1,
+            "attention_heads": 2,
+            "max_num_tiles": 1,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 64,
+            "supported_aspect_ratios": [[1, 1]],
+        },
+        "image_token_index": PICTURE,
+    },
+}
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    torch.manual_seed(1234)
+    config = AutoConfig.for_model(name, **_CONFIGS[name])
+    model = models.randomized(AutoModelForImageTextToText.from_config(config)).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = models.PAD
+    return model
+
+
+def prompt_of(name: str) -> dict[str, Tensor]:
+    """Text and one picture for each of three sequences."""
+    generator = torch.Generator().manual_seed(3)
+
+    def pixels(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    text = left_padded(tokens=6, pads=(3, 0, 2))
+    text["input_ids"].clamp_(max=PICTURE - 1)
+    picture = torch.full((3, 1 if name == "mllama" else 4), PICTURE)
+    if name == "qwen2_vl":
+        picture = torch.cat([torch.full((3, 1), BEGIN), picture, torch.full((3, 1), END)], 1)
+    inputs = {
+        key: torch.cat([text[key][:, :4], middle, text[key][:, 4:]], 1)
+        for key, middle in (("input_ids", picture), ("attention_mask", torch.ones_like(picture)))
+    }
+    is_picture = (inputs["input_ids"] == PICTURE).long()
+    if name == "mllama":
+        inputs["pixel_values"] = pixels(3, 1, 1, 3, SIZE, SIZE)
+        inputs["aspect_ratio_ids"] = torch.ones(3, 1, dtype=torch.long)
+        inputs["aspect_ratio_mask"] = torch.ones(3, 1, 1, dtype=torch.long)
+        inputs["cross_attention_mask"] = (is_picture.cumsum(1) > 0).long()[:, :, None, None]
+    elif name == "qwen2_vl":
+        inputs["pixel_values"] = pixels(3 * 16, 3 * 2 * 4 * 4)
+        inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]] * 3)
+        inputs["mm_token_type_ids"] = is_picture
+    else:
+        inputs["pixel_values"] = pixels(3, 3, SIZE, SIZE)
+        if name == "gemma3":
+            inputs["token_type_ids"] = is_picture
+    return inputs
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 2, "num_return_sequences": 2},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("name", _CONFIGS)
+def test_none_gives_the_very_logits_of_an_unpatched_model(name: str, feature: str) -> None:
+    model, inputs = model_of(name), prompt_of(name)
+    torch.manual_seed(5)
+    expected = greedy(model, inputs, **FEATURES[feature])
+    torch.manual_seed(5)
+    with patched(model, "none"):
+        output = greedy(model, inputs, **FEATURES[feature])
+    assert isinstance(output.past_key_values, KVQuantCache)
+    compare.assert_same(output.sequences, expected.sequences, "tokens")
+    compare.assert_same(logits(output), logits(expected), "logits")
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4-channel"])
+@pytest.mark.parametrize("name", _CONFIGS)
+def test_presets_attend_to_what_the_reference_decodes(name: str, preset: str) -> None:
+    _, cache = models.check_against_reference(model_of(name), preset, prompt_of(name))
+    assert not any(storage.fallbacks for storage in cache.storages)
+
+
+@pytest.mark.parametrize("name", [name for name in _CONFIGS if name != "mllama"])
+def test_static_caches(name: str) -> None:
+    model, inputs = model_of(name), prompt_of(name)
+    outputs = []
+    for options in ({}, {"static": True}):
+        with patched(model, {"preset": "int4", "layers": {1: "none"}, **options}):
+            outputs.append(greedy(model, inputs, disable_compile=True))
+    compare.assert_same(outputs[1].sequences, outputs[0].sequences, "tokens")
+    compare.assert_close(logits(outputs[1]), logits(outputs[0]), 1e-3, "logits")
+
+
+@pytest.mark.parametrize("name", [name for name in _CONFIGS if name != "mllama"])
+def test_masks_of_pictures_are_dense_in_static_caches(name: str) -> None:
+    """transformers makes them for every step there, of growing caches for the prompt alone."""
+    model, inputs = model_of(name), prompt_of(name)
+    with patched(model, {"preset": "int8", "static": True}):
+        cache = greedy(model, inputs, disable_compile=True).past_key_values
+    full = cache.storages[-1]
+    assert bool(full.fallbacks) == (name == "gemma3")
+
+
+def test_cross_attention_among_the_layers_stays_with_transformers() -> None:
+    """Padding of the text is none of the pictures, whose keys are read as they are at every step."""
+    model, inputs = model_of("mllama"), prompt_of("mllama")
+    with patched(model, "int4"):
+        cache = greedy(model, inputs).past_key_values
+        assert [layer.layer_type for layer in report(model).layers if layer.formats is None] == ["cross_attention"]
+    assert [type(layer) for layer in cache.layers] == [KVQuantLayer, DynamicLayer, KVQuantLayer]
+    assert cache.layers[1].keys.shape[2] == 5  # patches of a picture, and one for all of it
+
+
+@pytest.mark.parametrize("config", [{"static": True}, {"max_cache_len": 64}], ids=["static", "max_cache_len"])
+def test_static_caches_are_refused_for_cross_attention_among_the_layers(config: dict[str, Any]) -> None:
+    model = model_of("mllama")
+    message = re.escape("`static` must be False for mllama_text_model, got True: nobody knows how long pictures are")
+    with pytest.raises(NotImplementedError, match=message):
+        patch(model, config)
+    with pytest.raises(NotImplementedError, match=message):
+        KVQuantCache(model.config, "int8", max_cache_len=64)
