@@ -164,7 +164,7 @@ def test_decode_scores_are_those_of_the_cache(preset: str) -> None:
                 continue
             cache = KVQuantCache(model.config, preset)
             pieces = fidelity.feed(model, ids[:, :-1], cache, first_chunk=n0, chunk_size=CONTEXT)
-            log_probs = torch.cat(list(pieces))[-len(continuation) :]
+            log_probs = torch.cat(list(pieces), dim=1)[0, -len(continuation) :]
             expected.append(float(log_probs.gather(1, torch.tensor(continuation)[:, None]).sum()))
     found = torch.tensor([value for value, _ in scores(preset)])
     assert ((found - torch.tensor(expected)).abs() < FLOAT_NOISE).float().mean() > 0.6

@@ -27,7 +27,7 @@ CONFIGS = {
 @torch.inference_mode()
 def log_probs(model: models.PreTrainedModel, ids: torch.Tensor, config: KVQuantConfig, chunks: Chunks) -> torch.Tensor:
     with route(model, simulate=chunks.simulate):
-        return torch.cat(list(Stream(model, ids, config, chunks, name="test")))
+        return torch.cat(list(Stream(model, ids, config, chunks, name="test")), dim=1)[0]
 
 
 @pytest.mark.parametrize(
