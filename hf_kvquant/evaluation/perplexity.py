@@ -198,7 +198,7 @@ def measure(args: argparse.Namespace) -> RunRecord:
     return record
 
 
-# What all caches of windows that are measured together may take on a GPU, or what is next to nothing there.
+# Keys and values that windows may hold together, in all their caches: little beside what a GPU has.
 CACHE_BYTES = 2**30
 
 
