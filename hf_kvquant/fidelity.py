@@ -57,53 +57,28 @@ def compare(
     first_chunk: int = 1,
     chunk_size: int = 1,
     simulate: bool = False,
-) -> dict[str, Fidelity]:
-    """Feed one text through the unquantised cache and through one cache per config, and compare the distributions.
+) -> list[dict[str, Fidelity]]:
+    """Feed texts through the unquantised cache and through one cache per config, and compare the distributions.
+
+    All caches advance chunk by chunk together, so no more than a chunk of logits is held. Texts of a call share nothing
+    as long as no format has one scale for a tensor.
 
     Args:
         model: Any model that `patch` accepts, patched or not; left as it was.
-        input_ids: `[1, tokens]` int64. The last token is only predicted, never fed.
+        input_ids: `[texts, tokens]` int64. The last token is only predicted, never fed.
         configs: What to compare, by name: presets, dictionaries or configs.
         first_chunk: Tokens that fill the cache before the first code is read. They are not scored.
         chunk_size: Tokens fed at a time afterwards; 1 is what `generate` does.
         simulate: Whether one forward does what the chunks would, without a cache and its kernels (`simulation.py`). All
-            logits of the text are held.
+            logits of the texts are held.
 
     Returns:
-        One result per name.
+        Per text one result per name.
 
     Raises:
         NotImplementedError: The model's attention cannot be simulated.
         OutOfMemory: Naming the config.
-        ValueError: There is more than one text, it has no token to score, or a chunk has no token.
-    """
-    if len(input_ids) != 1:
-        raise ValueError(
-            f"compare: `input_ids` must hold one text, got {len(input_ids)}. Call compare_texts for several."
-        )
-    (results,) = compare_texts(
-        model, input_ids, configs, first_chunk=first_chunk, chunk_size=chunk_size, simulate=simulate
-    )
-    return results
-
-
-@torch.inference_mode()
-def compare_texts(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    configs: Mapping[str, str | KVQuantConfig | Mapping[str, Any]],
-    *,
-    first_chunk: int = 1,
-    chunk_size: int = 1,
-    simulate: bool = False,
-) -> list[dict[str, Fidelity]]:
-    """Compare several texts of one length, `[texts, tokens]` int64, in the same forwards. See `compare`.
-
-    All caches advance chunk by chunk together, so no more than a chunk of logits is held. Texts share nothing as long
-    as no format has one scale for a tensor.
-
-    Returns:
-        Per text one result per name.
+        ValueError: Texts have no token to score, or a chunk has no token.
     """
     fed, targets = input_ids[:, :-1], input_ids[:, 1:]
     chunks = Chunks(first_chunk, chunk_size, simulate)

@@ -117,7 +117,7 @@ def run_presets(
     results: dict[str, list[Fidelity]] = {preset: [] for preset in presets}
     for prompt, text in zip(prompts, written.get(UNQUANTIZED, ()), strict=False):
         if text.num_new > 1:  # the first new token comes from the prefill, which is exact
-            for preset, result in compare(model, text.ids, presets, first_chunk=prompt.shape[1]).items():
+            for preset, result in compare(model, text.ids, presets, first_chunk=prompt.shape[1])[0].items():
                 results[preset].append(result)
     return [_summary(preset, written[preset], results[preset]) for preset in presets]
 

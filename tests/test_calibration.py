@@ -63,7 +63,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def divergence(model: Any, preset: Any = "int4") -> float:
     """Mean KL divergence from the unquantised cache."""
     ids = models.tokenizer()(OTHER, return_tensors="pt").input_ids
-    return float(compare(model, ids, {"it": preset}, chunk_size=8)["it"].kld.mean())
+    return float(compare(model, ids, {"it": preset}, chunk_size=8)[0]["it"].kld.mean())
 
 
 # --- what is calibrated -----------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class Evaluation:
 EVALUATIONS = {
     "perplexity": Evaluation(
         "perplexity --text FOLDER/text.txt --window 32 --tokens 90 --preset int8 --mode simulated",
-        perplexity, "compare_texts", "`--window` must fit into memory, got 32, ",
+        perplexity, "compare", "`--window` must fit into memory, got 32, ",
     ),
     "tasks": Evaluation(
         "tasks --data FOLDER --tasks copa boolq --preset int8",

@@ -158,8 +158,8 @@ def test_an_interrupted_run_goes_on(
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    original = perplexity.compare_texts
-    monkeypatch.setattr(perplexity, "compare_texts", compare)
+    original = perplexity.compare
+    monkeypatch.setattr(perplexity, "compare", compare)
     code, found, _ = run(capsys, folder, tmp_path)
     assert code == 130 and list(found["parts"]) == ["gate", "chunked 0"]
     code, found, error = run(capsys, folder, tmp_path)
@@ -181,7 +181,7 @@ def test_what_fails_the_run(
     def out_of_memory(*args: Any, **kwargs: Any) -> Any:
         raise OutOfMemory("int8")
 
-    monkeypatch.setattr(perplexity, "compare_texts", out_of_memory)
+    monkeypatch.setattr(perplexity, "compare", out_of_memory)
     code, _, error = run(capsys, folder, tmp_path)
     assert code == 2 and "`--window` must fit into memory, got 24, which does not in chunked, window 1" in error
     (tmp_path / "out.json").unlink()

@@ -110,7 +110,7 @@ def test_a_report_is_run_interrupted_and_resumed(
     folder: str, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out"
-    compare, layers = perplexity.compare_texts, details.compare
+    compare, layers = perplexity.compare, details.compare
     calls: list[str] = []
 
     def counted(model: Any, ids: Any, configs: Any, **kwargs: Any) -> Any:
@@ -123,7 +123,7 @@ def test_a_report_is_run_interrupted_and_resumed(
         calls.append("layer")
         return layers(*args, **kwargs)
 
-    monkeypatch.setattr(perplexity, "compare_texts", counted)
+    monkeypatch.setattr(perplexity, "compare", counted)
     monkeypatch.setattr(details, "compare", counted_layer)
     code, _, error = run(capsys, folder, output, *short(text))
     assert code == 130 and "run the same command again to go on" in error and not (output / report.PAGE).exists()

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 import hf_kvquant
 from hf_kvquant import KVQuantConfig
-from hf_kvquant.fidelity import compare, compare_texts, dealt, feed, is_out_of_memory
+from hf_kvquant.fidelity import compare, dealt, feed, is_out_of_memory
 from hf_kvquant.lengths import causal_pairs
 
 TOKENS = 41
@@ -37,7 +37,7 @@ def test_causal_pairs_are_those_of_a_double_loop(window: int) -> None:
 def test_compare(text: Tensor, first_chunk: int, chunk_size: int) -> None:
     model = models.llama()
     presets = ("none", "int8", "int4")
-    results = compare(model, text, {name: name for name in presets}, first_chunk=first_chunk, chunk_size=chunk_size)
+    (results,) = compare(model, text, {name: name for name in presets}, first_chunk=first_chunk, chunk_size=chunk_size)
     none, int8, int4 = (results[name] for name in presets)
     for result in results.values():
         assert result.kld.shape == result.agrees.shape == (TOKENS - 1 - first_chunk,)
@@ -57,9 +57,9 @@ def test_texts_of_one_length_are_compared_as_each_alone(chunk_size: int, simulat
     model = models.llama()
     texts = torch.randint(3, models.VOCAB_SIZE, (3, TOKENS))
     presets = {name: name for name in ("none", "int8", "int4-g32")}
-    together = compare_texts(model, texts, presets, chunk_size=chunk_size, simulate=simulate)
+    together = compare(model, texts, presets, chunk_size=chunk_size, simulate=simulate)
     for index, results in enumerate(together):
-        alone = compare(model, texts[index : index + 1], presets, chunk_size=chunk_size, simulate=simulate)
+        (alone,) = compare(model, texts[index : index + 1], presets, chunk_size=chunk_size, simulate=simulate)
         for name, result in results.items():
             for field in ("nll", "reference_nll", "kld"):
                 torch.testing.assert_close(getattr(result, field), getattr(alone[name], field), rtol=1e-3, atol=1e-4)
@@ -71,16 +71,10 @@ def test_a_pair_too_many_shows_in_some_text() -> None:
     assert [dealt(total, 3) for total in (12, 13, 11)] == [[4, 4, 4], [5, 4, 4], [4, 4, 3]]
 
 
-def test_compare_takes_one_text() -> None:
-    with pytest.raises(ValueError) as error:
-        compare(models.llama(), torch.ones((2, 9), dtype=torch.long), {"int8": "int8"})
-    assert str(error.value) == "compare: `input_ids` must hold one text, got 2. Call compare_texts for several."
-
-
 def test_compare_is_what_the_model_says(text: Tensor) -> None:
     """The unquantised likelihoods are those of one plain forward over the text."""
     model = models.llama()
-    result = compare(model, text, {"none": "none"}, chunk_size=8)["none"]
+    result = compare(model, text, {"none": "none"}, chunk_size=8)[0]["none"]
     with torch.inference_mode():
         logits = model(text).logits[0, :-1].float()
     expected = torch.nn.functional.cross_entropy(logits, text[0, 1:], reduction="none")
@@ -106,7 +100,7 @@ def test_what_a_window_hides_and_layers_that_stay_dense_are_not_expected(
     """Of two layers, one has a sliding window of 6 tokens."""
     config = {"preset": "int8", "sliding": sliding}
     model = models.family("gemma2")
-    result = compare(model, text, {"int8": KVQuantConfig.from_dict(config)}, chunk_size=4, simulate=simulate)["int8"]
+    result = compare(model, text, {"int8": KVQuantConfig.from_dict(config)}, chunk_size=4, simulate=simulate)[0]["int8"]
     expected = causal_pairs(TOKENS - 1, 1)
     if sliding:
         expected += sum(min(6, position + 1) for position in range(1, TOKENS - 1))
@@ -115,7 +109,7 @@ def test_what_a_window_hides_and_layers_that_stay_dense_are_not_expected(
 
 def test_what_is_not_read_as_codes_is_missed(text: Tensor) -> None:
     """A family that looks at keys itself gets dequantised tensors, and the count says so."""
-    result = compare(models.family("xglm"), text, {"int8": "int8"}, chunk_size=4)["int8"]
+    result = compare(models.family("xglm"), text, {"int8": "int8"}, chunk_size=4)[0]["int8"]
     assert result.pairs_read == 0
     assert result.pairs_expected == 2 * causal_pairs(TOKENS - 1, 1)
 

@@ -57,7 +57,7 @@ def test_what_is_counted_is_what_the_op_serves(family: str, chunks: tuple[int, i
     assert stream.pairs_read + stream.pairs_dequantized == stream.pairs_expected(TOKENS, chunks[0]) > 0
     assert (stream.pairs_read == 0) == (family == "xglm")
     if family != "xglm":
-        simulated = compare(model, text, {"int4": "int4"}, first_chunk=chunks[0], simulate=True)["int4"]
+        simulated = compare(model, text, {"int4": "int4"}, first_chunk=chunks[0], simulate=True)[0]["int4"]
         assert simulated.pairs_read == simulated.pairs_expected == stream.pairs_expected(TOKENS - 1, chunks[0])
 
 
@@ -105,7 +105,7 @@ def test_nothing_is_counted_that_nobody_asked_for() -> None:
 def test_a_run_that_read_nothing_is_refused(chunk_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """... though every number of it is a good one."""
     models.read_nothing(monkeypatch)
-    result = compare(models.llama(), ids(), {"int4": "int4"}, chunk_size=chunk_size)["int4"]
+    result = compare(models.llama(), ids(), {"int4": "int4"}, chunk_size=chunk_size)[0]["int4"]
     assert result.kld.mean() < 1e-6 and result.pairs_read == result.pairs_dequantized == 0
     with pytest.raises(NothingRead, match=r"int4 must read 550 \(query, token\) pairs from codes, got 0\. Some"):
         check_pairs("int4", dataclasses.replace(result, pairs_expected=550))

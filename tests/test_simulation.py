@@ -69,7 +69,7 @@ def test_it_is_the_cache_of_models_that_compute_attention_by_themselves(
 
 def test_pairs_are_counted() -> None:
     ids = torch.randint(3, models.VOCAB_SIZE, (1, TOKENS))
-    results = compare(models.llama(), ids, CONFIGS, first_chunk=2, chunk_size=4, simulate=True)
+    (results,) = compare(models.llama(), ids, CONFIGS, first_chunk=2, chunk_size=4, simulate=True)
     for name, result in results.items():
         expected = 0 if name == "none" else 2 * causal_pairs(TOKENS - 1, 2)
         assert result.pairs_read == result.pairs_expected == expected
@@ -97,9 +97,9 @@ def test_texts_may_have_first_chunks_of_their_own(family: str, implementation: s
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_a_patched_model_stays_patched(family: str) -> None:
     model, ids = models.family(family), torch.randint(3, models.VOCAB_SIZE, (1, TOKENS))
-    compared = [compare(model, ids, {"int8": "int8"}, simulate=True)["int8"].kld]
+    compared = [compare(model, ids, {"int8": "int8"}, simulate=True)[0]["int8"].kld]
     with patched(model, "int4"):
-        compared.append(compare(model, ids, {"int8": "int8"}, simulate=True)["int8"].kld)
+        compared.append(compare(model, ids, {"int8": "int8"}, simulate=True)[0]["int8"].kld)
         assert why_dense(model) is None and greedy(model, {"input_ids": ids}).past_key_values.num_bytes > 0
     assert torch.equal(*compared)
 

@@ -105,7 +105,7 @@ def measure(
         if str(index) in known:
             continue
         there = {name: alone(index, config.formats(index)) for name, config in quantized.items()}
-        compared = compare(
+        (compared,) = compare(
             model, ids[:, :LAYER_TOKENS], there, first_chunk=FIRST_CHUNK, chunk_size=chunk, simulate=simulate
         )
         for name, each in compared.items():

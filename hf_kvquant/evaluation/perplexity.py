@@ -30,7 +30,7 @@ from ..arguments import (
 )
 from ..cache import KVQuantCache
 from ..config import PRESETS, KVQuantConfig
-from ..fidelity import compare_texts
+from ..fidelity import compare
 from ..generation import UNQUANTIZED
 from ..patching import patched
 from ..simulation import why_not_simulated
@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace) -> RunRecord:
     record = open_record(args.output, settings, WHERE)
 
     def measure_windows(mode: str, indices: Sequence[int]) -> None:
-        compared = compare_texts(
+        compared = compare(
             model,
             pieces[indices].to(model.device),
             configs,
