@@ -133,22 +133,23 @@ __device__ void store_plane(half_bits* plane, int64_t stride_t, const half_bits 
 template <Storage kStorage, bool kIsSymmetric, Dtype kDtype, int kRows>
 __device__ void quantize_rows(const Side& side, const Lanes& lanes, const Tokens& tokens,
                               const Values<kDtype> (&x)[kRows]) {
-  Extent<kDtype, kIsSymmetric> extents[kRows];
-  StoredScale frozen = {};
+  StoredScale values[kRows];
   if (side.is_frozen) {
-    frozen = load_scale<kIsSymmetric>(side, tokens.b, 0, 0, 0);
+    const StoredScale frozen = load_scale<kIsSymmetric>(side, tokens.b, 0, 0, 0);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) values[r] = frozen;
   } else {
+    Extent<kDtype, kIsSymmetric> extents[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) extents[r] = Extent<kDtype, kIsSymmetric>::of(x[r]);
-    join_lanes(extents, lanes.lane, lanes.position, lanes.lanes_per_group);
+    compute_scales<kStorage>(extents, side.clip_ratio, lanes.lane, lanes.position, lanes.lanes_per_group, values);
   }
   half_bits scales[kRows], zeros[kRows];
   uint8_t* target = code_row(side, tokens.b, tokens.h, tokens.row) + lanes.chunk * Codes<kStorage>::kBytes;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const StoredScale value = side.is_frozen ? frozen : compute_scale<kStorage>(extents[r].range(), side.clip_ratio);
-    scales[r] = value.scale, zeros[r] = value.zero;
-    const Codes<kStorage> codes = encode<kStorage, kIsSymmetric>(x[r], value);
+    scales[r] = values[r].scale, zeros[r] = values[r].zero;
+    const Codes<kStorage> codes = encode<kStorage, kIsSymmetric>(x[r], values[r]);
     if (tokens.has_room(r)) codes.store(target);
     target += side.codes_stride_t;
   }
@@ -166,15 +167,8 @@ __device__ void load_tile(const Job& job, const Lanes& lanes, const LaneTransfor
   if constexpr (!kIsTransformed) {
     load_rows(job.dense, first, num_rows, x);
   } else {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      x[r] = {};
-      if (r < num_rows) x[r] = load_widened(job.dense, first + r * job.dense.stride_t);
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      x[r] = transformed(job.transform, inverted, job.side.head_dim, x[r], lanes.chunk);
-    }
+    load_widened(job.dense, first, num_rows, x);
+    transform_rows(job.transform, inverted, job.side.head_dim, lanes.chunk, x);
   }
 }
 

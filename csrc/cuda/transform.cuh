@@ -8,19 +8,20 @@
 
 namespace hf_kvquant::cuda {
 
-// Multiplies a row by a Hadamard matrix over blocks of rotation_block(head_dim) channels. This lane, at `position` in
-// its row, has kChannels of them, a power of two of at most 8. All lanes of the warp call this; what those beyond a row
-// receive means nothing.
-template <int kChannels>
-__device__ inline void rotate(float (&x)[kChannels], int head_dim, int lane, int position) {
+// Multiplies rows by a Hadamard matrix over blocks of rotation_block(head_dim) channels. This lane, at `position` in its
+// row, has kChannels of each, a power of two of at most 8. All lanes of the warp call this; what those beyond a row
+// receive means nothing. Rows go together through each step, because a step waits for what the lanes tell each other.
+template <int kRows, int kChannels>
+__device__ inline void rotate(float (&x)[kRows][kChannels], int head_dim, int lane, int position) {
 #pragma unroll
   for (int stride = 1; stride < kChannels; stride *= 2) {
 #pragma unroll
-    for (int k = 0; k < kChannels; ++k) {
+    for (int i = 0; i < kRows * kChannels; ++i) {
+      const int r = i / kChannels, k = i % kChannels;
       if ((k & stride) != 0) continue;
-      const float a = x[k], b = x[k + stride];
-      x[k] = __fadd_rn(a, b);
-      x[k + stride] = __fsub_rn(a, b);
+      const float a = x[r][k], b = x[r][k + stride];
+      x[r][k] = __fadd_rn(a, b);
+      x[r][k + stride] = __fsub_rn(a, b);
     }
   }
   const int block = rotation_block(head_dim);
@@ -30,14 +31,26 @@ __device__ inline void rotate(float (&x)[kChannels], int head_dim, int lane, int
     // A product with 1 or -1 is exact, so this is the sum or the difference, in one instruction.
     const float sign = (position & distance) != 0 ? -1.f : 1.f;
 #pragma unroll
-    for (int k = 0; k < kChannels; ++k) x[k] = __fmaf_rn(x[k], sign, __shfl_sync(kAllLanes, x[k], partner));
+    for (int i = 0; i < kRows * kChannels; ++i) {
+      float& own = x[i / kChannels][i % kChannels];
+      own = __fmaf_rn(own, sign, __shfl_sync(kAllLanes, own, partner));
+    }
   }
   // 1 / sqrt(block), of which an odd power of two leaves 1 / sqrt(2): a factor of two more does not change how it rounds.
   const int log2_block = 31 - __clz(block);
   const float power = __uint_as_float(static_cast<uint32_t>(127 - (log2_block >> 1)) << 23);
   const float factor = log2_block % 2 == 0 ? power : power * 0.70710678118654752f;
 #pragma unroll
-  for (int k = 0; k < kChannels; ++k) x[k] = __fmul_rn(x[k], factor);
+  for (int i = 0; i < kRows * kChannels; ++i) {
+    float& own = x[i / kChannels][i % kChannels];
+    own = __fmul_rn(own, factor);
+  }
+}
+
+// The same of a single row.
+template <int kChannels>
+__device__ inline void rotate(float (&x)[kChannels], int head_dim, int lane, int position) {
+  rotate(reinterpret_cast<float(&)[1][kChannels]>(x), head_dim, lane, position);
 }
 
 // The numbers of a transform that belong to the channels of one lane. Reading them apart from using them lets a kernel
@@ -66,17 +79,23 @@ struct LaneTransform {
   }
 };
 
-// A lane's channels of a new key, `inverted` being their numbers for keys. All lanes of the warp together.
-template <int kChannels>
-__device__ __forceinline__ void transform_key(const KeyTransform& transform, const LaneTransform<kChannels>& inverted,
-                                              int head_dim, int lane, int position, float (&x)[kChannels]) {
+// A lane's channels of new keys, `inverted` being their numbers for keys. All lanes of the warp together.
+template <int kRows, int kChannels>
+__device__ __forceinline__ void transform_keys(const KeyTransform& transform, const LaneTransform<kChannels>& inverted,
+                                               int head_dim, int lane, int position, float (&x)[kRows][kChannels]) {
   if (transform.center != nullptr) {
 #pragma unroll
-    for (int k = 0; k < kChannels; ++k) x[k] = __fsub_rn(x[k], inverted.center[k]);
+    for (int i = 0; i < kRows * kChannels; ++i) {
+      float& own = x[i / kChannels][i % kChannels];
+      own = __fsub_rn(own, inverted.center[i % kChannels]);
+    }
   }
   if (transform.smoothing != nullptr) {
 #pragma unroll
-    for (int k = 0; k < kChannels; ++k) x[k] = __fmul_rn(x[k], inverted.smoothing[k]);
+    for (int i = 0; i < kRows * kChannels; ++i) {
+      float& own = x[i / kChannels][i % kChannels];
+      own = __fmul_rn(own, inverted.smoothing[i % kChannels]);
+    }
   }
   if (transform.is_rotated) rotate(x, head_dim, lane, position);
 }
