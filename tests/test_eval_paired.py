@@ -37,3 +37,16 @@ def test_bootstrap_average() -> None:
     assert paired.bootstrap_average(right) == (average, low, high)
     with pytest.raises(ValueError, match="items for at least one task"):
         paired.bootstrap_average({"one": []})
+
+
+def test_ratio_and_error() -> None:
+    # As often as many sets of texts are drawn, so far do their ratios scatter.
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(50, 150, (2000, 60), generator=generator).double()
+    values = -3.0 * sizes + 4 * torch.randn(sizes.shape, generator=generator, dtype=torch.float64) * sizes.sqrt()
+    found = [paired.ratio_and_error(row.tolist(), size.tolist()) for row, size in zip(values, sizes, strict=True)]
+    ratios, errors = torch.tensor(found, dtype=torch.float64).unbind(1)
+    assert float(ratios.mean()) == pytest.approx(-3, abs=0.01)
+    assert float(errors.mean()) == pytest.approx(float(ratios.std()), rel=0.05)
+    assert paired.ratio_and_error([1.0, 2.0], [1, 1])[1] == paired.mean_and_error([1.0, 2.0])[1]
+    assert paired.ratio_and_error([3.0], [2]) == (1.5, None)

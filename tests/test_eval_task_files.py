@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,23 @@ def test_data_that_cannot_be_read(tmp_path: Path, content: str | None, message: 
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(("line", "message"), [('{"text": "a"}', "with page, got no 'page'"), ('{"page": "a"}', None)])
+def test_pages_are_looked_at(tmp_path: Path, line: str, message: str | None) -> None:
+    (tmp_path / "wikitext.jsonl").write_text(line + "\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=message) if message else contextlib.nullcontext():
+        task_files.check_data(["wikitext"], str(tmp_path))
+
+
 def test_a_data_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"`--data` must be a folder with JSON lines, got .*: no such folder"):
         task_files.check_data(["copa"], str(tmp_path / "nowhere"))
+
+
+def test_by_default_all_files_that_are_there_are_read(tmp_path: Path) -> None:
+    assert task_files.checked_names(None, str(tmp_path)) == task_files.offline_names()
+    for name in ("wikitext", "boolq"):
+        (tmp_path / f"{name}.jsonl").touch()
+    assert task_files.checked_names(None, str(tmp_path)) == ["boolq", "wikitext"]
 
 
 def test_names_of_lm_eval_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,8 @@ def items() -> dict[str, list[dict[str, Any]]]:
             ]
         elif name == "lambada_openai":
             found[name] = [{"context": text(s, 5), "continuation": WORDS[s % 7]} for s in seeds]
+        elif name == "wikitext":
+            found[name] = [{"page": f" = a = \n {text(s, 9 + s % 5)} , {text(s + 1, 3)} . \n"} for s in seeds]
         else:
             found[name] = [
                 {"query": text(s, 1 + s % 5), "choices": [text(s + 1, 2), text(s + 2, 1), "a"], "gold": s % 3}
@@ -360,6 +363,8 @@ def test_all_offline_tasks(folder: str, data: Path, capsys: pytest.CaptureFixtur
         assert part["num_items"] == 5
         assert part["pairs_read"] == part["pairs_expected"]
         assert (part["pairs_read"] > 0) == name.endswith("int4")
+        if name.startswith("wikitext"):
+            continue
         assert part["metrics"]["acc"] == pytest.approx(sum(part["items"]["acc"]) / 5)
         assert len(part["items"]["answer"]) == len(part["items"]["gold_log_likelihood"]) == 5
         row = items()[name.partition("/")[0]]
@@ -371,9 +376,20 @@ def test_all_offline_tasks(folder: str, data: Path, capsys: pytest.CaptureFixtur
     lambada = parts["lambada_openai/none"]
     golds = lambada["items"]["gold_log_likelihood"]
     assert lambada["metrics"]["perplexity"] == pytest.approx(math.exp(-sum(golds) / 5), rel=1e-4)
-    for words in ("piqa none 5", "int4 5", "lambada_openai, int4: perplexity", "average, int4:", "exact McNemar test"):
+    wikitext = parts["wikitext/none"]
+    found, total = wikitext["items"], sum(wikitext["items"]["gold_log_likelihood"])
+    assert found["words"] == [len(re.split(r"\s+", row["page"])) for row in items()["wikitext"]]
+    assert found["bytes"] == [len(row["page"].encode()) for row in items()["wikitext"]]
+    assert wikitext["metrics"]["word_perplexity"] == pytest.approx(math.exp(-total / sum(found["words"])), rel=1e-4)
+    assert wikitext["metrics"]["bits_per_byte"] == pytest.approx(-total / sum(found["bytes"]) / math.log(2), rel=1e-4)
+    errors = wikitext["standard_errors"]
+    assert errors["byte_perplexity"] == pytest.approx(
+        wikitext["metrics"]["byte_perplexity"] * errors["bits_per_byte"] * math.log(2)
+    )
+    perplexities = "lambada_openai, int4: perplexity", "wikitext, int4: word_perplexity"
+    for words in ("piqa none 5", "int4 5", *perplexities, "average, int4:", "exact McNemar test"):
         assert words in shown
-    assert "1 of 18: arc_challenge, none" in error
+    assert "1 of 20: arc_challenge, none" in error
 
 
 def test_a_second_run_resumes(

@@ -73,6 +73,20 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     return float(array.mean()), float(array.std(ddof=1) / math.sqrt(len(array)))
 
 
+def ratio_and_error(values: Sequence[float], sizes: Sequence[float]) -> tuple[float, float | None]:
+    """Sum of values over sum of sizes, and its standard error to first order, `None` for a single value.
+
+    Both are of items drawn together, so the ratio's error is that of the residuals `value - ratio * size` (Cochran,
+    Sampling Techniques, chapter 6).
+    """
+    array, weights = np.asarray(values, dtype=np.float64), np.asarray(sizes, dtype=np.float64)
+    count, ratio = len(array), float(array.sum() / weights.sum())
+    if count < 2:
+        return ratio, None
+    residuals = array - ratio * weights
+    return ratio, float(math.sqrt(count / (count - 1) * (residuals**2).sum()) / weights.sum())
+
+
 def bootstrap_average(tasks: Mapping[str, Sequence[float]]) -> tuple[float, float, float]:
     """The mean over tasks of the mean over items, and its interval by resampling items within tasks.
 

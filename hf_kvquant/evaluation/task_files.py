@@ -27,6 +27,7 @@ _CHOICES: dict[str, type] = {"query": str, "choices": list, "gold": int}
 _FIELDS: dict[str, dict[str, type]] = {
     "winogrande": {"context_options": list, "continuation": str, "gold": int},
     "lambada_openai": {"context": str, "continuation": str},
+    "wikitext": {"page": str},
 }
 
 
@@ -35,18 +36,25 @@ def offline_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
+def described_fields() -> str:
+    """What a line of JSON has in it, task by task, in words."""
+    others = (f"{', '.join(fields)} ({name})" for name, fields in _FIELDS.items())
+    return f"{', '.join(_CHOICES)}, or {', or '.join(others)}"
+
+
 def checked_names(names: Sequence[str] | None, data: str | None) -> list[str]:
     """The tasks to run, each once: words, or lists with commas.
 
     Args:
-        names: As typed; `None` takes all offline tasks, or without data those that are averaged.
+        names: As typed; `None` takes all offline tasks that have a file, or without data those that are averaged.
         data: The folder of `--data`, if there is one.
 
     Raises:
         UsageError: A name is not that of a task.
     """
     known = offline_names() if data is not None else lm_eval_names()
-    default = known if data is not None else AVERAGED
+    # Where there is no file at all, `check_data` says so.
+    default = [name for name in known if data_file(name, data).exists()] or known if data is not None else AVERAGED
     wanted = [name for word in names or default for name in word.split(",") if name]
     for name in wanted:
         if name not in known:
@@ -151,6 +159,11 @@ def _problem(line: str, fields: dict[str, type]) -> str | None:
 
 def _offline_spec(name: str, data: Path) -> dict[str, Any]:
     spec: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    if name == "wikitext":
+        from lm_eval.tasks.wikitext import preprocess_wikitext
+
+        spec["doc_to_target"] = preprocess_wikitext.wikitext_detokenizer
+        spec["process_results"] = preprocess_wikitext.process_results
     return {**spec, "dataset_kwargs": {"data_files": {"test": str(data_file(name, str(data)))}}}
 
 

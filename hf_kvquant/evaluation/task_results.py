@@ -7,6 +7,7 @@ prints what is said here, `page.py` and the README show it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,17 +18,20 @@ from rich.table import Table
 
 from ..generation import UNQUANTIZED
 from .counter import DEQUANTIZED
-from .paired import bootstrap_average, mean_and_error, paired_accuracy
+from .paired import bootstrap_average, mean_and_error, paired_accuracy, ratio_and_error
 from .task_files import AVERAGED
 
 # Metrics of an item that is right or wrong, the first one being what is compared.
 _ACCURACIES = ("acc", "exact_match", "acc_norm")
+# Metrics of texts that are scored whole, and what a text has more or less of, so that it counts more or less.
+_PER_UNIT = {"word_perplexity": "words", "byte_perplexity": "bytes", "bits_per_byte": "bytes"}
 # Of the columns of a table behind that of presets, and what they mean.
 HEADINGS = ("items", "acc, %", "norm, %", "change", "p", "same", "gold")
 LEGEND = (
     "Acc: accuracy, or exact match, with its standard error; norm: with log-likelihoods per character. Change: of "
     "accuracy from that of the unquantised cache on the same items, in points, with its standard error; p: of an exact "
-    "McNemar test. Same: items with the same answer. Gold: mean change of the right answer's log-likelihood, in nats."
+    "McNemar test. Same: items with the same answer. Gold: mean change of the log-likelihood of the right answer, or "
+    "of a whole text, in nats."
 )
 
 # One task under one preset, as `evaluate` returns it and a record keeps it.
@@ -94,7 +98,8 @@ def item_values(task: Any, samples: Sequence[Mapping[str, Any]]) -> dict[str, li
 
     Returns:
         One list per accuracy, 0 or 1; `answer`: the choice taken, or whether the text is the greedy one, or what was
-        generated; `gold_log_likelihood`: nats, of the right choice or of the text.
+        generated; `gold_log_likelihood`: nats, of the right choice or of the text; `words` and `bytes` of texts that
+        are scored whole.
     """
     items: dict[str, list[Any]] = {
         metric: [int(sample[metric]) for sample in samples] for metric in _ACCURACIES if metric in samples[0]["metrics"]
@@ -110,6 +115,11 @@ def item_values(task: Any, samples: Sequence[Mapping[str, Any]]) -> dict[str, li
     elif task.OUTPUT_TYPE == "loglikelihood":
         items["answer"] = [int(sample["filtered_resps"][0][1]) for sample in samples]
         items["gold_log_likelihood"] = [round(float(sample["filtered_resps"][0][0]), 6) for sample in samples]
+    elif task.OUTPUT_TYPE == "loglikelihood_rolling":
+        items["gold_log_likelihood"] = [round(float(sample["filtered_resps"][0]), 6) for sample in samples]
+        for metric, unit in _PER_UNIT.items():
+            if metric in samples[0]["metrics"]:
+                items[unit] = [int(sample[metric][1]) for sample in samples]
     elif task.OUTPUT_TYPE == "generate_until":
         items["answer"] = [str(sample["filtered_resps"][0]) for sample in samples]
     return items
@@ -133,6 +143,10 @@ def standard_error(metric: str, value: float, items: Mapping[str, Sequence[Any]]
         # exp(-mean): the error of the mean, times the slope.
         error = mean_and_error(items["gold_log_likelihood"])[1]
         return None if error is None else value * error
+    if metric in _PER_UNIT and _PER_UNIT[metric] in items:
+        _, error = ratio_and_error(items["gold_log_likelihood"], items[_PER_UNIT[metric]])
+        slope = 1 / math.log(2) if metric == "bits_per_byte" else value
+        return None if error is None else slope * error
     return None
 
 

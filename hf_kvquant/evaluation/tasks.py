@@ -34,7 +34,7 @@ from .counter import NothingRead
 from .progress import early_end
 from .provenance import sha256
 from .records import open_record
-from .task_files import check_data, checked_names, data_file, load_tasks
+from .task_files import check_data, checked_names, data_file, described_fields, load_tasks
 from .task_results import evaluate, part_name, show
 
 WHERE = "eval tasks"
@@ -56,7 +56,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--tasks", nargs="+", metavar="NAME", help="with --data, any of its files by name (default: all that there are)"
     )
-    parser.add_argument("--data", metavar="DIR", help="a folder with NAME.jsonl for every task")
+    parser.add_argument(
+        "--data", metavar="DIR", help=f"a folder with NAME.jsonl for every task, JSON objects with {described_fields()}"
+    )
     add_presets(parser, COMPARED_PRESETS)
     parser.add_argument(
         "--mode",
