@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -39,6 +39,26 @@ class Refused(Exception):
 
 class Interrupted(KeyboardInterrupt):
     """An interruption, with what is left of the run as its text."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Arguments of a command, of which a mistake is told in one line, without the usage, which is long."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong with the arguments, and exit with 2."""
+        program, _, command = self.prog.partition(" ")
+        where = f"{command}: " if command else ""
+        end = "" if message.endswith("?") else "."
+        self.exit(2, f"{program}: error: {where}{message}{end} See {self.prog} --help.\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse what is not known here already: the parser of the whole command knows other options."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            option = unknown[0].partition("=")[0]
+            hint = did_you_mean(option, self._option_string_actions)
+            self.error(f"there is no argument '{option}'{'.' if hint else ''}{hint}")
+        return known, unknown
 
 
 def add_placement(parser: argparse.ArgumentParser, more: str = "") -> None:

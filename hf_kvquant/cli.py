@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from . import __version__
 from .arguments import (
     Interrupted,
+    Parser,
     Refused,
     UsageError,
     add_placement,
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
-    root = argparse.ArgumentParser(
+    root = Parser(
         prog="hf-kvquant", description="Generate text with a quantised key-value cache, and see what it costs."
     )
     root.add_argument("--version", action="version", version=f"hf-kvquant {__version__}")

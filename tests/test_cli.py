@@ -337,6 +337,35 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert ops.extension().cpu_capability() in output
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "generate m --max-new 4 --promt x",
+            "generate: there is no argument '--promt'. Did you mean '--prompt'? See hf-",
+        ),
+        (
+            "eval perplexity m --windows=4 --text x",
+            "eval perplexity: there is no argument '--windows'. Did you mean '--",
+        ),
+        ("calibrate m --zzz", "calibrate: there is no argument '--zzz'. See hf-kvquant calibrate --help."),
+        ("eval tasks m m", "eval tasks: there is no argument 'm'. See hf-kvquant eval tasks --help."),
+        ("eval long", "eval long: the following arguments are required: MODEL. See hf-kvquant eval long --help."),
+        ("generate m --seed one", "generate: argument --seed: invalid int value: 'one'. See hf-kvquant generate --h"),
+        ("", "the following arguments are required: COMMAND. See hf-kvquant --help."),
+        ("generat m", "argument COMMAND: invalid choice: 'generat' (choose from"),
+    ],
+)
+def test_arguments_that_are_no_such_are_told_in_a_line(
+    words: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(words.split())
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"hf-kvquant: error: {line}") and told.count("\n") == 1
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--version"])
