@@ -301,8 +301,8 @@ __device__ inline StoredScale compute_scale(Range<kIsSymmetric> range, float cli
 // `position` of them. All lanes of the warp ask together.
 //
 // `width` is a power of two and at least kOwned. Each step halves the rows that a lane goes on with, instead of joining
-// all of them in all lanes; in the end a lane owns every kOwned-th row, computes its scale, and tells the others. A prompt
-// of int4 takes 102 us instead of 121, where a copy takes 81 (H200, 2026-11: 8 x 8k tokens, 8 heads of 128).
+// all of them in all lanes; in the end a lane owns every kOwned-th row, computes its scale, and tells the others. An int4
+// prompt takes 102 us instead of 121, where a copy takes 81 (H200, 2026-11: 8 x 8k tokens, 8 heads of 128).
 template <Storage kStorage, int kOwned, Dtype kDtype, bool kIsSymmetric, int kRows>
 __device__ inline void share_scales(Extent<kDtype, kIsSymmetric> (&extents)[kRows], float clip_ratio, int lane,
                                     int position, int width, StoredScale (&values)[kRows]) {

@@ -8,8 +8,8 @@
 
 namespace hf_kvquant::cuda {
 
-// Multiplies rows by a Hadamard matrix over blocks of rotation_block(head_dim) channels. This lane, at `position` in its
-// row, has kChannels of each, a power of two of at most 8. All lanes of the warp call this; what those beyond a row
+// Multiplies rows by a Hadamard matrix over blocks of rotation_block(head_dim) channels. This lane, at `position` in
+// its row, has kChannels of each, a power of two of at most 8. All lanes of the warp call this; what those beyond a row
 // receive means nothing. Rows go together through each step, because a step waits for what the lanes tell each other.
 template <int kRows, int kChannels>
 __device__ inline void rotate(float (&x)[kRows][kChannels], int head_dim, int lane, int position) {
