@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -247,19 +247,34 @@ def save(model: PreTrainedModel, path: Path, **options: Any) -> str:
     return str(path)
 
 
-@functools.cache
+SHARED: list[Any] = []  # models that tests share: whoever patches one unpatches it (conftest.py looks)
+
+
+def _shared(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes a model once, for all tests."""
+
+    @functools.cache
+    @functools.wraps(make)
+    def made(*arguments: Any, **options: Any) -> Any:
+        SHARED.append(make(*arguments, **options))
+        return SHARED[-1]
+
+    return made
+
+
+@_shared
 def family(name: str) -> Any:
-    """The float32 model of a family. Shared by tests, so whoever patches it unpatches it."""
+    """The float32 model of a family."""
     return build(FAMILIES[name].model_type, **FAMILIES[name].options)
 
 
-@functools.cache
+@_shared
 def llama(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """A tiny llama with other sizes, shared like `family`."""
+    """A tiny llama with other sizes."""
     return build("llama", dtype, **options)
 
 
-@functools.cache
+@_shared
 def bart() -> Any:
     """A tiny encoder-decoder."""
     torch.manual_seed(1234)

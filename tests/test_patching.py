@@ -418,8 +418,8 @@ def test_models_without_generate_take_a_cache() -> None:
 
 def test_continuous_batching_wants_an_unpatched_model() -> None:
     """transformers refuses: its pages are no cache of ours."""
-    with pytest.raises(ValueError, match=r"hf_kvquant.*not supported"):
-        patch(models.llama(), "int8").generate_batch([[5, 6, 7], [8, 9]])
+    with patched(models.llama(), "int8") as model, pytest.raises(ValueError, match=r"hf_kvquant.*not supported"):
+        model.generate_batch([[5, 6, 7], [8, 9]])
 
 
 def test_several_models_in_one_are_refused() -> None:

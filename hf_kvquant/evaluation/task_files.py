@@ -54,7 +54,7 @@ def checked_names(names: Sequence[str] | None, data: str | None) -> list[str]:
     """
     known = offline_names() if data is not None else lm_eval_names()
     # Where there is no file at all, `check_data` says so.
-    default = [name for name in known if data_file(name, data).exists()] or known if data is not None else AVERAGED
+    default = AVERAGED if data is None else [name for name in known if data_file(name, data).exists()] or known
     wanted = [name for word in names or default for name in word.split(",") if name]
     for name in wanted:
         if name not in known:

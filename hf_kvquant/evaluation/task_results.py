@@ -136,7 +136,7 @@ def gold_index(task: Any, sample: Mapping[str, Any]) -> int | None:
 
 
 def standard_error(metric: str, value: float, items: Mapping[str, Sequence[Any]]) -> float | None:
-    """Of an aggregate over items; `None` where it is not a mean over them, nor a function of one."""
+    """Of an aggregate over items; `None` where it is no mean, nor ratio of sums, nor a function of one."""
     if metric in items:
         return mean_and_error(items[metric])[1]
     if metric == "perplexity" and "gold_log_likelihood" in items:
