@@ -73,7 +73,7 @@ def test_longest_contexts_come_first_and_equal_ones_together(max_padded: float) 
 def test_too_long_rows_come_before_all_others() -> None:
     found = list(batches(rows(2, 140, 40), BATCH_SIZE, BELOW_A_BLOCK))
     is_too_long = [sum(row.lengths) > BELOW_A_BLOCK for batch in found for row in batch]
-    assert True in is_too_long and is_too_long == sorted(is_too_long, reverse=True)
+    assert any(is_too_long) and is_too_long == sorted(is_too_long, reverse=True)
 
 
 def test_below_a_block_batches_are_as_few_as_without() -> None:

@@ -88,10 +88,9 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
 // enough to hide its own latencies. Twice as many of 128 registers were slower (H200, 2026-11: int4 at 64 x 8k 88 % of
 // bandwidth against 90 %), and so were four blocks of two warps.
 //
-// A short call waits for instructions and not for memory: at 1 x 1k tokens, 25 to 29 % of the samples of its warps wait
-// for the next instruction, 9 % for parameters, and hardly any for copies (H200, 2026-11, ncu). It executes some 2,500 of
-// its 9,000 instructions, nearly all of them once, at 2 ns each; where the compiler puts them moves it by 0.4 us of 8.
-// Telling the compiler what is rare changed nothing.
+// A short call waits for instructions and not for memory: at 1 x 1k tokens, 25 to 28 % of the samples of its warps wait
+// for the next instruction, 9 to 10 % for parameters, and hardly any for copies (H200, 2026-11, ncu). It executes some
+// 2,500 of its 9,000 instructions, nearly all of them once. Telling the compiler what is rare changed nothing.
 template <class Shape>
 __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     attend(const __grid_constant__ DecodeParams params, const __grid_constant__ NewTokens new_tokens,
@@ -110,16 +109,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   unsigned char* rings = memory + Shape::kRingsAt;
   unsigned char* stages = rings + warp * num_stages * Ring::kStageBytes;
 
-  // --- while the launch before is ending: what needs no memory, up to the place that most sequences start at, those
-  // without padding
+  // --- ask for the length and the query. Meanwhile find the place that most sequences start at: those without padding.
   Segment segment = segment_of_block(plan);
-  const uint32_t chunk_list = shared_address(rings + num_warps * num_stages * Ring::kStageBytes);
-  if (!plan.is_dense) Ring::list_chunks(params, plan, chunk_list);
-  Ring ring(plan, stages, stride, lane);
-  const int likely_step = (segment.share << plan.warps_log2) + warp;
-  ring.seek(plan, segment, likely_step);
-
-  // --- ask for the length and the query
   wait_for_launch_before();
   const Bounds bounds(params, plan, segment.b);
   uint32_t query_bits[kRowsOfWarp][Query<Shape>::kPerLane];
@@ -133,7 +124,11 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     transform = {params.key_transform, params.key_side.head_dim, segment.h, lane * Query<Shape>::kPerLane};
   uint4 pair = {0, 0, 0, 0};
   if (kHasPairs<Shape> && plan.appends_pairs) pair = load_pair(params, new_tokens, segment, lane);
-  if (plan.has_gaps) Ring::fill_gaps(params, shared_address(stages), num_stages, lane, segment.b);
+  const uint32_t chunk_list = shared_address(rings + num_warps * num_stages * Ring::kStageBytes);
+  if (!plan.is_dense) Ring::list_chunks(params, plan, chunk_list);
+  Ring ring(params, plan, segment, stages, stride, lane);
+  const int likely_step = (segment.share << plan.warps_log2) + warp;
+  ring.seek(plan, segment, likely_step);
 
   // --- start copying; write the new tokens, by the warp whose step they belong to, before that step is copied
   const Span span = find_rounds<Ring::kStepTokens>(params, plan, bounds, segment);

@@ -202,15 +202,16 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
         # Rows of one context fill the cache once, where its layers can be told apart again.
         can_share = all(isinstance(layer, KVQuantLayer) for layer in cache.layers)
-        contexts = list(dict.fromkeys(row.context for row in rows)) if can_share else [row.context for row in rows]
+        holders = list({row.context: row for row in rows}.values()) if can_share else rows
+        firsts = [row.context[: row.first_chunk] for row in holders]
+        places = {row.context: index for index, row in enumerate(holders)}
         place = torch.tensor(
-            [contexts.index(row.context) if can_share else index for index, row in enumerate(rows)], device=self.device
+            [places[row.context] if can_share else index for index, row in enumerate(rows)], device=self.device
         )
-        firsts = [context[: max(1, len(context) - 1)] for context in contexts]
         width = max(map(len, firsts))
         pads = [width - len(first) for first in firsts]
         ids = self._table([(0,) * pad + first for pad, first in zip(pads, firsts, strict=True)])
-        positions = torch.arange(width, device=self.device) - self._table([[pad] for pad in pads])  # [contexts, width]
+        positions = torch.arange(width, device=self.device) - self._table([[pad] for pad in pads])  # [holders, width]
         # What follows a short row is never seen by its own queries, and its logits are not looked at.
         later = self._table([(row.context + row.fed)[row.first_chunk :] for row in rows])
         longest = later.shape[1]
@@ -220,7 +221,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             first = self._forward(
                 cache, ids, None if is_even else mask.long(), positions.clamp(min=0), logits_to_keep=1
             )[place, -1:]
-            if len(contexts) < len(rows):
+            if len(holders) < len(rows):
                 cache.batch_select_indices(place)
             mask, sizes = mask[place], positions[place, -1:] + 1
             count_pairs(cache)
