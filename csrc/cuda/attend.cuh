@@ -109,8 +109,16 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   unsigned char* rings = memory + Shape::kRingsAt;
   unsigned char* stages = rings + warp * num_stages * Ring::kStageBytes;
 
-  // --- ask for the length and the query. Meanwhile find the place that most sequences start at: those without padding.
+  // --- while the launch before is ending: what needs no memory, up to the place that most sequences start at, those
+  // without padding
   Segment segment = segment_of_block(plan);
+  const uint32_t chunk_list = shared_address(rings + num_warps * num_stages * Ring::kStageBytes);
+  if (!plan.is_dense) Ring::list_chunks(params, plan, chunk_list);
+  Ring ring(plan, stages, stride, lane);
+  const int likely_step = (segment.share << plan.warps_log2) + warp;
+  ring.seek(plan, segment, likely_step);
+
+  // --- ask for the length and the query
   wait_for_launch_before();
   const Bounds bounds(params, plan, segment.b);
   uint32_t query_bits[kRowsOfWarp][Query<Shape>::kPerLane];
@@ -124,11 +132,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     transform = {params.key_transform, params.key_side.head_dim, segment.h, lane * Query<Shape>::kPerLane};
   uint4 pair = {0, 0, 0, 0};
   if (kHasPairs<Shape> && plan.appends_pairs) pair = load_pair(params, new_tokens, segment, lane);
-  const uint32_t chunk_list = shared_address(rings + num_warps * num_stages * Ring::kStageBytes);
-  if (!plan.is_dense) Ring::list_chunks(params, plan, chunk_list);
-  Ring ring(params, plan, segment, stages, stride, lane);
-  const int likely_step = (segment.share << plan.warps_log2) + warp;
-  ring.seek(plan, segment, likely_step);
+  if (plan.has_gaps) Ring::fill_gaps(params, shared_address(stages), num_stages, lane, segment.b);
 
   // --- start copying; write the new tokens, by the warp whose step they belong to, before that step is copied
   const Span span = find_rounds<Ring::kStepTokens>(params, plan, bounds, segment);

@@ -128,6 +128,13 @@ __device__ __forceinline__ void wait_for_launch_before() {
 #endif
 }
 
+// Lets blocks of the launch behind this one start, as far as there is room; they wait for this launch before they read.
+__device__ __forceinline__ void start_launch_behind() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Makes the compiler hold x in a register from here on, instead of computing it anew wherever it is used: a loop that
 // is bound by instructions loses more by that than a register is worth.
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }

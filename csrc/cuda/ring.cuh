@@ -36,8 +36,7 @@ class Ring {
   static constexpr int kStageBytes = kValueScaleAt + (1 + kHasValueZero) * kPlaneBytes;
 
   // `memory` is shared, num_stages · kStageBytes; `stride` is in steps. To be bound, and to be sent to a step.
-  __device__ __forceinline__ Ring(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
-                                  unsigned char* memory, int stride, int lane)
+  __device__ __forceinline__ Ring(const DecodePlan& plan, unsigned char* memory, int stride, int lane)
       : memory_(shared_address(memory)), stride_(stride * kStepTokens), lane_(lane), is_dense_(plan.is_dense) {
     key_place_ = place_of_chunk<kKeyRowBytes>(lane), value_place_ = place_of_chunk<kValueRowBytes>(lane);
     keep(key_place_);
@@ -46,7 +45,6 @@ class Ring {
     } else {
       keep(value_place_);
     }
-    if (plan.has_gaps) fill_gaps(params, memory_, plan.num_stages, lane_, segment.b);
   }
 
   // Where chunks of rows that are not as the kernel's go, once for all warps of a block; all its threads call this.
@@ -55,6 +53,29 @@ class Ring {
     list_chunks<kValueRowBytes>(params.value_side, plan.value_chunks,
                                 list + plan.key_chunks.num_chunks * kChunkPlaceBytes);
     __syncthreads();
+  }
+
+  // Zeros where no copy writes (the rest of rows narrower than the kernel's, zeros of formats without them), and the
+  // scales of formats with one for all tokens.
+  static __device__ __noinline__ void fill_gaps(const DecodeParams& params, uint32_t memory, int num_stages, int lane,
+                                                int b) {
+    const Side &keys = params.key_side, &values = params.value_side;
+    for (int byte = lane * 16; byte < num_stages * kStageBytes; byte += kLanes * 16) {
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(memory + byte), "r"(0) : "memory");
+    }
+    __syncwarp();
+    for (int stage = 0; stage < num_stages; ++stage) {
+      const uint32_t to = memory + stage * kStageBytes;
+      if (!kIsBlocked && keys.scale_stride_t == 0) {
+        write_plane(to + kScalesAt, *scale_at(keys, b, 0, 0, 0), lane);
+        if (kHasKeyZero && keys.zero != nullptr) write_plane(to + kKeyZeroAt, *zero_at(keys, b, 0, 0, 0), lane);
+      }
+      if (values.scale_stride_t == 0) {
+        write_plane(to + kValueScaleAt, *scale_at(values, b, 0, 0, 0), lane);
+        if (kHasValueZero && values.zero != nullptr) write_plane(to + kValueZeroAt, *zero_at(values, b, 0, 0, 0), lane);
+      }
+    }
+    __syncwarp();
   }
 
   // Leaves out all tokens but begin ... end - 1, and of keys those from `key_end` on, which is not beyond `end`. After
@@ -161,29 +182,6 @@ class Ring {
   __device__ __forceinline__ int lap_end() const {
     if constexpr (kIsBlocked) return lap_end_;
     return whole_end_ < end_ ? whole_end_ : INT32_MAX;
-  }
-
-  // Zeros where no copy writes (the rest of rows narrower than the kernel's, zeros of formats without them), and the
-  // scales of formats with one for all tokens.
-  static __device__ __noinline__ void fill_gaps(const DecodeParams& params, uint32_t memory, int num_stages, int lane,
-                                                int b) {
-    const Side &keys = params.key_side, &values = params.value_side;
-    for (int byte = lane * 16; byte < num_stages * kStageBytes; byte += kLanes * 16) {
-      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(memory + byte), "r"(0) : "memory");
-    }
-    __syncwarp();
-    for (int stage = 0; stage < num_stages; ++stage) {
-      const uint32_t to = memory + stage * kStageBytes;
-      if (!kIsBlocked && keys.scale_stride_t == 0) {
-        write_plane(to + kScalesAt, *scale_at(keys, b, 0, 0, 0), lane);
-        if (kHasKeyZero && keys.zero != nullptr) write_plane(to + kKeyZeroAt, *zero_at(keys, b, 0, 0, 0), lane);
-      }
-      if (values.scale_stride_t == 0) {
-        write_plane(to + kValueScaleAt, *scale_at(values, b, 0, 0, 0), lane);
-        if (kHasValueZero && values.zero != nullptr) write_plane(to + kValueZeroAt, *zero_at(values, b, 0, 0, 0), lane);
-      }
-    }
-    __syncwarp();
   }
 
   static __device__ __forceinline__ void write_plane(uint32_t to, half_bits bits, int lane) {
