@@ -63,6 +63,7 @@ RmsNormParams rms_norm_params(const char* where, const Tensor& x, const Tensor* 
                               const std::optional<Tensor>& mean, double eps);
 RotaryParams rotary_params(const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin);
 SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up);
+void check_prefetch(const Tensor& weight, int64_t num_bytes);
 
 // Where heads and tokens of [batch, heads, tokens, head_dim] are.
 Dense dense_of(const Tensor& x, Dtype dtype);

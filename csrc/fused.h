@@ -1,6 +1,6 @@
 // What lies between the linear layers of a model: arguments as plain structs, checked by args.h, and the CUDA kernels.
 // reference.rms_norm, add_rms_norm, rotary and silu_mul define them, rounding by rounding; on other devices PyTorch runs
-// those. All tensors of a call have one dtype but the mean.
+// those. All tensors of a call have one dtype but the mean. And what loads the weights of a linear layer beforehand.
 #pragma once
 
 #include "format.h"
@@ -45,6 +45,8 @@ namespace cuda {
 void rms_norm(const RmsNormParams& params, void* stream);
 void rotary(const RotaryParams& params, void* stream);
 void silu_mul(const SiluMulParams& params, void* stream);
+// The first bytes of `memory`, into the L2 cache. Nothing is written, nothing waited for.
+void prefetch(const void* memory, int64_t num_bytes, void* stream);
 
 }  // namespace cuda
 }  // namespace hf_kvquant

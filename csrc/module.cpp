@@ -182,6 +182,11 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   if (params.numel > 0) cuda::silu_mul(params, device.stream);
   return out;
 }
+
+void prefetch(const Tensor& weight, int64_t num_bytes) {
+  check_prefetch(weight, num_bytes);
+  cuda::prefetch(weight.const_data_ptr(), num_bytes, CudaDevice(weight).stream);
+}
 #endif
 
 PyObject* cpu_capability(PyObject*, PyObject*) { return PyUnicode_FromString(cpu::capability()); }
@@ -226,6 +231,7 @@ STABLE_TORCH_LIBRARY_IMPL(hf_kvquant, CUDA, library) {
   library.impl("add_rms_norm", TORCH_BOX(&hf_kvquant::add_rms_norm));
   library.impl("rotary", TORCH_BOX(&hf_kvquant::rotary));
   library.impl("silu_mul", TORCH_BOX(&hf_kvquant::silu_mul));
+  library.impl("prefetch", TORCH_BOX(&hf_kvquant::prefetch));
 }
 #endif
 

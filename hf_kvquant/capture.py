@@ -5,7 +5,8 @@ config, the step is instead run once as it is, recorded the second time, and rep
 0.7 s longer than the next, for all 32 layers (H200, 2026-11), and the host launches a graph in place of 1,400 kernels.
 `CudaGraph` does that for any function of static tensors. Here it is applied to the model's forward, which transformers'
 loops call in place of the compiled one; `decode_loop.py` captures the choice of the next token along with it, so that
-the host need not wait. Small kernels of the model are fused for the recording, see `fusion.py`.
+the host need not wait. Small kernels of the model are fused for the recording, see `fusion.py`, and weights are fetched
+ahead, see `prefetch.py`.
 
 A graph reads and writes addresses. It is kept on the model, and found again by the addresses of everything that it
 touches and that is not its own: weights, and the buffers of the cache. Where these have moved, another is captured.
@@ -28,6 +29,7 @@ from transformers.utils.generic import ModelOutput
 
 from .cache import KVQuantCache
 from .fusion import fused
+from .prefetch import Prefetch
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +101,12 @@ class CudaGraph(StepRunner):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)  # a capture needs one of its own
+        self._prefetch = Prefetch(device)
 
     def _run_once(self, step: Callable[[], Any]) -> Any:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), self._prefetch.noted():
             result = step()
         current.wait_stream(self._stream)
         return result
@@ -112,7 +115,10 @@ class CudaGraph(StepRunner):
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may go on using the GPU: only what this one does has to fit into a graph.
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+                self._prefetch.recorded(),
+            ):
                 result = step()
         except Exception:
             # Random numbers would be drawn as within a capture from now on, and so raise: let one end as it should.

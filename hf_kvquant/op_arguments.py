@@ -140,6 +140,19 @@ def check_devices(where: str, arguments: Arguments) -> None:
             _refuse(where, name, f"{expected}, got {x.device}. Move the inputs, or build the cache where the model is.")
 
 
+def check_prefetch(weight: Tensor, num_bytes: int) -> None:
+    """Refuse bytes that a weight does not have.
+
+    Raises:
+        ValueError: Naming the argument.
+    """
+    if not weight.is_contiguous():
+        _refuse("prefetch", "weight", "must be contiguous, got strides that are not. Call .contiguous().")
+    if not 0 <= num_bytes <= weight.nbytes:
+        problem = f"must be at most the {weight.nbytes} of `weight`, got {num_bytes}. Ask for fewer."
+        _refuse("prefetch", "num_bytes", problem)
+
+
 def without_lazy_negation(where: str, schema: torch.FunctionSchema, args: Iterable[Any]) -> list[Any]:
     """The arguments, with what torch has yet to negate (as in `z.conj().imag`) negated: kernels read what is there.
 

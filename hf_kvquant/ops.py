@@ -9,7 +9,8 @@ the package calls: it checks arguments, chooses, and spells out the planes. Whic
 `handle.py` and `attention.py`.
 
 `rms_norm`, `add_rms_norm`, `rotary` and `silu_mul` are what a model computes between its linear layers, in one CUDA
-kernel each, with every rounding of the kernels that they stand for; `fusion.py` alone calls them.
+kernel each, with every rounding of the kernels that they stand for; `fusion.py` alone calls them. `prefetch` brings
+weights into the L2 cache of a GPU before a linear layer asks for them; `prefetch.py` alone calls it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 # Raised whenever a schema below or the meaning of an argument changes, here and in csrc/format.h: a stale build is then
 # refused at load instead of reading its arguments in the wrong order.
-OPS_VERSION = 7
+OPS_VERSION = 8
 
 # Thread blocks of a CUDA decode that share a sequence find out by an atomic counter which of them is the last; that one
 # combines their parts. Mirrored in csrc/format.h.
@@ -67,6 +68,7 @@ FUSED_SCHEMAS = (
     "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor query, Tensor key)",
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
 )
+PREFETCH_SCHEMA = "prefetch(Tensor weight, int num_bytes) -> ()"
 
 _library = torch.library.Library("hf_kvquant", "DEF")
 _library.define(APPEND_SCHEMA)
@@ -74,7 +76,7 @@ _library.define(DECODE_SCHEMA)
 # Ops of their own rather than Python functions, so that the compiler sees a call and no data-dependent branch.
 for _schema in (APPEND_SCHEMA, DECODE_SCHEMA):
     _library.define(_schema.replace("(", "_reference(", 1), tags=torch.Tag.cudagraph_unsafe)
-for _schema in FUSED_SCHEMAS:
+for _schema in (*FUSED_SCHEMAS, PREFETCH_SCHEMA):
     _library.define(_schema)
 
 
@@ -243,6 +245,7 @@ _library.impl("rms_norm", reference.rms_norm, "CompositeExplicitAutograd")
 _library.impl("add_rms_norm", reference.add_rms_norm, "CompositeExplicitAutograd")
 _library.impl("rotary", reference.rotary, "CompositeExplicitAutograd")
 _library.impl("silu_mul", reference.silu_mul, "CompositeExplicitAutograd")
+_library.impl("prefetch", op_arguments.check_prefetch, "CompositeExplicitAutograd")  # a hint, which may be ignored
 
 
 # Torch calls a fake, which computes nothing, also where a single tensor is on `meta` and the others hold numbers.
@@ -285,6 +288,11 @@ for _name, _like in (
     ("silu_mul", ("gate",)),
 ):
     torch.library.register_fake(f"hf_kvquant::{_name}", _fake_like(_name, *_like), lib=_library)
+
+
+@torch.library.register_fake("hf_kvquant::prefetch", lib=_library)
+def _prefetch_fake(weight: Tensor, num_bytes: int) -> None:
+    pass
 
 
 def head_dim_of(codes: Tensor, storage_id: int) -> int:
