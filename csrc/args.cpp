@@ -41,6 +41,12 @@ std::string shape_of(const Tensor& tensor) {
   return text.str();
 }
 
+bool is_shaped_like(const Tensor& tensor, const Tensor& like) {
+  bool is_same = tensor.dim() == like.dim();
+  for (int64_t axis = 0; is_same && axis < tensor.dim(); ++axis) is_same = tensor.size(axis) == like.size(axis);
+  return is_same;
+}
+
 const char* name_of(Storage storage) {
   switch (storage) {
     case Storage::none: return "none";
@@ -279,7 +285,7 @@ Side side(const char* where, const std::string& name, const PlaneArgs& planes, c
   if (!side.is_symmetric) {
     const Tensor& zero = *planes.zero;
     check_scale_plane(where, name + "_zero", zero, codes, side.head_dim);
-    KVQ_CHECK(shape_of(zero) == shape_of(*planes.scale), where, ": `", name, "_zero` must be ",
+    KVQ_CHECK(is_shaped_like(zero, *planes.scale), where, ": `", name, "_zero` must be ",
               shape_of(*planes.scale), " like the scale, got ", shape_of(zero), kFromThisPackage);
     side.zero = memory_of<half_bits>(where, name + "_zero", zero);
     side.zero_stride_b = shared_stride(zero, 0);
@@ -625,7 +631,7 @@ RmsNormParams rms_norm_params(const char* where, const Tensor& x, const Tensor* 
   check_vectors(where, "x", x);
   if (other != nullptr) {
     check_like(where, "other", *other, "x", x);
-    KVQ_CHECK(shape_of(*other) == shape_of(x), where, ": `other` must be ", shape_of(x), " like `x`, got ",
+    KVQ_CHECK(is_shaped_like(*other, x), where, ": `other` must be ", shape_of(x), " like `x`, got ",
               shape_of(*other), ".");
     check_vectors(where, "other", *other);
     params.other = other->const_data_ptr();
@@ -672,7 +678,7 @@ SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up) {
   SiluMulParams params{};
   params.dtype = dense_dtype("silu_mul", "gate", gate);
   check_like("silu_mul", "up", up, "gate", gate);
-  KVQ_CHECK(shape_of(up) == shape_of(gate), "silu_mul: `up` must be ", shape_of(gate), " like `gate`, got ",
+  KVQ_CHECK(is_shaped_like(up, gate), "silu_mul: `up` must be ", shape_of(gate), " like `gate`, got ",
             shape_of(up), ".");
   KVQ_CHECK(gate.numel() % kFusedVector == 0, "silu_mul: `gate` must have a multiple of ", kFusedVector,
             " numbers, got ", gate.numel(), ". Use the model's own functions.");
