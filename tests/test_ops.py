@@ -834,6 +834,36 @@ def test_counters_of_another_device_are_refused() -> None:
         ops.decode(**arguments)
 
 
+@CUDA_ONLY
+def test_codes_that_the_cuda_kernels_cannot_load() -> None:
+    arguments = good_arguments("cuda")
+    planes = arguments["value_planes"]
+    codes = torch.zeros(planes.codes.numel() + 2, dtype=torch.uint8, device="cuda")[2:].view(planes.codes.shape)
+    arguments["value_planes"] = Planes(codes, planes.scale, planes.zero)
+    with pytest.raises(ValueError) as raised:
+        ops.decode(**arguments)
+    assert str(raised.value) == (
+        "decode: codes must start at multiples of 4 bytes for the CUDA kernels, got a remainder of 2. "
+        "Planes are made by KVFormat.allocate."
+    )
+
+
+@CUDA_ONLY
+def test_heads_that_the_cuda_kernels_cannot_hold() -> None:
+    """Called by its own name, which the package does only where the kernels serve."""
+    case = Case(pair(KVFormat("int8")), 264, torch.bfloat16, 2, 1, (1, 30))
+    key_planes, value_planes = (clone(filled(case, side), "cuda") for side in range(2))
+    operands = ops.Operands(key_planes, value_planes, case.formats)
+    operands._append = torch.ops.hf_kvquant.append.default
+    new = tokens(case, 1, 264).to("cuda")
+    with pytest.raises(ValueError) as raised:
+        operands.append(new, new, case.lengths_tensor().to("cuda"))
+    assert str(raised.value) == (
+        "append: `head_dim` must be at most 256 for the CUDA kernels, got 264. Leave this model unpatched, or run it "
+        "on the CPU."
+    )
+
+
 def test_one_new_tensor_without_the_other_is_refused(device: str) -> None:
     arguments = list(op_arguments(device, KVFormat("int8"))[1])
     arguments[2] = None

@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -395,21 +394,21 @@ bool may_overlap(const void* function) {
 }
 
 void check_support(const char* where, const Side& side) {
-  std::ostringstream message;
-  message << where << ": ";
+  // A message is built only where it is needed: every decode comes through here.
+  const auto refuse = [where](const std::string& problem) {
+    throw std::invalid_argument(std::string(where) + ": " + problem);
+  };
   if (side.head_dim > kMaxCudaHeadDim) {
-    message << "`head_dim` must be at most " << kMaxCudaHeadDim << " for the CUDA kernels, got " << side.head_dim
-            << ". Leave this model unpatched, or run it on the CPU.";
-    throw std::invalid_argument(message.str());
+    refuse("`head_dim` must be at most " + std::to_string(kMaxCudaHeadDim) + " for the CUDA kernels, got " +
+           std::to_string(side.head_dim) + ". Leave this model unpatched, or run it on the CPU.");
   }
   // Kernels load eight channels at a time, 16 bytes at most.
   const int bytes = side.storage == Storage::int4 ? 4 : side.storage == Storage::none ? 16 : 8;
   const int64_t address = reinterpret_cast<int64_t>(side.codes);
   const int64_t offset = (address | side.codes_stride_b | side.codes_stride_h | side.codes_stride_t) % bytes;
   if (offset != 0) {
-    message << "codes must start at multiples of " << bytes << " bytes for the CUDA kernels, got a remainder of "
-            << offset << ". Planes are made by KVFormat.allocate.";
-    throw std::invalid_argument(message.str());
+    refuse("codes must start at multiples of " + std::to_string(bytes) + " bytes for the CUDA kernels, got a " +
+           "remainder of " + std::to_string(offset) + ". Planes are made by KVFormat.allocate.");
   }
 }
 
