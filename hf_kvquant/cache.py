@@ -1,10 +1,10 @@
 """`KVQuantCache`: the transformers `Cache` contract over `storage.py`.
 
 A cache is a list of layers. Full-attention layers become `KVQuantLayer`s here, those with a sliding window the rings of
-`rings.py`; what transformers keeps in other ways (chunks, linear attention) stays with transformers' own layer classes,
-and what cannot be quantised per head (latent caches) is refused. The first chunk of tokens comes back from `update` as
-it was given, so that prefill runs as before and the first token is exact; afterwards `update` returns handles
-(`handle.py`) that `attention.py` serves from codes.
+`rings.py`, those with a state besides the layers of `hybrids.py`; what transformers keeps in other ways (chunks, linear
+attention) stays with transformers' own layer classes, and what cannot be quantised per head (latent caches) is refused.
+The first chunk of tokens comes back from `update` as it was given, so that prefill runs as before and the first token
+is exact; afterwards `update` returns handles (`handle.py`) that `attention.py` serves from codes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ _LEFT_TO_TRANSFORMERS = (
     "conv",
     "linear_attention",
     "cross_attention",
-    "hybrid",
     "hybrid_sliding",
     "dummy",
     "moe",
@@ -52,6 +51,11 @@ _LEFT_TO_TRANSFORMERS = (
 
 # Layers without keys and values. Models that have nothing else are not for us.
 _RECURRENT = frozenset(("conv", "linear_attention"))
+
+# Layers whose keys and values are quantised whatever the config says, ...
+_FULL_ATTENTION = ("full_attention", "hybrid")
+# ... and those among them that have a state besides, which transformers keeps.
+_WITH_STATE = frozenset(("hybrid",))
 
 # Layers that have no state. A CUDA graph may be captured over them and ours, whose state is all on the device.
 STATELESS = frozenset(("dummy", "moe", "mlp"))
@@ -69,6 +73,8 @@ class KVQuantLayer(CacheLayerMixin):
     """
 
     is_croppable = True
+    # Whether there is more to the layer than keys and values (`hybrids.py`).
+    holds_state = False
 
     def __init__(self, storage: LayerStorage, notes: MaskNotes) -> None:
         # CacheLayerMixin.__init__ would assign `keys` and `values`, which are computed on demand here.
@@ -292,7 +298,8 @@ class KVQuantCache(QuantizedCache):
                 f"KVQuantCache: `key_transforms` must name layers whose cache is quantised, which are {quantized}, "
                 f"got {foreign}. Was it made for another model?"
             )
-        from .rings import KVQuantRingLayer, RingStorage  # which import this module
+        from .hybrids import KVQuantHybridLayer  # which import this module
+        from .rings import KVQuantRingLayer, RingStorage
 
         new_ring = KVQuantRingLayer if max_cache_len is None else KVQuantLayer
         new_storage: Callable[..., LayerStorage] = LayerStorage
@@ -312,6 +319,8 @@ class KVQuantCache(QuantizedCache):
             }
             if layer_type == "full_attention":
                 return KVQuantLayer(new_storage(formats, **options), self.notes)
+            if layer_type == "hybrid":
+                return KVQuantHybridLayer(new_storage(formats, **options), self.notes, **kwargs)
             return new_ring(RingStorage(formats, window=kwargs["sliding_window"], **options), self.notes)
 
         layers = [new_layer(index, *each) for index, each in enumerate(zip(layer_types, layer_kwargs, strict=True))]
@@ -504,7 +513,7 @@ def quantized_layers(layer_types: Sequence[str], quant_config: KVQuantConfig) ->
         layer_types: As `layers_of` returns them.
         quant_config: What the user asks for.
     """
-    kinds = ("full_attention", "sliding_attention") if quant_config.sliding else ("full_attention",)
+    kinds = (*_FULL_ATTENTION, "sliding_attention") if quant_config.sliding else _FULL_ATTENTION
     return [index for index, layer_type in enumerate(layer_types) if layer_type in kinds]
 
 
@@ -543,7 +552,7 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
             f"KVQuantCache: {model_type} picks the keys that it attends to, which codes cannot serve. "
             "Leave the model unpatched."
         )
-    unknown = sorted(set(layer_types) - {"full_attention", *_LEFT_TO_TRANSFORMERS})
+    unknown = sorted(set(layer_types) - {*_FULL_ATTENTION, *_LEFT_TO_TRANSFORMERS})
     if unknown:
         raise NotImplementedError(
             f"KVQuantCache: {model_type} has layers of type {unknown}, whose caches are not keys and values per head. "
@@ -560,7 +569,7 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
             "which some of its layers attend to. Leave out static, max_cache_len and capture."
         )
     quantized = quantized_layers(layer_types, quant_config)
-    ours = {layer_types[index] for index in quantized}
+    ours = {layer_types[index] for index in quantized} - _WITH_STATE
     uncapturable = sorted(set(layer_types) - ours - STATELESS)
     if quant_config.capture and uncapturable:
         raise NotImplementedError(

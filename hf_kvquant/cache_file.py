@@ -481,8 +481,10 @@ def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[i
             f"{len(layer_types)} cache layers, {len(quantized)} of them quantised, for {len(cache.layers)} and "
             f"{len(storages)}. Pass the model whose tokens it holds."
         )
-    others = {layer_type for index, layer_type in enumerate(layer_types) if index not in storages}
-    foreign = sorted(others - STATELESS)
+    held = [isinstance(layer, KVQuantLayer) and not layer.holds_state for layer in cache.layers]
+    foreign = sorted(
+        {layer_type for layer_type, is_ours in zip(layer_types, held, strict=True) if not is_ours} - STATELESS
+    )
     if foreign:
         raise NotImplementedError(
             f"{where}: `model` must have a quantised cache in all layers, got a {type(model).__name__} with layers of "

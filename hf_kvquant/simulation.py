@@ -182,6 +182,11 @@ def simulated_cache(
         NotImplementedError, TypeError, ValueError: As for `KVQuantCache`.
     """
     cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
+    if any(isinstance(layer, KVQuantLayer) and layer.holds_state for layer in cache.layers):
+        raise NotImplementedError(
+            f"simulate: `model` must have keys and values alone in its attention layers, got a {type(model).__name__}, "
+            "which has a state there as well. Feed it in chunks."
+        )
     first_chunks = (first_chunk,) if isinstance(first_chunk, int) else first_chunk
     cache.layers = [
         SimulatedLayer(_whole(layer.storage), first_chunks, chunk_size) if isinstance(layer, KVQuantLayer) else layer

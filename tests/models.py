@@ -32,7 +32,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, key_transforms, patched, reference
 from hf_kvquant.attention import attention
@@ -178,6 +178,31 @@ FAMILIES: dict[str, Family] = {
             "mamba_d_head": 2 * HEAD_DIM,
             "mamba_d_state": 4,
             "shared_intermediate_size": 48,
+        },
+    ),
+    # Attention and a state in one layer.
+    "falcon_h1": Family(
+        "falcon_h1",
+        {
+            "mamba_d_ssm": 4 * HEAD_DIM,
+            "mamba_n_heads": 4,
+            "mamba_d_head": HEAD_DIM,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 4,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "zamba2": Family(
+        "zamba2",
+        {
+            "hidden_size": 4 * HEAD_DIM,
+            "layers_block_type": ["mamba", "hybrid"],
+            "mamba_d_state": 4,
+            "n_mamba_heads": 4,
+            "mamba_headdim": 2 * HEAD_DIM,
+            "num_mem_blocks": 1,
+            "chunk_size": 8,
+            "num_key_value_heads": 4,
         },
     ),
     "jetmoe": Family("jetmoe", {**_MOE, "kv_channels": HEAD_DIM}, is_served=False),
@@ -470,6 +495,10 @@ class ReferenceLayer(DynamicLayer):
             coded[:, :, begin:end] = reference.dequantize(planes, self.formats[0])
 
 
+class ReferenceHybridLayer(ReferenceLayer, LinearAttentionAndFullAttentionLayer):
+    """The same, with the state that a layer has besides."""
+
+
 class ReferenceCache(DynamicCache):
     """A `DynamicCache` whose layers that ours quantises attend to dequantised tensors, for an unpatched model.
 
@@ -501,7 +530,8 @@ class ReferenceCache(DynamicCache):
             if key_transforms is not None:
                 transform = key_transforms.get(index, KeyTransform())
             replayed = None if replay is None else replay[index]
-            self.layers[index] = ReferenceLayer(formats, replayed, mask, transform)
+            kind = ReferenceHybridLayer if layer_types[index] == "hybrid" else ReferenceLayer
+            self.layers[index] = kind(formats, replayed, mask, transform)
 
 
 def check_against_reference(

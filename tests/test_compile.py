@@ -90,6 +90,13 @@ def test_softcaps_sinks_and_shared_keys_compile_one_graph(family: str) -> None:
     check_one_graph()
 
 
+@pytest.mark.parametrize("family", ["falcon_h1", "zamba2"])
+def test_states_beside_keys_and_values_compile_one_graph(family: str) -> None:
+    model = models.build(FAMILIES[family].model_type, **FAMILIES[family].options)
+    check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled_for("eager"), new_tokens=4)
+    check_one_graph()
+
+
 def test_sliding_layers_of_transformers_break_no_graph() -> None:
     """They count on the host, so that the compiler looks again when a count changes; it is not ours to change."""
     model = models.build("gemma2", **FAMILIES["gemma2"].options)

@@ -201,7 +201,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         """Score rows through the cache. See `_scores` for what comes back."""
         cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
         # Rows of one context fill the cache once, where its layers can be told apart again.
-        can_share = all(isinstance(layer, KVQuantLayer) for layer in cache.layers)
+        can_share = all(isinstance(layer, KVQuantLayer) and not layer.holds_state for layer in cache.layers)
         holders = list({row.context: row for row in rows}.values()) if can_share else rows
         firsts = [row.context[: row.first_chunk] for row in holders]
         places = {row.context: index for index, row in enumerate(holders)}

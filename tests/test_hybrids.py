@@ -1,0 +1,205 @@
+"""Layers that are attention and a state at once: as transformers' own, with codes for keys and values.
+
+Against the reference they are compared in `test_generate.py`, with all families.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import compare
+import models
+import pytest
+import torch
+from models import greedy, left_padded, logits
+from test_cache import through_pickle
+from transformers.cache_utils import DynamicCache
+
+import hf_kvquant
+from hf_kvquant import KVQuantCache, patch, patched
+from hf_kvquant.hybrids import KVQuantHybridLayer
+from hf_kvquant.simulation import simulated_cache, why_not_simulated
+
+FAMILIES = ["falcon_h1", "zamba2"]
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest, device: str) -> Any:
+    return models.on(device, models.family(request.param))
+
+
+def first_of(cache: Any) -> Any:
+    """The first hybrid layer."""
+    return next(layer for layer in cache.layers if isinstance(layer, KVQuantHybridLayer))
+
+
+def filled(model: Any, config: Any = "int4", **options: Any) -> KVQuantCache:
+    cache = KVQuantCache(model.config, config, **options)
+    with patched(model, config):
+        greedy(model, left_padded(), 4, past_key_values=cache)
+    return cache
+
+
+def states_of(layer: Any) -> list[Any]:
+    return [layer.conv_states[0], layer.recurrent_states[0]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"prefill_chunk_size": 4}, {"num_beams": 3}, {"use_cache": False}],
+    ids=["chunks", "beams", "no_cache"],
+)
+def test_generation_is_that_of_transformers(model: Any, options: dict[str, Any]) -> None:
+    expected = greedy(model, left_padded(), **options)
+    with patched(model, "none"):
+        output = greedy(model, left_padded(), **options)
+    compare.assert_same(output.sequences, expected.sequences.cpu(), "tokens")
+
+
+def test_static_caches_are_those_of_transformers(model: Any) -> None:
+    options = {"disable_compile": True}
+    expected = greedy(model, left_padded(), cache_implementation="static", **options)
+    with patched(model, {"preset": "none", "static": True}):
+        output = greedy(model, left_padded(), **options)
+    compare.assert_same(output.sequences, expected.sequences.cpu(), "tokens")
+    assert first_of(output.past_key_values).is_compileable
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel"])
+def test_static_caches_hold_the_same_codes(model: Any, preset: str) -> None:
+    with patched(model, preset):
+        expected = greedy(model, left_padded(), disable_compile=True)
+    with patched(model, {"preset": preset, "static": True}):
+        output = greedy(model, left_padded(), disable_compile=True)
+    compare.assert_same(logits(output), logits(expected).cpu(), "logits")
+    assert not any(storage.fallbacks for storage in output.past_key_values.storages)
+
+
+def test_a_chat_goes_on_with_its_cache(model: Any) -> None:
+    def both_turns(cache: Any) -> Any:
+        first = greedy(model, left_padded(), 4, past_key_values=cache).sequences
+        ids = torch.cat((first, first[:, :3]), dim=1).cpu()
+        mask = torch.cat((left_padded()["attention_mask"], torch.ones(3, 7, dtype=torch.int64)), dim=1)
+        return greedy(model, {"input_ids": ids, "attention_mask": mask}, 4, past_key_values=cache).sequences
+
+    expected = both_turns(DynamicCache(config=model.config))
+    with patched(model, "none"):
+        compare.assert_same(both_turns(KVQuantCache(model.config, "none")), expected.cpu(), "tokens")
+
+
+def test_a_cache_that_was_reset_serves_again(model: Any) -> None:
+    cache = filled(model)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and not any(first_of(cache).has_previous_state.values())
+    with patched(model, "int4"):
+        expected = greedy(model, left_padded(), 4).sequences
+        compare.assert_same(greedy(model, left_padded(), 4, past_key_values=cache).sequences, expected.cpu(), "tokens")
+
+
+def test_the_batch_of_states_is_that_of_the_codes(model: Any) -> None:
+    layer, order = first_of(filled(model)), torch.tensor([2, 0], device=model.device)
+    before, keys = [state.clone() for state in states_of(layer)], layer.keys.clone()
+    layer.batch_repeat_interleave(2)
+    for state, old in zip(states_of(layer), before, strict=True):
+        compare.assert_same(state, old.repeat_interleave(2, dim=0).cpu(), "repeated")
+    compare.assert_same(layer.keys, keys.repeat_interleave(2, dim=0).cpu(), "repeated keys")
+    layer.batch_select_indices(2 * order)
+    for state, old in zip(states_of(layer), before, strict=True):
+        compare.assert_same(state, old[order].cpu(), "selected")
+    compare.assert_same(layer.keys, keys[order].cpu(), "selected keys")
+    layer.reorder_cache(torch.tensor([1, 0], device=model.device))
+    for state, old in zip(states_of(layer), before, strict=True):
+        compare.assert_same(state, old[order.flip(0)].cpu(), "reordered")
+    compare.assert_same(layer.keys, keys[order.flip(0)].cpu(), "reordered keys")
+    assert layer.batch_size == 2
+
+
+def test_copies_go_on_alike(model: Any) -> None:
+    cache = filled(model)
+    ids = torch.full((3, 1), 7, device=model.device)
+    # Thirteen tokens in rows with three, none and five of padding; twelve are held.
+    mask = torch.cat((left_padded()["attention_mask"], torch.ones(3, 4, dtype=torch.int64)), dim=1).to(model.device)
+    with patched(model, "int4"), torch.no_grad():
+        expected, *others = (
+            model(ids, attention_mask=mask, past_key_values=each).logits
+            for each in (copy.deepcopy(cache), through_pickle(cache), cache)
+        )
+    for other in others:
+        compare.assert_same(other, expected.cpu(), "logits")
+
+
+def test_moving_takes_the_state_along(model: Any) -> None:
+    layer = first_of(filled(model))
+    before, keys = [state.clone() for state in states_of(layer)], layer.keys.clone()
+    layer.offload()
+    assert layer.storage.device.type == "cpu" and all(state.device.type == "cpu" for state in states_of(layer))
+    layer.prefetch()
+    assert all(state.device == model.device for state in states_of(layer))
+    for now, old in zip((*states_of(layer), layer.keys), (*before, keys), strict=True):
+        compare.assert_same(now, old.cpu(), "after a journey")
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+def test_a_state_has_no_past(model: Any) -> None:
+    cache = filled(model)
+    length = cache.get_seq_length()
+    assert not cache.is_croppable
+    with pytest.raises(RuntimeError, match="activate_past_recording"):
+        cache.crop(-2)
+    with pytest.raises(ValueError, match="`tokens_to_remove` must be 0 or negative, got 2"):
+        first_of(cache).crop(2)
+    assert cache.get_seq_length() == length
+
+
+def test_states_are_not_captured(model: Any) -> None:
+    with pytest.raises(
+        NotImplementedError, match=r"`capture` must be False for .*, got True: its layers of type \['hyb"
+    ):
+        patch(model, {"preset": "int4", "capture": True})
+
+
+def test_states_are_not_saved(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError, match=r"got a .* with layers of type \['hybrid'"):
+        filled(model).save(tmp_path / "cache.safetensors", model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_states_are_not_simulated(model: Any) -> None:
+    message = (
+        f"simulate: `model` must have keys and values alone in its attention layers, got a {type(model).__name__}, "
+        "which has a state there as well. Feed it in chunks."
+    )
+    with pytest.raises(NotImplementedError) as raised:
+        simulated_cache(model, "int4")
+    assert str(raised.value) == message == why_not_simulated(model)
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_calibrated_and_values_rotated() -> None:
+    """Falcon-H1 multiplies its keys by a number, which is the projection's as far as factors go."""
+    model = copy.deepcopy(models.family("falcon_h1"))
+    before = greedy(model, left_padded(), 3)
+    result = hf_kvquant.smooth_attention(model, models.tokenizer(), ["ab cd ef gh " * 200], window=64, mode="fold")
+    assert [layer.layer_idx for layer in result.layers] == [0, 1]
+    assert hf_kvquant.rotate_values(model) == (0, 1)
+    after = greedy(model, left_padded(), 3)
+    compare.assert_same(after.sequences, before.sequences, "tokens")
+
+
+def test_keys_have_centers_where_they_have_biases() -> None:
+    options = {**models.FAMILIES["falcon_h1"].options, "attention_bias": True}
+    model = models.build("falcon_h1", **options)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias.normal_(std=3.0)
+    transforms = hf_kvquant.key_transforms(model, "int4")
+    assert all(transforms[index].center is not None for index in range(2))
+    with patched(model, "int8"):
+        output = greedy(model, left_padded(), 3)
+    assert first_of(output.past_key_values).storage.key_transform.center is not None
