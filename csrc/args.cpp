@@ -694,8 +694,8 @@ void check_prefetch(const Tensor& weight, int64_t num_bytes) {
   KVQ_CHECK(weight.is_contiguous(), "prefetch: `weight` must be contiguous, got strides that are not. Call ",
             ".contiguous().");
   const int64_t held = weight.numel() * static_cast<int64_t>(weight.element_size());
-  KVQ_CHECK(num_bytes >= 0 && num_bytes <= held, "prefetch: `num_bytes` must be at most the ", held,
-            " of `weight`, got ", num_bytes, ". Ask for fewer.");
+  KVQ_CHECK(num_bytes >= 0 && num_bytes <= held, "prefetch: `num_bytes` must be between 0 and the ", held,
+            " bytes of `weight`, got ", num_bytes, ".");
 }
 
 void check_lengths(const char* where, const AppendParams& params) {

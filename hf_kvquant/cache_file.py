@@ -473,24 +473,22 @@ def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[i
         ValueError: The model has other layers.
     """
     layer_types, _ = layers_of(text_config_of(model))
-    storages = {index: layer.storage for index, layer in enumerate(cache.layers) if isinstance(layer, KVQuantLayer)}
+    layers = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, KVQuantLayer)}
     quantized = quantized_layers(layer_types, cache.quant_config)
-    if len(cache.layers) != len(layer_types) or list(storages) != quantized:
+    if len(cache.layers) != len(layer_types) or list(layers) != quantized:
         raise ValueError(
             f"{where}: `model` must be the one that the cache was made for, got a {type(model).__name__} with "
             f"{len(layer_types)} cache layers, {len(quantized)} of them quantised, for {len(cache.layers)} and "
-            f"{len(storages)}. Pass the model whose tokens it holds."
+            f"{len(layers)}. Pass the model whose tokens it holds."
         )
-    held = [isinstance(layer, KVQuantLayer) and not layer.holds_state for layer in cache.layers]
-    foreign = sorted(
-        {layer_type for layer_type, is_ours in zip(layer_types, held, strict=True) if not is_ours} - STATELESS
-    )
+    whole = {index for index, layer in layers.items() if not layer.holds_state}
+    foreign = sorted({each for index, each in enumerate(layer_types) if index not in whole} - STATELESS)
     if foreign:
         raise NotImplementedError(
             f"{where}: `model` must have a quantised cache in all layers, got a {type(model).__name__} with layers of "
             f"type {foreign}, whose state transformers keeps in classes of its own. Keep the text, or pickle the cache."
         )
-    return storages
+    return {index: layer.storage for index, layer in layers.items()}
 
 
 def _check_at_rest(where: str, storages: Mapping[int, LayerStorage]) -> tuple[int, int]:

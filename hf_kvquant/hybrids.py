@@ -27,7 +27,6 @@ class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  #
     """
 
     holds_state = True
-    supports_early_init = False
 
     def __init__(self, storage: LayerStorage, notes: MaskNotes, **kwargs: Any) -> None:
         KVQuantLayer.__init__(self, storage, notes)

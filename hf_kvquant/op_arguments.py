@@ -149,7 +149,7 @@ def check_prefetch(weight: Tensor, num_bytes: int) -> None:
     if not weight.is_contiguous():
         _refuse("prefetch", "weight", "must be contiguous, got strides that are not. Call .contiguous().")
     if not 0 <= num_bytes <= weight.nbytes:
-        problem = f"must be at most the {weight.nbytes} of `weight`, got {num_bytes}. Ask for fewer."
+        problem = f"must be between 0 and the {weight.nbytes} bytes of `weight`, got {num_bytes}."
         _refuse("prefetch", "num_bytes", problem)
 
 

@@ -48,12 +48,12 @@ def test_weights_stay_as_they_are(num_bytes: int, device: str) -> None:
         (
             lambda x: x,
             129,
-            "prefetch: `num_bytes` must be at most the 128 of `weight`, got 129. Ask for fewer.",
+            "prefetch: `num_bytes` must be between 0 and the 128 bytes of `weight`, got 129.",
         ),
         (
             lambda x: x.half()[1:],
             -1,
-            "prefetch: `num_bytes` must be at most the 48 of `weight`, got -1. Ask for fewer.",
+            "prefetch: `num_bytes` must be between 0 and the 48 bytes of `weight`, got -1.",
         ),
     ],
 )

@@ -64,7 +64,9 @@ def score(model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[st
         _read(model, context, read)
         for name, config in configs.items():
             cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
-            if all(type(layer) is KVQuantLayer and not layer.is_sliding for layer in cache.layers):
+            if all(
+                isinstance(each, KVQuantLayer) and not (each.is_sliding or each.holds_state) for each in cache.layers
+            ):
                 for index, layer in enumerate(read.layers):
                     assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
                     cache.update(layer.keys, layer.values, index)

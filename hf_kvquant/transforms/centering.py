@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, EncoderDecoderCache, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from ..cache import layers_of
 from ..text_config import positions_of, text_config_of
@@ -89,12 +89,10 @@ def _keys_of_a_token(model: PreTrainedModel) -> dict[int, Tensor]:
     token = torch.zeros((1, 1), dtype=torch.long, device="cpu" if model.device.type == "meta" else model.device)
     with evaluating(model):
         decoder(input_ids=token, attention_mask=torch.ones_like(token), past_key_values=given, use_cache=True)
-    keys = {
-        index: layer.keys
-        for index, layer in enumerate(cache.layers)
-        if isinstance(layer, DynamicLayer) and type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+    whole = {
+        i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer) and not layer.is_sliding
     }
-    return {index: key for index, key in keys.items() if key is not None and key.numel() > 0}
+    return {i: layer.keys for i, layer in whole.items() if layer.keys is not None and layer.keys.numel() > 0}
 
 
 def whole_cache(model: PreTrainedModel) -> DynamicCache:
