@@ -18,7 +18,25 @@
 namespace hf_kvquant {
 namespace {
 
-using torch::headeronly::ScalarType;
+// An uninitialised dense tensor on the device of another. Each of torch::stable's functions for this looks an op up by
+// its name, of which a decode step would take 2 us of host time in every layer. `dtype` is one of aoti_torch_dtype_*.
+Tensor empty_beside(const Tensor& other, int32_t dtype, std::initializer_list<int64_t> shape) {
+  int64_t strides[4], numel = 1;
+  for (size_t d = shape.size(); d-- > 0; numel *= shape.begin()[d]) strides[d] = numel;
+  int32_t device_type, device_index;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(other.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(other.get(), &device_index));
+  AtenTensorHandle out;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.begin(), strides,
+                                                         dtype, device_type, device_index, &out));
+  return Tensor(out);
+}
+
+Tensor empty_beside(const Tensor& other, std::initializer_list<int64_t> shape) {
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(other.get(), &dtype));
+  return empty_beside(other, dtype, shape);
+}
 
 // How a device runs what has been checked. Numbers in host memory are checked too, before anything is written.
 struct CpuDevice {
@@ -43,7 +61,7 @@ struct CpuDevice {
 // CUDA graph can capture them.
 struct CudaDevice {
   explicit CudaDevice(const Tensor& tensor)
-      : device(tensor.device()), guard(device.index()), stream(cuda::current_stream(device.index())) {}
+      : tensor(tensor), guard(tensor.get_device_index()), stream(cuda::current_stream(tensor.get_device_index())) {}
 
   template <class Params>
   void check(const char* where, const Params& params) const {
@@ -57,15 +75,14 @@ struct CudaDevice {
     // Parts are combined by whoever finishes last, which takes counters; those of a storage are zero already.
     std::optional<Tensor> counters;
     if (plan.num_counters > (params.counters == nullptr ? 0 : kNumCounters)) {
-      counters = torch::stable::empty({plan.num_counters}, ScalarType::Int, std::nullopt, device, std::nullopt);
+      counters = empty_beside(tensor, aoti_torch_dtype_int32(), {plan.num_counters});
       params.counters = static_cast<int32_t*>(torch::stable::zero_(*counters).data_ptr());
     }
-    const Tensor workspace =
-        torch::stable::empty({plan.workspace_floats}, ScalarType::Float, std::nullopt, device, std::nullopt);
+    const Tensor workspace = empty_beside(tensor, aoti_torch_dtype_float32(), {plan.workspace_floats});
     cuda::decode(params, new_tokens, plan, static_cast<float*>(workspace.data_ptr()), stream);
   }
 
-  torch::stable::Device device;
+  const Tensor& tensor;
   torch::stable::accelerator::DeviceGuard guard;
   void* stream;
 };
@@ -134,8 +151,8 @@ std::tuple<Tensor, Tensor> decode(
   }
 
   const int value_dim = params.value_side.head_dim;
-  Tensor out = torch::stable::new_empty(query, {params.batch, params.q_len, params.num_q_heads, value_dim});
-  Tensor lse = torch::stable::new_empty(query, {params.batch, params.num_q_heads, params.q_len}, ScalarType::Float);
+  Tensor out = empty_beside(query, {params.batch, params.q_len, params.num_q_heads, value_dim});
+  Tensor lse = empty_beside(query, aoti_torch_dtype_float32(), {params.batch, params.num_q_heads, params.q_len});
   params.out = out.data_ptr();
   params.lse = static_cast<float*>(lse.data_ptr());
   if (params.batch > 0 && params.q_len > 0) {
