@@ -12,6 +12,7 @@ from typing import Any
 import compare
 import models
 import pytest
+import tolerances
 import torch
 from models import greedy, left_padded, logits
 from test_cache import through_pickle
@@ -70,10 +71,11 @@ def test_static_caches_are_those_of_transformers(model: Any) -> None:
 @pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel"])
 def test_static_caches_hold_the_same_codes(model: Any, preset: str) -> None:
     with patched(model, preset):
-        expected = greedy(model, left_padded(), disable_compile=True)
+        expected = logits(greedy(model, left_padded(), disable_compile=True))
     with patched(model, {"preset": preset, "static": True}):
         output = greedy(model, left_padded(), disable_compile=True)
-    compare.assert_same(logits(output), logits(expected).cpu(), "logits")
+    # A GPU splits a sequence by the capacity of its buffers, and so sums in another order.
+    compare.assert_close(logits(output), expected, tolerances.model_bound(expected, expected, torch.float32), "logits")
     assert not any(storage.fallbacks for storage in output.past_key_values.storages)
 
 
