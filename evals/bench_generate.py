@@ -13,7 +13,9 @@ host: `ms a step` is the difference between two lengths of one call, so that pre
 without the noise of a second prefill; the first token's time is the prefill's. A streamer makes transformers' loop copy
 each token to the host, which it waits for anyway; every system pays that, the floor too. Where the whole prompt does
 not fit, it is prefilled in chunks, and the row says in which. A system that fails is named with its reason, never with
-a number, and so is one of ours that attends to dequantised tensors.
+a number, and so is one of ours that attends to dequantised tensors. One that takes the process with it has to be left
+out: on an H200, torch 2.11 ends in a segmentation fault where transformers' static cache gets 64x8k in chunks, so that
+case is measured by `--cases 64x8k --systems int8-static,int4-static,int4-capture --resume` behind the others.
 
 The largest context and batch that fit are computed from what the case took, as `generate_cases.largest` says. Models,
 cases and goals are there, too; the picture of a results file is drawn here (`pip install matplotlib`).
