@@ -18,8 +18,9 @@
 namespace hf_kvquant {
 namespace {
 
-// An uninitialised dense tensor on the device of another. Each of torch::stable's functions for this looks an op up by
-// its name, of which a decode step would take 2 us of host time in every layer. `dtype` is one of aoti_torch_dtype_*.
+// An uninitialised dense tensor of at most four dimensions on the device of another. `dtype` is one of
+// aoti_torch_dtype_*. Each of torch::stable's functions for this looks an op up by its name: for a decode that is 1.6 of
+// 15.5 us of host time, in every layer and step.
 Tensor empty_beside(const Tensor& other, int32_t dtype, std::initializer_list<int64_t> shape) {
   int64_t strides[4], numel = 1;
   for (size_t d = shape.size(); d-- > 0; numel *= shape.begin()[d]) strides[d] = numel;
