@@ -150,8 +150,9 @@ def ninja_command() -> str:
 def jobs_option(ninja: str) -> list[str]:
     """ninja's option for the number of compilers that run at a time: `MAX_JOBS`, else as many as there are processors.
 
-    By itself ninja runs one or two more, which only share the caches: on 2 cores, three take 404 to 469 s for the whole
-    build and two 320 s. How many it counted is in its help; it knows the quotas of containers, which Python does not.
+    By itself ninja runs one or two more, which only share the caches: on 2 cores of one machine, the whole build took
+    404, 467 and 469 s with three, and 320, 362 and 370 s with two. How many it counted is in its help; it knows the
+    quotas of containers, which Python does not.
     """
     if os.environ.get("MAX_JOBS"):
         return ["-j", os.environ["MAX_JOBS"]]
