@@ -151,8 +151,8 @@ def jobs_option(ninja: str) -> list[str]:
     """ninja's option for the number of compilers that run at a time: `MAX_JOBS`, else as many as there are processors.
 
     By itself ninja runs one or two more, which only share the caches: on 2 cores of one machine, the whole build took
-    404, 467 and 469 s with three, and 320, 362 and 370 s with two. How many it counted is in its help; it knows the
-    quotas of containers, which Python does not.
+    404, 467 and 469 s with three, and 320, 362 and 370 s with two. How many it counted is in its help; it reads
+    affinities and cgroups for that.
     """
     if os.environ.get("MAX_JOBS"):
         return ["-j", os.environ["MAX_JOBS"]]

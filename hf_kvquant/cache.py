@@ -319,7 +319,7 @@ class KVQuantCache(QuantizedCache):
             }
             if layer_type == "full_attention":
                 return KVQuantLayer(new_storage(formats, **options), self.notes)
-            if layer_type == "hybrid":
+            if layer_type in _WITH_STATE:
                 return KVQuantHybridLayer(new_storage(formats, **options), self.notes, **kwargs)
             return new_ring(RingStorage(formats, window=kwargs["sliding_window"], **options), self.notes)
 

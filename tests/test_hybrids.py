@@ -69,7 +69,7 @@ def test_static_caches_are_those_of_transformers(model: Any) -> None:
 
 
 @pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel"])
-def test_static_caches_hold_the_same_codes(model: Any, preset: str) -> None:
+def test_static_caches_give_the_logits_of_growing_ones(model: Any, preset: str) -> None:
     with patched(model, preset):
         expected = logits(greedy(model, left_padded(), disable_compile=True))
     with patched(model, {"preset": preset, "static": True}):
