@@ -25,17 +25,17 @@ Tensor empty_beside(const Tensor& other, int32_t dtype, std::initializer_list<in
   int64_t strides[4], numel = 1;
   for (size_t d = shape.size(); d-- > 0; numel *= shape.begin()[d]) strides[d] = numel;
   int32_t device_type, device_index;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(other.get(), &device_type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(other.get(), &device_index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(other.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(other.get(), &device_index));
   AtenTensorHandle out;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.begin(), strides,
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.begin(), strides,
                                                          dtype, device_type, device_index, &out));
   return Tensor(out);
 }
 
 Tensor empty_beside(const Tensor& other, std::initializer_list<int64_t> shape) {
   int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(other.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(other.get(), &dtype));
   return empty_beside(other, dtype, shape);
 }
 
