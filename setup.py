@@ -1,14 +1,17 @@
 """Builds `hf_kvquant/_C.abi3.so` out of `csrc/` with ninja, for every Python from 3.10 and every torch from 2.10 on.
 
+An editable build (`pip install -e .`, `setup.py build_ext --inplace`) compiles what this machine can run: the CPU
+kernels of its instruction sets, and CUDA kernels for the GPUs that it has. A wheel, as `pip install .` makes one,
+compiles everything. CUDA needs nvcc, but no torch that is built for it.
+
 torch is never imported: its headers are found next to the interpreter that installs, also from inside pip's isolated
 build, so that an isolated build downloads a torch of its own only when there is none to look at. One binary serves all
-versions because the sources use nothing but the torch stable ABI and Python's limited API. The CPU kernels are always
-compiled; the CUDA kernels whenever nvcc is found, also beside a CPU-only torch. What is compiled is whatever lies in
-`csrc/`; metadata and tool settings are in `pyproject.toml`.
+versions because the sources use nothing but the torch stable ABI and Python's limited API. What is compiled is whatever
+lies in `csrc/`; metadata and tool settings are in `pyproject.toml`.
 
 Environment:
-    HF_KVQUANT_CUDA_ARCHS   compute capabilities without dots, separated by `;` (default `80;86;89;90`); the last one
-                            is also stored as PTX, which newer GPUs compile when they first load it
+    HF_KVQUANT_CUDA_ARCHS   compute capabilities without dots, separated by `;` (in a wheel `80;86;89;90`); the last
+                            one is also stored as PTX, which newer GPUs compile when they first load it
     HF_KVQUANT_SKIP_CUDA=1  compile no CUDA source
     HF_KVQUANT_SANITIZE=1   compile the CPU kernels under the address and undefined-behaviour sanitizers, into
                             build/sanitized: `make sanitize-cpu` says how to build and run that
@@ -54,13 +57,15 @@ SANITIZE_FLAGS = [
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",
 ]
-X86_FLAGS = {
-    "_avx2": "-mavx2 -mfma -mf16c",
-    "_avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c",
+# The instruction sets of x86 that have kernels of their own, csrc/cpu/kernels_*.cpp, and what gcc calls their parts.
+X86_SETS = {
+    "avx2": ("avx2", "fma", "f16c"),
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "fma", "f16c"),
 }
+WHEEL_CUDA_ARCHS = "80;86;89;90"
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-# Making PTX takes more than half of the time, so that machine code for all 8.x is made from the PTX for 8.0; but in
-# these sources, 8.9 converts fp8 by instructions of its own (`__CUDA_ARCH__ >= 890`).
+# Only these sources have code of their own for 8.9, which converts fp8 by instructions (`__CUDA_ARCH__ >= 890`). The
+# others are the same PTX for 8.x, of which ptxas makes the same bytes for 8.6 and 8.9: GPUs of 8.9 run those for 8.6.
 FP8_SOURCES = ("append", "attend_fp8")
 
 NINJA_RULES = """
@@ -93,11 +98,17 @@ def torch_folder() -> Path | None:
     return next((path for path in found if (path / "include/torch/csrc/stable/library.h").is_file()), None)
 
 
+def say(text: str) -> None:
+    """Prints a line, which pip shows with `-v`."""
+    print(f"hf_kvquant: {text}", flush=True)
+
+
+def is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")
+
+
 def find_cuda() -> tuple[Path, Path] | None:
-    """The CUDA toolkit and its folder of libraries, or `None` when there is none or CUDA is to be skipped."""
-    if IS_SANITIZED or os.environ.get("HF_KVQUANT_SKIP_CUDA", "0") not in ("", "0"):
-        print("hf_kvquant: HF_KVQUANT_SKIP_CUDA or HF_KVQUANT_SANITIZE is set, building the CPU kernels only.")
-        return None
+    """The CUDA toolkit and its folder of libraries, or `None` when there is none."""
     on_path = shutil.which("nvcc")
     beside_nvcc = Path(on_path).resolve().parents[1] if on_path else None
     for candidate in (os.environ.get("CUDA_HOME"), beside_nvcc, "/usr/local/cuda"):
@@ -107,14 +118,34 @@ def find_cuda() -> tuple[Path, Path] | None:
             # An nvcc on the PATH may be a mere link to the toolkit, with no libraries beside it.
             if (libraries / "libcudart_static.a").is_file():
                 return Path(candidate), libraries
-    print("hf_kvquant: no CUDA toolkit at CUDA_HOME, nvcc on PATH or /usr/local/cuda, building the CPU kernels only.")
+    missing = "no CUDA toolkit at CUDA_HOME, nvcc on PATH or /usr/local/cuda"
+    if "HF_KVQUANT_CUDA_ARCHS" in os.environ:
+        raise SystemExit(f"setup: `HF_KVQUANT_CUDA_ARCHS` must come with a CUDA toolkit, found {missing}. Install one.")
+    say(f"{missing}: compiling the CPU kernels only.")
     return None
 
 
-def cuda_archs() -> list[str]:
-    """The compute capabilities to compile for, such as `["80", "90"]`."""
-    archs = os.environ.get("HF_KVQUANT_CUDA_ARCHS", "80;86;89;90").replace(",", ";").split(";")
-    archs = [arch.strip().replace(".", "") for arch in archs if arch.strip()]
+def visible_archs() -> str:
+    """The compute capabilities of this machine's GPUs, such as `"86;90"`; empty where the driver shows none."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    return ";".join(sorted(set(re.findall(r"^\d+\.\d+$", shown.stdout, re.MULTILINE)))) if not shown.returncode else ""
+
+
+def cuda_archs(is_native: bool) -> list[str]:
+    """The compute capabilities to compile for, such as `["80", "90"]`; none: no CUDA kernels."""
+    if IS_SANITIZED or is_set("HF_KVQUANT_SKIP_CUDA"):
+        say("HF_KVQUANT_SKIP_CUDA or HF_KVQUANT_SANITIZE is set: compiling the CPU kernels only.")
+        return []
+    named = os.environ.get("HF_KVQUANT_CUDA_ARCHS")
+    if named is None:
+        named = visible_archs() if is_native else WHEEL_CUDA_ARCHS
+        if not named:
+            say('no GPU is visible: compiling the CPU kernels only. For others too: HF_KVQUANT_CUDA_ARCHS="80;90"')
+            return []
+    archs = [arch.strip().replace(".", "") for arch in named.replace(",", ";").split(";") if arch.strip()]
     if not archs:
         raise SystemExit(
             "setup: `HF_KVQUANT_CUDA_ARCHS` must name at least one architecture, got ''. "
@@ -128,10 +159,23 @@ def cuda_targets(stem: str, archs: list[str]) -> str:
     code: dict[str, list[str]] = {}
     for arch in archs:
         has_own_ptx = not arch.startswith("8") or (arch == "89" and stem in FP8_SOURCES)
+        if arch == "89" and "86" in archs and not has_own_ptx:
+            continue
         ptx = f"compute_{arch if has_own_ptx else 80}"
         code.setdefault(ptx, []).append(f"sm_{arch}")
     code[ptx].append(ptx)
     return " ".join(f"-gencode 'arch={ptx},code=[{','.join(names)}]'" for ptx, names in code.items())
+
+
+def x86_sets(is_native: bool) -> list[str]:
+    """The instruction sets of `X86_SETS` to compile for: all of them, or those that this machine has."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return []
+    if not is_native or not Path("/proc/cpuinfo").is_file():
+        return list(X86_SETS)
+    # Linux spells vnni with an underscore.
+    found = set(Path("/proc/cpuinfo").read_text().replace("avx512_vnni", "avx512vnni").split())
+    return [name for name, parts in X86_SETS.items() if found.issuperset(parts)]
 
 
 def ninja_command() -> str:
@@ -163,24 +207,31 @@ def jobs_option(ninja: str) -> list[str]:
     return ["-j", str(default - 1 if default <= 3 else default - 2)]
 
 
-def write_ninja(torch: Path, output: Path) -> str:
-    """The build file that turns `csrc/` into `output`. Paths in it are relative to this folder."""
-    found_cuda = find_cuda()
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+def write_ninja(torch: Path, output: Path, is_native: bool) -> str:
+    """The build file that turns `csrc/` into `output`. Paths in it are relative to this folder.
+
+    Args:
+        torch: The folder of torch, for its headers and libraries.
+        output: The library to link.
+        is_native: Whether to compile only what this machine can run.
+    """
+    archs = cuda_archs(is_native)
+    found_cuda = find_cuda() if archs else None
+    sets = x86_sets(is_native)
     includes = ["-Icsrc", f'-isystem "{torch / "include"}"', f'-isystem "{sysconfig.get_path("include")}"']
-    defines = list(DEFINES)
-    if is_x86:
-        defines.append("-DHF_KVQUANT_X86")
     link_flags = [f'-L"{torch / "lib"}"', "-ltorch_cpu", "-pthread", "-Wl,--exclude-libs,ALL"]
     sources = sorted(ROOT.glob("csrc/*.cpp")) + sorted(ROOT.glob("csrc/cpu/*.cpp"))
-    if not is_x86:
-        sources = [path for path in sources if not path.stem.endswith(tuple(X86_FLAGS))]
+    sources = [
+        path for path in sources if path.stem not in {f"kernels_{name}" for name in X86_SETS if name not in sets}
+    ]
+    # Of single files, so that objects are the same in an editable build and in a wheel.
+    flags_of = {f"kernels_{name}": " ".join(f"-m{part}" for part in X86_SETS[name]) for name in sets}
+    flags_of["cpu"] = " ".join(f"-DHF_KVQUANT_{name.upper()}" for name in sets)
     lines = [f"builddir = {OBJECTS}", f"cxx = {os.environ.get('CXX', 'c++')}"]
     if found_cuda is not None:
         cuda, libraries = found_cuda
-        archs = cuda_archs()
         includes.append(f'-isystem "{cuda / "include"}"')
-        defines.append(f"'-DHF_KVQUANT_CUDA_ARCHS=\"{';'.join(archs)}\"'")
+        flags_of["module"] = f"'-DHF_KVQUANT_CUDA_ARCHS=\"{';'.join(archs)}\"'"
         # ninja starts them in this order: what takes minutes comes first, so that no core is idle at the end.
         sources = sorted(ROOT.glob("csrc/cuda/*.cu")) + sorted(ROOT.glob("csrc/cuda/*.cpp")) + sources
         lines += [f'nvcc = "{cuda / "bin" / "nvcc"}"', f"nvcc_flags = {' '.join([*NVCC_FLAGS, '-Icsrc'])}"]
@@ -190,7 +241,7 @@ def write_ninja(torch: Path, output: Path) -> str:
     if IS_SANITIZED:
         flags += SANITIZE_FLAGS  # behind -O3, which the last -O overrides
         link_flags += SANITIZE_FLAGS
-    lines.append(f"flags = {' '.join(flags + defines + includes)}")
+    lines.append(f"flags = {' '.join(flags + DEFINES + includes)}")
     lines += [f"link_flags = {' '.join(link_flags)}", NINJA_RULES]
     objects = []
     for source in sources:
@@ -199,8 +250,7 @@ def write_ninja(torch: Path, output: Path) -> str:
         if source.suffix == ".cu":
             lines += [f"build {target}: cuda {source}", f"  targets = {cuda_targets(source.stem, archs)}"]
         else:
-            suffix = next((suffix for suffix in X86_FLAGS if source.stem.endswith(suffix)), "")
-            lines += [f"build {target}: cxx {source}", f"  file_flags = {X86_FLAGS.get(suffix, '')}"]
+            lines += [f"build {target}: cxx {source}", f"  file_flags = {flags_of.get(source.stem, '')}"]
         objects.append(str(target))
     lines += [f"build {output}: link {' '.join(objects)}", f"default {output}", ""]
     return "\n".join(lines)
@@ -211,6 +261,7 @@ class NinjaBuild(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
+        self.is_native = bool(self.inplace or self.editable_mode)  # setuptools resets `inplace` while it builds
         if IS_SANITIZED and (self.inplace or Path(self.build_lib) != SANITIZED_LIB):
             raise SystemExit(
                 f"setup: `HF_KVQUANT_SANITIZE` must come with `setup.py build --build-lib {SANITIZED_LIB}`, so that no "
@@ -226,10 +277,13 @@ class NinjaBuild(build_ext):
         # Two installs at a time, of an editable and a wheel for example, would run two ninjas in one folder.
         with open(ROOT / OBJECTS / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            (ROOT / OBJECTS / "build.ninja").write_text(write_ninja(torch, output))
+            (ROOT / OBJECTS / "build.ninja").write_text(write_ninja(torch, output, self.is_native))
             ninja = ninja_command()
             command = [ninja, "-C", str(ROOT), "-f", str(OBJECTS / "build.ninja"), *jobs_option(ninja)]
-            if subprocess.run(command).returncode != 0:
+            if not self.distribution.verbose:
+                command.append("--quiet")
+            status = {"NINJA_STATUS": "hf_kvquant: [%f/%t, %e s] "}
+            if subprocess.run(command, env=status | os.environ).returncode != 0:
                 raise SystemExit("setup: compiling csrc/ must succeed, got the errors above.")
             target = Path(self.get_ext_fullpath(ext.name))
             target.parent.mkdir(parents=True, exist_ok=True)

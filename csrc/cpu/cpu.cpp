@@ -22,29 +22,28 @@ namespace {
 
 // --- instruction sets ------------------------------------------------------------------------------------------------
 
+// setup.py says which instruction sets were compiled for.
+#ifdef HF_KVQUANT_AVX2
 bool supports_avx2() {
-#ifdef HF_KVQUANT_X86
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#else
-  return false;
-#endif
 }
+#endif
 
+#ifdef HF_KVQUANT_AVX512
 bool supports_avx512() {
-#ifdef HF_KVQUANT_X86
-  return supports_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vnni");
-#else
-  return false;
-#endif
+  return __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("avx512f") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
+#endif
 
 // The table of a name, nullptr when unknown or not available on this processor.
 const Kernels* find_kernels(const char* name) {
   if (std::strcmp(name, "portable") == 0) return &kPortableKernels;
-#ifdef HF_KVQUANT_X86
+#ifdef HF_KVQUANT_AVX2
   if (std::strcmp(name, "avx2") == 0 && supports_avx2()) return &kAvx2Kernels;
+#endif
+#ifdef HF_KVQUANT_AVX512
   if (std::strcmp(name, "avx512") == 0 && supports_avx512()) return &kAvx512Kernels;
 #endif
   return nullptr;

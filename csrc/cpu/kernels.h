@@ -58,9 +58,7 @@ struct Kernels {
 };
 
 extern const Kernels kPortableKernels;
-#ifdef HF_KVQUANT_X86
-extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx2Kernels;    // where they were compiled, like the next
 extern const Kernels kAvx512Kernels;
-#endif
 
 }  // namespace hf_kvquant::cpu

@@ -1,7 +1,5 @@
 // AVX2 with FMA and F16C, compiled with -mavx2 -mfma -mf16c. Only called when the processor has all three.
 // The kernels are those of attend.h and quantize.h; this file gives them their namespace and their table.
-#ifdef HF_KVQUANT_X86
-
 #define KVQ_ISA avx2
 #define KVQ_USE_AVX2 1
 #define KVQ_USE_AVX512 0
@@ -17,5 +15,3 @@ const Kernels kAvx2Kernels = {
     avx2::is_finite};
 
 }  // namespace hf_kvquant::cpu
-
-#endif  // HF_KVQUANT_X86

@@ -1,8 +1,6 @@
 // AVX-512 (F, BW, VL, DQ, VNNI) with FMA and F16C. Only called when the processor has all of them: Cascade Lake, Zen 4
 // and later.
 // The kernels are those of attend.h and quantize.h; this file gives them their namespace and their table.
-#ifdef HF_KVQUANT_X86
-
 #define KVQ_ISA avx512
 #define KVQ_USE_AVX2 0
 #define KVQ_USE_AVX512 1
@@ -24,5 +22,3 @@ const Kernels kAvx512Kernels = {
     avx512::is_finite};
 
 }  // namespace hf_kvquant::cpu
-
-#endif  // HF_KVQUANT_X86

@@ -7,8 +7,10 @@
 // once. Warps of a block take neighbouring heads, because the model's own layout, tokens before heads, then reads
 // contiguous memory. Where the heads of a token share a scale, a thread block takes the token; where the keys of a channel
 // do, it takes a block of tokens in one head.
-// Keys and values are one launch, first the blocks of the keys. Lengths are read on the device; tokens for which there
-// is no room are left out. Of more new tokens than a ring has rows, the newest are taken, so that no two meet in a row.
+// Each of these ways is a kernel of its own: registers that one needs cost another no warps, and no code is compiled twice.
+// Keys and values that go the same way are one launch, first the blocks of the keys. Lengths are read on the device; tokens
+// for which there is no room are left out. Of more new tokens than a ring has rows, the newest are taken, so that no two
+// meet in a row.
 #include <algorithm>
 #include <type_traits>
 
@@ -35,7 +37,7 @@ struct Job {
   KeyTransform transform;  // of keys
   int q_len;               // tokens of `dense`, the newest of the call
   int tiles_per_warp;
-  unsigned num_blocks, blocks_per_sequence;
+  unsigned num_blocks, blocks_per_sequence;  // thread blocks of the launch
 };
 
 struct Jobs {
@@ -164,12 +166,12 @@ __device__ void quantize_rows(const Side& side, const Lanes& lanes, const Tokens
 template <bool kIsTransformed, Dtype kDtype, int kRows>
 __device__ void load_tile(const Job& job, const Lanes& lanes, const LaneTransform<kChunk>& inverted, int64_t first,
                           int num_rows, Values<kDtype> (&x)[kRows]) {
-  if constexpr (!kIsTransformed) {
-    load_rows(job.dense, first, num_rows, x);
-  } else {
+  if constexpr (kDtype == Dtype::fp32) {
     load_widened(job.dense, first, num_rows, x);
-    transform_rows(job.transform, inverted, job.side.head_dim, lanes.chunk, x);
+  } else {
+    load_rows(job.dense, first, num_rows, x);
   }
+  if constexpr (kIsTransformed) transform_rows(job.transform, inverted, job.side.head_dim, lanes.chunk, x);
 }
 
 // Values come, codes and scales go.
@@ -260,7 +262,7 @@ struct Token {
   }
 
   // Calls `use` with the channels of this lane in each head that it takes.
-  template <bool kIsTransformed, class Use>
+  template <class Use>
   __device__ void for_heads(Use use) const {
     const Dense& dense = job.dense;
     for (int first = threadIdx.x / kLanes * lanes.rows; first < jobs.num_kv_heads; first += kNumWarps * lanes.rows) {
@@ -269,11 +271,9 @@ struct Token {
       const int64_t row = b * dense.stride_b + h * dense.stride_h + i * dense.stride_t;
       Values<Dtype::fp32> x = {};
       if (has_head) x = load_widened(dense, row + lanes.chunk * kChunk);
-      if constexpr (kIsTransformed) {
-        // Lanes without a head go along: a key is transformed by all of them together.
-        if (!is_identity(job.transform)) {
-          x = transformed(job.transform, job.side.head_dim, has_head ? h : 0, x, lanes.chunk);
-        }
+      // Lanes without a head go along: a key is transformed by all of them together.
+      if (!is_identity(job.transform)) {
+        x = transformed(job.transform, job.side.head_dim, has_head ? h : 0, x, lanes.chunk);
       }
       if (has_head) use(h, x);
     }
@@ -281,12 +281,12 @@ struct Token {
 };
 
 // The rows are read twice, the second time from the L1 cache.
-template <bool kIsTransformed, Storage kStorage, bool kIsSymmetric>
+template <Storage kStorage, bool kIsSymmetric>
 __device__ void quantize_token(const Token& token) {
   const Side& side = token.job.side;
   using TokenExtent = Extent<Dtype::fp32, kIsSymmetric>;
   TokenExtent extents[1] = {TokenExtent::empty()};
-  token.template for_heads<kIsTransformed>([&](int, const Wide& x) { extents[0].include(TokenExtent::of(x)); });
+  token.for_heads([&](int, const Wide& x) { extents[0].include(TokenExtent::of(x)); });
   const int lane = token.lanes.lane;
   join_lanes(extents, lane, lane, kLanes);
   __shared__ TokenExtent of_warps[kNumWarps];
@@ -296,25 +296,23 @@ __device__ void quantize_token(const Token& token) {
 
   const StoredScale value = compute_scale<kStorage>(extents[0].range(), side.clip_ratio);
   if (threadIdx.x == 0) store_scale<kIsSymmetric>(side, value, token.b, 0, 0, token.row);
-  token.template for_heads<kIsTransformed>([&](int h, const Wide& x) {
+  token.for_heads([&](int h, const Wide& x) {
     uint8_t* target = code_row(side, token.b, h, token.row) + token.lanes.chunk * Codes<kStorage>::kBytes;
     encode<kStorage, kIsSymmetric>(x, value).store(target);
   });
 }
 
-template <bool kIsTransformed>
 __device__ void append_token(const Jobs& jobs, const Job& job, unsigned block) {
   const Token token(jobs, job, block);
   if (!token.has_room) return;
+  const bool is_symmetric = job.side.is_symmetric;
   switch (job.side.storage) {
     case Storage::none: break;  // has no scales to share
     case Storage::int8:
-      return job.side.is_symmetric ? quantize_token<kIsTransformed, Storage::int8, true>(token)
-                                   : quantize_token<kIsTransformed, Storage::int8, false>(token);
+      return is_symmetric ? quantize_token<Storage::int8, true>(token) : quantize_token<Storage::int8, false>(token);
     case Storage::int4:
-      return job.side.is_symmetric ? quantize_token<kIsTransformed, Storage::int4, true>(token)
-                                   : quantize_token<kIsTransformed, Storage::int4, false>(token);
-    case Storage::fp8: return quantize_token<kIsTransformed, Storage::fp8, true>(token);
+      return is_symmetric ? quantize_token<Storage::int4, true>(token) : quantize_token<Storage::int4, false>(token);
+    case Storage::fp8: return quantize_token<Storage::fp8, true>(token);
   }
 }
 
@@ -404,38 +402,57 @@ __global__ void __launch_bounds__(kNumWarps* kLanes) append_tails(const __grid_c
   if (update.length > update.old) copy_to_tail(jobs, job, update, b, head - b * jobs.num_kv_heads);
 }
 
-// What rows are taken as: what comes out of a transform is float32.
-__host__ __device__ Dtype dtype_of_rows(const Job& job) {
-  return is_identity(job.transform) ? job.dense.dtype : Dtype::fp32;
-}
-
 // --- kernels
 
-__host__ __device__ bool takes_tokens(const Side& side) { return side.is_shared_by_heads && !side.is_frozen; }
+// How a side is appended.
+enum class Way { rows, transformed_rows, tokens, blocks };
 
-// What becomes of keys: rows are quantised, or transformed before, or blocks are.
-enum class Keys { rows, transformed, blocks };
+Way way_of(const Job& job) {
+  if (job.side.has_channel_scales) return Way::blocks;
+  if (job.side.is_shared_by_heads && !job.side.is_frozen) return Way::tokens;
+  return is_identity(job.transform) ? Way::rows : Way::transformed_rows;
+}
 
-// Compiled apart: what keys take in registers goes with warps that values need.
-template <bool kIsPrompt, Keys kKeys>
+// What rows are taken as. What comes out of a transform is float32, and so is what few tokens are widened to: they wait for
+// memory, whatever they are.
+Dtype dtype_of_rows(const Job& job, bool is_prompt) {
+  return is_prompt && way_of(job) == Way::rows ? job.dense.dtype : Dtype::fp32;
+}
+
+template <Way kWay, bool kIsPrompt>
 __global__ void __launch_bounds__(kNumWarps* kLanes) append_side(const __grid_constant__ Jobs jobs) {
   const bool is_value = blockIdx.x >= jobs.jobs[0].num_blocks;
   const Job& job = jobs.jobs[is_value];
   const unsigned block = blockIdx.x - (is_value ? jobs.jobs[0].num_blocks : 0);
-  constexpr int kWideRows = rows_of_lane(kIsPrompt, Dtype::fp32);
-  if constexpr (kKeys == Keys::blocks) {
-    if (!is_value) return append_blocks(jobs, job, block);
+  if constexpr (kWay == Way::blocks) {
+    append_blocks(jobs, job, block);
+  } else if constexpr (kWay == Way::tokens) {
+    append_token(jobs, job, block);
+  } else {
+    constexpr bool kIsTransformed = kWay == Way::transformed_rows;
+    if constexpr (kIsPrompt && !kIsTransformed) {
+      if (job.dense.dtype == Dtype::fp16) {
+        return append_rows<false, Dtype::fp16, rows_of_lane(true, Dtype::fp16)>(jobs, job, block);
+      }
+      if (job.dense.dtype == Dtype::bf16) {
+        return append_rows<false, Dtype::bf16, rows_of_lane(true, Dtype::bf16)>(jobs, job, block);
+      }
+    }
+    append_rows<kIsTransformed, Dtype::fp32, rows_of_lane(kIsPrompt, Dtype::fp32)>(jobs, job, block);
   }
-  constexpr bool kTransforms = kKeys == Keys::transformed;
-  if (takes_tokens(job.side)) return append_token<kTransforms>(jobs, job, block);
-  if constexpr (kTransforms) {
-    if (!is_value) return append_rows<true, Dtype::fp32, kWideRows>(jobs, job, block);
+}
+
+using AppendKernel = void (*)(Jobs);
+
+AppendKernel kernel_of(Way way, bool is_prompt) {
+  switch (way) {
+    case Way::rows: return is_prompt ? append_side<Way::rows, true> : append_side<Way::rows, false>;
+    case Way::transformed_rows:
+      return is_prompt ? append_side<Way::transformed_rows, true> : append_side<Way::transformed_rows, false>;
+    case Way::tokens: return append_side<Way::tokens, false>;
+    case Way::blocks: break;
   }
-  switch (job.dense.dtype) {
-    case Dtype::fp32: return append_rows<false, Dtype::fp32, kWideRows>(jobs, job, block);
-    case Dtype::fp16: return append_rows<false, Dtype::fp16, rows_of_lane(kIsPrompt, Dtype::fp16)>(jobs, job, block);
-    case Dtype::bf16: return append_rows<false, Dtype::bf16, rows_of_lane(kIsPrompt, Dtype::bf16)>(jobs, job, block);
-  }
+  return append_side<Way::blocks, false>;
 }
 
 // Before tokens are coded with a frozen scale: a value that is not finite makes the scale of its sequence NaN, and all
@@ -444,7 +461,7 @@ __global__ void __launch_bounds__(kNumWarps* kLanes) spoil_frozen_scales(const _
   const Job& job = jobs.jobs[blockIdx.x % 2];
   const Token token(jobs, job, blockIdx.x / 2);
   if (!job.side.is_frozen || !token.has_room) return;
-  token.template for_heads<true>([&](int, const Wide& x) {
+  token.for_heads([&](int, const Wide& x) {
     if (isfinite(Extent<Dtype::fp32, true>::of(x).high)) return;
     *scale_at(job.side, token.b, 0, 0, 0) = kHalfNan;
     if (!job.side.is_symmetric) *zero_at(job.side, token.b, 0, 0, 0) = kHalfNan;
@@ -492,14 +509,15 @@ void append(const AppendParams& params, void* stream) {
   for (Job& job : of_rows.jobs) job = newest(job, num_rows);
   Jobs jobs = of_rows;
   if (params.key_side.has_channel_scales) jobs.jobs[0] = all.jobs[0];
-  int64_t num_blocks = 0;
-  for (Job& job : jobs.jobs) {
+  int64_t num_blocks[2];
+  for (int side = 0; side < 2; ++side) {
+    Job& job = jobs.jobs[side];
     int64_t blocks_per_sequence = job.q_len;
-    if (job.side.has_channel_scales) {
+    if (way_of(job) == Way::blocks) {
       blocks_per_sequence = int64_t{params.num_kv_heads} * (job.q_len / kBlockSize + 1);
-    } else if (!takes_tokens(job.side)) {
+    } else if (way_of(job) != Way::tokens) {
       const int64_t tokens_per_tile =
-          kLanes / (job.side.head_dim / kChunk) * rows_of_lane(is_prompt, dtype_of_rows(job));
+          kLanes / (job.side.head_dim / kChunk) * rows_of_lane(is_prompt, dtype_of_rows(job, is_prompt));
       const int64_t tiles_per_head = (job.q_len + tokens_per_tile - 1) / tokens_per_tile;
       const int64_t num_tiles = 2 * params.batch * params.num_kv_heads * tiles_per_head;
       job.tiles_per_warp = static_cast<int>(std::clamp<int64_t>(num_tiles / kMinWarps, 1, kMaxTilesPerWarp));
@@ -507,22 +525,23 @@ void append(const AppendParams& params, void* stream) {
       blocks_per_sequence = (warps_per_head * params.num_kv_heads + kNumWarps - 1) / kNumWarps;
     }
     job.blocks_per_sequence = static_cast<unsigned>(blocks_per_sequence);
-    job.num_blocks = static_cast<unsigned>(params.batch * blocks_per_sequence);
-    num_blocks += params.batch * blocks_per_sequence;
+    num_blocks[side] = params.batch * blocks_per_sequence;
   }
   const int num_threads = kNumWarps * kLanes;
   if (params.key_side.is_frozen || params.value_side.is_frozen) {
     launch("append", spoil_frozen_scales, int64_t{2} * params.batch * num_rows, num_threads, 0, stream, of_rows);
   }
-  const auto kernel_for = [is_prompt](auto keys) {
-    constexpr Keys kKeys = decltype(keys)::value;
-    return is_prompt ? append_side<true, kKeys> : append_side<false, kKeys>;
+  const Way ways[] = {way_of(jobs.jobs[0]), way_of(jobs.jobs[1])};
+  const auto launch_blocks = [&](Way way, int64_t of_keys, int64_t of_values) {
+    jobs.jobs[0].num_blocks = static_cast<unsigned>(of_keys);
+    launch("append", kernel_of(way, is_prompt), of_keys + of_values, num_threads, 0, stream, jobs);
   };
-  const auto kernel = params.key_side.has_channel_scales ? kernel_for(std::integral_constant<Keys, Keys::blocks>{})
-                      : is_identity(params.key_transform)
-                          ? kernel_for(std::integral_constant<Keys, Keys::rows>{})
-                          : kernel_for(std::integral_constant<Keys, Keys::transformed>{});
-  launch("append", kernel, num_blocks, num_threads, 0, stream, jobs);
+  if (ways[0] == ways[1]) {
+    launch_blocks(ways[0], num_blocks[0], num_blocks[1]);
+  } else {
+    launch_blocks(ways[0], num_blocks[0], 0);
+    launch_blocks(ways[1], 0, num_blocks[1]);
+  }
   const auto has_rows_and_tail = [](const Side& side) { return side.tail != nullptr && !side.has_channel_scales; };
   if (has_rows_and_tail(params.key_side) || has_rows_and_tail(params.value_side)) {
     launch("append", append_tails, int64_t{2} * params.batch * params.num_kv_heads, num_threads, 0, stream, all);

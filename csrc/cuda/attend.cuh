@@ -25,40 +25,34 @@
 
 namespace hf_kvquant::cuda {
 
-// Whether keys and values are quantised alike, so that a warp can do both at once.
-template <class Shape>
-constexpr bool kHasPairs =
-    Shape::kKey == Shape::kValue && Shape::kHasKeyZero == Shape::kHasValueZero && !Shape::kIsBlocked;
-
-// A lane's channels of the new token where plan.appends_pairs: of the key in the first half of the warp, of the value in
-// the second.
+// A lane's channels of new token `i` where keys and values go in pairs (Shape::kHasPairs): of the key in the first half of the
+// warp, of the value in the second.
 __device__ __forceinline__ uint4 load_pair(const DecodeParams& params, const NewTokens& new_tokens,
-                                           const Segment& segment, int lane) {
+                                           const Segment& segment, int i, int lane) {
   const Dense& dense = lane < kLanes / 2 ? new_tokens.key : new_tokens.value;
   const int c = lane % (kLanes / 2) * kChunk;
   if (c >= params.key_side.head_dim) return {0, 0, 0, 0};
   return *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(dense.data) + segment.b * dense.stride_b +
-                                         segment.h * dense.stride_h + c);
+                                         segment.h * dense.stride_h + i * dense.stride_t + c);
 }
 
-// One warp quantises new token `i`, which is at position `t`.
+// One warp quantises new token `i`, which is at position `t`; `pair` is what load_pair has of the first one.
 template <class Shape>
 __device__ __forceinline__ void append_token(const DecodeParams& params, const NewTokens& new_tokens,
                                              const DecodePlan& plan, const Segment& segment, const uint4& pair, int i,
                                              int t, int lane) {
   const int b = segment.b, h = segment.h, row = plan.laps.row(t);
   const KeyTransform& transform = params.key_transform;
-  if constexpr (kHasPairs<Shape>) {
-    if (plan.appends_pairs) {
-      Values<Dtype::fp32> x = widen({pair.x, pair.y, pair.z, pair.w}, new_tokens.key.dtype);
-      if (!is_identity(transform)) {
-        const Values<Dtype::fp32> key = transformed(transform, params.key_side.head_dim, h, x, lane % (kLanes / 2));
-        if (lane < kLanes / 2) x = key;
-      }
-      append_row<Shape::kKey, !Shape::kHasKeyZero>(lane < kLanes / 2 ? params.key_side : params.value_side, x, b, h,
-                                                   row, lane % (kLanes / 2));
-      return;
+  if constexpr (Shape::kHasPairs) {
+    const uint4 words = i == 0 ? pair : load_pair(params, new_tokens, segment, i, lane);
+    Values<Dtype::fp32> x = widen({words.x, words.y, words.z, words.w}, new_tokens.key.dtype);
+    if (!is_identity(transform)) {
+      const Values<Dtype::fp32> key = transformed(transform, params.key_side.head_dim, h, x, lane % (kLanes / 2));
+      if (lane < kLanes / 2) x = key;
     }
+    append_row<Shape::kKey, !Shape::kHasKeyZero>(lane < kLanes / 2 ? params.key_side : params.value_side, x, b, h, row,
+                                                 lane % (kLanes / 2));
+    return;
   }
   if constexpr (Shape::kIsBlocked) {
     // The key stays as it is, in the tail, unless it fills a block; the value is quantised.
@@ -131,7 +125,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   if (is_transformed)
     transform = {params.key_transform, params.key_side.head_dim, segment.h, lane * Query<Shape>::kPerLane};
   uint4 pair = {0, 0, 0, 0};
-  if (kHasPairs<Shape> && plan.appends_pairs) pair = load_pair(params, new_tokens, segment, lane);
+  if (Shape::kHasPairs && plan.appends) pair = load_pair(params, new_tokens, segment, 0, lane);
   if (plan.has_gaps) Ring::fill_gaps(params, shared_address(stages), num_stages, lane, segment.b);
 
   // --- start copying; write the new tokens, by the warp whose step they belong to, before that step is copied

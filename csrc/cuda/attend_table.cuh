@@ -20,7 +20,8 @@ AttendKernel kernel_of() {
           Shape::kHasKeyZero,
           Shape::kHasValueZero,
           Shape::kIsGrouped,
-          Shape::kIsBlocked};
+          Shape::kIsBlocked,
+          Shape::kHasPairs};
 }
 
 template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales, int kHeadDim>

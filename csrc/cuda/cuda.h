@@ -22,6 +22,7 @@ struct AttendKernel {
   int step_tokens;               // tokens that a warp takes at a time
   int slot_floats;               // of one block's partial result
   bool has_key_zero, has_value_zero, is_grouped, is_blocked;
+  bool has_pairs;  // it takes a new key and its value side by side in a warp, or none
 };
 
 // What shares a scale: channels of a token (all of them, or groups), or the keys of a channel in a block of tokens.
@@ -116,7 +117,6 @@ struct DecodePlan {
   bool is_dense;       // rows of codes are as wide as the kernel's, and without gaps
   bool has_gaps;       // copies leave some of a stage as it is, see ring.cuh
   bool appends;        // the attention kernel quantises the new tokens too
-  bool appends_pairs;  // one new key and its value side by side in a warp
   Laps laps;
   int max_length;      // see max_length_of
   int plain_query_at;  // in shared memory: the query as it came, for dense windows; 0 where there are none

@@ -28,7 +28,6 @@ constexpr int kOverlapPtx = 90, kOverlapDriver = 12030;
 
 // New tokens that the attention kernel quantises itself, at most: one warp does it, while others wait.
 constexpr int kMaxAppended = 4;
-constexpr int kMaxPairedHeadDim = 128;  // half a warp holds a row, of eight channels a lane
 
 // The grid of the attention kernel: blocks that share heads and sequences, heads, sequences.
 constexpr int64_t kMaxGridY = 65535, kMaxGridX = 0x7fffffff;
@@ -186,6 +185,14 @@ AttendKernel choose_kernel(const DecodeParams& params) {
   return {};
 }
 
+// Whether one warp may take a new key and its value at once: 16 bytes a lane, a row in half the lanes.
+bool are_pairs(const AppendParams& new_tokens) {
+  const Dense &key = new_tokens.key, &value = new_tokens.value;
+  const Side &keys = new_tokens.key_side, &values = new_tokens.value_side;
+  return key.dtype == value.dtype && has_aligned_rows(key) && has_aligned_rows(value) &&
+         keys.head_dim == values.head_dim && keys.num_groups == values.num_groups;
+}
+
 // Whether the kernel may quantise the new tokens itself: it must know every format in full, and a single block of it
 // must see all that shares a scale, and all queries of a head.
 bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles, int num_warps) {
@@ -196,6 +203,7 @@ bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int6
   }
   // Tokens that share the scale of a channel must be of one round, and a second new one might already be of the next.
   if (kernel.is_blocked && (new_tokens->q_len > 1 || kernel.step_tokens * num_warps % kBlockSize != 0)) return false;
+  if (kernel.has_pairs && !are_pairs(*new_tokens)) return false;
   const auto is_own = [](const Side& side) { return !side.is_frozen && !side.is_shared_by_heads; };
   const Side &keys = new_tokens->key_side, &values = new_tokens->value_side;
   return is_own(keys) && is_own(values) && keys.is_symmetric == !kernel.has_key_zero &&
@@ -259,15 +267,6 @@ RowChunks row_chunks(const Side& side, int step_tokens) {
 // Whether copies leave some of a stage untouched: see Ring::fill_gaps.
 bool has_gaps(const Side& side, bool kernel_has_zero) {
   return (side.scale_stride_t == 0 && !side.has_channel_scales) || (kernel_has_zero && side.zero == nullptr);
-}
-
-// Whether one warp may take a new key and its value at once: 16 bytes a lane, a row in half the lanes.
-bool are_pairs(const AppendParams& new_tokens) {
-  const Dense &key = new_tokens.key, &value = new_tokens.value;
-  const Side &keys = new_tokens.key_side, &values = new_tokens.value_side;
-  return new_tokens.q_len == 1 && key.dtype == value.dtype && has_aligned_rows(key) && has_aligned_rows(value) &&
-         keys.storage == values.storage && keys.is_symmetric == values.is_symmetric &&
-         keys.head_dim == values.head_dim && keys.num_groups == values.num_groups && keys.head_dim <= kMaxPairedHeadDim;
 }
 
 // --- how it is cut
@@ -456,7 +455,6 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   plan.rows_per_tile = kernel.rows_per_tile;
   plan.num_row_tiles = static_cast<int>(num_row_tiles);
   plan.appends = can_append(kernel, new_tokens, num_row_tiles, cut.num_warps);
-  plan.appends_pairs = plan.appends && are_pairs(*new_tokens);
   plan.key_codes = origin(params.key_side.codes, params.key_side.codes_stride_b, params.key_side.codes_stride_h);
   plan.value_codes =
       origin(params.value_side.codes, params.value_side.codes_stride_b, params.value_side.codes_stride_h);

@@ -18,6 +18,9 @@ struct Shape {
   static constexpr int kHeadDim = kHeadDim_, kRows = kRows_;
   static constexpr bool kIsPaired = kRows == 4;
   static_assert(!kIsPaired || kKey != Storage::fp8, "only integer queries come in two bytes");
+  // A warp quantises a new key and its value at once, in one copy of the code: both alike, a row in half the lanes.
+  static constexpr bool kHasPairs =
+      kKey == kValue && kHasKeyZero == kHasValueZero && !kIsBlocked && kHeadDim <= kLanes / 2 * kChunk;
 
   static constexpr int kKeyRowBytes = kHeadDim / (kKey == Storage::int4 ? 2 : 1);
   static constexpr int kValueRowBytes = kHeadDim / (kValue == Storage::int4 ? 2 : 1);
