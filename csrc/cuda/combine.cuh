@@ -166,7 +166,14 @@ class Combine {
     }
     if (!arrive(params, segment, unit)) return;
     slot = slot_of<Slot>(plan, unit, 0, workspace);
-    merge_parts(outputs, slot, segment.num_parts, helpers_log2);
+    // A thread with few items waits for memory, and not longer than it must: few parts have code of their own.
+    if constexpr (kItems <= 2) {
+      if (segment.num_parts <= kAtOnce / 2 << helpers_log2) {
+        merge_parts<kAtOnce / 2>(outputs, slot, segment.num_parts, helpers_log2);
+        return;
+      }
+    }
+    merge_parts<kAtOnce>(outputs, slot, segment.num_parts, helpers_log2);
   }
 
  private:
@@ -185,7 +192,8 @@ class Combine {
     total.w = fmaf(values.w, weight, total.w);
   }
 
-  // `kAtOnce` parts at a time are under way together.
+  // `kCount` parts at a time are under way together.
+  template <int kCount>
   static __device__ __forceinline__ void merge_parts(const Output (&outputs)[kItems], float* slots, int num_parts,
                                                      int helpers_log2) {
     const int helpers = 1 << helpers_log2, helper = threadIdx.x & (helpers - 1), last = num_parts - 1;
@@ -194,31 +202,31 @@ class Combine {
 #pragma unroll
     for (int item = 0; item < kItems; ++item) maximum[item] = -INFINITY;
 #pragma unroll 1
-    for (int first = helper; first <= last; first += kAtOnce << helpers_log2) {
-      float4 values[kItems][kAtOnce];
-      float2 own[kItems][kAtOnce];
+    for (int first = helper; first <= last; first += kCount << helpers_log2) {
+      float4 values[kItems][kCount];
+      float2 own[kItems][kCount];
 #pragma unroll
       for (int item = 0; item < kItems; ++item) {
         if (!outputs[item].exists()) continue;
         const int index = item_of_thread(item, helpers_log2), row = index / kQuads, c = index % kQuads * 4;
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const int part = first + (i << helpers_log2);
-          float* slot = slots + part * static_cast<int>(Slot::kFloats);
-          own[item][i] = part <= last ? __ldcg(Slot::sums(slot, row)) : make_float2(-INFINITY, 0.f);
-          values[item][i] = part <= last ? __ldcg(Slot::values(slot, row, c)) : float4{};
+        for (int i = 0; i < kCount; ++i) {
+          float* slot = slots + min(first + (i << helpers_log2), last) * static_cast<int>(Slot::kFloats);
+          own[item][i] = __ldcg(Slot::sums(slot, row));
+          values[item][i] = __ldcg(Slot::values(slot, row, c));
         }
       }
 #pragma unroll
       for (int item = 0; item < kItems; ++item) {
         const float before = maximum[item];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < kCount; ++i) {
+          if (first + (i << helpers_log2) > last) own[item][i] = make_float2(-INFINITY, 0.f);
           maximum[item] = fmaxf(maximum[item], own[item][i].x);
         }
         scale(total[item], sum[item], exp2_below(before, maximum[item]));
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) add(total[item], sum[item], own[item][i], values[item][i], maximum[item]);
+        for (int i = 0; i < kCount; ++i) add(total[item], sum[item], own[item][i], values[item][i], maximum[item]);
       }
     }
     for (int distance = 1; distance < helpers; distance *= 2) {
