@@ -18,7 +18,7 @@ out: on an H200, torch 2.11 ends in a segmentation fault where transformers' sta
 case is measured by `--cases 64x8k --systems int8-static,int4-static,int4-capture --resume` behind the others.
 
 The largest context and batch that fit are computed from what the case took, as `generate_cases.largest` says. Models,
-cases and goals are there, too; the picture of a results file is drawn here (`pip install matplotlib`).
+cases and goals are there, too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_kvquant import KVQuantCache, ops, patched
-from hf_kvquant.evaluation.plots import GRID, PALETTE, picture
 from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu_state
 
 DTYPE = torch.bfloat16
@@ -385,39 +384,6 @@ def _goal(check: dict[str, Any]) -> str:
     return f"{check['measured']:.2f}, {goal.describe()} ({check['limit']:.2f}): {verdict}"
 
 
-def plotted(results: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
-    """The numbers in the picture: per panel, system and batch, points from short to long contexts."""
-    panels: dict[str, dict[str, list[list[float]]]] = {"speed": {}, "memory": {}}
-    for case in results["cases"]:
-        for row in case["rows"]:
-            label = f"{row['system']}, batch {case['batch']}"
-            panels["speed"].setdefault(label, []).append([case["context"], row["tokens_per_s"]])
-            if row["prefill_peak_bytes"] is not None:
-                peak = max(row["prefill_peak_bytes"], row["decode_peak_bytes"])
-                panels["memory"].setdefault(label, []).append([case["context"], peak / 1e9])
-    return {panel: {label: sorted(points) for label, points in lines.items()} for panel, lines in panels.items()}
-
-
-def draw(numbers: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
-    """Tokens a second and memory against context, side by side."""
-    # A colour for each system, a marker for each batch.
-    systems, batches = (list(dict.fromkeys(label.split(", ")[i] for label in numbers["speed"])) for i in range(2))
-    with picture(path, numbers, columns=2, size=(11.5, 3.6)) as (figure, ((speed, memory),)):
-        for axes, lines in ((speed, numbers["speed"]), (memory, numbers["memory"])):
-            for label, points in lines.items():
-                system, batch = label.split(", ")
-                colour, marker = PALETTE[systems.index(system) % len(PALETTE)], "os^D"[batches.index(batch) % 4]
-                axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label)
-            ticks = sorted({context for points in lines.values() for context, _ in points})
-            axes.set(xscale="log", xlabel="context, tokens")
-            axes.set_xticks(ticks, [Case(1, int(tick)).name[2:] for tick in ticks])
-            axes.minorticks_off()
-            axes.grid(color=GRID)
-        speed.set(title="Decoding", ylabel="tokens/s", yscale="log")
-        memory.set(title="Peak memory, weights included", ylabel="GB", ylim=(0, None))
-        figure.legend(*speed.get_legend_handles_labels(), frameon=False, fontsize="small", loc="outside right center")
-
-
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """The command line; what is unknown ends the program with what is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -437,7 +403,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--resume", action="store_true", help="keep the cases that --output has, of this commit, machine and model"
     )
-    parser.add_argument("--plot", type=Path, help="draw tokens/s and memory against context here, as SVG")
     arguments = parser.parse_args(words)
     if arguments.new_tokens < 8:
         parser.error(f"--new-tokens must be at least 8, got {arguments.new_tokens}")
@@ -559,8 +524,6 @@ def main() -> None:
         save()
     results["state_after"] = gpu_state() if is_gpu else None
     save()
-    if arguments.plot is not None:
-        draw(plotted(results), arguments.plot)
     if results["checks"]:
         console.print(goals_table(results))
     console.print(f"{results['wall_s']:.0f} s", highlight=False)

@@ -5,9 +5,9 @@
 A test compares what this file makes with what is committed, so a number in the README is always one of a results file;
 a picture carries its numbers along for that, since its bytes depend on the version of matplotlib, which only drawing
 needs (`pip install matplotlib`). Without `decode.json` and `generate.json` the README says nothing about GPUs. What the
-latter's part looks like is decided in `render_generate.py`, and the table of models in `render_families.py`; what is
-measured and how, in the other scripts beside this file and in `hf_kvquant/evaluation/`, which also knows how a picture
-looks.
+latter's part looks like is decided in `render_generate.py`, the table of models in `render_families.py`, and the
+pictures in `pictures.py`; what is measured and how, in the other scripts beside this file and in
+`hf_kvquant/evaluation/`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pictures
 import render_families
 import render_generate
 
 from hf_kvquant.evaluation.page import scientific, spelled_average, table
-from hf_kvquant.evaluation.plots import GRID, PALETTE, picture
 from hf_kvquant.evaluation.task_files import AVERAGED
 from hf_kvquant.evaluation.task_results import averages, by_task_and_preset
 
@@ -29,6 +29,7 @@ RESULTS = ROOT / "evals" / "results"
 README = ROOT / "README.md"
 PICTURE = RESULTS / "presets.svg"
 GPU_PICTURE = RESULTS / "decode.svg"
+GENERATE_PICTURE = RESULTS / "generate.svg"
 BEGIN, END = "<!-- begin: evals/render_readme.py -->\n", "<!-- end -->"
 GPU_BEGIN = "<!-- begin: evals/render_readme.py, GPU -->\n"
 GENERATE_BEGIN = "<!-- begin: evals/render_readme.py, generate -->\n"
@@ -198,81 +199,6 @@ def sentences(windows: dict[str, Any], gpu: dict[str, Any] | None) -> list[str]:
     return said
 
 
-# --- the pictures -----------------------------------------------------------------------------------------------------
-
-
-def plotted(fidelity: dict[str, Any], cpu: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """The numbers in the picture: per panel and label, what is drawn."""
-    return {
-        "quality": {
-            name: [row["bits_per_value"], row["kld"]] for name, row in fidelity["presets"].items() if name != "none"
-        },
-        "speed": {name: [ratio] for name, ratio in {"PyTorch, unquantised": 1.0, **speedups(cpu)}.items()},
-    }
-
-
-def draw(numbers: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Quality and speed side by side."""
-    with picture(path, numbers, columns=2, size=(9.5, 3.2)) as (_, ((quality, speed),)):
-        for name, (bits, kld) in numbers["quality"].items():
-            quality.scatter(bits, kld, color=PALETTE[1])
-            quality.annotate(name, (bits, kld), xytext=(7, -3), textcoords="offset points")
-        quality.set(title="KL divergence from the unquantised cache", xlim=(3.5, 9.5), yscale="log")
-        quality.set(xlabel="bits a value, scales and zeros included", ylabel="nats a token")
-        labels = list(numbers["speed"])
-        bars = speed.barh(labels, [ratio for (ratio,) in numbers["speed"].values()], color=PALETTE[0])
-        speed.bar_label(bars, fmt="%.1f", padding=3)
-        speed.set(title="Decode attention on a CPU", xlabel="times as fast as PyTorch", xlim=(0, 4.5))
-        speed.invert_yaxis()
-        for axes in (quality, speed):
-            axes.grid(axis="y" if axes is quality else "x", color=GRID)
-
-
-def plotted_gpu(gpu: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
-    """The numbers in the GPU's picture: per panel and label, points from left to right."""
-    time: dict[str, list[list[float]]] = {}
-    share: dict[str, list[list[float]]] = {}
-    for case in gpu["cases"]:
-        shape = case["shape"]
-        rows = {row["preset"]: row for row in case["rows"]}
-        if shape["batch"] == 1:
-            medians = {name: row["median_us"] for name, row in rows.items()}
-            if case["best_bf16"] is not None:
-                medians["best bf16"] = case["best_bf16"]["median_us"]
-            for name, median in medians.items():
-                time.setdefault(name, []).append([shape["context"], median])
-        if shape["head_dim"] == 128 and not shape["is_ragged"]:
-            for name, row in rows.items():
-                share.setdefault(name, []).append([row["bytes"] / 1e6, row["share"]])
-    return {
-        panel: {name: sorted(points) for name, points in lines.items()}
-        for panel, lines in (("time", time), ("share", share))
-    }
-
-
-def draw_gpu(numbers: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
-    """Time against context and share of bandwidth against bytes, side by side."""
-    names = list(dict.fromkeys([*numbers["time"], *numbers["share"]]))
-    colours = {name: "#555555" if name == "best bf16" else PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
-    with picture(path, numbers, columns=2, size=(9.5, 3.6)) as (_, ((time, share),)):
-        for name, points in numbers["time"].items():
-            style = "--" if name == "best bf16" else "-"
-            time.plot(*zip(*points, strict=True), style, marker="o", markersize=4, color=colours[name], label=name)
-        ticks = sorted({context for points in numbers["time"].values() for context, _ in points})
-        time.set(xscale="log", yscale="log", title="Time of one step, one sequence", xlabel="context", ylabel="µs")
-        time.set_xticks(ticks, [f"{int(tick) // 1024}k" for tick in ticks])
-        time.minorticks_off()
-        time.legend(frameon=False)
-        for name, points in numbers["share"].items():
-            x, y = zip(*points, strict=True)
-            share.scatter(x, [100 * value for value in y], s=18, color=colours[name], label=name)
-        share.set(xscale="log", title="Share of the read bandwidth", xlabel="MB of codes, scales and zeros", ylabel="%")
-        share.set_ylim(0, 105)
-        share.legend(frameon=False, loc="lower right")
-        for axes in (time, share):
-            axes.grid(color=GRID)
-
-
 # --- the README -------------------------------------------------------------------------------------------------------
 
 
@@ -314,9 +240,11 @@ def _filled(readme: str, begin: str, parts: list[str]) -> str:
 def main() -> None:
     """Write the pictures and the README."""
     fidelity, tasks, cpu, gpu, generate = load_all()
-    draw(plotted(fidelity, cpu), PICTURE)
+    pictures.draw_presets(pictures.plotted_presets(fidelity, cpu), PICTURE)
     if gpu is not None:
-        draw_gpu(plotted_gpu(gpu), GPU_PICTURE)
+        pictures.draw_decode(pictures.plotted_decode(gpu), GPU_PICTURE)
+    if generate is not None:
+        pictures.draw_generate(pictures.plotted_generate(generate), GENERATE_PICTURE)
     README.write_text(
         rendered(README.read_text(encoding="utf-8"), fidelity, tasks, cpu, gpu, generate), encoding="utf-8"
     )

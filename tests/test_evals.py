@@ -407,9 +407,6 @@ def test_generate_results(
     assert second["failures"] == [{"system": "absent", "reason": "ImportError: no such package in else.so"}]
     assert "absent: ImportError: no such package in else.so" in printed and "floor (static)" in printed
     assert results["checks"] == [] and str(tmp_path) not in json.dumps(results)
-    panels = generating.plotted(results)
-    assert list(panels["speed"]) == [f"{name}, batch {batch}" for batch in (1, 2) for name in rows]
-    assert panels["speed"]["int8, batch 2"] == [[12, rows["int8"]["tokens_per_s"]]] and panels["memory"] == {}
 
 
 def test_generate_chunks_what_does_not_fit(

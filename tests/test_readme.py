@@ -54,10 +54,10 @@ def test_code_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tables_and_pictures_are_those_of_the_results(renderer: ModuleType) -> None:
     fidelity, _, cpu, gpu, _ = results = renderer.load_all()
     assert renderer.rendered(README, *results) == README, "run: python evals/render_readme.py"
-    assert described(renderer.PICTURE) == renderer.plotted(fidelity, cpu)
+    assert described(renderer.PICTURE) == renderer.pictures.plotted_presets(fidelity, cpu)
     assert renderer.GPU_PICTURE.exists() == (gpu is not None)
     if gpu is not None:
-        assert described(renderer.GPU_PICTURE) == renderer.plotted_gpu(gpu)
+        assert described(renderer.GPU_PICTURE) == renderer.pictures.plotted_decode(gpu)
 
 
 def test_numbers_in_the_prose_are_those_of_the_results(renderer: ModuleType) -> None:
@@ -182,9 +182,8 @@ def generate_results() -> dict[str, Any]:
 
 
 def test_the_picture_of_generate_shows_the_results(renderer: ModuleType) -> None:
-    bench = importlib.import_module("bench_generate")
     results = renderer.load_all()[-1]
-    assert results is not None and described(renderer.RESULTS / "generate.svg") == bench.plotted(results)
+    assert results is not None and described(renderer.GENERATE_PICTURE) == renderer.pictures.plotted_generate(results)
 
 
 def test_generate_table(renderer: ModuleType) -> None:
@@ -200,7 +199,7 @@ def test_generate_table(renderer: ModuleType) -> None:
 
 
 def test_gpu_picture_shows_the_results(renderer: ModuleType) -> None:
-    numbers = renderer.plotted_gpu(gpu_results())
+    numbers = renderer.pictures.plotted_decode(gpu_results())
     assert numbers["time"] == {"int8": [[8192, 254.4]], "int4": [[8192, 9.87]]}
     assert numbers["share"] == {"int8": [[1090.0, 0.964]] * 2, "int4": [[570.0, 0.925]] * 2}
 
