@@ -1,4 +1,4 @@
-"""The pictures of the README: the numbers that each takes from a results file, and how they are drawn.
+"""The pictures of the README: the numbers that each takes from results files, and how they are drawn.
 
 `render_readme.py` writes them, which needs matplotlib. How every picture looks is decided in
 `hf_kvquant/evaluation/plots.py`.
@@ -9,117 +9,164 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from generate_cases import Case
+from hf_kvquant.evaluation.plots import MUTED, PALETTE, bars, label, picture
 
-from hf_kvquant.evaluation.plots import GRID, PALETTE, picture
+# What pictures show of decode.json and generate.json, and in which colour; the names are those of decode_cases.py and
+# bench_generate.py. Whatever is compared with is grey.
+UNQUANTISED = "bf16"
+COLOURS = {UNQUANTISED: MUTED, "int8": PALETTE[0], "int4": PALETTE[2]}
+SPEED_CASE = "64x8k"
+SYSTEMS = {
+    "static": ("transformers static cache", COLOURS[UNQUANTISED]),
+    "int8-static": ("int8 compiled", COLOURS["int8"]),
+    "int4-static": ("int4 compiled", COLOURS["int4"]),
+    "int4-capture": ("int4 captured", COLOURS["int4"]),
+}
 
 
-def plotted_presets(fidelity: dict[str, Any], cpu: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """The numbers in the picture: per panel and label, what is drawn."""
+# --- quality, memory and speed of the presets -------------------------------------------------------------------------
+
+
+def plotted_presets(fidelity: dict[str, Any], gpu: dict[str, Any]) -> dict[str, Any]:
+    """By preset, size of the cache and change of perplexity, and how many times as fast as bf16; on which GPU."""
+    whole = fidelity["presets"]["none"]["bytes_per_token"]
+    (case,) = (case for case in gpu["cases"] if case["case"] == SPEED_CASE)
     return {
         "quality": {
-            name: [row["bits_per_value"], row["kld"]] for name, row in fidelity["presets"].items() if name != "none"
+            UNQUANTISED if name == "none" else name: [row["bytes_per_token"] / whole, row["perplexity_change"]]
+            for name, row in fidelity["presets"].items()
         },
-        "speed": {
-            name: [ratio]
-            for name, ratio in {
-                "PyTorch, unquantised": 1.0,
-                **{row["preset"]: row["speedup"] for row in cpu["rows"]},
-            }.items()
-        },
+        "speed": {UNQUANTISED: 1.0, **{row["preset"]: row["speedup"] for row in case["rows"]}},
+        "gpu": short(gpu["gpu"]),
     }
 
 
-def draw_presets(numbers: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Quality and speed side by side."""
-    with picture(path, numbers, columns=2, size=(9.5, 3.2)) as (_, ((quality, speed),)):
-        for name, (bits, kld) in numbers["quality"].items():
-            quality.scatter(bits, kld, color=PALETTE[1])
-            quality.annotate(name, (bits, kld), xytext=(7, -3), textcoords="offset points")
-        quality.set(title="KL divergence from the unquantised cache", xlim=(3.5, 9.5), yscale="log")
-        quality.set(xlabel="bits a value, scales and zeros included", ylabel="nats a token")
-        labels = list(numbers["speed"])
-        bars = speed.barh(labels, [ratio for (ratio,) in numbers["speed"].values()], color=PALETTE[0])
-        speed.bar_label(bars, fmt="%.1f", padding=3)
-        speed.set(title="Decode attention on a CPU", xlabel="times as fast as PyTorch", xlim=(0, 4.5))
-        speed.invert_yaxis()
-        for axes in (quality, speed):
-            axes.grid(axis="y" if axes is quality else "x", color=GRID)
+def draw_presets(numbers: dict[str, Any], path: Path) -> None:
+    """Quality against memory, and the speed that it buys."""
+    size, speedup = numbers["quality"]["int4"][0], numbers["speed"]["int4"]
+    title = f"int4 shrinks the cache to {size:.0%} and decodes {speedup:.1f} times as fast"
+    colours = {name: COLOURS["int8"] for name in numbers["quality"]} | {
+        name: COLOURS[name] for name in (UNQUANTISED, "int4")
+    }
+    with picture(path, numbers, title, columns=2, height=2.7) as ((quality, speed),):
+        for name, (size, change) in numbers["quality"].items():
+            quality.plot(100 * size, 100 * change, "o", color=colours[name])
+            label(quality, name, (100 * size, 100 * change), colours[name])
+        quality.set(title="perplexity, increase in %", xlabel="size of the cache, % of bf16", xlim=(0, 105))
+        quality.margins(y=0.15)
+        quality.locator_params(nbins=4)
+        quality.grid()
+        ranked = sorted(numbers["speed"].items(), key=lambda each: -each[1])
+        bars(speed, [(i, ratio, f"{ratio:.1f}", colours[name]) for i, (name, ratio) in enumerate(ranked)])
+        speed.set_yticks(range(len(ranked)), [name for name, _ in ranked])
+        speed.set_title(f"decode attention, times bf16 ({numbers['gpu']})")
 
 
-def plotted_decode(gpu: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
-    """The numbers in the GPU's picture: per panel and label, points from left to right."""
+# --- one layer's decode attention on a GPU ----------------------------------------------------------------------------
+
+
+def plotted_decode(gpu: dict[str, Any]) -> dict[str, Any]:
+    """Points from left to right: `time` by context, of one sequence; `share` of the read bandwidth by MB; the GPU."""
     time: dict[str, list[list[float]]] = {}
     share: dict[str, list[list[float]]] = {}
     for case in gpu["cases"]:
         shape = case["shape"]
-        rows = {row["preset"]: row for row in case["rows"]}
+        rows = {row["preset"]: row for row in case["rows"] if row["preset"] in COLOURS}
         if shape["batch"] == 1:
             medians = {name: row["median_us"] for name, row in rows.items()}
             if case["best_bf16"] is not None:
-                medians["best bf16"] = case["best_bf16"]["median_us"]
+                medians[UNQUANTISED] = case["best_bf16"]["median_us"]
             for name, median in medians.items():
                 time.setdefault(name, []).append([shape["context"], median])
         if shape["head_dim"] == 128 and not shape["is_ragged"]:
             for name, row in rows.items():
                 share.setdefault(name, []).append([row["bytes"] / 1e6, row["share"]])
-    return {
+    panels = {
         panel: {name: sorted(points) for name, points in lines.items()}
         for panel, lines in (("time", time), ("share", share))
     }
+    return {**panels, "gpu": short(gpu["gpu"])}
 
 
-def draw_decode(numbers: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
-    """Time against context and share of bandwidth against bytes, side by side."""
-    names = list(dict.fromkeys([*numbers["time"], *numbers["share"]]))
-    colours = {name: "#555555" if name == "best bf16" else PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
-    with picture(path, numbers, columns=2, size=(9.5, 3.6)) as (_, ((time, share),)):
+def draw_decode(numbers: dict[str, Any], path: Path) -> None:
+    """Time against context, and share of the bandwidth against bytes."""
+    (context, unquantised), (_, int4) = (numbers["time"][name][-1] for name in (UNQUANTISED, "int4"))
+    title = f"int4 decodes {unquantised / int4:.1f} times as fast as bf16 at {thousands(context)} tokens"
+    with picture(path, numbers, title, columns=2, height=2.8) as ((time, share),):
         for name, points in numbers["time"].items():
-            style = "--" if name == "best bf16" else "-"
-            time.plot(*zip(*points, strict=True), style, marker="o", markersize=4, color=colours[name], label=name)
+            time.plot(*zip(*points, strict=True), marker="o", color=COLOURS[name])
+            label(time, name, points[-1], COLOURS[name])
         ticks = sorted({context for points in numbers["time"].values() for context, _ in points})
-        time.set(xscale="log", yscale="log", title="Time of one step, one sequence", xlabel="context", ylabel="µs")
-        time.set_xticks(ticks, [f"{int(tick) // 1024}k" for tick in ticks])
-        time.minorticks_off()
-        time.legend(frameon=False)
+        time.set(title="µs a step, one sequence, one layer", xlabel="context, tokens", xscale="log", yscale="log")
+        time.set_xticks(ticks, [thousands(tick) for tick in ticks])
+        time.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+        time.yaxis.set_major_formatter("{x:g}")
         for name, points in numbers["share"].items():
-            x, y = zip(*points, strict=True)
-            share.scatter(x, [100 * value for value in y], s=18, color=colours[name], label=name)
-        share.set(xscale="log", title="Share of the read bandwidth", xlabel="MB of codes, scales and zeros", ylabel="%")
-        share.set_ylim(0, 105)
-        share.legend(frameon=False, loc="lower right")
+            percent = [(megabytes, 100 * value) for megabytes, value in points]
+            share.plot(*zip(*percent, strict=True), "o", color=COLOURS[name])
+            label(share, name, percent[-1], COLOURS[name])
+        share.set(
+            title=f"% of the read bandwidth ({numbers['gpu']})",
+            xlabel="MB to read, any batch",
+            xscale="log",
+            ylim=(0, 105),
+        )
+        share.xaxis.set_major_formatter("{x:g}")
         for axes in (time, share):
-            axes.grid(color=GRID)
-
-
-def plotted_generate(results: dict[str, Any]) -> dict[str, dict[str, list[list[float]]]]:
-    """The numbers in the picture: per panel, system and batch, points from short to long contexts."""
-    panels: dict[str, dict[str, list[list[float]]]] = {"speed": {}, "memory": {}}
-    for case in results["cases"]:
-        for row in case["rows"]:
-            label = f"{row['system']}, batch {case['batch']}"
-            panels["speed"].setdefault(label, []).append([case["context"], row["tokens_per_s"]])
-            if row["prefill_peak_bytes"] is not None:
-                peak = max(row["prefill_peak_bytes"], row["decode_peak_bytes"])
-                panels["memory"].setdefault(label, []).append([case["context"], peak / 1e9])
-    return {panel: {label: sorted(points) for label, points in lines.items()} for panel, lines in panels.items()}
-
-
-def draw_generate(numbers: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
-    """Tokens a second and memory against context, side by side."""
-    # A colour for each system, a marker for each batch.
-    systems, batches = (list(dict.fromkeys(label.split(", ")[i] for label in numbers["speed"])) for i in range(2))
-    with picture(path, numbers, columns=2, size=(11.5, 3.6)) as (figure, ((speed, memory),)):
-        for axes, lines in ((speed, numbers["speed"]), (memory, numbers["memory"])):
-            for label, points in lines.items():
-                system, batch = label.split(", ")
-                colour, marker = PALETTE[systems.index(system) % len(PALETTE)], "os^D"[batches.index(batch) % 4]
-                axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label)
-            ticks = sorted({context for points in lines.values() for context, _ in points})
-            axes.set(xscale="log", xlabel="context, tokens")
-            axes.set_xticks(ticks, [Case(1, int(tick)).name[2:] for tick in ticks])
             axes.minorticks_off()
-            axes.grid(color=GRID)
-        speed.set(title="Decoding", ylabel="tokens/s", yscale="log")
-        memory.set(title="Peak memory, weights included", ylabel="GB", ylim=(0, None))
-        figure.legend(*speed.get_legend_handles_labels(), frameon=False, fontsize="small", loc="outside right center")
+            axes.grid(axis="y")
+
+
+def thousands(tokens: float) -> str:
+    """`8k`."""
+    return f"{int(tokens) // 1024}k"
+
+
+# --- generate on a GPU ------------------------------------------------------------------------------------------------
+
+
+def plotted_generate(results: dict[str, Any]) -> dict[str, Any]:
+    """By case and system, milliseconds a step, `None` where not measured; of how large a model on which GPU."""
+    found = {case["case"]: {row["system"]: row["step_ms"] for row in case["rows"]} for case in results["cases"]}
+    steps = {case: {system: rows.get(system) for system in SYSTEMS} for case, rows in found.items()}
+    return {"steps": steps, "parameters": results["parameters"], "gpu": short(results["gpu"])}
+
+
+def draw_generate(numbers: dict[str, Any], path: Path) -> None:
+    """A group of bars for each case."""
+    gains = {
+        case: static / min(time for system, time in times.items() if system.startswith("int4") and time is not None)
+        for case, times in numbers["steps"].items()
+        if (static := times["static"]) is not None
+    }
+    case = max(gains, key=lambda name: gains[name])
+    title = f"generate is up to {gains[case]:.1f} times as fast with an int4 cache"
+    step = len(SYSTEMS) + 1
+    with picture(path, numbers, title, height=4.2) as ((axes,),):
+        bars(
+            axes,
+            [
+                (
+                    step * group + place,
+                    time or 0.0,
+                    f"{name}, {'not measured' if time is None else f'{time:.1f} ms'}",
+                    colour,
+                )
+                for group, times in enumerate(numbers["steps"].values())
+                for place, (time, (name, colour)) in enumerate(zip(times.values(), SYSTEMS.values(), strict=True))
+            ],
+        )
+        ticks = [step * group + (len(SYSTEMS) - 1) / 2 for group in range(len(numbers["steps"]))]
+        axes.set_yticks(ticks, [described_case(name) for name in numbers["steps"]])
+        axes.set_title(f"time of a decode step, {numbers['parameters'] / 1e9:.0f} billion parameters, {numbers['gpu']}")
+
+
+def short(gpu: str) -> str:
+    """`H200`."""
+    return gpu.removeprefix("NVIDIA ")
+
+
+def described_case(name: str) -> str:
+    """`8 sequences of 16k tokens` in two lines."""
+    batch, context = name.split("x")
+    return f"{batch} sequence{'' if batch == '1' else 's'}\nof {context} tokens"

@@ -240,8 +240,8 @@ def _filled(readme: str, begin: str, parts: list[str]) -> str:
 def main() -> None:
     """Write the pictures and the README."""
     fidelity, tasks, cpu, gpu, generate = load_all()
-    pictures.draw_presets(pictures.plotted_presets(fidelity, cpu), PICTURE)
     if gpu is not None:
+        pictures.draw_presets(pictures.plotted_presets(fidelity, gpu), PICTURE)
         pictures.draw_decode(pictures.plotted_decode(gpu), GPU_PICTURE)
     if generate is not None:
         pictures.draw_generate(pictures.plotted_generate(generate), GENERATE_PICTURE)

@@ -187,7 +187,7 @@ def test_page_and_pictures_show_the_records(capsys: pytest.CaptureFixture[str], 
         assert plots.described(output / f"{name}.svg") == numbers(texts)
         picture = (output / f"{name}.svg").read_text(encoding="utf-8")
         assert "<text" in picture and "with injected outliers" in picture
-    assert pictures.quality_numbers(texts)["as it is"] == {"int8": [8.5, 1e-4], "int4": [4.5, 1e-2]}
+    assert pictures.quality_numbers(texts)["as it is"] == {"int8": [[8.5, 1e-4]], "int4": [[4.5, 1e-2]]}
     assert pictures.layer_numbers(texts)["as it is"]["int4"] == [[0, 0.005], [1, 1.005]]
     keys = pictures.key_numbers(texts)["with injected outliers"]
     assert keys["before"] == [1.0, 2.0, 27.0, 2.0] and keys["uneven"]["after"] == [[0, 1.5], [1, 1.5]]

@@ -27,14 +27,15 @@ Panels = dict[str, dict[str, Any]]
 
 def quality_numbers(texts: Mapping[str, Record]) -> Panels:
     """By panel and preset: bits of a value, and the mean divergence."""
-    return {
+    found = {
         title: {
-            name: [row["bits_per_value"], row["kld"]]
+            name: [[row["bits_per_value"], row["kld"]]]
             for name, row in rows_of(record)[1].items()
             if name != UNQUANTIZED and row["kld"] > 0
         }
         for title, record in texts.items()
     }
+    return {title: panel for title, panel in found.items() if panel}
 
 
 def position_numbers(texts: Mapping[str, Record]) -> Panels:
@@ -85,6 +86,51 @@ def ratio(values: Sequence[float]) -> float:
     return max(values) / max(statistics.median(values), 1e-12)
 
 
+# --- their messages, of the first panel -------------------------------------------------------------------------------
+
+
+def quality_message(panels: Panels) -> str:
+    """Which presets no other one beats in both bits and divergence."""
+    points = {name: point for name, (point,) in first(panels).items()}
+    best = [
+        name
+        for name, (bits, kld) in sorted(points.items(), key=lambda each: each[1])
+        if not any(b <= bits and k <= kld and [b, k] != [bits, kld] for b, k in points.values())
+    ]
+    *others, last = best
+    if not others:
+        return f"{last} is smallest and diverges least"
+    return f"{', '.join(others)} and {last} diverge least for their size"
+
+
+def position_message(panels: Panels) -> str:
+    """Where the preset that diverges most does so."""
+    points = first(panels)
+    worst = max(points, key=lambda name: statistics.fmean(kld for _, kld in points[name]))
+    begin, _ = max(points[worst], key=lambda point: point[1])
+    return f"{worst} diverges most in the part from token {begin:,} on"
+
+
+def layer_message(panels: Panels) -> str:
+    """Which layer diverges most, and under which preset."""
+    points = first(panels)
+    _, layer, name = max((kld, layer, name) for name, layers in points.items() for layer, kld in layers)
+    return f"Layer {layer} is the most sensitive to {name}"
+
+
+def key_message(panels: Panels) -> str:
+    """How much calibration evens out, in the layer that is shown."""
+    panel = first(panels)
+    before, after = (ratio(panel[when]) for when in ("before", "after"))
+    largest = f"layer {panel['layer']}'s largest key channel"
+    return f"Calibration lowers {largest} from {before:.1f} to {after:.1f} times the median"
+
+
+def first(panels: Panels) -> dict[str, Any]:
+    """The numbers of the first panel."""
+    return next(iter(panels.values()))
+
+
 # --- the pictures -----------------------------------------------------------------------------------------------------
 
 
@@ -94,14 +140,16 @@ class Picture:
 
     Attributes:
         numbers: Of records by the title of their panel; nothing where they have none.
-        draw: Takes the place of the SVG and the numbers.
+        message: Its title, of the numbers.
+        draw: Takes the place of the SVG, the numbers and the title.
         heading: Of its section; the section before goes on where there is none.
         alt: What a reader is told who does not see it.
         text: Below it.
     """
 
     numbers: Callable[[Mapping[str, Record]], Panels]
-    draw: Callable[[Path, Panels], None]
+    message: Callable[[Panels], str]
+    draw: Callable[[Path, Panels, str], None]
     heading: str
     alt: str
     text: str
@@ -110,13 +158,15 @@ class Picture:
 PICTURES = {
     "quality.svg": Picture(
         quality_numbers,
-        functools.partial(plots.scatter, xlabel="bits a value, scales and zeros included", ylabel=KLD_LABEL),
+        quality_message,
+        functools.partial(plots.lines, xlabel="bits a value, scales and zeros included", ylabel=KLD_LABEL),
         "",
         "Divergence against bits",
         "Lower and further left is better; the scale is logarithmic.",
     ),
     "positions.svg": Picture(
         position_numbers,
+        position_message,
         functools.partial(plots.lines, xlabel="position in the window, tokens", ylabel=KLD_LABEL),
         "Where in a text",
         "Divergence by position in the window",
@@ -125,6 +175,7 @@ PICTURES = {
     ),
     "layers.svg": Picture(
         layer_numbers,
+        layer_message,
         functools.partial(plots.lines, xlabel="layer, the only one quantised", ylabel=KLD_LABEL),
         "Layer by layer",
         "Divergence with one layer quantised at a time",
@@ -132,6 +183,7 @@ PICTURES = {
     ),
     "keys.svg": Picture(
         key_numbers,
+        key_message,
         plots.keys,
         "Why: the keys",
         "Largest key per channel before and after calibration",
@@ -157,7 +209,7 @@ def draw(texts: Mapping[str, Record], folder: Path) -> list[str]:
     drawn = []
     for name, picture in PICTURES.items():
         numbers = picture.numbers(texts)
-        if any(numbers.values()):
-            picture.draw(folder / name, numbers)
+        if numbers:
+            picture.draw(folder / name, numbers, picture.message(numbers))
             drawn.append(name)
     return drawn

@@ -1,8 +1,10 @@
 """How pictures of results look and are written: SVG with text as text, the same bytes for the same numbers.
 
-A picture is drawn from plain numbers by panel and label, which it carries in its description, so that a test can
-compare it with the results whatever the version of matplotlib. Which numbers those are is decided in `page.py`, for the
-README in `evals/render_readme.py`. Presets differ by colour and by marker. matplotlib is optional and imported inside
+Every picture is as wide as a README shows it, says its message in its title, and names points, bars and lines where
+they stand instead of in a legend. It follows the reader's light or dark page and brings its own background, so that it
+can be read on either. Presets differ by colour and by marker. A picture carries the numbers that it shows in its
+description, so that a test can compare them with the results whatever the version of matplotlib; which numbers those
+are is decided in `pictures.py`, for the README in `evals/pictures.py`. matplotlib is optional and imported inside
 functions.
 """
 
@@ -10,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +23,55 @@ from xml.etree import ElementTree
 from ..arguments import UsageError
 from ..config import PRESETS
 
-# Of the README's pictures, and told apart by people who see no red or no green, in this order.
-PALETTE = ("#3e6fa3", "#b5432e", "#5b8c3a", "#8a5aa3", "#c98a1b", "#4a9c9c")
+PAPER, INK, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#d1d9e0"
+# Told apart by people who see no red or no green, in this order, and dark enough for text on PAPER.
+PALETTE = ("#0b5fa5", "#1a7f5a", "#c2410c", "#8a6100", "#b0307a", "#6e4fb0")
+# What each colour becomes on a dark page.
+ON_DARK = {
+    PAPER: "#0d1117",
+    INK: "#e6edf3",
+    MUTED: "#9198a1",
+    GRID: "#3d444d",
+    **dict(zip(PALETTE, ("#58a6ff", "#3fb98c", "#ff8a5c", "#e3b341", "#f778ba", "#b39df3"), strict=True)),
+}
 MARKERS = ("o", "s", "^", "D", "v", "P")
-GRID = "#d8d8d8"
-HEIGHT = 3.4  # of a row of panels, inches
-WIDTH = 4.75  # of a panel
+WIDTH = 6.25  # inches, which browsers show as 600 pixels
+HEIGHT = 2.4  # of a row of panels
+TITLE_COLUMNS = 62  # characters of a title that fit into WIDTH
+LOOK = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "hf_kvquant",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": INK,
+    "figure.dpi": 72,
+    "figure.facecolor": PAPER,
+    "figure.titlesize": 11,
+    "figure.titleweight": "bold",
+    "axes.axisbelow": True,
+    "axes.edgecolor": MUTED,
+    "axes.facecolor": "none",
+    "axes.labelcolor": MUTED,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 9,
+    "axes.titlesize": "medium",
+    "grid.color": GRID,
+    "lines.markersize": 4.5,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": "medium",
+    "ytick.labelsize": "medium",
+}
+# Where a label may stand beside its point, the best place first: points to the right and up, and how it is aligned.
+PLACES = [
+    *((7, shift, "left", "center") for shift in (0, -3, -6, -9, -12, -15, 3, 6, 9, 12, 15)),
+    (-7, 0, "right", "center"),
+    (0, 7, "center", "bottom"),
+    (0, -7, "center", "top"),
+    *((7, sign * size, "left", "center") for size in range(18, 60, 3) for sign in (-1, 1)),
+]
 
 Points = Sequence[Sequence[float]]
 
@@ -44,31 +91,94 @@ def check_matplotlib(where: str) -> None:
 
 @contextlib.contextmanager
 def picture(
-    path: Path, numbers: Mapping[str, Any], *, rows: int = 1, columns: int = 1, size: tuple[float, float] | None = None
-) -> Iterator[tuple[Any, list[list[Any]]]]:
-    """A figure to draw into, written at the end of the `with` block.
+    path: Path, numbers: Mapping[str, Any], title: str, *, rows: int = 1, columns: int = 1, height: float = HEIGHT
+) -> Iterator[list[list[Any]]]:
+    """Panels to draw into, written at the end of the `with` block, when labels find their places.
 
     Args:
         path: Of the SVG.
         numbers: What it shows.
+        title: Its message, a sentence.
         rows: Of panels.
         columns: The same.
-        size: Width and height, inches; from the panels where it is not given.
+        height: Of a row, inches.
 
     Yields:
-        The figure, and its axes by row and column.
+        The axes by row and column.
     """
     import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hf_kvquant", "font.family": "sans-serif"}):
-        figure = Figure(figsize=size or (WIDTH * columns, HEIGHT * rows), layout="constrained")
+    with matplotlib.rc_context(LOOK):
+        lines = textwrap.wrap(title, TITLE_COLUMNS, break_on_hyphens=False)
+        figure = Figure(figsize=(WIDTH, height * rows + 0.2 * len(lines)), layout="constrained")
+        FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False)
-        yield figure, [list(row) for row in axes]
-        for each in axes.flat:
-            each.spines[["top", "right"]].set_visible(False)
-            each.set_axisbelow(True)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None, "Description": json.dumps(numbers)})
+        yield [list(row) for row in axes]
+        figure.suptitle("\n".join(lines), x=0.01, ha="left")
+        place_labels(figure)
+        written = io.StringIO()
+        description = {"Date": None, "Creator": None, "Description": json.dumps(numbers)}
+        figure.savefig(written, format="svg", metadata=description)
+    path.write_text(written.getvalue().replace("</style>", f"{dark_rules()}</style>", 1), encoding="utf-8")
+
+
+def dark_rules() -> str:
+    """CSS that exchanges every colour on a dark page."""
+    rules = (
+        f'[style*="{what}: {light}"]{{{what}: {dark} !important}}'
+        for light, dark in ON_DARK.items()
+        for what in ("fill", "stroke")
+    )
+    return f"@media (prefers-color-scheme: dark){{{''.join(rules)}}}"
+
+
+def label(axes: Any, text: str, point: Sequence[float], color: str = INK) -> None:
+    """Name a point, in data coordinates; `place_labels` finds the place."""
+    dx, dy, ha, va = PLACES[0]
+    axes.annotate(text, point, xytext=(dx, dy), textcoords="offset points", ha=ha, va=va, color=color)
+
+
+def place_labels(figure: Any) -> None:
+    """Put every label of `label` into the first of PLACES where it covers nothing, or else as little as can be.
+
+    Texts, markers, lines and axes are not to be covered, and nothing is to leave the figure.
+    """
+    import numpy as np
+    from matplotlib.text import Annotation, Text
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # lays panels out with room for labels to the right of them
+    figure.set_layout_engine("none")
+    texts = figure.findobj(lambda artist: isinstance(artist, Text) and artist.get_text())
+    labels = [text for text in texts if isinstance(text, Annotation)]
+    taken = [text.get_window_extent() for text in texts if not isinstance(text, Annotation)]
+    dots = [np.empty((0, 2))]
+    for line in (line for axes in figure.axes for line in (*axes.lines, axes.spines.left, axes.spines.bottom)):
+        path = line.get_path() if line.get_linestyle() == "None" else line.get_path().interpolated(30)
+        dots.append(line.get_transform().transform(path.vertices))
+    drawn = np.concatenate(dots)
+
+    def covered(box: Any) -> float:
+        inside = (drawn > box.min - 2).all(1) & (drawn < box.max + 2).all(1)
+        shared = [Bbox.intersection(box, other) for other in taken]
+        whole = Bbox.intersection(box, figure.bbox)
+        outside = area(box) - area(whole)
+        return 10 * int(inside.sum()) + sum(map(area, shared)) + 100 * outside
+
+    def area(box: Any) -> float:
+        return 0.0 if box is None else float(box.width * box.height)
+
+    def moved(text: Any, place: tuple[int, int, str, str]) -> Any:
+        dx, dy, ha, va = place
+        text.set(position=(dx, dy), ha=ha, va=va)
+        return text.get_window_extent()
+
+    # From the top down, so that the names of lines come in the order of their ends.
+    for text in sorted(labels, key=lambda text: -text.axes.transData.transform(text.xy)[1]):
+        best = min(PLACES, key=lambda place: covered(moved(text, place)))
+        taken.append(moved(text, best))
 
 
 def described(path: Path) -> dict[str, Any]:
@@ -78,91 +188,77 @@ def described(path: Path) -> dict[str, Any]:
     return numbers
 
 
-def style_of(label: str, number: int) -> dict[str, Any]:
+def style_of(name: str, number: int) -> dict[str, Any]:
     """Colour and marker of a line: of a preset always the same ones, else by its number in the picture."""
-    known = [name for name in PRESETS if name != "none"]
-    place = known.index(label) if label in known else number
+    known = [preset for preset in PRESETS if preset != "none"]
+    place = known.index(name) if name in known else number
     return {"color": PALETTE[place % len(PALETTE)], "marker": MARKERS[place % len(MARKERS)]}
 
 
-def scatter(path: Path, numbers: Mapping[str, Mapping[str, Sequence[float]]], *, xlabel: str, ylabel: str) -> None:
-    """Labelled points, a panel beside the other with the same axes, y logarithmic.
+def bars(axes: Any, values: Sequence[tuple[float, float, str, str]]) -> None:
+    """Horizontal bars from zero, named at their ends, which needs no axis.
 
     Args:
-        path: Of the SVG.
-        numbers: By panel and label, x and y.
-        xlabel: With the unit.
-        ylabel: The same.
+        axes: Where.
+        values: Of each bar its place from the top, its length, its label and its colour.
     """
-    everything = [point for panel in numbers.values() for point in panel.values()]
-    with picture(path, numbers, columns=len(numbers)) as (_, (panels,)):
-        for axes, (title, points) in zip(panels, numbers.items(), strict=True):
-            for number, (label, (x, y)) in enumerate(points.items()):
-                axes.plot([x], [y], linestyle="", **style_of(label, number))
-                axes.annotate(label, (x, y), xytext=(7, -3), textcoords="offset points")
-            axes.set(title=title, xlabel=xlabel, ylabel=ylabel, yscale="log")
-            # Room for labels, which are right of their points.
-            axes.set_xlim(min(x for x, _ in everything) - 0.75, max(x for x, _ in everything) + 1.5)
-            axes.set_ylim(0.5 * min(y for _, y in everything), 2 * max(y for _, y in everything))
-            axes.grid(axis="y", color=GRID)
+    for place, length, text, color in values:
+        axes.barh(place, length, height=0.76, color=color)
+        label(axes, text, (length, place), color)
+    axes.set_xlim(0, max(length for _, length, _, _ in values))
+    axes.margins(y=0.01)
+    axes.invert_yaxis()
+    axes.tick_params(left=False, bottom=False, labelbottom=False, labelcolor=INK)
+    axes.spines[["left", "bottom"]].set_visible(False)
 
 
-def lines(path: Path, numbers: Mapping[str, Mapping[str, Points]], *, xlabel: str, ylabel: str) -> None:
-    """Lines from left to right, a panel beside the other with the same y, logarithmic, and one legend below.
+def lines(path: Path, numbers: Mapping[str, Mapping[str, Points]], title: str, *, xlabel: str, ylabel: str) -> None:
+    """Lines or points, named at their right ends, a panel above the other with the same y, logarithmic.
 
     Args:
         path: Of the SVG.
-        numbers: By panel and label, points.
+        numbers: By panel and label, points from left to right.
+        title: Its message.
         xlabel: With the unit.
         ylabel: The same.
     """
     values = [y for panel in numbers.values() for points in panel.values() for _, y in points if y > 0]
-    labels = list(dict.fromkeys(label for panel in numbers.values() for label in panel))
-    # As many entries in a row of the legend as fit below the panels.
-    in_a_row = 3 * len(numbers)
-    size = WIDTH * len(numbers), HEIGHT + 0.25 * -(-len(labels) // in_a_row)
-    with picture(path, numbers, columns=len(numbers), size=size) as (figure, (panels,)):
-        handles: dict[str, Any] = {}
-        for axes, (title, panel) in zip(panels, numbers.items(), strict=True):
-            for label, points in panel.items():
-                style = style_of(label, labels.index(label))
-                (handles[label],) = axes.plot(*zip(*points, strict=True), markersize=4, **style)
-            axes.set(title=title, xlabel=xlabel, ylabel=ylabel, yscale="log")
+    names = list(dict.fromkeys(name for panel in numbers.values() for name in panel))
+    with picture(path, numbers, title, rows=len(numbers)) as panels:
+        for (axes,), (heading, panel) in zip(panels, numbers.items(), strict=True):
+            for name, points in panel.items():
+                style = style_of(name, names.index(name))
+                axes.plot(*zip(*points, strict=True), **style)
+                label(axes, name, points[-1], style["color"])
+            axes.set(title=f"{heading}: {ylabel}", xlabel=xlabel, yscale="log")
             axes.xaxis.get_major_locator().set_params(integer=True)
             if values:
-                axes.set_ylim(0.7 * min(values), 1.4 * max(values))
-            axes.grid(color=GRID)
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=in_a_row, frameon=False)
+                axes.set_ylim(0.5 * min(values), 2 * max(values))
+            axes.grid(axis="y")
 
 
-def keys(path: Path, numbers: Mapping[str, Mapping[str, Any]]) -> None:
+def keys(path: Path, numbers: Mapping[str, Mapping[str, Any]], title: str) -> None:
     """Channels of one layer before and after, and beside them how uneven every layer is; a row for each panel.
 
     Args:
         path: Of the SVG.
         numbers: By panel: `layer`, `before` and `after` of its channels, and `uneven`: `before` and `after` as points
             of layer and ratio.
+        title: Its message.
     """
-    colors = {"before": PALETTE[1], "after": PALETTE[0]}
-    markers = {"before": "s", "after": "o"}
-    with picture(path, numbers, rows=len(numbers), columns=2) as (figure, panels):
-        handles: dict[str, Any] = {}
-        for (channels, layers), (title, panel) in zip(panels, numbers.items(), strict=True):
-            for when, color in colors.items():
+    styles = {"before": {"color": PALETTE[2], "marker": "s"}, "after": {"color": PALETTE[0], "marker": "o"}}
+    with picture(path, numbers, title, rows=len(numbers), columns=2) as panels:
+        for (channels, layers), (heading, panel) in zip(panels, numbers.items(), strict=True):
+            for when, style in styles.items():
                 edges = [x - 0.5 for x in range(len(panel[when]) + 1)]
                 # What was there before is an area, so that what is left of it shows as a line in front.
-                look = {"fill": True, "color": color, "alpha": 0.45} if when == "before" else {"color": color}
-                handles[when] = channels.stairs(panel[when], edges, **look)
-                points = zip(*panel["uneven"][when], strict=True)
-                layers.plot(*points, color=color, marker=markers[when], markersize=4)
-            channels.set(title=f"{title}: layer {panel['layer']}", ylabel="largest magnitude of keys")
-            channels.set(xlabel="channel, head after head", ylim=(0, None))
-            channels.grid(axis="y", color=GRID)
-            layers.set(title=f"{title}: all layers", ylabel="largest channel over median one")
-            layers.set(xlabel="layer", ylim=(0, None))
+                look = {"fill": True, "alpha": 0.45} if when == "before" else {}
+                channels.stairs(panel[when], edges, color=style["color"], **look)
+                layers.plot(*zip(*panel["uneven"][when], strict=True), **style)
+                label(layers, when, panel["uneven"][when][-1], style["color"])
+            channels.set(title=f"{heading}: largest key, layer {panel['layer']}", xlabel="channel, head after head")
+            layers.set(title="largest channel over median", xlabel="layer")
             layers.xaxis.get_major_locator().set_params(integer=True)
-            layers.grid(color=GRID)
-        named = {"before": "as the model makes them", "after": "as they are quantised after calibration"}
-        figure.legend(
-            handles.values(), [named[when] for when in handles], loc="outside lower center", ncols=2, frameon=False
-        )
+            for axes in (channels, layers):
+                axes.set_ylim(0, None)
+                axes.grid(axis="y")
