@@ -181,6 +181,12 @@ def test_one_panel_is_enough(figures: list[Any], tmp_path: Path, name: str) -> N
     assert not faults(figures[0])
 
 
+def test_what_is_zero_has_no_place_on_a_logarithmic_scale(figures: list[Any], tmp_path: Path) -> None:
+    panel = {"int8": [[0, 0.0], [1, 0.0]], "int4": [[0, 1e-3], [1, 0.0]]}
+    plots.lines(tmp_path / "x.svg", {"as it is": panel}, "A message", xlabel="layer", ylabel="nats")
+    assert not faults(figures[0]) and [text.get_text() for text in figures[0].axes[0].texts] == ["int4"]
+
+
 def test_messages_follow_the_numbers() -> None:
     found = {name: pictures.PICTURES[name].message(numbers) for name, numbers in report_numbers().items()}
     assert found == {

@@ -222,10 +222,17 @@ def lines(path: Path, numbers: Mapping[str, Mapping[str, Points]], title: str, *
         xlabel: With the unit.
         ylabel: The same.
     """
-    values = [y for panel in numbers.values() for points in panel.values() for _, y in points if y > 0]
+    # What a logarithmic scale can show.
+    shown = {
+        heading: {
+            name: above for name, points in panel.items() if (above := [point for point in points if point[1] > 0])
+        }
+        for heading, panel in numbers.items()
+    }
+    values = [y for panel in shown.values() for points in panel.values() for _, y in points]
     names = list(dict.fromkeys(name for panel in numbers.values() for name in panel))
     with picture(path, numbers, title, rows=len(numbers)) as panels:
-        for (axes,), (heading, panel) in zip(panels, numbers.items(), strict=True):
+        for (axes,), (heading, panel) in zip(panels, shown.items(), strict=True):
             for name, points in panel.items():
                 style = style_of(name, names.index(name))
                 axes.plot(*zip(*points, strict=True), **style)
