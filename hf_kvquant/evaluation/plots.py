@@ -147,28 +147,27 @@ def place_labels(figure: Any) -> None:
     """
     import numpy as np
     from matplotlib.text import Annotation, Text
-    from matplotlib.transforms import Bbox
 
     figure.draw_without_rendering()  # lays panels out with room for labels to the right of them
     figure.set_layout_engine("none")
     texts = figure.findobj(lambda artist: isinstance(artist, Text) and artist.get_text())
-    labels = [text for text in texts if isinstance(text, Annotation)]
-    taken = [text.get_window_extent() for text in texts if not isinstance(text, Annotation)]
-    dots = [np.empty((0, 2))]
+    labels: list[Any] = [text for text in texts if isinstance(text, Annotation)]
+    taken = [text.get_window_extent().get_points() for text in texts if not isinstance(text, Annotation)]
+    dots = []
     for line in (line for axes in figure.axes for line in (*axes.lines, axes.spines.left, axes.spines.bottom)):
         path = line.get_path() if line.get_linestyle() == "None" else line.get_path().interpolated(30)
         dots.append(line.get_transform().transform(path.vertices))
     drawn = np.concatenate(dots)
 
+    def shared(box: Any, low: Any, high: Any) -> Any:
+        """The area that a box has in common with others."""
+        return np.clip(np.minimum(box.max, high) - np.maximum(box.min, low), 0, None).prod(-1)
+
     def covered(box: Any) -> float:
         inside = (drawn > box.min - 2).all(1) & (drawn < box.max + 2).all(1)
-        shared = [Bbox.intersection(box, other) for other in taken]
-        whole = Bbox.intersection(box, figure.bbox)
-        outside = area(box) - area(whole)
-        return 10 * int(inside.sum()) + sum(map(area, shared)) + 100 * outside
-
-    def area(box: Any) -> float:
-        return 0.0 if box is None else float(box.width * box.height)
+        outside = box.width * box.height - shared(box, figure.bbox.min, figure.bbox.max)
+        corners = np.stack(taken)
+        return float(10 * inside.sum() + shared(box, corners[:, 0], corners[:, 1]).sum() + 100 * outside)
 
     def moved(text: Any, place: tuple[int, int, str, str]) -> Any:
         dx, dy, ha, va = place
@@ -178,7 +177,7 @@ def place_labels(figure: Any) -> None:
     # From the top down, so that the names of lines come in the order of their ends.
     for text in sorted(labels, key=lambda text: -text.axes.transData.transform(text.xy)[1]):
         best = min(PLACES, key=lambda place: covered(moved(text, place)))
-        taken.append(moved(text, best))
+        taken.append(moved(text, best).get_points())
 
 
 def described(path: Path) -> dict[str, Any]:
