@@ -44,18 +44,16 @@ def plotted_presets(fidelity: dict[str, Any], gpu: dict[str, Any]) -> dict[str, 
 def draw_presets(numbers: dict[str, Any], path: Path) -> None:
     """Quality against memory, and the speed that it buys."""
     size, speedup = numbers["quality"]["int4"][0], numbers["speed"]["int4"]
-    title = f"int4 shrinks the cache to {size:.0%} and decodes {speedup:.1f} times as fast"
-    colours = {name: COLOURS["int8"] for name in numbers["quality"]} | {
-        name: COLOURS[name] for name in (UNQUANTISED, "int4")
-    }
+    title = f"int4 shrinks the cache to {size:.0%} and attends {speedup:.1f} times as fast"
+    colours = {name: COLOURS.get(name, COLOURS["int8"]) for name in numbers["quality"]}
     with picture(path, numbers, title, columns=2, height=2.7) as ((quality, speed),):
         for name, (size, change) in numbers["quality"].items():
-            quality.plot(100 * size, 100 * change, "o", color=colours[name])
+            quality.plot(100 * size, 100 * change, "o", color=colours[name], zorder=3 if name == "int4" else 2)
             label(quality, name, (100 * size, 100 * change), colours[name])
         quality.set(title="perplexity, increase in %", xlabel="size of the cache, % of bf16", xlim=(0, 105))
         quality.margins(y=0.15)
         quality.locator_params(nbins=4)
-        quality.grid()
+        quality.grid(axis="y")
         ranked = sorted(numbers["speed"].items(), key=lambda each: -each[1])
         bars(speed, [(i, ratio, f"{ratio:.1f}", colours[name]) for i, (name, ratio) in enumerate(ranked)])
         speed.set_yticks(range(len(ranked)), [name for name, _ in ranked])
@@ -91,7 +89,7 @@ def plotted_decode(gpu: dict[str, Any]) -> dict[str, Any]:
 def draw_decode(numbers: dict[str, Any], path: Path) -> None:
     """Time against context, and share of the bandwidth against bytes."""
     (context, unquantised), (_, int4) = (numbers["time"][name][-1] for name in (UNQUANTISED, "int4"))
-    title = f"int4 decodes {unquantised / int4:.1f} times as fast as bf16 at {thousands(context)} tokens"
+    title = f"int4 attends {unquantised / int4:.1f} times as fast as bf16 at {thousands(context)} tokens"
     with picture(path, numbers, title, columns=2, height=2.8) as ((time, share),):
         for name, points in numbers["time"].items():
             time.plot(*zip(*points, strict=True), marker="o", color=COLOURS[name])

@@ -175,6 +175,28 @@ def test_a_picture_can_be_read(renderer: ModuleType, figures: list[Any], tmp_pat
         assert f'[style*="fill: {light}"]{{fill: {dark} !important}}' in written
 
 
+def test_titles_of_the_readme_follow_the_numbers(renderer: ModuleType, figures: list[Any], tmp_path: Path) -> None:
+    drawing, path = renderer.pictures, tmp_path / "x.svg"
+    quality = {"bf16": [1.0, 0.0], "int8": [0.51, 0.0], "int4": [0.27, 0.013]}
+    drawing.draw_presets({"quality": quality, "speed": {"bf16": 1.0, "int8": 1.9, "int4": 3.41}, "gpu": "X"}, path)
+    time = {"bf16": [[1024, 7.0], [8192, 15.0]], "int4": [[1024, 8.0], [8192, 10.0]]}
+    drawing.draw_decode({"time": time, "share": {"int4": [[1.0, 0.25], [8.0, 0.9]]}, "gpu": "X"}, path)
+    steps = {
+        "1x2k": {"static": 7.0, "int8-static": 6.7, "int4-static": 6.5, "int4-capture": None},
+        "8x16k": {"static": 45.0, "int8-static": 8.5, "int4-static": 7.7, "int4-capture": 6.0},
+        "64x8k": {"static": None, "int8-static": 15.0, "int4-static": 1.0, "int4-capture": 1.0},
+    }
+    drawing.draw_generate({"steps": steps, "parameters": 8.03e9, "gpu": "X"}, path)
+    assert [figure.get_suptitle() for figure in figures] == [
+        "int4 shrinks the cache to 27% and attends 3.4 times as fast",
+        "int4 attends 1.5 times as fast as bf16 at 8k tokens",
+        "generate is up to 7.5 times as fast with an int4 cache",
+    ]
+    labels = [text.get_text() for text in figures[-1].axes[0].texts]
+    assert labels[3] == "int4 captured, not measured" and labels[4] == "transformers static cache, 45.0 ms"
+    assert not any(map(faults, figures))
+
+
 @pytest.mark.parametrize("name", pictures.PICTURES)
 def test_one_panel_is_enough(figures: list[Any], tmp_path: Path, name: str) -> None:
     draw_report(name, tmp_path / name, num_panels=1)

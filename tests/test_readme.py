@@ -204,6 +204,15 @@ def test_gpu_picture_shows_the_results(renderer: ModuleType) -> None:
     assert numbers["share"] == {"int8": [[1090.0, 0.964]] * 2, "int4": [[570.0, 0.925]] * 2}
 
 
+def test_generate_picture_shows_the_results(renderer: ModuleType) -> None:
+    found = renderer.pictures.plotted_generate(generate_results())
+    ours = {"int4-static": 7.0, "int4-capture": 5.0}
+    assert found["steps"] == {
+        "8x16k": {"static": 45.0, "int8-static": 8.0, **ours},
+        "64x8k": {"static": None, "int8-static": None, **ours},
+    }
+
+
 def test_results_are_those_of_the_model_that_ships(renderer: ModuleType) -> None:
     weights = (ROOT / "evals" / "reference_model" / "model.safetensors").read_bytes()
     for recorded in (renderer.load("fidelity.json"), renderer.load("tasks.json")["settings"]):
