@@ -215,7 +215,7 @@ def test_messages_follow_the_numbers() -> None:
         "quality.svg": f"int4, int4-channel, int4-g32, {LONG}, k8v4, int8 and int8:0+32 diverge least for their size",
         "positions.svg": "int8:0+32 diverges most in the part from token 2 on",
         "layers.svg": "Layer 5 is the most sensitive to int8:0+32",
-        "keys.svg": "Calibration lowers layer 31's largest key channel from 6.0 to 1.3 times the median",
+        "keys.svg": "Calibration brings layer 31's largest key channel from 6.0 to 1.3 times the median",
     }
     alone = {"as it is": {"int8": [[8.125, 1e-4]], "fp8": [[8.125, 1e-3]]}}
     assert pictures.quality_message(alone) == "int8 is smallest and diverges least"

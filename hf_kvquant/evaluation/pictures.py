@@ -123,7 +123,7 @@ def key_message(panels: Panels) -> str:
     panel = first(panels)
     before, after = (ratio(panel[when]) for when in ("before", "after"))
     largest = f"layer {panel['layer']}'s largest key channel"
-    return f"Calibration lowers {largest} from {before:.1f} to {after:.1f} times the median"
+    return f"Calibration brings {largest} from {before:.1f} to {after:.1f} times the median"
 
 
 def first(panels: Panels) -> dict[str, Any]:
