@@ -1,6 +1,6 @@
 # The commands of the repository; `make help` lists them. Each does all of its own set-up, once: a virtual environment in
-# .venv, the pinned packages of requirements.txt, and the extension, compiled again whenever its sources change. What CI
-# runs is in .ci/run; how the extension is compiled is in setup.py.
+# .venv, the packages that it needs, at the versions of requirements.txt, and the extension, compiled again whenever its
+# sources change. What CI runs is in .ci/run; how the extension is compiled is in setup.py.
 
 PYTHON ?= python3
 # Threads of pytest-xdist, and whatever else pytest should get.
@@ -15,6 +15,7 @@ OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 OLDEST_TESTS := $(addprefix tests/test_,cache.py generate.py patching.py attention.py own_attention.py cache_file.py \
                   compile.py capture.py encoder_decoder.py)
+CUDA_ARCHS ?= 90
 SANITIZER ?= compute-sanitizer
 SANITIZE_TOOLS ?= memcheck racecheck initcheck
 # How many times as many op calls and damaged files are drawn under the sanitizers as in the tests.
@@ -22,8 +23,13 @@ FUZZ ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What compiles the extension; the package, with it; and, for all but `make demo`, what tests, evaluations and checks need.
+TOOLS := $(VENV)/tools.stamp
+INSTALLED := $(VENV)/installed.stamp
 PACKAGES := $(VENV)/packages.stamp
-READY := $(VENV)/extension.stamp
+READY := $(INSTALLED) $(PACKAGES)
+# A line when a step begins, and one with its time: $(call step,name,commands)
+step = @start=$$(date +%s); echo "--- $(1)"; $(2) && echo "--- $(1): $$(($$(date +%s) - start)) s"
 # A Python named on the command line has the package and pytest already; without one, .venv is made to have them.
 IS_PYTHON_GIVEN := $(filter command environment,$(origin PYTHON))
 SANITIZE_PYTHON := $(if $(IS_PYTHON_GIVEN),$(PYTHON),$(BIN)/python)
@@ -43,14 +49,14 @@ SANITIZED_TESTS := $(addprefix tests/test_,ops.py ring_ops.py transforms.py wind
 # Torch is not instrumented, so libasan is preloaded; libstdc++ too, for libasan to find where exceptions are thrown.
 PRELOAD = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
 
-.PHONY: help setup demo quality test oldest sanitize sanitize-cpu lint format types cuda wheel clean distclean
+.PHONY: help setup demo quality test oldest sanitize sanitize-cpu lint format types cuda headers wheel clean distclean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY)  ## virtual environment, pinned packages, extension
 
-demo: $(READY)  ## continue real prompts with the reference model under none, int8 and int4
+demo: $(INSTALLED)  ## continue real prompts with the reference model under none, int8 and int4
 	HF_HUB_OFFLINE=1 $(BIN)/hf-kvquant generate evals/reference_model $(DEMO_PROMPTS:%=--prompt-file %) $(DEMO_ARGS)
 
 # Measured into build/, so that the tree stays as the commit that results name, and an interrupted run goes on there.
@@ -102,28 +108,37 @@ format: $(PACKAGES)  ## let ruff fix and format
 types: $(PACKAGES)  ## mypy, strict, on the package
 	$(BIN)/mypy
 
-cuda: $(READY)  ## check that the CUDA sources compile (needs nvcc, no GPU)
-	$(BIN)/python -c "from hf_kvquant import ops; raise SystemExit(not ops.has_kernels('cuda') and \
-	    'cuda: the extension has no CUDA kernels. Put nvcc on PATH, then rm $(READY)')"
+cuda: $(INSTALLED)  ## compile the CUDA kernels too, for CUDA_ARCHS (needs nvcc, no GPU)
+	$(call step,compiling for $(CUDA_ARCHS),HF_KVQUANT_CUDA_ARCHS="$(CUDA_ARCHS)" $(BIN)/python setup.py build_ext --inplace)
+
+headers: $(PACKAGES)  ## compile against the headers of the oldest and the newest torch (downloads both)
+	BIN=$(BIN) .ci/headers
 
 wheel: $(PACKAGES)  ## a wheel in dist/, built in isolation
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove what was built, keep .venv
-	rm -rf build dist *.egg-info hf_kvquant/*.so $(READY)
+	rm -rf build dist *.egg-info hf_kvquant/*.so $(INSTALLED)
 
 distclean: clean  ## remove .venv too
 	rm -rf $(VENV)
 
-$(PACKAGES): requirements.txt
+$(TOOLS): requirements.txt
 	@$(PYTHON) -c "import sys; raise SystemExit(sys.version_info < (3, 10) and \
 	    f'make: PYTHON must be Python 3.10 or later, got {sys.version.split()[0]}. make PYTHON=python3.11 ...')"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -r requirements.txt
+	$(call step,installing torch and what compiles,$(PYTHON) -m venv $(VENV) && \
+	    $(BIN)/pip install --quiet --constraint requirements.txt torch ninja setuptools wheel)
 	@touch $@
 
-$(READY): $(PACKAGES) $(BUILD_INPUTS)
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+# Compiled before it is installed, since pip would not show how it goes.
+$(INSTALLED): $(TOOLS) $(BUILD_INPUTS)
+	$(call step,compiling,$(BIN)/python setup.py build_ext --inplace)
+	$(call step,installing the package,$(BIN)/pip install --quiet --constraint requirements.txt --no-build-isolation \
+	    --editable .)
+	@touch $@
+
+$(PACKAGES): $(TOOLS)
+	$(call step,installing what tests and checks need,$(BIN)/pip install --quiet --requirement requirements.txt)
 	@touch $@
 
 $(OLDEST)/stamp: pyproject.toml | $(READY)
