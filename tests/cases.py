@@ -1,11 +1,13 @@
-"""The one list of formats, shapes and data that tests run over, and the planes they run on."""
+"""The one list of formats, shapes and data that tests run over, the planes they run on, and how much is drawn."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import torch
+from hypothesis import settings
 from torch import Tensor
 
 from hf_kvquant import KeyTransform, ops, reference
@@ -16,6 +18,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_Q_PER_KV = (1, 4, 8)
 Q_LENS = (1, 2, 5, 33)
 KINDS = ("center", "smooth", "rotate", "center+smooth+rotate")  # of key transforms
+
+
+def times(count: int, **options: Any) -> settings:
+    """How a hypothesis test draws: `count` examples with `--all`, a quarter of them in the quick tier.
+
+    Everything else is in the profiles of `conftest.py`. `HF_KVQUANT_FUZZ` multiplies the number of examples.
+    """
+    share = settings.default.max_examples / 100 * float(os.environ.get("HF_KVQUANT_FUZZ", "1"))
+    return settings(max_examples=max(1, round(count * share)), **options)
 
 
 def engines() -> list[str]:

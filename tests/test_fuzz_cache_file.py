@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from cases import times
 from hypothesis import given
 from safetensors.torch import save
 from test_cache_file import CONFIGS, contents, leaves, saved, small_model
-from test_fuzz_ops import DICE, times
+from test_fuzz_ops import DICE
 from torch import Tensor
 
 from hf_kvquant import KVQuantCache, cache_file

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import times
 from hypothesis import given
-from test_fuzz_ops import DICE, times
+from test_fuzz_ops import DICE
 
 from hf_kvquant import PRESETS, KVFormat, KVQuantConfig
 from hf_kvquant.config import LayerFormats

@@ -7,7 +7,6 @@ under the sanitizers, which see the ends of tensors that have nothing around the
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections.abc import Iterator
@@ -16,18 +15,17 @@ from typing import Any
 import fuzz
 import pytest
 import torch
-from cases import engines
+from cases import engines, times
 from checks import largest
 from compare import assert_close, assert_same
 from fuzz import Call, Memory
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_kvquant import ops, reference
 from hf_kvquant.formats import Planes
 
-FACTOR = float(os.environ.get("HF_KVQUANT_FUZZ", "1"))
 WRITTEN = [f"{side}_{plane}" for side in fuzz.SIDES for plane in fuzz.PLANES]
 # As an op and torch's dispatcher call an argument.
 NAMED = re.compile(r"`(\w+)`|argument '(\w+)'")
@@ -40,12 +38,7 @@ ROUNDING = {torch.float32: 2.0**-13, torch.bfloat16: 2.0**-7, torch.float16: 2.0
 LARGEST_LOGIT = 1e3
 
 ENGINES = [engine.partition("-")[2] for engine in engines() if engine.startswith("cpu-")]
-FUZZED = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 DICE = st.randoms(use_true_random=False)
-
-
-def times(count: int) -> settings:
-    return settings(FUZZED, max_examples=max(1, round(count * FACTOR)))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from cases import times
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,7 +113,7 @@ def test_a_layer_that_stays_behind_costs_a_launch_and_is_right() -> None:
     check(group, [9, 6])
 
 
-@settings(derandomize=True, deadline=None, database=None, max_examples=300)
+@times(300)
 @given(
     st.lists(
         st.tuples(

@@ -19,7 +19,8 @@ import compare
 import models
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from cases import times
+from hypothesis import given
 from hypothesis import strategies as st
 from models import greedy, left_padded, logits
 from torch import Tensor
@@ -299,7 +300,7 @@ OPERATIONS: dict[str, Callable[[KVQuantCache], Any]] = {
 }
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@times(25)
 @given(
     name=st.sampled_from(sorted(CONFIGS)),
     prompt=st.sampled_from((1, 9, 127, 128, 200)),

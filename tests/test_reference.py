@@ -12,9 +12,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases import clone, make_formats, name_of, poisoned
+from cases import clone, make_formats, name_of, poisoned, times
 from compare import assert_close, assert_same, assert_same_planes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import attention_bound, lse_bound, quantization_bound
 from torch import Tensor
@@ -24,8 +24,6 @@ from hf_kvquant.formats import KVFormat, Planes
 
 QUANTIZED = [kv_format for kv_format in make_formats() if kv_format.is_quantized]
 GROUP = 32
-# Shrunk examples are the same on every machine, and no file remembers them.
-DETERMINISTIC = settings(derandomize=True, deadline=None, database=None)
 
 
 # --- quantisation, one number at a time -------------------------------------------------------------------------------
@@ -208,7 +206,7 @@ def assert_within_bound(x: Tensor, kv_format: KVFormat, what: str) -> None:
     assert excess.max() <= 1, f"{what}: error {excess.max().item():.4f} times the bound"
 
 
-@DETERMINISTIC
+@times(100)
 @given(
     kv_format=st.sampled_from(QUANTIZED),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -468,7 +466,7 @@ def attention(
     return Attention(query, key, value, torch.tensor(lengths, dtype=torch.int32), **options)  # type: ignore[arg-type]
 
 
-@settings(DETERMINISTIC, max_examples=80)
+@times(80)
 @given(data=st.data())
 def test_attention_matches_float64_loops(data: st.DataObject) -> None:
     batch = data.draw(st.integers(1, 3), "batch")

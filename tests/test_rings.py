@@ -15,7 +15,8 @@ import models
 import pytest
 import tolerances
 import torch
-from hypothesis import given, settings
+from cases import times
+from hypothesis import given
 from hypothesis import strategies as st
 from models import FAMILIES, ReferenceCache, check_against_reference, greedy, left_padded, logits
 from test_cache import through_pickle
@@ -208,7 +209,7 @@ def test_a_window_of_one_token() -> None:
     compare.assert_close(out, seen, 1e-5, "attention to itself")
 
 
-@settings(max_examples=40, deadline=None)
+@times(40)
 @given(data=st.data())
 def test_random_operations(data: st.DataObject) -> None:
     window = data.draw(st.sampled_from(WINDOWS), "window")

@@ -15,7 +15,8 @@ import models
 import pytest
 import tolerances
 import torch
-from hypothesis import given, settings
+from cases import times
+from hypothesis import given
 from hypothesis import strategies as st
 from models import ReferenceCache, check_against_reference, greedy, left_padded, logits
 from test_cache import through_pickle
@@ -207,7 +208,7 @@ class Keeping(RingStorage):
         pass
 
 
-@settings(max_examples=30, deadline=None)
+@times(30)
 @given(data=st.data())
 def test_random_operations(data: st.DataObject) -> None:
     window = data.draw(st.sampled_from(WINDOWS), "window")

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import make_formats, name_of
+from cases import make_formats, name_of, times
 from compare import assert_close, assert_same
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tolerances import attention_bound, lse_bound, max_logit_terms
@@ -515,17 +514,9 @@ class WindowMachine(StorageMachine):
 TestHistories = StorageMachine.TestCase
 TestBlockHistories = BlockMachine.TestCase
 TestWindowHistories = WindowMachine.TestCase
-# Shrunk examples are the same on every machine, and no file remembers them.
-TestHistories.settings = settings(
-    derandomize=True,
-    deadline=None,
-    database=None,
-    max_examples=200,
-    stateful_step_count=30,
-    suppress_health_check=list(HealthCheck),
-)
-TestBlockHistories.settings = settings(TestHistories.settings, max_examples=60)
-TestWindowHistories.settings = settings(TestHistories.settings, max_examples=150)
+TestHistories.settings = times(200, stateful_step_count=30)
+TestBlockHistories.settings = times(60, stateful_step_count=30)
+TestWindowHistories.settings = times(150, stateful_step_count=30)
 
 
 # --- fixed histories --------------------------------------------------------------------------------------------------
