@@ -1,0 +1,598 @@
+"""Breaks the package in one line at a time, and says which test notices: `make mutate`. For developers, not for CI.
+
+Each mutation is a mistake that somebody could make, and names the tests of its subject. They run first, the others only
+where these notice nothing, so that a mutation that is caught costs seconds. Everything happens in a copy of the tree, a
+git worktree in a temporary folder. Run it after a change to what the quick tier leaves out: what `--all` catches, the
+quick tier has to catch too.
+
+    python tests/mutate.py                      # the quick tier, and all tests for what it lets through
+    python tests/mutate.py storage lengths      # of files with one of these in their names
+    python tests/mutate.py csrc/cpu --first     # without the other tests
+    python tests/mutate.py --cuda               # those of CUDA sources, on a machine with a GPU and nvcc
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 1800  # a run that takes longer hangs, and is caught
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """A mistake.
+
+    Attributes:
+        path: Of the file.
+        old: A piece of it that is there once.
+        new: What takes its place.
+        why: What goes wrong.
+        tests: Test files of the subject, without `test_` and `.py`.
+    """
+
+    path: str
+    old: str
+    new: str
+    why: str
+    tests: str
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it takes a GPU."""
+        return self.path.startswith("csrc/cuda")
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it takes a compiler."""
+        return self.path.startswith("csrc")
+
+
+def of(path: str, *mutations: tuple[str, str, str, str]) -> list[Mutation]:
+    """Mutations of one file."""
+    return [Mutation(path, *each) for each in mutations]
+
+
+MUTATIONS = [
+    *of(
+        "hf_kvquant/storage.py",
+        ("if needed > self.max_cache_len:", "if needed >= self.max_cache_len:", "a cache is full too early", "storage"),
+        ("self.is_empty = length == 0", "self.is_empty = False", "a crop to nothing leaves a first chunk", "storage"),
+        (
+            "        if self.pending is not None:\n            self.flush()\n        self._make_room",
+            "        self._make_room",
+            "pending tokens are lost",
+            "storage cache",
+        ),
+        (
+            "if index.dtype == torch.bool:",
+            "if False:",
+            "a mask selects sequences 0 and 1",
+            "storage cache",
+        ),
+        (
+            "        self.flush()\n        return {**self.__dict__",
+            "        return {**self.__dict__",
+            "a copy shares pending tokens, and appends them again",
+            "storage cache",
+        ),
+        (
+            "device=self.device) >= self._lengths()",
+            "device=self.device) > self._lengths()",
+            "a static cache shows one token that was cropped",
+            "storage",
+        ),
+        (
+            "                if transform is not None:\n                    x = reference",
+            "                if False:\n                    x = reference",
+            "frozen scales are those of keys before their transform",
+            "storage",
+        ),
+        (
+            "self.key_transform = transform.clone(device)",
+            "self.key_transform = transform.to(device)",
+            "the next cache's transform is written into a model's tensors",
+            "pool",
+        ),
+    ),
+    *of(
+        "hf_kvquant/lengths.py",
+        (
+            "elif behind == _ONE_STEP_BEHIND and tokens == self._newest:",
+            "elif behind == _ONE_STEP_BEHIND:",
+            "a layer that takes other tokens than the rest gets their length",
+            "lengths",
+        ),
+        (
+            "_LOST if behind == _ONE_STEP_BEHIND else behind",
+            "behind",
+            "a layer left out of two compiled steps has a wrong length",
+            "lengths",
+        ),
+        (
+            "if group is None or group.num_members == 0:",
+            "if group is None:",
+            "a new cache begins at the length of one that was released",
+            "lengths storage cache",
+        ),
+    ),
+    *of(
+        "hf_kvquant/rings.py",
+        (
+            "return self.capacity + 1 - self.window",
+            "return self.capacity + 2 - self.window",
+            "the newest token of a chunk overwrites what its first query sees",
+            "rings static_rings",
+        ),
+        (
+            "self.most_held = max(self.most_held, self.length)",
+            "self.most_held = self.length",
+            "a second crop shows overwritten tokens",
+            "static_rings rings",
+        ),
+        (
+            "elif length < window or self.kept_from == 0:",
+            "elif length <= window or self.kept_from == 0:",
+            "a crop is served whose first token is gone",
+            "rings",
+        ),
+        (
+            "dataclasses.replace(formats, sink_length=0), **options",
+            "formats, **options",
+            "the first tokens of a window stay dense for ever",
+            "rings windows",
+        ),
+    ),
+    *of(
+        "hf_kvquant/cache.py",
+        (
+            "if self.has_transforms or not all(",
+            "if not all(",
+            "a cache loses the transforms that it was given",
+            "cache generate transforms",
+        ),
+        (
+            "            storage.check_crop(-tokens_to_remove)\n",
+            "            pass\n",
+            "a refused crop has cropped some layers",
+            "rings cache",
+        ),
+        (
+            "return key_states.contiguous(), value_states.contiguous()",
+            "return key_states, value_states",
+            "preset none sums in another order than transformers",
+            "generate cache",
+        ),
+    ),
+    *of(
+        "hf_kvquant/cache_file.py",
+        (
+            'if metadata.get("sha256") != content_hash(text, tensors):',
+            "if False:",
+            "damaged numbers are loaded",
+            "cache_file fuzz_cache_file",
+        ),
+        (
+            "            storage.most_held = self.most_held\n",
+            "            pass\n",
+            "a loaded ring crops back to overwritten tokens",
+            "cache_file static_rings",
+        ),
+        (
+            "(starts >= 0) & (starts <= self.length)",
+            "(starts >= 0)",
+            "padding behind the last token is loaded",
+            "cache_file fuzz_cache_file",
+        ),
+    ),
+    *of(
+        "hf_kvquant/pool.py",
+        (
+            "found is not None and found[0] == kind",
+            "found is not None",
+            "a cache gets the buffers of another shape",
+            "pool",
+        ),
+        (
+            "        if not self._is_closed:\n",
+            "        if True:\n",
+            "an unpatched model keeps a cache in memory",
+            "pool",
+        ),
+    ),
+    *of(
+        "hf_kvquant/transforms/key_transform.py",
+        (
+            "if self.is_rotated != other.is_rotated:",
+            "if False:",
+            "two transforms are equal of which one rotates",
+            "transforms smoothing",
+        ),
+        (
+            "not (self.smoothing > 0).all()",
+            "not (self.smoothing >= 0).all()",
+            "keys are divided by 0",
+            "transforms",
+        ),
+    ),
+    *of(
+        "hf_kvquant/transforms/folding.py",
+        (
+            " | (after / factors[:, None] != before)",
+            "",
+            "factors are folded that lose bits of subnormal weights",
+            "smoothing",
+        ),
+        (
+            "is_bad = torch.isin(layout.ties, layout.ties[is_bad])",
+            "is_bad = is_bad",
+            "channels that RoPE mixes get different factors",
+            "smoothing",
+        ),
+        (
+            "return wide + offset if offset else wide",
+            "return wide + offset",
+            "zeros of a smoothed model lose their sign",
+            "smoothing",
+        ),
+    ),
+    *of(
+        "hf_kvquant/transforms/centering.py",
+        (
+            "if bool(center.any())}",
+            "}",
+            "layers without a bias are centred by nothing",
+            "transforms generate",
+        ),
+        (
+            "return many.mean(-2, keepdim=True)\n    return tuple(part.mean(-2, keepdim=True)",
+            "return many.mean(-2, keepdim=True)\n    return tuple(part[..., :1, :]",
+            "centres are those of the first position",
+            "transforms",
+        ),
+    ),
+    *of(
+        "hf_kvquant/transforms/value_rotation.py",
+        (
+            "if errors[worst] > bound:",
+            "if errors[worst] > 1.0:",
+            "a rotation of one wrong head passes its check",
+            "value_rotation",
+        ),
+        (
+            "if float(moved) > LOGIT_FACTOR * bound:",
+            "if False:",
+            "a rotation that moves the logits is kept",
+            "value_rotation",
+        ),
+    ),
+    *of(
+        "hf_kvquant/transforms/search.py",
+        (
+            "<= (1 - MIN_GAIN) * errors[0]",
+            "<= errors[0]",
+            "layers are smoothed that gain nothing",
+            "smoothing calibration",
+        ),
+        (
+            "logs[inside] -= logs[inside].mean()",
+            "logs[inside] -= 0",
+            "factors drift from 1 and leave no room for the rest",
+            "smoothing calibration",
+        ),
+    ),
+    *of(
+        "hf_kvquant/capture.py",
+        ("        model.training,\n", "", "a step captured in training serves evaluation", "capture"),
+        (
+            "            storage.check_room(1)\n",
+            "            pass\n",
+            "a full cache replays a step beyond its end",
+            "capture",
+        ),
+        ("        cache.check_in_step()\n", "", "a step is captured over layers of different lengths", "capture"),
+        ("popitem(last=False)", "popitem()", "the newest graph is dropped, not the oldest", "capture"),
+    ),
+    *of(
+        "hf_kvquant/fusion.py",
+        (
+            "if last.total is not x or x._version != last.version:",
+            "if last.total is not x:",
+            "a norm gets what was computed before its input was changed",
+            "fusion",
+        ),
+        (
+            "for dtype in {tensors[0].dtype, torch.float32}:",
+            "for dtype in {tensors[0].dtype}:",
+            "rounding to 16 bits hides that a kernel computes something else",
+            "fusion",
+        ),
+        (
+            "return tensor.shape, tuple(strides), tensor.dtype",
+            "return tensor.shape, tensor.dtype",
+            "a kernel's output is laid out in another way than the model's",
+            "fusion",
+        ),
+    ),
+    *of(
+        "hf_kvquant/decode_loop.py",
+        (
+            "chosen = chosen * unfinished + self.pad * (1 - unfinished)",
+            "chosen = chosen * 1",
+            "finished sequences go on",
+            "capture",
+        ),
+        (
+            "0 if is_kept and any(storage.has_tail",
+            "0 if False and any(storage.has_tail",
+            "steps behind the stop turn dense tokens into codes",
+            "capture",
+        ),
+        (
+            "bool((mask[:, :-1] > mask[:, 1:]).any())",
+            "False",
+            "holes in a mask are attended to",
+            "capture",
+        ),
+        ("self._random_states[-1 - num_steps]", "self._random_states[-1]", "sampling goes on elsewhere", "capture"),
+    ),
+    *of(
+        "csrc/args.cpp",
+        (
+            "side.head_dim > 0 && side.head_dim % 8 == 0, where",
+            "side.head_dim > 0, where",
+            "kernels read past rows of other sizes",
+            "ops op_arguments fuzz_ops",
+        ),
+        (
+            "int64_t{params.capacity} + 1 - params.q_len;",
+            "int64_t{params.capacity} + 2 - params.q_len;",
+            "a ring may overwrite what its first query sees",
+            "ring_ops op_arguments",
+        ),
+    ),
+    *of(
+        "csrc/cpu/simd.h",
+        (
+            "if (magnitude >= 0x477FF000)",
+            "if (magnitude >= 0x47800000)",
+            "portable: scales of 65520 wrap",
+            "ops extreme_values",
+        ),
+        (
+            "const bool is_tiny = magnitude < (121u << 23);",
+            "const bool is_tiny = magnitude < (120u << 23);",
+            "portable: fp8 codes below 2^-6 are wrong",
+            "ops",
+        ),
+    ),
+    *of(
+        "csrc/cpu/quantize.h",
+        ("? 7.0f : 15.0f;", "? 8.0f : 15.0f;", "symmetric int4 overflows a nibble", "ops"),
+        ("  } else if (scale == 0) {\n", "  } else if (false) {\n", "zeros are divided by a scale of 0", "ops"),
+        (
+            "values[i] = values[0];",
+            "values[i] = 0.0f;",
+            "AVX-512: the range of 8 channels takes in a 0",
+            "ops",
+        ),
+        (
+            "float_to_half(low + (span - clipped) * 0.5f)",
+            "float_to_half(low + (span - clipped))",
+            "clipped codes are not in the middle of their range",
+            "ops",
+        ),
+        ("    if (t >= first) {\n", "    if (t > first) {\n", "the first token behind padding has no codes", "blocks"),
+    ),
+    *of(
+        "csrc/cpu/transform.h",
+        (
+            "if (block >= 16) x = butterfly<8>(x);",
+            "x = butterfly<8>(x);",
+            "AVX-512: heads of 8 and 40 channels are rotated in blocks of 16",
+            "transforms",
+        ),
+        (
+            "constant += row[c] * center[c];",
+            "constant += 0.0f;",
+            "AVX-512: the last 8 channels of a centre are left out",
+            "transforms",
+        ),
+    ),
+    *of(
+        "csrc/cpu/dequantize.h",
+        (
+            "for (; t < kTile; ++t) target[t] = 0.0f;",
+            "for (; t < kTile; ++t) target[t] = 1.0f;",
+            "tokens behind the last one have a scale",
+            "ops",
+        ),
+    ),
+    *of(
+        "csrc/cpu/attend_direct.h",
+        (
+            "if (!side.is_symmetric) x = fma(load(zero + t), query_sum, x);",
+            "",
+            "portable, AVX2: scores lack the zero",
+            "ops",
+        ),
+    ),
+    *of(
+        "csrc/cpu/attend_vnni.h",
+        ("if (largest > limit * unit) unit *= 2.0f;", "", "AVX-512: the largest channel of a query wraps", "ops"),
+        (
+            "return 4 * num_small >= side.head_dim;",
+            "return false;",
+            "AVX-512: channels beside a huge one lose their bits",
+            "extreme_values",
+        ),
+    ),
+    *of(
+        "csrc/cpu/attend.h",
+        (
+            "row.sum = weight * row.sum + dense_weight * dense.sum;",
+            "row.sum = row.sum + dense_weight * dense.sum;",
+            "tokens with codes weigh too much beside dense ones",
+            "windows",
+        ),
+        (
+            "if (!is_first) cut((int64_t{token} / side.ring + 1) * side.ring);",
+            "",
+            "dense tokens are read past the end of their ring",
+            "windows",
+        ),
+        (
+            "double sum = sink == kInfinity ? 1.0 : std::exp(sink - base);",
+            "double sum = std::exp(sink - base);",
+            "an infinite sink makes NaN",
+            "extreme_values",
+        ),
+        (
+            "row.sum = row.sum * row.rescale + sum_of(sum);",
+            "row.sum = row.sum + sum_of(sum);",
+            "weights of earlier tiles count as if the maximum had not moved",
+            "ops",
+        ),
+    ),
+    *of(
+        "csrc/cuda/transform.cuh",
+        ("__frcp_rn(smoothing[k])", "__fdividef(1.f, smoothing[k])", "keys are off by a bit", "transforms"),
+    ),
+    *of(
+        "csrc/cuda/combine.cuh",
+        ("(sink == maximum ? 1.f : exp2_below", "(exp2_below", "an infinite sink makes NaN", "extreme_values"),
+        (
+            "if (params.lengths[segment.b] > plan.max_length) sink = NAN;",
+            "",
+            "a result without the tokens that had no room looks like any other",
+            "compile cuda_decode",
+        ),
+    ),
+    *of(
+        "csrc/cuda/plan.cpp",
+        (
+            "side.head_dim / side.num_groups % 32 == 0",
+            "side.head_dim / side.num_groups % 16 == 0",
+            "groups of 16 channels get the kernel for 32",
+            "ops cuda_decode",
+        ),
+        (
+            "new_tokens->q_len > kMaxAppended) return false",
+            "false) return false",
+            "chunks are appended by the kernel for single tokens",
+            "ops cuda_decode",
+        ),
+    ),
+    *of(
+        "csrc/cuda/append.cu",
+        (
+            "*scale_at(job.side, token.b, 0, 0, 0) = kHalfNan;",
+            "",
+            "tokens without a scale get the codes of a frozen one",
+            "ops extreme_values",
+        ),
+    ),
+]
+
+
+# --- running them -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def copied_tree() -> Iterator[Path]:
+    """A worktree of what is tracked here, changes included, with the extension."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        git("worktree", "add", "--detach", str(tree), git("stash", "create") or "HEAD")
+        try:
+            for extension in (ROOT / "hf_kvquant").glob("_C.*.so"):
+                shutil.copy2(extension, tree / "hf_kvquant")
+            yield tree
+        finally:
+            git("worktree", "remove", "--force", str(tree))
+
+
+def build(tree: Path, with_cuda: bool) -> bool:
+    """Compile what has changed. Returns whether that worked."""
+    skip = {} if with_cuda else {"HF_KVQUANT_SKIP_CUDA": "1"}
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    return subprocess.run(command, cwd=tree, env={**os.environ, **skip}, capture_output=True).returncode == 0
+
+
+def catcher(tree: Path, arguments: list[str]) -> str | None:
+    """Run tests until one fails. Returns its name, `None` where none does."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    try:
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"nothing, but tests take longer than {SECONDS} s"
+    if done.returncode in (0, 5):  # 5: no test is left of those chosen
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return found[1] if found else f"pytest, exit status {done.returncode}: {(done.stdout + done.stderr)[-500:]}"
+
+
+def check(tree: Path, mutation: Mutation, jobs: list[str], only_first: bool) -> tuple[str, str | None]:
+    """Which tier catches a mutation, and by which test."""
+    first = [f"tests/test_{name}.py" for name in mutation.tests.split()]
+    others = [f"--ignore={path}" for path in first]
+    stages = [("quick", first), ("quick", [*others, *jobs]), ("all", ["--all", *first]), ("all", ["--all", *others])]
+    for tier, arguments in stages[:: 2 if only_first else 1]:
+        found = catcher(tree, arguments)
+        if found is not None:
+            return tier, found
+    return "nothing", None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="parts of the names of files; all files without")
+    parser.add_argument("--first", action="store_true", help="run the tests of the subject alone")
+    parser.add_argument("--cuda", action="store_true", help="mutate CUDA sources")
+    parser.add_argument("-n", dest="jobs", default="2", help="processes for the other tests (2)")
+    options = parser.parse_args()
+    chosen = [
+        mutation
+        for mutation in MUTATIONS
+        if mutation.is_cuda == options.cuda
+        and (not options.names or any(name in mutation.path for name in options.names))
+    ]
+    for mutation in chosen:
+        count = (ROOT / mutation.path).read_text(encoding="utf-8").count(mutation.old)
+        assert count == 1, f"{mutation.path} must have one piece {mutation.old!r}, has {count}. Bring it up to date."
+    caught: dict[str, int] = {"quick": 0, "all": 0, "nothing": 0}
+    with copied_tree() as tree:
+        for mutation in chosen:
+            begin, path = time.monotonic(), tree / mutation.path
+            text = path.read_text(encoding="utf-8")
+            path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+            if mutation.is_compiled and not build(tree, mutation.is_cuda):
+                tier, test = "quick", "the compiler"
+            else:
+                tier, test = check(tree, mutation, ["-n", options.jobs], options.first)
+            path.write_text(text, encoding="utf-8")
+            caught[tier] += 1
+            seconds = time.monotonic() - begin
+            print(f"{tier:8}{seconds:5.0f} s  {mutation.path}: {mutation.why}\n{'':16}{test}", flush=True)
+    print(f"{len(chosen)} mutations, caught by the quick tier: {caught['quick']}, by all tests only: {caught['all']}")
+    raise SystemExit(bool(caught["all"] or caught["nothing"]))
+
+
+if __name__ == "__main__":
+    main()
