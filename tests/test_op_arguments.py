@@ -5,6 +5,7 @@ Every call here has one thing wrong, or only odd. What is refused for its shape 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from compare import assert_close, assert_same
 from test_ops import ANOTHER_BATCH, good_arguments, op_arguments
 from tolerances import attention_bound, lse_bound
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_kvquant import KeyTransform, KVFormat, ops, reference
+from hf_kvquant import KVFormat, ops, reference
 from hf_kvquant.config import PRESETS
 
 INT4 = KVFormat("int4", symmetric=False)
@@ -179,12 +181,27 @@ def test_factors_that_somebody_has_written_to(name: str, argument: str, number: 
     refused(name, call, f"`{argument}` {message}")
 
 
-@pytest.mark.parametrize("name", ["append_reference", "decode_reference"])
-def test_the_reference_takes_factors_that_have_been_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+class HostReads(TorchDispatchMode):
+    """Counts numbers that the host asks a device for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("body", [ops._append_reference, ops._decode_reference], ids=lambda body: body.__name__)
+def test_the_reference_takes_factors_that_have_been_checked(body: Callable[..., Any]) -> None:
     """A transform made in every call, with the checks of the constructor, would wait for a GPU each time."""
-    call = call_of(name)
-    monkeypatch.setattr(KeyTransform, "__post_init__", lambda self: pytest.fail("checked again"))
-    overload(name)(**call)
+    call = call_of(body.__name__.removeprefix("_"))
+    assert call["key_center"] is not None and call["key_smoothing"] is not None
+    counts = []
+    for factors in ({}, {"key_center": None, "key_smoothing": None}):
+        with HostReads() as reads:
+            body(**{**call, **factors})
+        counts.append(reads.count)
+    assert counts[0] == counts[1], "the host looked at the factors"
 
 
 @pytest.mark.parametrize(

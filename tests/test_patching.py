@@ -15,8 +15,9 @@ from typing import Any
 import compare
 import models
 import pytest
+import tolerances
 import torch
-from models import FAMILIES, greedy, left_padded, logits
+from models import FAMILIES, ReferenceCache, greedy, left_padded, logits
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -409,11 +410,26 @@ def test_encoders_alone_are_refused(model_type: str) -> None:
         patch(model, "int8")
 
 
+def in_chunks(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    """What a model returns for the last of three chunks."""
+    with torch.no_grad():
+        outputs = [model(chunk, past_key_values=cache)[0] for chunk in ids.chunk(3, dim=1)]
+    return outputs[-1]
+
+
 def test_models_without_generate_take_a_cache() -> None:
     """They are what users score or embed text with, a cache passed by hand."""
-    whole = models.llama()
-    for model in (whole.model, LlamaForSequenceClassification(whole.config)):
-        unpatch(patch(model, "int8"))
+    whole, ids = models.llama(), left_padded(tokens=12, pads=(0,))["input_ids"]
+    scorer = models.randomized(LlamaForSequenceClassification(whole.config)).eval()
+    config = {"preset": "int4", "layers": {1: "none"}}  # below it, both runs quantise the same numbers
+    for model in (whole.model, scorer):
+        caches = DynamicCache(config=model.config), ReferenceCache(model.config, config)
+        dense, expected = (in_chunks(model, ids, cache) for cache in caches)
+        with patched(model, config):
+            actual = in_chunks(model, ids, KVQuantCache(model.config, config))
+        bound = tolerances.model_bound(expected, expected, torch.float32)
+        compare.assert_close(actual, expected, bound, type(model).__name__)
+        assert float((expected - dense).abs().max()) > 10 * bound, "quantisation does not show"
 
 
 def test_continuous_batching_wants_an_unpatched_model() -> None:

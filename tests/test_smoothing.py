@@ -799,11 +799,26 @@ def test_factors_of_another_model_are_refused(saved: Path) -> None:
         assert_untouched(model, weights)
 
 
-def test_a_checkpoint_is_known_again_in_a_wider_dtype(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_folded", [False, True], ids=["before", "after"])
+def test_a_checkpoint_is_known_again_in_a_wider_dtype(is_folded: bool, tmp_path: Path) -> None:
+    """The one that was smoothed gets the factors, the one that has them is left as it is; both can be undone."""
     model = with_outliers("llama", torch.bfloat16)
-    smooth(model).save(tmp_path / "factors")
-    model.save_pretrained(tmp_path)
-    load_smoothing(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), tmp_path / "factors")
+    before = {name: value.float() for name, value in snapshot(model).items()}
+    if not is_folded:
+        model.save_pretrained(tmp_path)
+    result = smooth(model)
+    result.save(tmp_path / "factors")
+    after = {name: value.float() for name, value in snapshot(model).items()}
+    if is_folded:
+        model.save_pretrained(tmp_path)
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    loaded = load_smoothing(wide, tmp_path / "factors")
+    assert [layer.choice for layer in loaded.layers] == [layer.choice for layer in result.layers]
+    for layer, other in zip(loaded.layers, result.layers, strict=True):
+        assert torch.equal(layer.factor, other.factor)
+    assert_weights(wide, after)
+    unsmooth(wide)
+    assert_untouched(wide, before)
 
 
 def test_the_report_has_a_line_for_each_layer() -> None:
