@@ -220,6 +220,11 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# One family for each way to a cache: plain, with key biases, windows and softcaps, sinks, layers that share keys, a
+# state beside keys, an attention of its own, and none that a kernel serves. The quick tier runs every preset over them.
+VARIED = ("llama", "qwen2", "gemma2", "gpt_oss", "gemma4_text", "falcon_h1", "bloom", "xglm")
+
+
 def build(model_type: str, dtype: torch.dtype = torch.float32, attention: str | None = None, **options: Any) -> Any:
     """A model with random weights, in evaluation mode.
 

@@ -61,6 +61,10 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(family: str) -> None:
     compare.assert_same(logits(output), logits(expected), f"{family}, logits")
 
 
+@pytest.mark.full(
+    when=lambda family, preset: preset != "int4" and family not in models.VARIED,
+    reason="how a family makes keys and how a preset stores them meet in the cache alone",
+)
 @pytest.mark.parametrize("preset", QUANTIZED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_presets_attend_to_what_the_reference_decodes(family: str, preset: str) -> None:

@@ -207,6 +207,7 @@ def run_rank(rank: int, num_ranks: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.full(when=lambda num_ranks: num_ranks > 2, reason="heads are cut in four as they are in two")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_tensor_parallel(num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # transformers would give every rank a GPU, and have NCCL join them

@@ -73,6 +73,8 @@ FOLDS: dict[str, tuple[str, str, list[tuple[int, int]]]] = {
     "hunyuan_v1_dense": ("key_layernorm", "gain", []),
     "falcon": ("query_key_value", "rows", half(D)),
 }
+# One family for each rule by which factors are folded, and one whose keys float16 has no room for.
+ROUNDED = ("llama", "qwen3", "gemma3_text", "gpt2", "gpt_oss")
 # A factor of these is shared by all heads of a layer.
 SHARED = ("qwen3", "qwen3_next", "gemma3_text", "persimmon", "hunyuan_v1_dense")
 
@@ -216,6 +218,10 @@ def test_watching_leaves_nothing_behind() -> None:
 # --- smoothing --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(
+    when=lambda name, dtype: dtype != torch.float32 and name not in ROUNDED,
+    reason="what a dtype has no room for depends on the rule by which factors are folded, not on the family",
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FOLDS)
 def test_logits_stay_the_same_to_the_bit(name: str, dtype: torch.dtype) -> None:
