@@ -18,7 +18,9 @@ OLDEST_TESTS := $(addprefix tests/test_,cache.py generate.py patching.py attenti
 CUDA_ARCHS ?= 90
 SANITIZER ?= compute-sanitizer
 SANITIZE_TOOLS ?= memcheck racecheck initcheck
-# How many times as many op calls and damaged files are drawn under the sanitizers as in the tests.
+# What `make mutate` breaks: parts of the names of files, all of its list without.
+MUTATIONS ?=
+# How many times as many op calls are drawn under the sanitizers as in all tests.
 FUZZ ?= 2
 
 VENV := .venv
@@ -49,7 +51,8 @@ SANITIZED_TESTS := $(addprefix tests/test_,ops.py ring_ops.py transforms.py wind
 # Torch is not instrumented, so libasan is preloaded; libstdc++ too, for libasan to find where exceptions are thrown.
 PRELOAD = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
 
-.PHONY: help setup demo quality test oldest sanitize sanitize-cpu lint format types cuda headers wheel clean distclean
+.PHONY: help setup demo quality test test-all mutate oldest sanitize sanitize-cpu lint format types cuda headers wheel \
+    clean distclean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -71,8 +74,14 @@ quality: $(READY)  ## measure the README's quality table anew, and render it (QU
 	rm -r build/quality
 	$(BIN)/python evals/render_readme.py
 
-test: $(READY)  ## all tests
+test: $(READY)  ## the tests to run before a commit: every test, a choice of its cases
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(READY)  ## every case of every test
+	$(BIN)/python -m pytest --all $(PYTEST_ARGS)
+
+mutate: $(READY)  ## break one line at a time, and say which test notices (takes hours; MUTATIONS=storage for a file)
+	$(BIN)/python tests/mutate.py $(MUTATIONS)
 
 oldest: $(OLDEST)/stamp  ## tests of the cache and of generation under the oldest transformers that is accepted
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"
@@ -95,7 +104,7 @@ sanitize-cpu: $(PACKAGES)  ## CPU kernels' tests, and fuzzing, under the address
 	    UBSAN_OPTIONS=print_stacktrace=1 ASAN_OPTIONS=detect_leaks=0:malloc_context_size=4:quarantine_size_mb=32 && \
 	$(BIN)/pytest -q --capture=sys $(PYTEST_ARGS) $(SANITIZED_TESTS) && \
 	$(BIN)/pytest -q --capture=sys $(PYTEST_ARGS) -m sanitize tests/test_extreme_values.py && \
-	$(BIN)/pytest -q --capture=sys $(PYTEST_ARGS) tests/test_fuzz_ops.py
+	$(BIN)/pytest -q --capture=sys --all $(PYTEST_ARGS) tests/test_fuzz_ops.py
 
 lint: $(PACKAGES)  ## ruff: errors and format
 	$(BIN)/ruff check .
