@@ -21,7 +21,7 @@ KINDS = ("center", "smooth", "rotate", "center+smooth+rotate")  # of key transfo
 
 
 def times(count: int, **options: Any) -> settings:
-    """How a hypothesis test draws: `count` examples with `--all`, a quarter of them in the quick tier.
+    """How a hypothesis test draws: `count` examples with `--all`, half of them in the quick tier.
 
     Everything else is in the profiles of `conftest.py`. `HF_KVQUANT_FUZZ` multiplies the number of examples.
     """

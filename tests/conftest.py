@@ -5,7 +5,7 @@ left to `--all` for one of three reasons, and each is decided in one place:
 
 - It repeats on a slower instruction set what runs on the best one: a sixth of such cases stays quick (`SHARE` below).
 - Its mark says so: `@pytest.mark.full(when=..., reason=...)` holds beside the parameters that it is about.
-- It is drawn by hypothesis: the quick tier draws a quarter of the examples (`times` in `cases.py`).
+- It is drawn by hypothesis: the quick tier draws half of the examples (`times` in `cases.py`).
 
 Whoever names a test gets all of it: `pytest tests/test_ops.py::test_opcheck`.
 """
@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Examples are the same on every machine and in every run, and no file remembers them.
     checks = {"suppress_health_check": list(HealthCheck)}
-    for tier, count in (("all", 100), ("quick", 25)):
+    for tier, count in (("all", 100), ("quick", 50)):
         settings.register_profile(tier, derandomize=True, deadline=None, database=None, max_examples=count, **checks)
     settings.load_profile("all" if _is_all(config) else "quick")
 

@@ -527,6 +527,10 @@ def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from leaves(item, (*path, key))
 
 
+@pytest.mark.full(
+    when=lambda config: config == "int4-channel",
+    reason="a thousand loads each; test_fuzz_cache_file.py has this config",
+)
 @pytest.mark.parametrize("config", ["int4-channel", "windows"])
 def test_no_number_that_is_tampered_with_does_harm(config: str, tmp_path: Path) -> None:
     """Each value of the facts in turn becomes something else, hashes are right: an error, or a cache that is whole."""

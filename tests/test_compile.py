@@ -154,6 +154,10 @@ def test_models_that_compute_attention_by_themselves_compile_one_graph(family: s
 
 
 # Inductor imports parts of torch that torch itself calls deprecated.
+@pytest.mark.full(
+    when=lambda backend, device: (backend, device) == ("inductor", "cpu"),
+    reason="test_ops.py has Inductor compile a step of the ops in the quick tier",
+)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_backends_that_trace_through_the_ops(backend: str, device: str) -> None:

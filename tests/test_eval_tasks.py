@@ -433,6 +433,9 @@ LAUNCHERS = {
 
 
 @pytest.mark.slow
+@pytest.mark.full(
+    when=lambda launcher: launcher == "accelerate", reason="the processes of both launchers find the same environment"
+)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_items_are_spread_over_processes(
     folder: str, data: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, launcher: str
