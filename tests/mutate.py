@@ -18,6 +18,7 @@ import dataclasses
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  (see `catcher`)
+import transformers  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 1800  # a run that takes longer hangs, and is caught
@@ -536,16 +541,24 @@ def build(tree: Path, with_cuda: bool) -> bool:
 
 def catcher(tree: Path, arguments: list[str]) -> str | None:
     """Run tests until one fails. Returns its name, `None` where none does."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    try:
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"nothing, but tests take longer than {SECONDS} s"
-    if done.returncode in (0, 5):  # 5: no test is left of those chosen
+    log = tree / "pytest.log"
+    child = os.fork()  # torch and transformers are imported already
+    if child == 0:
+        signal.alarm(SECONDS)
+        os.chdir(tree)
+        sys.path[0] = os.environ["PYTHONPATH"] = str(tree)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
+        code = pytest.main(["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *arguments])
+        sys.stdout.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    text = log.read_text(encoding="utf-8")
+    log.unlink()
+    if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return None
-    found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    return found[1] if found else f"pytest, exit status {done.returncode}: {(done.stdout + done.stderr)[-500:]}"
+    found = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", text, re.MULTILINE)
+    return found[1] if found else f"pytest, which ended with {code}: {text[-500:]}"
 
 
 def check(tree: Path, mutation: Mutation, jobs: list[str], only_first: bool) -> tuple[str, str | None]:
