@@ -3,8 +3,9 @@
 # sources change. What CI runs is in .ci/run; how the extension is compiled is in setup.py.
 
 PYTHON ?= python3
-# Threads of pytest-xdist, and whatever else pytest should get.
-PYTEST_ARGS ?= -n auto
+# Processes of pytest-xdist, and whatever else pytest should get. Each begins with a part of the files, whose models and
+# fixtures it then makes alone; those that are done early take from the others.
+PYTEST_ARGS ?= -n auto --dist worksteal
 DEMO_ARGS ?= --max-new-tokens 96 --repetition-penalty 1.15
 # Where wikitext2.test.raw and the JSON lines of the tasks are, and how many items of each task are taken.
 QUALITY_TEXT ?= wikitext2.test.raw

@@ -30,8 +30,8 @@ from hf_kvquant.patching import state_of
 # machine. Where threads are what is tested, the test asks for them.
 torch.set_num_threads(1)
 
-# Of the cases on every instruction set but the best one, one in so many is quick. All sets share the code above
-# `simd.h`, which the best one tests in full; what is left is how they load, round and store, which every case does.
+# Of the cases on every instruction set but the best one, one in so many is quick. What they have for themselves, how
+# they load, round and store, every case goes through; what the cases are about is written once, above `simd.h`.
 SHARE = 6
 
 
