@@ -56,6 +56,9 @@ def check_same_generation(model: Any, config: dict[str, Any], compiled: dict[str
     return output
 
 
+@pytest.mark.full(
+    when=lambda preset: preset in ("k8v4", "fp8"), reason="to the compiler, formats are arguments of an op like others"
+)
 @pytest.mark.parametrize("preset", ["none", "int8", "k8v4", "int4-g32", "fp8"])
 def test_generate_compiles_one_graph(preset: str) -> None:
     config = {"preset": preset, "max_cache_len": 32}
@@ -143,6 +146,10 @@ def test_models_that_look_inside_compile_one_graph() -> None:
 
 # The compiler looks at BLOOM's GELU in a way that torch itself calls deprecated.
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning")
+@pytest.mark.full(
+    when=lambda family: family in ("codegen", "mpt"),
+    reason="keys like those of GPT-Neo and ALiBi like BLOOM's; uncompiled, test_own_attention.py has all of them",
+)
 @pytest.mark.parametrize("family", ["bloom", "codegen", "falcon", "gpt_neo", "mpt"])
 def test_models_that_compute_attention_by_themselves_compile_one_graph(family: str) -> None:
     model = models.build(FAMILIES[family].model_type, **FAMILIES[family].options)

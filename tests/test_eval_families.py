@@ -73,6 +73,10 @@ def of_text(tmp_path: Path, *more: str) -> tuple[str, ...]:
     return (*words, "--preset", "int8", "--preset", "int4:2+6", *more)
 
 
+@pytest.mark.full(
+    when=lambda family: family not in ("bloom", "gpt_neo", "gemma4_text"),
+    reason="test_simulation.py simulates all of them; ALiBi, a window and shared keys are what evaluations count",
+)
 @pytest.mark.parametrize("family", ["bloom", "falcon", "falcon_alibi", "gptj", "gpt_neo", "mpt", *SHARING])
 def test_perplexity_in_all_modes(
     folder_of: Any, family: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -151,6 +155,7 @@ def test_controls_where_no_kernel_serves(
 
 
 @needs_matplotlib
+@pytest.mark.full(when=lambda family: family in SHARING, reason="a report over what test_perplexity_in_all_modes runs")
 @pytest.mark.parametrize("family", ["bloom", "xglm", *SHARING])
 def test_reports(folder_of: Any, family: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """... are without outliers, which cannot be put into these models' keys."""

@@ -31,10 +31,12 @@ from test_rings import (
     MODEL_CONFIGS,
     PADS,
     Q_HEADS,
+    RING_WINDOWS,
     SLIDING,
     TENSOR,
     WINDOWS,
     configs,
+    each_window_with_some_configs,
     model_of,
 )
 from torch import Tensor
@@ -124,8 +126,9 @@ class Twins:
         ours.flush(), theirs.flush()
 
 
+@each_window_with_some_configs
 @configs
-@pytest.mark.parametrize("window, dtype", [(2, torch.bfloat16), (6, torch.float32), (65, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("window, dtype", RING_WINDOWS, ids=str)
 def test_a_static_ring_is_a_growing_one(window: int, dtype: torch.dtype, config: Any, device: str) -> None:
     twins = Twins(window, config, PADS, device, dtype)
     addresses = None
