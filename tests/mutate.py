@@ -544,14 +544,19 @@ def catcher(tree: Path, arguments: list[str]) -> str | None:
     log = tree / "pytest.log"
     child = os.fork()  # torch and transformers are imported already
     if child == 0:
-        signal.alarm(SECONDS)
-        os.chdir(tree)
-        sys.path[0] = os.environ["PYTHONPATH"] = str(tree)
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
-        code = pytest.main(["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *arguments])
-        sys.stdout.flush()
-        os._exit(code)
+        code = 1
+        try:
+            signal.alarm(SECONDS)
+            os.chdir(tree)
+            sys.path[0] = os.environ["PYTHONPATH"] = str(tree)
+            for descriptor in (1, 2):
+                os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+            options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
+            options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what transformers has imported
+            code = pytest.main([*options, *arguments])
+        finally:  # never back into what the parent does
+            sys.stdout.flush()
+            os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     text = log.read_text(encoding="utf-8")
     log.unlink()
