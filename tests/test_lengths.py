@@ -214,6 +214,14 @@ def test_a_layer_that_compiled_steps_left_out_is_refused() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_layer_that_a_compiled_step_left_out_may_take_other_tokens() -> None:
+    group = group_of(3, 4)
+    step_of((0, 1))(group, torch.zeros(1))
+    group.advance(2, 3)
+    check(group, [5, 5, 7])
+
+
 def test_a_compiled_step_refuses_layers_at_different_lengths() -> None:
     group = group_of(2, 4)
     group.place(1, 3)

@@ -524,6 +524,18 @@ def test_weights_without_room_are_scaled_by_less() -> None:
     assert exact_exponents(model, found, exponents)[0, [0, 7]].tolist() == [3, 1]
 
 
+def test_zeros_keep_their_sign() -> None:
+    """A file is known to fit by the bits of the weights."""
+    model = with_outliers()
+    column = model.model.layers[0].self_attn.k_proj.weight[:, 0]
+    with torch.no_grad():
+        column.fill_(-0.0)
+    result = smooth(model)
+    assert (result.layers[0].factor != 1).any() and column.signbit().all()
+    unsmooth(model)
+    assert column.signbit().all()
+
+
 def test_gains_of_one_plus_weight_are_scaled_only_where_that_is_exact() -> None:
     model = build("gemma3_text", torch.bfloat16)
     attention = model.model.layers[1].self_attn
