@@ -268,6 +268,11 @@ def test_changelog_has_this_version() -> None:
     assert versions[0] == hf_kvquant.__version__
 
 
+def test_citation_has_this_version() -> None:
+    found = re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert found == [hf_kvquant.__version__]
+
+
 def test_demo_prompts_are_there() -> None:
     prompts = sorted((ROOT / "evals" / "demo_prompts").glob("*.txt"))
     assert prompts and all(prompt.read_text(encoding="utf-8").strip() for prompt in prompts)
