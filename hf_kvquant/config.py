@@ -87,10 +87,10 @@ class LayerFormats:
     residual_length: int = 0
 
     def __post_init__(self) -> None:
+        _check_formats("LayerFormats", self.key, self.value)
         object.__setattr__(self, "transforms", _canonical_transforms("LayerFormats", self.transforms, self.key))
         _check_value("LayerFormats", self.value)
-        if isinstance(self.key, KVFormat) and isinstance(self.value, KVFormat):
-            _check_windows("LayerFormats", self.key, self.value, self.sink_length, self.residual_length)
+        _check_windows("LayerFormats", self.key, self.value, self.sink_length, self.residual_length)
 
     @property
     def is_quantized(self) -> bool:
@@ -145,12 +145,7 @@ class KVQuantConfig:
     offloading: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("key", "value"):
-            if not isinstance(getattr(self, name), KVFormat):
-                raise TypeError(
-                    f"KVQuantConfig: `{name}` must be a KVFormat, got {getattr(self, name)!r}. "
-                    "KVQuantConfig.resolve accepts names and dictionaries."
-                )
+        _check_formats("KVQuantConfig", self.key, self.value)
         object.__setattr__(self, "transforms", _canonical_transforms("KVQuantConfig", self.transforms, self.key))
         _check_value("KVQuantConfig", self.value)
         _check_windows("KVQuantConfig", self.key, self.value, self.sink_length, self.residual_length)
@@ -180,7 +175,10 @@ class KVQuantConfig:
             if not _is_layer_index(index):
                 raise ValueError(f"KVQuantConfig: `layers` must be keyed by layer indices from 0, got {index!r}.")
             if not isinstance(formats, LayerFormats):
-                raise TypeError(f"KVQuantConfig: `layers[{index}]` must be LayerFormats, got {formats!r}.")
+                raise TypeError(
+                    f"KVQuantConfig: `layers[{index}]` must be LayerFormats, got {formats!r}. "
+                    "KVQuantConfig.from_preset and from_dict take presets' names there."
+                )
         object.__setattr__(self, "layers", dict(sorted(self.layers.items())))
 
     def formats(self, layer_idx: int) -> LayerFormats:
@@ -261,8 +259,14 @@ class KVQuantConfig:
         (channels per scale, both sides).
 
         Raises:
+            TypeError: `data` is no dictionary.
             ValueError: A key is unknown (the nearest known one is suggested) or a value has no meaning.
         """
+        if not isinstance(data, Mapping):
+            raise TypeError(
+                f"KVQuantConfig: `data` must be a dictionary, got {data!r}. "
+                "KVQuantConfig.from_preset takes a preset's name."
+            )
         for key in data:
             if key not in (*_KEYS, *_ALIASES):
                 choices = (*_KEYS, *_ALIASES)
@@ -270,9 +274,10 @@ class KVQuantConfig:
                     f"KVQuantConfig: unknown key '{key}'.{did_you_mean(key, choices)} Known keys: {list(choices)}."
                 )
         if data.get("backend", BACKEND) != BACKEND:
+            hint = f" Did you mean '{BACKEND}'?" if is_like_backend(data["backend"]) else ""
             raise ValueError(
-                f"KVQuantConfig: `backend` must be '{BACKEND}', got {data['backend']!r}. "
-                "Other backends belong to transformers' own QuantizedCache."
+                f"KVQuantConfig: `backend` must be '{BACKEND}', got {data['backend']!r}."
+                f"{hint} Other backends belong to transformers' own QuantizedCache."
             )
         formats = _layer_formats("KVQuantConfig", {k: v for k, v in data.items() if k in ("preset", "key", "value")})
         formats = _with_options("KVQuantConfig", _apply_aliases(formats, data), data)
@@ -328,6 +333,11 @@ class KVQuantConfig:
             "capture": self.capture,
             "offloading": self.offloading,
         }
+
+
+def is_like_backend(name: object) -> bool:
+    """Whether a name is a misspelling of ours. Nearness would not do: quanto's is near."""
+    return isinstance(name, str) and name != BACKEND and "kvquant" in name.casefold()
 
 
 def _preset(where: str, name: object) -> LayerFormats:
@@ -391,9 +401,9 @@ def _with_options(where: str, formats: LayerFormats, data: Mapping[str, Any]) ->
 
 def _canonical_transforms(where: str, spelled: Iterable[str] | None, key: KVFormat) -> tuple[str, ...]:
     """Names of transforms in the order of `TRANSFORMS`, each once; those of the key format where nothing is given."""
-    has_scaled_channels = isinstance(key, KVFormat) and key.granularity == "channel"
+    has_scaled_channels = key.granularity == "channel"
     if spelled is None:
-        return _DEFAULT_TRANSFORMS[key.storage] if isinstance(key, KVFormat) and not has_scaled_channels else ()
+        return () if has_scaled_channels else _DEFAULT_TRANSFORMS[key.storage]
     if isinstance(spelled, str) or not isinstance(spelled, Iterable):
         raise TypeError(
             f"{where}: `transforms` must be a list of names out of {list(TRANSFORMS)}, got {spelled!r}. "
@@ -420,9 +430,18 @@ def _canonical_transforms(where: str, spelled: Iterable[str] | None, key: KVForm
     return tuple(name for name in TRANSFORMS if name in names)
 
 
+def _check_formats(where: str, key: object, value: object) -> None:
+    for name, side in (("key", key), ("value", value)):
+        if not isinstance(side, KVFormat):
+            raise TypeError(
+                f"{where}: `{name}` must be a KVFormat, got {side!r}. "
+                "KVQuantConfig.from_preset takes a preset's name, from_dict names of formats."
+            )
+
+
 def _check_value(where: str, value: KVFormat) -> None:
     """Values get their scales a token at a time: their sums need no other, and a window of dense ones would grow."""
-    if isinstance(value, KVFormat) and value.granularity == "channel":
+    if value.granularity == "channel":
         raise ValueError(
             f"{where}: `value` must have another granularity than 'channel', got {value.describe()}. "
             "Blocks of tokens are for keys, whose outliers are channels; use granularity 'head' or 'group'."

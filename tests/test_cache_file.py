@@ -423,7 +423,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "huge max_cache_len": (of_facts("max_cache_len", to=2**40), "`max_cache_len` is"),
     "not a flag": (of_facts("has_holes", to=1), "`has_holes` is 1"),
     "no layers": (of_facts("layers", to={}), "it has layers"),
-    "a config of nothing": (of_facts("config", to=[]), "no attribute 'get'"),
+    "a config of nothing": (of_facts("config", to=[]), "`data` must be a dictionary, got \\[\\]"),
     "an unknown format": (of_facts("config", "key", "storage", to="int3"), "`storage` must be one of"),
     "another format": (of_facts("config", "key", "symmetric", to=True), "too many"),
     **{

@@ -249,6 +249,18 @@ STORAGES = "['none', 'int8', 'int4', 'fp8']"
             "Other backends belong to transformers' own QuantizedCache.",
         ),
         (
+            {"backend": "hf-kvquant"},
+            ValueError,
+            "KVQuantConfig: `backend` must be 'hf_kvquant', got 'hf-kvquant'. Did you mean 'hf_kvquant'? "
+            "Other backends belong to transformers' own QuantizedCache.",
+        ),
+        (
+            ["preset"],
+            TypeError,
+            "KVQuantConfig: `data` must be a dictionary, got ['preset']. KVQuantConfig.from_preset takes a preset's "
+            "name.",
+        ),
+        (
             {"preset": "int4-g3"},
             ValueError,
             f"KVQuantConfig: `preset` must be one of {PRESET_NAMES}, got 'int4-g3'. Did you mean 'int4-g32'?",
@@ -435,14 +447,14 @@ def test_refuses(data: dict[str, Any], error: type[Exception], message: str) -> 
         (
             {"key": "int8"},
             TypeError,
-            "KVQuantConfig: `key` must be a KVFormat, got 'int8'. KVQuantConfig.resolve accepts names and "
-            "dictionaries.",
+            "KVQuantConfig: `key` must be a KVFormat, got 'int8'. KVQuantConfig.from_preset takes a preset's name, "
+            "from_dict names of formats.",
         ),
         (
             {"value": None},
             TypeError,
-            "KVQuantConfig: `value` must be a KVFormat, got None. KVQuantConfig.resolve accepts names and "
-            "dictionaries.",
+            "KVQuantConfig: `value` must be a KVFormat, got None. KVQuantConfig.from_preset takes a preset's name, "
+            "from_dict names of formats.",
         ),
         (
             {"layers": {"0": LayerFormats(INT8, INT8)}},
@@ -452,7 +464,8 @@ def test_refuses(data: dict[str, Any], error: type[Exception], message: str) -> 
         (
             {"layers": {0: "int8"}},
             TypeError,
-            "KVQuantConfig: `layers[0]` must be LayerFormats, got 'int8'.",
+            "KVQuantConfig: `layers[0]` must be LayerFormats, got 'int8'. KVQuantConfig.from_preset and from_dict take "
+            "presets' names there.",
         ),
         (
             {"layers": [INT8]},
@@ -466,6 +479,50 @@ def test_constructor_refuses(fields: dict[str, Any], error: type[Exception], mes
     with pytest.raises(error) as caught:
         KVQuantConfig(**fields)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("sides", [("int8", INT8), (INT8, None)], ids=str)
+def test_the_formats_of_a_layer_are_formats(sides: Any) -> None:
+    name, got = ("key", "'int8'") if sides[0] == "int8" else ("value", "None")
+    with pytest.raises(TypeError) as caught:
+        LayerFormats(*sides)
+    assert str(caught.value) == (
+        f"LayerFormats: `{name}` must be a KVFormat, got {got}. KVQuantConfig.from_preset takes a preset's name, "
+        "from_dict names of formats."
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("INT4", "int4"),
+        ("Int8", "int8"),
+        ("int-4", "int4"),
+        ("int4_g32", "int4-g32"),
+        ("int4-g64", "int4-g32"),
+        ("INT4_CHANNEL", "int4-channel"),
+        ("k8_v4", "k8v4"),
+        ("K8V4", "k8v4"),
+        ("FP-8", "fp8"),
+        ("None", "none"),
+    ],
+)
+def test_near_misses_of_presets_get_a_suggestion(typed: str, meant: str) -> None:
+    for where, refused in (("", lambda: KVQuantConfig.from_preset(typed)), ("layer 0: ", lambda: layer_0(typed))):
+        with pytest.raises(ValueError) as caught:
+            refused()
+        assert str(caught.value) == (
+            f"KVQuantConfig: {where}`preset` must be one of {PRESET_NAMES}, got '{typed}'. Did you mean '{meant}'?"
+        )
+
+
+def layer_0(preset: str) -> KVQuantConfig:
+    return KVQuantConfig.from_preset("int8", layers={0: preset})
+
+
+def test_what_is_no_text_gets_no_suggestion() -> None:
+    with pytest.raises(ValueError, match=r"got None\.$"):
+        KVQuantConfig.from_preset(None)  # type: ignore[arg-type]
 
 
 def test_resolve_refuses() -> None:
