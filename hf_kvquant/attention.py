@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
@@ -26,7 +26,8 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .handle import KVHandle, KVLength
+from .cache import check_layers, count_layers
+from .handle import KVHandle, KVLength, MaskNotes
 
 NAME = "hf_kvquant"
 NOT_QUANTIZED = "nothing is quantised in this layer"
@@ -101,6 +102,7 @@ def attention_mask(
     """
     if isinstance(kv_length, KVLength):
         notes = kv_length.notes
+        _check_model(notes, kwargs.get("config"))
         is_decode_step = kwargs["q_length"] == 1 and not kv_length.is_first_chunk
         # Looking at values makes the host wait for the device, so a decode step relies on what earlier chunks showed.
         if attention_mask is not None and not is_tracing(attention_mask):
@@ -116,6 +118,14 @@ def attention_mask(
     return _mask_of(prev)(
         kv_length=int(kv_length), mask_function=mask_function, attention_mask=attention_mask, **kwargs
     )
+
+
+def _check_model(notes: MaskNotes, config: PreTrainedConfig | None) -> None:
+    """Refuse a cache for other layers: a mask is what a forward asks for before it runs any layer."""
+    if torch.compiler.is_compiling() or config is None or notes.num_layers is None or config is notes.model_config:
+        return
+    check_layers("forward", "past_key_values", notes.num_layers, count_layers(config))
+    notes.model_config = config
 
 
 def _is_plain(

@@ -60,6 +60,8 @@ _WITH_STATE = frozenset(("hybrid",))
 # Layers that have no state. A CUDA graph may be captured over them and ours, whose state is all on the device.
 STATELESS = frozenset(("dummy", "moe", "mlp"))
 
+_OTHER_MODEL = "Was it made for another model? KVQuantCache(model.config, ...) makes one for this."
+
 # Models that pick the keys to attend to by computing on the mask themselves, where ours means nothing to them.
 _PICK_KEYS = ("doge", "minimax_m3_vl", "minimax_m3_vl_text")
 
@@ -287,7 +289,7 @@ class KVQuantCache(QuantizedCache):
         check_model(text_config, layer_types, dataclasses.replace(quant_config, max_cache_len=max_cache_len))
         self.quant_config = quant_config
         self.has_transforms = key_transforms is not None
-        self.notes = MaskNotes()
+        self.notes = MaskNotes(len(layer_types))
         lengths = Lengths(pool)
         transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
         self.is_static = max_cache_len is not None
@@ -327,6 +329,21 @@ class KVQuantCache(QuantizedCache):
         if not any(isinstance(layer, KVQuantLayer) for layer in layers):
             _log_nothing_to_quantize(tuple(sorted(set(layer_types))))
         Cache.__init__(self, layers=layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Take new tokens of one layer. See `KVQuantLayer.update`.
+
+        Raises:
+            ValueError: There is no such layer. Patched models are refused before their first layer (`check_layers`).
+        """
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"KVQuantCache: `layer_idx` must be below {len(self.layers)}, the layers of this cache, "
+                f"got {layer_idx}. {_OTHER_MODEL}"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens in all layers, or in none.
@@ -504,6 +521,33 @@ def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, 
     across = getattr(text_config, "cross_attention_layers", None) or ()
     layer_types = ["cross_attention" if index in across else each for index, each in enumerate(layer_types)]
     return layer_types, layer_kwargs
+
+
+def count_layers(config: PreTrainedConfig) -> int:
+    """How many layers the caches of a model have, by its own config or its text model's.
+
+    Layers that use the keys of others may have none of their own.
+    """
+    return len(layers_of(config.get_text_config(decoder=True))[0])
+
+
+def check_layers(where: str, argument: str, num_layers: int, expected: int) -> None:
+    """Refuse a cache that was made for a model of other layers.
+
+    Args:
+        where: Opens the message.
+        argument: What the cache came as.
+        num_layers: Of the cache.
+        expected: Of the model's own caches. See `count_layers`.
+
+    Raises:
+        ValueError: They differ.
+    """
+    if num_layers != expected:
+        raise ValueError(
+            f"{where}: `{argument}` must have {expected} layers like the model's own cache, got a cache with "
+            f"{num_layers}. {_OTHER_MODEL}"
+        )
 
 
 def quantized_layers(layer_types: Sequence[str], quant_config: KVQuantConfig) -> list[int]:

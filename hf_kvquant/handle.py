@@ -23,7 +23,12 @@ LOOKED_INSIDE = "the model or its attention implementation looks at keys and val
 class MaskNotes:
     """What one cache's 2-D attention masks have shown so far. Shared by all marked lengths of a cache.
 
+    Args:
+        num_layers: Layers of the cache; `None` where nobody asks.
+
     Attributes:
+        num_layers: As given.
+        model_config: Of the model that the cache was last found to fit; `None` before.
         starts: `[batch]` int32: left-padding tokens in the newest mask, `None` where there was none. For the first
             chunk, which is written before attention could say it; masks of later chunks that are traced leave it alone.
         has_holes: Whether a mask hid tokens other than a sequence's first ones. Kernels know left padding as a number
@@ -33,11 +38,13 @@ class MaskNotes:
             lengths need no mark, which the compiler could not trace.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int | None = None) -> None:
+        self.num_layers = num_layers
+        self.model_config: object = None
         self.forget()
 
     def forget(self) -> None:
-        """Go back to having seen nothing."""
+        """Go back to having seen no mask."""
         self.has_holes = self.has_seen_mask = self.has_dense_masks = False
         self.starts: Tensor | None = None
 

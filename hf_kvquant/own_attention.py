@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .attention import is_tracing, num_pads
-from .cache import KVQuantCache, KVQuantLayer
+from .cache import KVQuantCache, KVQuantLayer, check_layers
 from .handle import KVHandle
 from .own_simulation import SimulatingLayer, simulate
 
@@ -67,7 +67,7 @@ def patch(model: nn.Module) -> bool:
     for module in known:
         if "forward" not in module.__dict__:
             # A partial of a module-level function survives pickle and deepcopy with the model.
-            module.forward = functools.partial(_forward, module)
+            module.forward = functools.partial(_forward, module, len(known))
     return is_patched(model)
 
 
@@ -134,10 +134,10 @@ def _family_of(module: nn.Module) -> Family | None:
 # --- the forward of a module ------------------------------------------------------------------------------------------
 
 
-def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """What runs in place of the `forward` of an attention module."""
+def _forward(module: Any, num_layers: int, *args: Any, **kwargs: Any) -> Any:
+    """What runs in place of the `forward` of an attention module, of which the model has `num_layers`."""
     family = _FAMILIES[type(module).__name__]
-    attend = _attend_of(module, family, kwargs)
+    attend = _attend_of(module, num_layers, family, kwargs)
     if attend is not None:
         return family.forward(module, attend, *args, **kwargs)
     bias, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
@@ -147,11 +147,12 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
-def _attend_of(module: Any, family: Family, kwargs: dict[str, Any]) -> Attend | None:
+def _attend_of(module: Any, num_layers: int, family: Family, kwargs: dict[str, Any]) -> Attend | None:
     """Attention over the codes of a layer, or `None` where the class's own method serves it."""
     cache, mask = kwargs.get(family.cache), kwargs.get("attention_mask")
     if not isinstance(cache, KVQuantCache) or not isinstance(mask, Tensor) or mask.ndim != 4:
         return None
+    check_layers("forward", "past_key_values", len(cache.layers), num_layers)
     index = getattr(module, family.layer_index)
     layer = cache.layers[index]
     if not isinstance(layer, (KVQuantLayer, SimulatingLayer)):

@@ -26,7 +26,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from . import encoder_decoder, own_attention
 from .attention import implementation_name, is_ours
-from .cache import KVQuantCache, check_model, layers_of
+from .cache import KVQuantCache, check_layers, check_model, count_layers, layers_of
 from .capture import Captures, captured_call, check_capturable, is_captured
 from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig
 from .decode_loop import generate
@@ -289,6 +289,7 @@ def cache_for(
             "sequence to the cache again. Pass use_cache=True (generation_config may say otherwise), or no cache."
         )
     if own is not None:
+        check_layers("generate", "past_key_values", len(own.layers), count_layers(model.config))
         check_cross_attention(model, given, model_kwargs)
         if state is not None:
             own.adopt(key_transforms(model, own.quant_config))

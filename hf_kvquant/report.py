@@ -19,7 +19,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from . import ops
 from .attention import NOT_QUANTIZED
-from .cache import KVQuantCache, KVQuantLayer, layer_devices, layers_of
+from .cache import KVQuantCache, KVQuantLayer, check_layers, layer_devices, layers_of
 from .config import KVQuantConfig
 from .encoder_decoder import decoder_cache
 from .environment import environment
@@ -141,11 +141,8 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
             "Call patch first."
         )
     layer_types, _ = layers_of(text_config_of(model))
-    if cache is not None and len(cache.layers) != len(layer_types):
-        raise ValueError(
-            f"{WHERE}: `cache` must be one for this model with {len(layer_types)} cache layers, got one with "
-            f"{len(cache.layers)}. Pass the model that it belongs to."
-        )
+    if cache is not None:
+        check_layers(WHERE, "cache", len(cache.layers), len(layer_types))
     others = other_caches(model, config)
     devices = layer_devices(model)
     dense = why_dense(model)

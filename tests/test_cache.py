@@ -585,6 +585,78 @@ def test_refuses(name: str) -> None:
         KVQuantCache(config(), quant_config, **options)
 
 
+# --- a cache of another model -----------------------------------------------------------------------------------------
+
+
+def with_layers(num_layers: int, family: str = "llama") -> Any:
+    """A model of so many layers, and of the heads of every other."""
+    options = {**models.FAMILIES[family].options, "num_hidden_layers": num_layers, "n_layer": models.LEFT_OUT}
+    if "layer_types" in options:
+        options["layer_types"] = (options["layer_types"] * num_layers)[:num_layers]
+    return models.build(models.FAMILIES[family].model_type, **options)
+
+
+def call(how: str, model: Any, cache: KVQuantCache) -> None:
+    inputs = left_padded()
+    with torch.no_grad():
+        if how == "generate":
+            greedy(model, inputs, past_key_values=cache)
+        else:
+            model(**inputs, past_key_values=cache)
+
+
+def other_layers(where: str, expected: int, found: int) -> str:
+    return (
+        f"{where}: `past_key_values` must have {expected} layers like the model's own cache, got a cache with {found}. "
+        "Was it made for another model? KVQuantCache(model.config, ...) makes one for this."
+    )
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("max_cache_len", [None, 32], ids=["growing", "static"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gptj"])
+@pytest.mark.parametrize("how", ["generate", "forward"])
+def test_a_cache_of_other_layers_is_refused_before_the_first(
+    how: str, family: str, max_cache_len: int | None, num_layers: int
+) -> None:
+    model = with_layers(2, family)
+    cache = KVQuantCache(with_layers(num_layers, family).config, "int8", max_cache_len=max_cache_len)
+    with patched(model, "int8"), pytest.raises(ValueError) as raised:
+        call(how, model, cache)
+    assert str(raised.value) == other_layers(how, 2, num_layers)
+    assert all(storage.is_empty for storage in cache.storages)
+
+
+@pytest.mark.parametrize("how", ["generate", "forward"])
+def test_a_filled_cache_of_other_layers_is_refused(how: str) -> None:
+    model, other = with_layers(2), with_layers(3)
+    with patched(model, "int8"), patched(other, "int8"):
+        cache = KVQuantCache(other.config, "int8")
+        call("forward", other, cache)
+        with pytest.raises(ValueError, match=re.escape(other_layers(how, 2, 3))):
+            call(how, model, cache)
+    assert cache.get_seq_length() == left_padded()["input_ids"].shape[1]
+
+
+def test_without_a_patch_a_layer_too_many_is_refused() -> None:
+    model, cache = with_layers(2), KVQuantCache(with_layers(1).config, "int8")
+    with pytest.raises(ValueError) as raised:
+        call("forward", model, cache)
+    assert str(raised.value) == (
+        "KVQuantCache: `layer_idx` must be below 1, the layers of this cache, got 1. "
+        "Was it made for another model? KVQuantCache(model.config, ...) makes one for this."
+    )
+
+
+def test_layers_that_share_a_cache_are_not_missed() -> None:
+    """Gemma 3n's last layers attend to the keys of others, and have no cache layers in old versions of transformers."""
+    family = models.FAMILIES["gemma3n_text"]
+    model = models.build(family.model_type, **family.options)
+    with patched(model, "int8"):
+        for how in ("generate", "forward"):
+            call(how, model, KVQuantCache(model.config, "int8"))
+
+
 # dots3_note_text is younger than the transformers that still runs on Python 3.10.
 @pytest.mark.parametrize(
     "model_type",

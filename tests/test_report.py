@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "another model's": (
         lambda: report(models.llama(), KVQuantCache(models.llama(num_hidden_layers=3).config)),
         ValueError,
-        "report: `cache` must be one for this model with 2 cache layers, got one with 3. Pass the model that",
+        "report: `cache` must have 2 layers like the model's own cache, got a cache with 3. Was it made for another",
     ),
 }
 
