@@ -165,6 +165,19 @@ def is_captured(cache: object) -> TypeGuard[KVQuantCache]:
     return isinstance(cache, KVQuantCache) and cache.quant_config.capture
 
 
+def check_graphs(model: PreTrainedModel) -> None:
+    """Refuse to capture where no device has graphs. A model that is not on one yet may be moved there before it runs.
+
+    Raises:
+        NotImplementedError: The machine has no GPU.
+    """
+    if model.device.type not in RUNNERS and not torch.cuda.is_available():
+        raise NotImplementedError(
+            "patch: `capture` must be False on a machine without a GPU, got True: torch.cuda.is_available() is False, "
+            "and CUDA graphs need one. Leave capture out; static=True lets generate compile where that is possible."
+        )
+
+
 def check_capturable(model: PreTrainedModel) -> None:
     """Refuse to capture where it would fail or, worse, replay what has moved since.
 

@@ -27,7 +27,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from . import encoder_decoder, own_attention
 from .attention import implementation_name, is_ours
 from .cache import KVQuantCache, check_layers, check_model, count_layers, layers_of
-from .capture import Captures, captured_call, check_capturable, is_captured
+from .capture import Captures, captured_call, check_capturable, check_graphs, is_captured
 from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig
 from .decode_loop import generate
 from .encoder_decoder import (
@@ -98,6 +98,8 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     """
     config = KVQuantConfig.resolve(preset_or_config)
     check_patchable(model, config)
+    if config.capture:
+        check_graphs(model)
     state = state_of(model)
     previous = text_config_of(model)._attn_implementation if state is None else state.previous_attention
     drop_pool(model)

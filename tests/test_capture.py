@@ -562,8 +562,23 @@ def not_capturable(reason: str) -> str:
     )
 
 
-def test_a_device_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(capture.RUNNERS, "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = models.build("llama")
+    with pytest.raises(NotImplementedError) as raised:
+        patch(model, {**INT4, "capture": True})
+    assert str(raised.value) == (
+        "patch: `capture` must be False on a machine without a GPU, got True: torch.cuda.is_available() is False, and "
+        "CUDA graphs need one. Leave capture out; static=True lets generate compile where that is possible."
+    )
+    assert not hasattr(model, "_hf_kvquant") and model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_is_not_moved_to_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be patched where there is one, since it could be moved until it generates."""
+    monkeypatch.delitem(capture.RUNNERS, "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = models.build("llama")
     with patched(model, {**INT4, "capture": True}):
         message = not_capturable("the model is on cpu, and CUDA graphs need a GPU")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import hf_kvquant
-from hf_kvquant import PRESETS
+from hf_kvquant import PRESETS, capture
 from hf_kvquant.evaluation.plots import described
 from hf_kvquant.evaluation.task_files import AVERAGED
 
@@ -36,8 +36,10 @@ def test_code_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks run one after the other, as a reader would type them; a `text` block behind one is its output.
 
     The prompt there is one whose continuation is never near a tie (0.18 between the two largest logits, at least), so
-    another processor, which rounds in another order, writes the same.
+    another processor, which rounds in another order, writes the same. One line patches a model for a GPU, and does not
+    run it.
     """
+    monkeypatch.setitem(capture.RUNNERS, "cpu", capture.CudaGraph)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     blocks = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", README, flags=re.DOTALL)

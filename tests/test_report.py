@@ -17,7 +17,7 @@ from models import greedy, left_padded
 from transformers import DynamicCache
 
 import hf_kvquant
-from hf_kvquant import KVQuantCache, LayerReport, Report, environment, offloading, ops, patched, report
+from hf_kvquant import KVQuantCache, LayerReport, Report, capture, environment, offloading, ops, patched, report
 from hf_kvquant.attention import NOT_QUANTIZED
 from hf_kvquant.handle import LOOKED_INSIDE
 
@@ -137,6 +137,7 @@ def test_a_model_that_is_not_patched() -> None:
 )
 def test_kinds_of_caches(config: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloading, "HOMES", frozenset(("cpu", "cuda")))
+    monkeypatch.setitem(capture.RUNNERS, "cpu", capture.CudaGraph)
     model = models.llama()
     with patched(model, {"preset": "int4", **config}):
         assert report(model).cache == kind
