@@ -271,7 +271,16 @@ class KVQuantCache(QuantizedCache):
         key_transforms: Mapping[int, KeyTransform] | None = None,
         pool: BufferPool | None = None,
     ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(
+                f"KVQuantCache: `config` must be the config of a model, got {type(config).__name__}. Pass model.config."
+            )
         quant_config = KVQuantConfig.resolve(preset_or_config)
+        if key_transforms is not None and not isinstance(key_transforms, Mapping):
+            raise TypeError(
+                "KVQuantCache: `key_transforms` must map layer indices to KeyTransforms, got "
+                f"{type(key_transforms).__name__}. hf_kvquant.key_transforms makes those of a model."
+            )
         if max_cache_len is None:
             max_cache_len = quant_config.max_cache_len
         if quant_config.static and max_cache_len is None:

@@ -28,7 +28,7 @@ from . import encoder_decoder, own_attention
 from .attention import implementation_name, is_ours
 from .cache import KVQuantCache, check_layers, check_model, count_layers, layers_of
 from .capture import Captures, captured_call, check_capturable, check_graphs, is_captured
-from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig
+from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig, is_like_backend
 from .decode_loop import generate
 from .encoder_decoder import (
     beside_cross_attention,
@@ -39,7 +39,7 @@ from .encoder_decoder import (
 )
 from .pool import BufferPool, drop_pool, pool_of, pooled_models
 from .storage import BufferKind
-from .text_config import text_config_of
+from .text_config import check_is_model, text_config_of
 from .transforms.of_model import key_transforms
 from .transforms.sharding import check_heads
 from .uncompiled import leave_uncompiled
@@ -88,7 +88,9 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
         The same model.
 
     Raises:
-        NotImplementedError: The model's cache cannot be served, or its step not captured; it is left as it was.
+        NotImplementedError: The model's cache cannot be served, or its step not captured; it is left as it was. Without
+            a GPU in the machine nothing can be captured. With one, the model may go there after it was patched:
+            `generate` looks where it is.
         TypeError, ValueError: The config has no meaning or does not fit the model.
 
     Example:
@@ -134,8 +136,10 @@ def unpatch(model: Model) -> Model:
         The same model, with the attention implementation and the methods it had.
 
     Raises:
+        TypeError: `model` is no model of transformers.
         ValueError: The model is not patched.
     """
+    check_is_model(model, "unpatch")
     state = state_of(model)
     if state is None:
         raise ValueError(
@@ -154,6 +158,7 @@ def patched(
     model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET
 ) -> Iterator[Model]:
     """`patch` for the length of a `with` block; afterwards the model is as it was before, patched or not."""
+    check_is_model(model, "patched")
     before = state_of(model)
     patch(model, preset_or_config)
     try:
@@ -176,7 +181,8 @@ def enable() -> None:
     """Make `cache_implementation="quantized", cache_config={"backend": "hf_kvquant"}` work on every model.
 
     For servers and code that never calls `patch`. A model that asks for our backend gets our attention implementation
-    on the first such call, and keeps it: it serves other caches as the one before did.
+    on the first such call, and keeps it: it serves other caches as the one before did. Before `enable`, a model that is
+    not patched answers such a call with an error of transformers, which knows no backend of that name and no presets.
     """
     if getattr(GenerationMixin, _HOOK) is not _hook_for_all:
         global _original_hook
@@ -285,6 +291,11 @@ def cache_for(
     state = state_of(model)
     given = model_kwargs.get("past_key_values")
     own = decoder_cache(given)
+    if isinstance(given, (str, Mapping, KVQuantConfig, type)):
+        raise TypeError(
+            f"generate: `past_key_values` must be a cache, got {type(given).__name__}. "
+            "Pass KVQuantCache(model.config, ...), or patch the model with the config and pass nothing."
+        )
     if own is not None and generation_config.use_cache is False:
         raise ValueError(
             "generate: `use_cache` must be True with a KVQuantCache, got False: every step would add the whole "
@@ -415,13 +426,29 @@ def _check_capture(model: PreTrainedModel, state: PatchState | None, generation_
 
 
 def _asks_for_us(generation_config: Any) -> bool:
-    """Whether a call names our backend."""
-    cache_config = generation_config.cache_config
-    return (
-        generation_config.cache_implementation == "quantized"
-        and isinstance(cache_config, Mapping)
-        and cache_config.get("backend") == BACKEND
-    )
+    """Whether a call names our backend.
+
+    Raises:
+        TypeError, ValueError: It nearly does: transformers would ignore it, or fail in a class of its own.
+    """
+    implementation, cache_config = generation_config.cache_implementation, generation_config.cache_config
+    if isinstance(cache_config, KVQuantConfig):
+        raise TypeError("generate: `cache_config` must be a dictionary, got a KVQuantConfig. Pass its to_dict().")
+    if not isinstance(cache_config, Mapping) or implementation not in (None, "quantized"):
+        return False
+    backend = cache_config.get("backend")
+    if backend == BACKEND and implementation is None:
+        raise ValueError(
+            f"generate: `cache_implementation` must be 'quantized' with the backend '{BACKEND}' in cache_config, got "
+            "None. Pass both, or neither for what the model was patched with."
+        )
+    # No backend of transformers has presets.
+    if is_like_backend(backend) or (backend is None and "preset" in cache_config):
+        raise ValueError(
+            f"generate: `backend` in cache_config must be '{BACKEND}' for a cache of this package, got {backend!r}. "
+            f"Did you mean '{BACKEND}'?"
+        )
+    return bool(backend == BACKEND)
 
 
 def keeps_cache(model: PreTrainedModel) -> bool:
@@ -435,11 +462,7 @@ def keeps_cache(model: PreTrainedModel) -> bool:
 
 
 def check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"patch: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
-            "Pass the model itself, not a pipeline or a wrapper."
-        )
+    check_is_model(model, "patch")
     if model.config.is_encoder_decoder and config.capture:
         raise NotImplementedError(
             f"patch: `capture` must be False for {type(model).__name__}, got True: it is an encoder-decoder, whose "

@@ -25,7 +25,7 @@ from .encoder_decoder import decoder_cache
 from .environment import environment
 from .handle import LOOKED_INSIDE
 from .patching import state_of, why_dense
-from .text_config import head_dim_of, text_config_of
+from .text_config import check_is_model, head_dim_of, text_config_of
 from .transforms.layout import other_caches
 from .verdict import name_of
 
@@ -119,11 +119,7 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
         >>> hf_kvquant.patch(model, "int4")
         >>> print(hf_kvquant.report(model))
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"{WHERE}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
-            "Pass the model itself, not a pipeline or a wrapper."
-        )
+    check_is_model(model, WHERE)
     cache = decoder_cache(cache) or cache
     if cache is not None and not isinstance(cache, KVQuantCache):
         raise TypeError(

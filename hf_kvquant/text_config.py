@@ -1,12 +1,26 @@
 """Which config of a model speaks of the layers that have a cache, and what it says of their context and heads.
 
-It stands alone so that `patching.py` and the transforms, of which either needs the other, can both ask. Refusing is
-left to those who ask: what a config does not say in numbers is `None` here, and tensors show it later.
+It stands alone so that `patching.py` and the transforms, of which either needs the other, can both ask. It refuses what
+is no model; which models are served is left to those who ask. What a config does not say in numbers is `None` here, and
+tensors show it later.
 """
 
 from __future__ import annotations
 
 from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def check_is_model(model: object, where: str) -> None:
+    """Refuse what is no model of transformers.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"{where}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
+            "Pass the model itself, not a pipeline or a wrapper."
+        )
 
 
 def text_config_of(model: PreTrainedModel) -> PreTrainedConfig:

@@ -585,6 +585,23 @@ def test_refuses(name: str) -> None:
         KVQuantCache(config(), quant_config, **options)
 
 
+@pytest.mark.parametrize("config", [models.llama(), "int4", None], ids=["model", "preset", "None"])
+def test_a_cache_is_made_from_the_config_of_a_model(config: Any) -> None:
+    with pytest.raises(TypeError) as raised:
+        KVQuantCache(config, "int4")
+    name = type(config).__name__
+    assert str(raised.value) == f"KVQuantCache: `config` must be the config of a model, got {name}. Pass model.config."
+
+
+def test_key_transforms_come_by_layer() -> None:
+    with pytest.raises(TypeError) as raised:
+        KVQuantCache(CONFIG, "int4", key_transforms=[None])  # type: ignore[arg-type]
+    assert str(raised.value) == (
+        "KVQuantCache: `key_transforms` must map layer indices to KeyTransforms, got list. "
+        "hf_kvquant.key_transforms makes those of a model."
+    )
+
+
 # --- a cache of another model -----------------------------------------------------------------------------------------
 
 

@@ -486,6 +486,100 @@ def test_a_bad_flag_is_refused_and_the_model_generates_as_before() -> None:
         compare.assert_same(logits(greedy(model, inputs)), logits(expected), "logits")
 
 
+QUANTIZED = {"cache_implementation": "quantized"}
+NEARLY: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    **{
+        str(backend): (
+            {**QUANTIZED, "cache_config": {**options, "preset": "int4"}},
+            ValueError,
+            "generate: `backend` in cache_config must be 'hf_kvquant' for a cache of this package, got "
+            f"{backend!r}. Did you mean 'hf_kvquant'?",
+        )
+        for backend, options in {
+            "hf-kvquant": {"backend": "hf-kvquant"},
+            "HF_KVQUANT": {"backend": "HF_KVQUANT"},
+            "kvquant": {"backend": "kvquant"},
+            None: {},
+        }.items()
+    },
+    "the config alone": (
+        {"cache_config": {"backend": "hf_kvquant", "preset": "fp8"}},
+        ValueError,
+        "generate: `cache_implementation` must be 'quantized' with the backend 'hf_kvquant' in cache_config, got None. "
+        "Pass both, or neither for what the model was patched with.",
+    ),
+    "an object": (
+        {**QUANTIZED, "cache_config": KVQuantConfig()},
+        TypeError,
+        "generate: `cache_config` must be a dictionary, got a KVQuantConfig. Pass its to_dict().",
+    ),
+    "a preset for a cache": (
+        {"past_key_values": "int4"},
+        TypeError,
+        "generate: `past_key_values` must be a cache, got str. "
+        "Pass KVQuantCache(model.config, ...), or patch the model with the config and pass nothing.",
+    ),
+    "a config for a cache": (
+        {"past_key_values": KVQuantConfig()},
+        TypeError,
+        "generate: `past_key_values` must be a cache, got KVQuantConfig. "
+        "Pass KVQuantCache(model.config, ...), or patch the model with the config and pass nothing.",
+    ),
+    "a class for a cache": (
+        {"past_key_values": KVQuantCache},
+        TypeError,
+        "generate: `past_key_values` must be a cache, got type. "
+        "Pass KVQuantCache(model.config, ...), or patch the model with the config and pass nothing.",
+    ),
+}
+
+
+@pytest.mark.parametrize("through", ["patch", "enable"])
+@pytest.mark.parametrize("name", NEARLY)
+def test_what_nearly_asks_for_a_quantised_cache(name: str, through: str) -> None:
+    options, error, message = NEARLY[name]
+    model = models.build("llama")
+    before = visible_state(model)
+    if through == "patch":
+        patch(model, "int4")
+    else:
+        hf_kvquant.enable()
+    try:
+        with pytest.raises(error) as raised:
+            greedy(model, left_padded(), **options)
+    finally:
+        hf_kvquant.disable()
+        if through == "patch":
+            unpatch(model)
+    assert str(raised.value) == message
+    assert visible_state(model) == before
+
+
+def test_the_dictionary_of_a_config_serves_as_a_flag() -> None:
+    model = models.build("llama")
+    with patched(model, "int8"):
+        flag = {**QUANTIZED, "cache_config": KVQuantConfig.from_preset("int4").to_dict()}
+        output = greedy(model, left_padded(), **flag)
+    assert output.past_key_values.quant_config == KVQuantConfig.from_preset("int4")
+
+
+@pytest.mark.parametrize("model", ["gpt2", None, models.llama().config], ids=["str", "None", "config"])
+@pytest.mark.parametrize("where", ["patch", "unpatch", "patched", "key_transforms", "unrotate_values"])
+def test_what_is_no_model(where: str, model: Any) -> None:
+    with pytest.raises(TypeError) as raised:
+        if where == "patched":
+            with patched(model, "int4"):
+                pass
+        elif where == "key_transforms":
+            hf_kvquant.key_transforms(model, "int4")
+        else:
+            getattr(hf_kvquant, where)(model)
+    assert str(raised.value) == (
+        f"{where}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
+        "Pass the model itself, not a pipeline or a wrapper."
+    )
+
+
 def test_a_cache_without_its_use_is_refused() -> None:
     """MPT has `use_cache=False` by default: the whole sequence would go into the cache at every step."""
     model = models.llama()

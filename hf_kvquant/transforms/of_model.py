@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..cache import layers_of, quantized_layers
 from ..config import KVQuantConfig
-from ..text_config import text_config_of
+from ..text_config import check_is_model, text_config_of
 from .centering import bias_centers
 from .key_transform import KeyTransform
 from .sharding import of_this_rank
@@ -101,12 +101,14 @@ def key_transforms(
         Per layer index; layers whose keys stay as they are are absent.
 
     Raises:
-        TypeError, ValueError: The config has no meaning, or a given tensor is for other heads than the model's.
+        TypeError, ValueError: `model` is no model of transformers, the config has no meaning, or a given tensor is for
+            other heads than the model's.
 
     Example:
         >>> transforms = hf_kvquant.key_transforms(model, "int4")
         >>> cache = hf_kvquant.KVQuantCache(model.config, "int4", key_transforms=transforms)
     """
+    check_is_model(model, "key_transforms")
     config = KVQuantConfig.resolve(preset_or_config)
     layer_types, _ = layers_of(text_config_of(model))
     wanted = {index: config.formats(index).transforms for index in quantized_layers(layer_types, config)}

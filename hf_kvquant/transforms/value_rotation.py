@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import reference
-from ..text_config import positions_of, text_config_of
+from ..text_config import check_is_model, positions_of, text_config_of
 from .layout import by_feature
 from .proof import CHECK_TOKENS, check_logits
 from .value_layout import ValueLayout, find_value_layouts
@@ -123,12 +123,14 @@ def unrotate_values(model: PreTrainedModel) -> PreTrainedModel:
         The same model. Caches that were filled before do not fit it any more.
 
     Raises:
+        TypeError: `model` is no model of transformers.
         ValueError: The model is not rotated, was rotated in another process, or its weights have changed since.
     """
     where = "unrotate_values"
+    check_is_model(model, where)
     state: _State | None = model.__dict__.get(_STATE)
     if state is None:
-        if isinstance(model, PreTrainedModel) and is_rotated(model):
+        if is_rotated(model):
             raise ValueError(
                 f"{where}: `model` must be rotated in this process, got a checkpoint that was rotated earlier; to "
                 "rotate it back would round. Load the original checkpoint."
