@@ -24,6 +24,7 @@ from ._errors import did_you_mean
 from .config import PRESETS, KVQuantConfig, LayerFormats
 from .divergence import CannotMeasure, Meter, alone, read_text
 from .patching import check_patchable, patched
+from .text_config import check_is_model
 from .transforms.centering import evaluating
 from .transforms.key_transform import KeyTransform
 from .transforms.layout import check_decoder
@@ -84,6 +85,7 @@ def run_preflight(
     """
     config = None if preset_or_config is None else KVQuantConfig.resolve(preset_or_config)
     rungs = _checked(presets, max_kld, tokenizer, texts)
+    check_is_model(model, WHERE)
     check_patchable(model, KVQuantConfig.from_preset("none") if config is None else config)
     check_decoder(model, WHERE)
     with _status(progress) as say, torch.no_grad(), evaluating(model), patched(model, "none"):

@@ -304,6 +304,8 @@ def test_models_that_cannot_be_patched_are_refused_as_ever() -> None:
         run_preflight(models.bart())
     with pytest.raises(ValueError, match=r"`layers` must name layers below 2"):
         run_preflight(build(), {"preset": "int4", "layers": {7: "int8"}})
+    with pytest.raises(TypeError, match=r"^for_model: `model` must be a transformers PreTrainedModel, got str\."):
+        run_preflight("int4")  # type: ignore[arg-type]
 
 
 # --- what the weights tell --------------------------------------------------------------------------------------------
