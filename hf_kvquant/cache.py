@@ -418,7 +418,7 @@ class KVQuantCache(QuantizedCache):
             device: Where all of it goes. `None` puts each layer where the model's is.
 
         Raises:
-            FileNotFoundError: There is no such file.
+            FileNotFoundError, IsADirectoryError: There is no such file.
             RuntimeError: Of torch: the buffers do not fit into what is free of the device's memory.
             TypeError, ValueError: It is another kind of file, damaged, of a version that is not known, or of another
                 model or config; the message says which.

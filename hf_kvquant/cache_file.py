@@ -22,8 +22,8 @@ import contextlib
 import dataclasses
 import json
 import os
-import secrets
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +37,7 @@ from .config import KVQuantConfig
 from .environment import package_version
 from .formats import Planes
 from .offloading import check_home
+from .output import written
 from .rings import RingStorage
 from .storage import SERVED_DTYPES, LayerStorage
 from .text_config import text_config_of
@@ -149,6 +150,8 @@ def load_cache(
     _check_model(where, model)
     places = _places(where, model, device)
     expected = f"{where}: `path` must be a file written by KVQuantCache.save, got {name}"
+    if os.path.isdir(name):
+        raise IsADirectoryError(f"{expected}, which is a folder. Name the file in it.")
     if not os.path.isfile(name):
         raise FileNotFoundError(f"{expected}, which is not there. Save a cache first.")
     try:
@@ -544,30 +547,10 @@ def _exists(where: str, name: str) -> str:
 
 
 def _write(where: str, name: str, tensors: dict[str, Tensor], metadata: dict[str, str], overwrite: bool) -> None:
-    """Write a file as a whole or not at all: beside its place first, then into it in one step."""
-    temporary = f"{name}.{secrets.token_hex(4)}.tmp"
     try:
-        save_file(tensors, temporary, metadata=metadata)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        if overwrite:
-            os.replace(temporary, name)
-        else:
-            _move_to_new(where, temporary, name)
-    except SafetensorError as error:
-        raise OSError(f"{where}: `path` must be writable, got {name}: {error}. Nothing there has changed.") from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-
-
-def _move_to_new(where: str, temporary: str, name: str) -> None:
-    """Give a file a name that nobody else may have taken meanwhile."""
-    try:
-        os.link(temporary, name)  # unlike a rename, it never replaces
+        with written(Path(name), overwrite=overwrite) as path:
+            save_file(tensors, path, metadata=metadata)
     except FileExistsError as error:
         raise FileExistsError(_exists(where, name)) from error
-    except OSError:  # a file system without links
-        if os.path.lexists(name):
-            raise FileExistsError(_exists(where, name)) from None
-        os.replace(temporary, name)
+    except SafetensorError as error:
+        raise OSError(f"{where}: `path` must be writable, got {name}: {error}. Nothing there has changed.") from error

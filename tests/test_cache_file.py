@@ -343,7 +343,7 @@ def refused(path: Path, message: str, model: Any = None, error: type[Exception] 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path, expected = tmp_path / "cache", "must be a file written by KVQuantCache.save, got"
     refused(path, f"{expected} .*, which is not there", error=FileNotFoundError)
-    refused(tmp_path, "which is not there", error=FileNotFoundError)
+    refused(tmp_path, f"{expected} .*, which is a folder. Name the file in it.", error=IsADirectoryError)
     for data in (b"", b"{}", pickle.dumps(DynamicCache()), b"\xff" * 100):
         path.write_bytes(data)
         refused(path, expected)

@@ -1,0 +1,86 @@
+"""Where results are written: tried before work begins, and then written as a whole or not at all.
+
+What a user is told of a path that cannot be written, the commands decide (`arguments.py`, `evaluation/records.py`,
+`cache_file.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def why_unwritable(path: Path, *, is_folder: bool = False, with_parents: bool = False) -> str | None:
+    """Why nothing can be written to a path, found out by writing beside it. Leaves nothing behind.
+
+    Args:
+        path: Of a file, or of a folder to write files into.
+        is_folder: Which of them. A folder need not exist yet.
+        with_parents: Whether the folders above it need not exist either.
+
+    Returns:
+        The reason, in words; `None` where something can be written.
+    """
+    try:
+        if path.exists() and path.is_dir() != is_folder:
+            return "a file" if is_folder else "a folder"
+        if path.exists() and not is_folder and not path.is_file():
+            return "not an ordinary file"
+        probe = _beside(path / "file" if path.is_dir() else path)
+        while with_parents and not probe.parent.exists():
+            probe = probe.parent.with_name(probe.name)
+        if not probe.parent.is_dir():
+            return f"{probe.parent} is a file" if probe.parent.exists() else f"no folder {probe.parent} to write into"
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return None
+
+
+@contextlib.contextmanager
+def written(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
+    """Write a file in one step, so that a reader or a killed process finds the old or the new one, never a part.
+
+    Args:
+        path: Of the file; behind a link, the file it leads to.
+        overwrite: Whether it may replace one that exists.
+
+    Yields:
+        Where to write it to. It is moved to `path` when the `with` block ends, and removed when the block fails.
+
+    Raises:
+        FileExistsError: There is a file already, and `overwrite` is False.
+        OSError: The file cannot be written. What was there is there.
+    """
+    path = Path(os.path.realpath(path))
+    beside = _beside(path)
+    try:
+        yield beside
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        if overwrite:
+            beside.replace(path)
+        else:
+            _move_to_new(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+
+
+def _move_to_new(beside: Path, path: Path) -> None:
+    """Give a file a name that nobody else may have taken meanwhile."""
+    try:
+        os.link(beside, path)  # unlike a rename, it never replaces
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if os.path.lexists(path):
+            raise FileExistsError(path) from None
+        beside.replace(path)
