@@ -48,7 +48,8 @@ from .offloading import HOMES
 from .preflight import run_preflight
 from .text_config import context_of
 from .transforms.smoothing import Mode, smooth_attention
-from .transforms.smoothing_file import FILE_NAME, SmoothingResult
+from .transforms.smoothing_file import FILE_NAME, HEADINGS, SmoothingResult
+from .transforms.smoothing_file import cells as smoothing_cells
 from .transforms.value_rotation import rotate_values
 from .verdict import Preflight, PreflightError, cells
 
@@ -369,34 +370,13 @@ def run_calibrate(args: argparse.Namespace) -> None:
 def show_smoothing(console: Console, result: SmoothingResult, *, title: str) -> None:
     """Print the table of layers, and below it what its columns mean."""
     table = Table(title=title, title_justify="left", title_style="bold")
-    for heading in ("layer", "factors in", "alpha", "factors", "center", "error before", "after"):
+    for heading in HEADINGS:
         table.add_column(heading, justify="right")
     for layer in result.layers:
-        table.add_row(
-            str(layer.layer_idx),
-            layer.placement,
-            layer.choice,
-            f"{layer.factor.min():g} to {layer.factor.max():g}",
-            "-" if layer.center is None else f"{layer.center.norm(dim=1).max():.3g}",
-            f"{layer.error_before:.2%}",
-            f"{layer.error_after:.2%}",
-        )
-    for index, reason in result.left_out.items():
-        console.print(f"layer {index} is left out: {reason}", style="dim")
+        table.add_row(*smoothing_cells(layer))
     console.print(table)
-    limited = [str(layer.layer_idx) for layer in result.layers if layer.is_limited]
-    if limited:
-        console.print(
-            f"The dtype had no room for all factors in layers {', '.join(limited)}: --dtype float32 has more.",
-            style="dim",
-        )
-    console.print(result.describe_placement())
-    console.print(
-        "Center: the largest norm over heads of what is subtracted from keys. Error: of the layer's attention output "
-        "with its keys quantised, relative, over "
-        f"{result.num_tokens:,} tokens. Alpha 0.0 leaves a layer as it is; 'energy' balances keys and queries.",
-        style="dim",
-    )
+    for note in result.notes():
+        console.print(note, markup=False)
 
 
 def run_check(args: argparse.Namespace, preset: str | None) -> None:

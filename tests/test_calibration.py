@@ -197,7 +197,8 @@ def test_online_factors_change_no_weight() -> None:
     weights, before, diverged = snapshot(model), logits(model), divergence(model)
     result = smooth(model, mode="online")
     assert [layer.placement for layer in result.layers] == ["caches", "caches"] and result.num_smoothed == 2
-    assert "Factors are applied online, by caches in layers 0, 1." in result.report()
+    assert "2 of 2 layers have factors" in result.report()
+    assert result.describe_placement() == "Factors are applied by the caches of layers 0, 1."
     assert torch.equal(logits(model), before)
     # Nothing is in the weights, so a saved checkpoint has no mark; but the model knows.
     assert smoothing.CONFIG_KEY not in model.config.to_dict()
@@ -302,7 +303,7 @@ def test_auto_folds_where_it_can(caplog: pytest.LogCaptureFixture, monkeypatch: 
     with caplog.at_level(logging.WARNING, "hf_kvquant"):
         result = smooth(model, mode="auto")
     assert [layer.placement for layer in result.layers] == ["weights", "caches"] and result.num_smoothed == 2
-    assert "Factors are folded into the weights in layers 0; applied online, by caches in layers 1." in result.report()
+    assert "Factors are folded into the weights of layer 0 and applied by the caches of layer 1." in result.report()
     assert caplog.messages == [
         "smooth_attention: factors cannot be folded in layers 1 (keys come from a black box). They are applied by "
         "caches instead."

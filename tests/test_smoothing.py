@@ -799,6 +799,8 @@ def test_a_file_that_is_none(saved: Path, tmp_path: Path) -> None:
     model = with_outliers()
     with pytest.raises(FileNotFoundError, match=r"got .*absent, which is not there\."):
         load_smoothing(model, tmp_path / "absent")
+    with pytest.raises(IsADirectoryError, match=r"which is a folder\. .* kvquant_smoothing"):
+        load_smoothing(model, tmp_path)
     whole = saved.read_bytes()
     for content in (b"", b"no safetensors", whole[: len(whole) // 2]):
         (tmp_path / "broken").write_bytes(content)
@@ -843,13 +845,33 @@ def test_the_report_has_a_line_for_each_layer() -> None:
     result = smooth(with_outliers("lfm2"))
     lines = result.report().splitlines()
     assert len(lines) == 5
-    assert lines[2].endswith("left out: its cache (conv) is not quantised")
-    assert lines[3] == "Factors are folded into the weights in layers 1."
-    assert lines[4] == (
-        "1 of 1 layers smoothed; errors of attention outputs with keys as int4-head-asymmetric-clip0.9375, "
-        "over 600 tokens."
-    )
+    assert lines[0].split("  ")[-1] == "after" and lines[1].split()[:2] == ["1", "weights"]
+    assert lines[2] == "Left out: layer 0: its cache (conv) is not quantised."
+    assert lines[3] == "1 of 1 layers have factors, 1 have centers. Factors are folded into the weights of layer 1."
+    assert lines[4].endswith("with keys quantised as int4-head-asymmetric-clip0.9375, over 600 tokens.")
     assert list(result.factors()) == [1]
+
+
+def test_the_report_of_layers_that_need_no_factors() -> None:
+    """They are said to have none, in the table and below it."""
+    result = smooth(with_outliers("llama"), candidates=[0.0])
+    lines = result.report().splitlines()
+    assert [line.split()[:4] for line in lines[1:3]] == [["0", "-", "-", "-"], ["1", "-", "-", "-"]]
+    assert lines[3] == (
+        "0 of 2 layers have factors, 2 have centers. Factors lower the error of no layer enough to be worth it."
+    )
+    one, other = smooth(with_outliers("llama")).layers
+    mixed = dataclasses.replace(result, layers=(one, dataclasses.replace(other, factor=torch.ones_like(other.factor))))
+    assert mixed.describe_placement() == (
+        "Factors are folded into the weights of layer 0. They lower the error of layer 1 too little to be worth it."
+    )
+
+
+def test_the_report_counts_layers_off() -> None:
+    result = smooth(with_outliers("llama"), candidates=[0.0])
+    left_out = dict.fromkeys((2, 3, 4, 6, 8, 9), "its keys are not quantised")
+    notes = dataclasses.replace(result, left_out=left_out).notes()
+    assert notes[0] == "Left out: layers 2-4, 6, 8, 9: its keys are not quantised."
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------

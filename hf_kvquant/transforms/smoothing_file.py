@@ -12,13 +12,16 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from ..output import written
 
 FILE_NAME = "kvquant_smoothing.safetensors"  # as `hf-kvquant calibrate` calls it
 _FORMAT = "hf_kvquant-smoothing"
@@ -58,6 +61,36 @@ class LayerSmoothing:
     error_after: float
     is_limited: bool
 
+    @property
+    def is_smoothed(self) -> bool:
+        """Whether a factor is other than 1."""
+        return bool((self.factor != 1).any())
+
+
+# What a table of layers shows of each.
+HEADINGS = ("layer", "factors in", "alpha", "factors", "center", "error before", "after")
+
+
+def cells(layer: LayerSmoothing) -> tuple[str, ...]:
+    """A layer's row under `HEADINGS`."""
+    factors = ("-", "-", "-")
+    if layer.is_smoothed:
+        factors = layer.placement, layer.choice, f"{layer.factor.min():g} to {layer.factor.max():g}"
+    center = "-" if layer.center is None else f"{layer.center.norm(dim=1).max():.3g}"
+    return str(layer.layer_idx), *factors, center, f"{layer.error_before:.2%}", f"{layer.error_after:.2%}"
+
+
+def _numbered(indices: Sequence[int]) -> str:
+    """`layer 1`, or `layers 0, 2-31`."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    spelled = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"layer{'s' * (len(indices) > 1)} {', '.join(spelled)}"
+
 
 @dataclasses.dataclass(frozen=True)
 class SmoothingResult:
@@ -87,7 +120,7 @@ class SmoothingResult:
     @property
     def num_smoothed(self) -> int:
         """Layers with a factor other than 1."""
-        return sum(bool((layer.factor != 1).any()) for layer in self.layers)
+        return sum(layer.is_smoothed for layer in self.layers)
 
     def factors(self) -> dict[int, Tensor]:
         """The factors by layer, `[num_kv_heads, head_dim]` float32 each, those of 1 included."""
@@ -102,40 +135,48 @@ class SmoothingResult:
         return {layer.layer_idx: layer.center for layer in self.layers if layer.center is not None}
 
     def report(self) -> str:
-        """A table for people: per layer the choice, the range of its factors, and the error before and after."""
-        lines = [
-            f"{'layer':>5}  {'factors in':>10}  {'choice':>6}  {'factors':>13}  {'center':>7}  {'error before':>12}  "
-            f"{'after':>7}"
-        ]
-        for layer in self.layers:
-            factors = f"{layer.factor.min():g} to {layer.factor.max():g}"
-            center = "-" if layer.center is None else f"{layer.center.norm(dim=1).max():.3g}"
-            lines.append(
-                f"{layer.layer_idx:>5}  {layer.placement:>10}  {layer.choice:>6}  {factors:>13}  {center:>7}  "
-                f"{layer.error_before:>12.3%}  {layer.error_after:>7.3%}"
-            )
-        lines += [f"{index:>5}  left out: {reason}" for index, reason in self.left_out.items()]
-        limited = [str(layer.layer_idx) for layer in self.layers if layer.is_limited]
+        """A table for people: per layer its factors and its centre, the error before and after, and what that means."""
+        widths = [max(map(len, column)) for column in zip(HEADINGS, *map(cells, self.layers), strict=True)]
+        rows = [HEADINGS, *map(cells, self.layers)]
+        lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join([*lines, *self.notes()])
+
+    def notes(self) -> list[str]:
+        """What is to be said below the table of layers, in lines for people."""
+        reasons: dict[str, list[int]] = {}
+        for index, reason in self.left_out.items():
+            reasons.setdefault(reason.rstrip("."), []).append(index)
+        lines = [f"Left out: {_numbered(indices)}: {reason}." for reason, indices in reasons.items()]
+        limited = [layer.layer_idx for layer in self.layers if layer.is_limited]
         if limited:
             lines.append(
-                f"The dtype had no room for all factors in layers {', '.join(limited)}. Loaded in float32 it has more."
+                f"The dtype had no room for all factors in {_numbered(limited)}. Loaded in float32 it has more."
             )
         formats = ", ".join(sorted(set(self.key_formats.values())))
-        lines.append(self.describe_placement())
-        lines.append(
-            f"{self.num_smoothed} of {len(self.layers)} layers smoothed; errors of attention outputs with keys as "
-            f"{formats}, over {self.num_tokens:,} tokens."
-        )
-        return "\n".join(lines)
+        return [
+            *lines,
+            f"{self.num_smoothed} of {len(self.layers)} layers have factors, {len(self.centers())} have centers. "
+            f"{self.describe_placement()}",
+            "Alpha: factors are max|key|^alpha; 'energy' balances keys and queries. Center: what is subtracted from "
+            "keys, its largest norm over heads. Error: of the layer's attention output, relative, with keys quantised "
+            f"as {formats}, over {self.num_tokens:,} tokens.",
+        ]
 
     def describe_placement(self) -> str:
-        """A sentence for people: which layers' factors are folded, and which are applied by caches."""
+        """A sentence for people: which layers have factors, in their weights or from their caches, and which none."""
+        if not self.factors():
+            return "No factors were calibrated."
+        places = {"weights": "folded into the weights of", "caches": "applied by the caches of"}
         parts = []
-        for placement, where in (("weights", "folded into the weights"), ("caches", "applied online, by caches")):
-            indices = [str(layer.layer_idx) for layer in self.layers if layer.placement == placement]
+        for placement, where in places.items():
+            indices = [layer.layer_idx for layer in self.layers if layer.placement == placement and layer.is_smoothed]
             if indices:
-                parts.append(f"{where} in layers {', '.join(indices)}")
-        return f"Factors are {'; '.join(parts)}." if parts else "No factors were calibrated."
+                parts.append(f"{where} {_numbered(indices)}")
+        if not parts:
+            return "Factors lower the error of no layer enough to be worth it."
+        text = f"Factors are {' and '.join(parts)}."
+        rest = [layer.layer_idx for layer in self.layers if layer.placement != "none" and not layer.is_smoothed]
+        return text + (f" They lower the error of {_numbered(rest)} too little to be worth it." if rest else "")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that `load` reads.
@@ -164,18 +205,21 @@ class SmoothingResult:
         }
         text = json.dumps(facts)
         metadata = {"format": _FORMAT, "version": str(_VERSION), "facts": text, "sha256": content_hash(text, tensors)}
-        save_file(tensors, os.fspath(path), metadata=metadata)
+        with written(Path(path)) as beside:
+            save_file(tensors, beside, metadata=metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SmoothingResult:
         """Read what `save` wrote.
 
         Raises:
-            FileNotFoundError: There is no such file.
+            FileNotFoundError, IsADirectoryError: There is no such file.
             ValueError: It is another kind of file, damaged, or of a version that is not known.
         """
         name = os.fspath(path)
         expected = f"load_smoothing: `path` must be a file written by SmoothingResult.save, got {name}"
+        if os.path.isdir(name):
+            raise IsADirectoryError(f"{expected}, which is a folder. hf-kvquant calibrate calls the file {FILE_NAME}.")
         if not os.path.isfile(name):
             raise FileNotFoundError(f"{expected}, which is not there. hf-kvquant calibrate calls it {FILE_NAME}.")
         try:
