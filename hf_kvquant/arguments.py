@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ._errors import did_you_mean
 from .config import PRESETS, WINDOWS, KVQuantConfig
 from .fidelity import is_out_of_memory
 from .patching import patched
+from .progress import without_bars
 from .transforms.smoothing import load_smoothing
 from .transforms.smoothing_file import FILE_NAME
 
@@ -240,11 +240,11 @@ def load(name: str, dtype: str, device: torch.device, where: str) -> tuple[PreTr
         raise UsageError(
             f"{where}: `MODEL` must be a folder with a transformers model or a hub id, got {name}: {found}."
         )
-    transformers.utils.logging.disable_progress_bar()
     source = source_of(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        with without_bars():
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         return model.to(device).eval(), tokenizer
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())

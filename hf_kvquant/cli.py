@@ -46,6 +46,7 @@ from .evaluation import cli as evaluation
 from .generation import UNQUANTIZED, Summary, run_presets
 from .offloading import HOMES
 from .preflight import run_preflight
+from .progress import without_bars
 from .text_config import context_of
 from .transforms.smoothing import Mode, smooth_attention
 from .transforms.smoothing_file import FILE_NAME, HEADINGS, SmoothingResult
@@ -359,7 +360,8 @@ def run_calibrate(args: argparse.Namespace) -> None:
         )
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"calibrate: {args.model} cannot be calibrated. {error}") from error
-    model.save_pretrained(output)
+    with without_bars():
+        model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     result.save(output / FILE_NAME)
     console = Console(highlight=False)

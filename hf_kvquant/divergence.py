@@ -58,8 +58,7 @@ def read_text(
 ) -> tuple[Tensor, str]:
     """Token ids to measure on, `[windows, tokens]` int64 on the CPU, and what they are."""
     if tokenizer is None or texts is None:
-        say("writing a text")
-        return own_text(model), "text that the model wrote"
+        return own_text(model, say), "text that the model wrote"
     num_tokens = max(NUM_WINDOWS * WINDOW, MIN_TOKENS)
     batches = read_windows(model, tokenizer, texts, num_tokens=num_tokens, window=WINDOW, batch_size=1, where=where)
     windows = [ids[0] for ids, _ in batches]
@@ -69,7 +68,7 @@ def read_text(
     return torch.stack([window[:shortest] for window in kept]), "the texts"
 
 
-def own_text(model: PreTrainedModel) -> Tensor:
+def own_text(model: PreTrainedModel, say: Callable[[str], Any] = lambda text: None) -> Tensor:
     """Text that the model samples from what begins a text, never ending it."""
     text_config = text_config_of(model)
     ends = _ids(text_config, "eos_token_id") + _ids(getattr(model, "generation_config", None), "eos_token_id")
@@ -78,7 +77,9 @@ def own_text(model: PreTrainedModel) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     cache = DynamicCache(config=text_config)
     ids = [torch.full((NUM_WINDOWS, 1), first)]
-    for _ in range(positions_of(model, WINDOW) - 1):
+    length = positions_of(model, WINDOW)
+    for position in range(1, length):
+        say(f"writing a text, token {position} of {length}")
         logits = _logits(model, ids[-1], cache)[:, -1].float().cpu()
         logits[:, [token for token in never if token < logits.shape[1]]] = -math.inf
         # The largest of logits plus Gumbel noise is a draw from their softmax.

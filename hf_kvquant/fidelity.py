@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ def compare(
     first_chunk: int = 1,
     chunk_size: int = 1,
     simulate: bool = False,
+    on_chunk: Callable[[], Any] = lambda: None,
 ) -> list[dict[str, Fidelity]]:
     """Feed texts through the unquantised cache and through one cache per config, and compare the distributions.
 
@@ -71,6 +72,7 @@ def compare(
         chunk_size: Tokens fed at a time afterwards; 1 is what `generate` does.
         simulate: Whether one forward does what the chunks would, without a cache and its kernels (`simulation.py`). All
             logits of the texts are held.
+        on_chunk: Called after each chunk.
 
     Returns:
         Per text one result per name.
@@ -95,6 +97,7 @@ def compare(
                 agrees = log_probs.argmax(-1) == reference.argmax(-1)
                 nll = surprise(log_probs, target)
                 pieces[name].append((divergence(reference, log_probs), agrees.cpu(), nll.cpu(), reference_nll.cpu()))
+            on_chunk()
     results: list[dict[str, Fidelity]] = [{} for _ in fed]
     for name, stream in streams.items():
         kld, agrees, nll, reference_nll = (torch.cat(parts, dim=1) for parts in zip(*pieces[name], strict=True))

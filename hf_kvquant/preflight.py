@@ -10,20 +10,19 @@ limit and the remedy. How a text is fed and compared is in `divergence.py`, what
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ._errors import did_you_mean
 from .config import PRESETS, KVQuantConfig, LayerFormats
 from .divergence import CannotMeasure, Meter, alone, read_text
 from .patching import check_patchable, patched
+from .progress import show_progress
 from .text_config import check_is_model
 from .transforms.centering import evaluating
 from .transforms.key_transform import KeyTransform
@@ -74,7 +73,8 @@ def run_preflight(
         max_kld: Nats a token that all layers together may cost when formats are picked; a layer may cost a fifth.
             Refused are, in any case, three times `GOAL`.
         measure: Whether to run the model on text. Otherwise the weights alone decide, by coarse limits.
-        progress: Whether to say on stderr what is being measured, where that is a terminal.
+        progress: Whether to say on stderr what is being measured: in a terminal or a notebook as it changes, elsewhere
+            every 30 seconds. `transformers.utils.logging.disable_progress_bar()` turns it off as well.
 
     Returns:
         The config and the findings; `approved()` refuses what does harm.
@@ -88,7 +88,11 @@ def run_preflight(
     check_is_model(model, WHERE)
     check_patchable(model, KVQuantConfig.from_preset("none") if config is None else config)
     check_decoder(model, WHERE)
-    with _status(progress) as say, torch.no_grad(), evaluating(model), patched(model, "none"):
+    with show_progress(WHERE, is_shown=progress) as tell, torch.no_grad(), evaluating(model), patched(model, "none"):
+
+        def say(text: str) -> None:
+            tell(doing=text)
+
         say("weights")
         signals, left_out = read_signals(model, config, where=WHERE)
         meter: Meter | None = None
@@ -96,6 +100,7 @@ def run_preflight(
         if measure and signals:
             try:
                 ids, source = read_text(model, tokenizer, texts, say, where=WHERE)
+                say("the unquantised cache")
                 meter = Meter(model, ids)
             except CannotMeasure as error:
                 unmeasured = str(error)
@@ -335,14 +340,3 @@ def _remedies(
                 remedies[index] = formats
                 break
     return remedies
-
-
-@contextlib.contextmanager
-def _status(is_shown: bool) -> Iterator[Callable[[str], Any]]:
-    """A line on stderr about what is being done, gone when it is done."""
-    console = Console(stderr=True)
-    if not (is_shown and console.is_terminal):
-        yield lambda text: None
-        return
-    with console.status("checking") as status:
-        yield lambda text: status.update(f"checking: {text}")

@@ -23,6 +23,7 @@ import pytest
 import torch
 from cases import engines
 from hypothesis import HealthCheck, settings
+from transformers.utils import logging
 
 from hf_kvquant import ops, unpatch
 from hf_kvquant.patching import state_of
@@ -30,6 +31,8 @@ from hf_kvquant.patching import state_of
 # The tensors of the tests are small: a second thread costs more than it computes, five times the run time on a busy
 # machine. Where threads are what is tested, the test asks for them.
 torch.set_num_threads(1)
+# What tests look for on stderr is ours, without the bars of the models that they save themselves.
+logging.disable_progress_bar()
 
 # Of the cases on every instruction set but the best one, one in so many is quick. What they have for themselves, how
 # they load, round and store, every case goes through; what the cases are about is written once, above `simd.h`.

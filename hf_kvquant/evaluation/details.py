@@ -8,7 +8,7 @@ and what is kept is decided in `perplexity.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ def measure(
     ids: Tensor,
     configs: Mapping[str, KVQuantConfig],
     chunk: int,
+    on_chunk: Callable[[], Any] = lambda: None,
     *,
     simulate: bool = True,
 ) -> Iterator[str]:
@@ -90,6 +91,7 @@ def measure(
         ids: `[1, tokens]` int64, one of them.
         configs: By name.
         chunk: Tokens that come at a time.
+        on_chunk: Called after each chunk.
         simulate: Whether one forward does what chunks would, layer by layer.
 
     Yields:
@@ -106,7 +108,13 @@ def measure(
             continue
         there = {name: alone(index, config.formats(index)) for name, config in quantized.items()}
         (compared,) = compare(
-            model, ids[:, :LAYER_TOKENS], there, first_chunk=FIRST_CHUNK, chunk_size=chunk, simulate=simulate
+            model,
+            ids[:, :LAYER_TOKENS],
+            there,
+            first_chunk=FIRST_CHUNK,
+            chunk_size=chunk,
+            simulate=simulate,
+            on_chunk=on_chunk,
         )
         for name, each in compared.items():
             check_pairs(f"{WHERE}: preset {name}", each)
@@ -150,7 +158,6 @@ def key_magnitudes(
                 mode="auto",
                 num_tokens=CALIBRATION_TOKENS,
                 window=ids.shape[1],
-                progress=False,
             )
         )
     except (NotImplementedError, RuntimeError, ValueError) as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ def check_modes(
     chunk: int,
     *,
     can_simulate: bool = True,
+    say: Callable[[str], Any] = lambda name: None,
 ) -> dict[str, Any]:
     """How far the modes are apart, per preset, on a text (`[1, tokens]`): in mean KL divergence from each other, or, in
     16 bits, in that from the unquantised cache.
@@ -88,7 +89,7 @@ def check_modes(
     Modes are compared where they are the same function: the simulation of chunks with chunks, that of single tokens
     with decoding, and chunks with decoding unless they differ by definition: a block of tokens ends within a chunk, and
     a window of the newest tokens with a chunk. Where nothing can be simulated, presets that know chunks are so not
-    compared at all, and their `between` is empty.
+    compared at all, and their `between` is empty. `say` is told each preset before it is run.
 
     Raises:
         Refused: Two modes disagree, or pairs are counted that the op does not serve.
@@ -97,6 +98,7 @@ def check_modes(
     reference = log_probs(model, ids, "the unquantised cache", None, Chunks(FIRST_CHUNK, chunk))
     found: dict[str, Any] = {}
     for name, config in configs.items():
+        say(name)
         ways = [Chunks(FIRST_CHUNK, *how) for how in ((1,), (chunk,), (1, True), (chunk, True))]
         decode, chunked = (log_probs(model, ids, name, config, way) for way in ways[:2])
         knows_chunks = config.key.block_size is not None or config.residual_length > 0

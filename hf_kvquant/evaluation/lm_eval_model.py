@@ -23,13 +23,13 @@ from accelerate import Accelerator
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
-from tqdm import tqdm
 from transformers import Cache
 
 from ..cache import KVQuantCache, KVQuantLayer
 from ..config import DEFAULT_PRESET, KVQuantConfig
 from ..pairs import Pairs, count_pairs, expected_pairs, pairs_of
 from ..patching import patch
+from ..progress import show_progress
 from ..simulation import simulated, simulated_cache, why_not_simulated
 from ..text_config import text_config_of
 from ..transforms.of_model import key_transforms
@@ -165,7 +165,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             waiting.setdefault(Row(tuple(context[-room:]), tuple(continuation[:-1])), []).append(index)
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         is_quiet = disable_tqdm or self.rank != 0 or self._is_rolling
-        with tqdm(total=len(requests), desc="log-likelihoods", disable=is_quiet) as progress:
+        with show_progress("log-likelihoods", len(requests), unit="item", is_shown=not is_quiet) as tell:
             for rows in self._batches(waiting):
                 scored = self._decode(rows) if self.mode == "decode" else self._simulate(rows)
                 for row, (token_log_probs, is_greedy, last) in zip(rows, scored, strict=True):
@@ -176,7 +176,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
                         results[index] = answer = (log_likelihood, is_greedy and best == continuation[-1])
                         if text is not None:
                             self.cache_hook.add_partial("loglikelihood", text, answer)
-                        progress.update(1)
+                tell(sum(len(waiting[row]) for row in rows))
         return results
 
     _is_rolling = False

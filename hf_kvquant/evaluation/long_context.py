@@ -28,12 +28,13 @@ from ..arguments import (
 )
 from ..config import KVQuantConfig
 from ..generation import UNQUANTIZED
+from ..progress import show_progress
 from ..text_config import context_of
 from . import preparation
 from .counter import check_pairs
+from .endings import early_end
 from .long_results import MIN_ACCURACY, Cell, joined, show, summarize
 from .long_scores import Scores, score
-from .progress import bar, early_end
 from .prompts import TESTS, Prompt, PromptError, Writer
 from .records import RunRecord, open_record
 
@@ -128,18 +129,18 @@ def measure(
     """Fill the record with all cells that it does not have, and with a summary of all, which is returned."""
     missing = [cell for cell in cells if record.get(cell.part) is None]
     ending = early_end(record, WHERE, lower="--batch-size", value=batch_size, more=", or ask for shorter --lengths")
-    with ending as ongoing, bar() as progress:
-        task = progress.add_task("", total=num_samples * sum(cell.length for cell in missing))
+    num_tokens = num_samples * sum(cell.length for cell in missing)
+    with ending as ongoing, show_progress(WHERE, num_tokens, unit="token") as tell:
         for number, cell in enumerate(missing, len(cells) - len(missing) + 1):
             what = f"{cell.test} {cell.length:,} at {cell.depth:g} %"
             ongoing.part = f"cell {number} of {len(cells)} ({what})"
-            progress.update(task, description=what)
+            tell(doing=what)
             parts = []
             for start in range(0, num_samples, batch_size):
                 samples = range(start, min(start + batch_size, num_samples))
                 prompts = [written(writer, cell, sample) for sample in samples]
                 parts.append(checked_scores(model, prompts, configs))
-                progress.advance(task, len(prompts) * cell.length)
+                tell(len(prompts) * cell.length)
             record.put(cell.part, {name: joined([part[name] for part in parts]) for name in configs})
         ongoing.part = "the summary"
         summary = summarize(record, cells, configs)

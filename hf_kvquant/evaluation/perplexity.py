@@ -33,11 +33,12 @@ from ..config import PRESETS, KVQuantConfig
 from ..fidelity import compare
 from ..generation import UNQUANTIZED
 from ..patching import patched
+from ..progress import show_progress
 from ..simulation import why_not_simulated
 from . import details, preparation, windows
+from .endings import early_end
 from .gate import check_modes, gate_text, run_controls
 from .perplexity_results import of_window, show, summarize
-from .progress import bar, early_end
 from .records import RunRecord, open_record
 from .windows import FIRST_CHUNK, WHERE
 
@@ -142,6 +143,7 @@ def measure(args: argparse.Namespace) -> RunRecord:
             first_chunk=FIRST_CHUNK,
             chunk_size=1 if mode == "decode" else args.chunk,
             simulate=mode == "simulated",
+            on_chunk=tell,
         )
         for index, results in zip(indices, compared, strict=True):
             # Of a window that overlaps the one before, what is new.
@@ -154,15 +156,21 @@ def measure(args: argparse.Namespace) -> RunRecord:
             record.put(part, make())
 
     gated = gate_text(pieces, configs).to(model.device)
-    gate = functools.partial(check_modes, model, gated, configs, args.chunk, can_simulate=can_simulate)
+
+    def gate() -> dict[str, Any]:
+        def say(name: str) -> None:
+            tell(doing=f"the check of modes, {name}")
+
+        return check_modes(model, gated, configs, args.chunk, can_simulate=can_simulate, say=say)
+
     # What is done, in words, and what does it.
-    steps: list[tuple[str, Callable[[], None]]] = [("the gate", functools.partial(put, "gate", gate))]
+    steps: list[tuple[str, Callable[[], None]]] = [("the check of modes", functools.partial(put, "gate", gate))]
     if args.controls:
         controls = functools.partial(run_controls, model, gated, configs)
         steps.append(("the controls", functools.partial(put, "controls", controls)))
     ending = early_end(record, WHERE, lower="--window", value=window, more=", or --chunk, or run fewer presets at once")
     try:
-        with ending as ongoing, bar() as progress:
+        with ending as ongoing:
             sizes = sizes_of(model, configs, kept_in)
             for mode in modes:
                 missing = [index for index, begin in enumerate(begins) if record.get(f"{mode} {begin}") is None]
@@ -173,22 +181,22 @@ def measure(args: argparse.Namespace) -> RunRecord:
                     steps.append((what, functools.partial(measure_windows, mode, indices)))
             first = pieces[:1].to(model.device)
             num_details = details.num_steps(model) if args.details else 0
-            task = progress.add_task("", total=len(steps) + num_details)
+            with show_progress(WHERE, len(steps) + num_details, unit="step") as tell:
 
-            def begin(what: str) -> None:
-                ongoing.part = what
-                progress.update(task, description=what)
+                def begin(what: str, done: int = 0) -> None:
+                    ongoing.part = what
+                    tell(done, doing=what)
 
-            for what, do in steps:
-                begin(what)
-                do()
-                progress.advance(task)
-            if args.details:
-                for what in details.measure(
-                    record, model, tokenizer, text, first, configs, args.chunk, simulate=can_simulate
-                ):
+                for what, do in steps:
                     begin(what)
-                    progress.advance(task)
+                    do()
+                    tell(1)
+                if args.details:
+                    of_details = details.measure(
+                        record, model, tokenizer, text, first, configs, args.chunk, tell, simulate=can_simulate
+                    )
+                    for number, what in enumerate(of_details):
+                        begin(what, done=int(number > 0))  # the one before
             ongoing.part = "the summary"
             summary = {mode: summarize(record, mode, sizes, settings) for mode in modes}
             seconds = round(time.monotonic() - started, 1)

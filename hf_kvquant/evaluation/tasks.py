@@ -31,7 +31,7 @@ from ..config import WINDOWS
 from ..generation import UNQUANTIZED
 from . import preparation
 from .counter import NothingRead
-from .progress import early_end
+from .endings import early_end
 from .provenance import sha256
 from .records import open_record
 from .task_files import check_data, checked_names, data_file, described_fields, load_tasks

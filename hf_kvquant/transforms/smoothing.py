@@ -15,23 +15,21 @@ Source: SmoothAttention, QServe (arXiv 2405.04532), section 4.2.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .._errors import did_you_mean
 from ..config import KVQuantConfig
 from ..formats import KVFormat
+from ..progress import Tell, show_progress
 from .calibration import Windows, collect, read_windows
 from .folding import exact_exponents, gains_plus_one, hash_of, parameters_of, scale_keys
 from .key_transform import KeyTransform
@@ -140,7 +138,8 @@ def smooth_attention(
         window: Tokens of a forward, fewer where the model's context is shorter. Not less than what the model will read,
             if that is known: keys of slow RoPE pairs drift with the position, so short windows make them look constant.
         batch_size: Windows of a forward.
-        progress: Whether to show a progress bar on stderr, where that is a terminal.
+        progress: Whether to show on stderr how far it is: a bar, or where that is no terminal a line every 30 seconds.
+            `transformers.utils.logging.disable_progress_bar()` turns it off as well.
 
     Returns:
         Centres, factors, choices and errors of every layer. `unsmooth(model)` undoes all of it.
@@ -171,9 +170,12 @@ def smooth_attention(
     windows = read_windows(
         model, tokenizer, texts, num_tokens=num_tokens, window=window, batch_size=batch_size, where=where
     )
-    calibrate = functools.partial(
-        _calibrate, model, windows, choices=choices, left_out=left_out, progress=progress, where=where
-    )
+    num_tokens = sum(int(mask.sum()) for _, mask in windows)
+
+    def calibrate(targets: Mapping[int, _Target]) -> SmoothingResult:
+        with show_progress(where, 2 * num_tokens, unit="token", is_shown=progress) as tell:
+            return _calibrate(model, windows, targets, choices=choices, left_out=left_out, tell=tell, where=where)
+
     try:
         return calibrate(targets)
     except (NotImplementedError, RuntimeError) as error:
@@ -392,7 +394,7 @@ def _calibrate(
     *,
     choices: Sequence[Candidate],
     left_out: Mapping[int, str],
-    progress: bool,
+    tell: Tell,
     where: str,
 ) -> SmoothingResult:
     """Find centres and factors of some layers, and put them where they act."""
@@ -400,28 +402,30 @@ def _calibrate(
     layouts = {index: target.layout for index, target in targets.items() if target.layout is not None}
     measure = functools.partial(errors_of, model, windows, formats=formats)
     num_tokens = sum(int(mask.sum()) for _, mask in windows)
-    with _progress(progress, 2 * num_tokens) as advance:
-        statistics = collect(model, windows, targets, advance)
-        bad = [index for index, seen in statistics.items() if not seen.mean_square.isfinite().all()]
-        if bad:
-            raise ValueError(
-                f"{where}: `model` must have finite keys on the texts, got infinities or NaN in layer {bad[0]}. "
-                "Check the checkpoint, or load it in bfloat16 or float32."
-            )
-        transforms: dict[int, KeyTransform] = {}
-        wanted: dict[int, list[Tensor]] = {}
-        for index, target in targets.items():
-            seen, transform = statistics[index], target.before
-            if target.has_center:
-                transform = dataclasses.replace(transform, center=seen.mean)
-            transforms[index] = transform
-            wanted[index] = [
-                exponents_of(seen, target.ties, choice, transform.center)
-                if target.placement != "none"
-                else torch.zeros_like(target.ties)
-                for choice in choices
-            ]
-        chosen = _choose(model, targets, transforms, wanted, measure, advance)
+    tell(doing="statistics of keys and queries")
+    statistics = collect(model, windows, targets, tell)
+    bad = [index for index, seen in statistics.items() if not seen.mean_square.isfinite().all()]
+    if bad:
+        raise ValueError(
+            f"{where}: `model` must have finite keys on the texts, got infinities or NaN in layer {bad[0]}. "
+            "Check the checkpoint, or load it in bfloat16 or float32."
+        )
+    transforms: dict[int, KeyTransform] = {}
+    wanted: dict[int, list[Tensor]] = {}
+    for index, target in targets.items():
+        seen, transform = statistics[index], target.before
+        if target.has_center:
+            transform = dataclasses.replace(transform, center=seen.mean)
+        transforms[index] = transform
+        wanted[index] = [
+            exponents_of(seen, target.ties, choice, transform.center)
+            if target.placement != "none"
+            else torch.zeros_like(target.ties)
+            for choice in choices
+        ]
+    tell(doing="errors of candidates")
+    chosen = _choose(model, targets, transforms, wanted, measure, tell)
+    tell(doing="check of logits")
     input_ids = check_ids(windows, model.dtype)
     chosen = _settle(model, layouts, chosen, measure, input_ids, where)
     result = SmoothingResult(
@@ -591,19 +595,3 @@ def _refuse_smoothed(model: PreTrainedModel, where: str) -> None:
             f"{where}: `model` must not be smoothed already, got one with factors that its caches apply. Take them "
             "away with hf_kvquant.transforms.of_model.set_smoothing(model, {}) first."
         )
-
-
-@contextlib.contextmanager
-def _progress(is_shown: bool, total: int) -> Iterator[Callable[[int], Any]]:
-    """A progress bar over tokens on stderr, gone when it is done. Yields what to call with each number of tokens."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("calibrating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tokens"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda tokens: bar.advance(task, tokens)

@@ -1,4 +1,4 @@
-"""What a user is told of a run while it goes on, and in one line where it ends before its time.
+"""What a user is told, in one line, of a run that ends before its time.
 
 What was measured by then, and when a file may be gone on with, is `records.py`'s.
 """
@@ -9,28 +9,9 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from ..arguments import Interrupted, UsageError
 from ..fidelity import OutOfMemory, is_out_of_memory
 from .records import CannotKeep, RunRecord
-
-
-def bar() -> Progress:
-    """A progress bar on stderr with the time that is left, gone when it is done; none where nobody looks."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f} %"),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 @dataclasses.dataclass
