@@ -75,7 +75,7 @@ def add_placement(parser: argparse.ArgumentParser, more: str = "") -> None:
 
 
 def add_presets(parser: argparse.ArgumentParser, default: Iterable[str], more: str = "") -> None:
-    """The options that say which configs a command runs. `checked_configs` reads them.
+    """The options that say which configs a command runs. `checked_configs` and `fitting_configs` read them.
 
     Args:
         parser: Gets them.
@@ -89,6 +89,7 @@ def add_presets(parser: argparse.ArgumentParser, default: Iterable[str], more: s
         help=f"one of {', '.join(PRESETS)}; with {UNTRANSFORMED} behind it, its formats alone; with :4+128 behind "
         f"that, the first 4 and the newest 128 tokens dense; repeatable (default: {', '.join(default)}){more}",
     )
+    parser.set_defaults(default_presets=tuple(default))
     for name, which in zip(WINDOWS, ("first", "newest"), strict=True):
         parser.add_argument(
             f"--{name.replace('_', '-')}",
@@ -99,8 +100,8 @@ def add_presets(parser: argparse.ArgumentParser, default: Iterable[str], more: s
         )
 
 
-def checked_configs(args: argparse.Namespace, where: str, default: Iterable[str]) -> dict[str, KVQuantConfig]:
-    """The configs to run by name, each once, in the order given; `default` where none is.
+def checked_configs(args: argparse.Namespace, where: str) -> dict[str, KVQuantConfig]:
+    """The configs to run by name, each once, in the order given; the command's defaults where none is.
 
     Raises:
         UsageError: A name or a length has no meaning.
@@ -109,7 +110,7 @@ def checked_configs(args: argparse.Namespace, where: str, default: Iterable[str]
     for name, length in windows.items():
         if length < 0:
             raise UsageError(f"{where}: `--{name.replace('_', '-')}` must be at least 0, got {length}.")
-    return {name: config_of(name, where, windows) for name in dict.fromkeys(args.preset or default)}
+    return {name: config_of(name, where, windows) for name in dict.fromkeys(args.preset or args.default_presets)}
 
 
 def config_of(name: str, where: str, windows: Mapping[str, int] | None = None) -> KVQuantConfig:
@@ -174,18 +175,32 @@ def check_counts(args: argparse.Namespace, names: Iterable[str], where: str) -> 
             raise UsageError(f"{where}: `--{name.replace('_', '-')}` must be at least 1, got {value}.")
 
 
-def check_fit(model: PreTrainedModel, name: str, configs: Mapping[str, KVQuantConfig], where: str) -> None:
-    """Refuse configs that a model cannot be patched with, before anything is run.
+def fitting_configs(
+    model: PreTrainedModel, args: argparse.Namespace, configs: Mapping[str, KVQuantConfig], where: str
+) -> dict[str, KVQuantConfig]:
+    """The configs that a model can be patched with, found out before anything is run.
+
+    Presets that the user typed must fit. A default that does not fit is left out, and a line on stderr says why.
 
     Raises:
-        UsageError: There is one.
+        UsageError: A preset that was typed does not fit, or no default that quantises anything does.
     """
+    fitting: dict[str, KVQuantConfig] = {}
+    left_out: dict[str, Exception] = {}
     for preset, config in configs.items():
         try:
             with patched(model, config):
-                pass
+                fitting[preset] = config
         except (NotImplementedError, TypeError, ValueError) as error:
-            raise UsageError(f"{where}: `--preset {preset}` does not fit {name}. {error}") from error
+            if args.preset:
+                raise UsageError(f"{where}: `--preset {preset}` does not fit {args.model}. {error}") from error
+            left_out[preset] = error
+    if left_out and not any(config.key.is_quantized or config.value.is_quantized for config in fitting.values()):
+        reason = next(iter(left_out.values()))
+        raise UsageError(f"{where}: none of {', '.join(left_out)} fits {args.model}. {reason}") from reason
+    for preset, reason in left_out.items():
+        print(f"hf-kvquant: {where}: {preset} does not fit {args.model} and is left out. {reason}", file=sys.stderr)
+    return fitting
 
 
 def read_text(name: str, where: str) -> str:

@@ -31,10 +31,10 @@ from .arguments import (
     add_placement,
     add_presets,
     check_counts,
-    check_fit,
     checked_configs,
     checked_device,
     checked_preset,
+    fitting_configs,
     load,
     load_calibration,
     load_placed,
@@ -181,7 +181,7 @@ def run_generate(args: argparse.Namespace) -> None:
     Raises:
         UsageError: An argument has no meaning, or does not fit the model.
     """
-    presets = checked_configs(args, "generate", COMPARED_PRESETS)
+    presets = checked_configs(args, "generate")
     texts = checked_prompts(args)
     sampling = checked_sampling(args)
     check_counts(args, ("max_new_tokens",), "generate")
@@ -196,7 +196,7 @@ def run_generate(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model, args.dtype, device, "generate")
     load_calibration(model, args.model)
     prompts = tokenize(model, tokenizer, texts, args.max_new_tokens)
-    check_fit(model, args.model, presets, "generate")
+    presets = fitting_configs(model, args, presets, "generate")
 
     console = Console(highlight=False)
 

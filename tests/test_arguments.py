@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 
-from hf_kvquant import PRESETS, KVQuantConfig, arguments
+from hf_kvquant import KVQuantConfig, arguments
 from hf_kvquant.arguments import UNTRANSFORMED, UsageError, checked_configs, config_of
 from hf_kvquant.formats import KVFormat
 
@@ -49,15 +49,15 @@ def test_windows_are_those_of_the_name_or_else_of_the_options() -> None:
     parser = argparse.ArgumentParser()
     arguments.add_presets(parser, ("none", "int4"))
     words = ["--preset", "none", "--preset", "int4", "--preset", "int4:1+2", "--preset", "int4", "--sink-length", "3"]
-    configs = checked_configs(parser.parse_args(words), "test", PRESETS)
+    configs = checked_configs(parser.parse_args(words), "test")
     assert {name: (config.sink_length, config.residual_length) for name, config in configs.items()} == {
         "none": (0, 0),
         "int4": (3, 0),
         "int4:1+2": (1, 2),
     }
-    assert list(checked_configs(parser.parse_args([]), "test", ("none", "int4"))) == ["none", "int4"]
+    assert list(checked_configs(parser.parse_args([]), "test")) == ["none", "int4"]
     with pytest.raises(UsageError, match="test: `--residual-length` must be at least 0, got -1"):
-        checked_configs(parser.parse_args(["--residual-length", "-1"]), "test", ())
+        checked_configs(parser.parse_args(["--residual-length", "-1"]), "test")
 
 
 def test_a_model_that_does_not_fit_into_memory(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

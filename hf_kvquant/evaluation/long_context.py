@@ -23,6 +23,7 @@ from ..arguments import (
     add_placement,
     add_presets,
     check_counts,
+    fitting_configs,
     load_placed,
     read_text,
 )
@@ -90,10 +91,11 @@ def run(args: argparse.Namespace) -> None:
         Refused: A preset was not read as codes.
         UsageError: An argument has no meaning, or does not fit the model, the record or memory.
     """
-    configs = preparation.compared_configs(args, WHERE, DEFAULT_PRESETS)
+    configs = preparation.compared_configs(args, WHERE)
     cells = checked_cells(args)
     filler = checked_filler(args.filler_file)
     model, tokenizer = load_placed(args, WHERE)
+    configs = fitting_configs(model, args, configs, WHERE)
     check_context(model, args.model, cells)
     try:
         writer = Writer(tokenizer, filler, seed=args.seed, is_chat=args.chat_template)
@@ -101,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"{WHERE}: {error}") from error
     for cell in cells:
         written(writer, cell, 0)
-    prepared = preparation.prepare(model, tokenizer, configs, args, WHERE)
+    prepared = preparation.prepare(model, tokenizer, args, WHERE)
     settings = {
         "evaluation": "long",
         **prepared,

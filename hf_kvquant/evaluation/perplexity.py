@@ -25,6 +25,7 @@ from ..arguments import (
     add_placement,
     add_presets,
     check_counts,
+    fitting_configs,
     load_placed,
     source_of,
 )
@@ -106,11 +107,12 @@ def measure(args: argparse.Namespace) -> RunRecord:
         UsageError: An argument has no meaning, does not fit the model or the text, or not into memory.
     """
     started = time.monotonic()
-    configs = preparation.compared_configs(args, WHERE, PRESETS)
+    configs = preparation.compared_configs(args, WHERE)
     check_counts(args, ("chunk", "window", "stride", "tokens"), WHERE)
     source, text = windows.read_source(args)
     model, tokenizer = load_placed(args, WHERE)
-    prepared = preparation.prepare(model, tokenizer, configs, args, WHERE)
+    configs = fitting_configs(model, args, configs, WHERE)
+    prepared = preparation.prepare(model, tokenizer, args, WHERE)
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     pieces, begins = windows.cut(ids, args, model)
     unsimulated = why_not_simulated(model)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..arguments import UsageError, check_fit, checked_configs, load_calibration, read_text
+from ..arguments import UsageError, checked_configs, load_calibration, read_text
 from ..config import PRESETS, KVQuantConfig
 from ..fidelity import is_out_of_memory
 from ..generation import UNQUANTIZED
@@ -62,33 +61,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def compared_configs(args: argparse.Namespace, where: str, default: Iterable[str]) -> dict[str, KVQuantConfig]:
+def compared_configs(args: argparse.Namespace, where: str) -> dict[str, KVQuantConfig]:
     """The configs to run by name, the unquantised cache, which others are compared with, always and first.
 
     Raises:
         UsageError: As for `checked_configs`.
     """
-    configs = checked_configs(args, where, default)
+    configs = checked_configs(args, where)
     return {UNQUANTIZED: KVQuantConfig.from_preset(UNQUANTIZED), **configs}
 
 
 def prepare(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    configs: Mapping[str, KVQuantConfig],
     args: argparse.Namespace,
     where: str,
 ) -> dict[str, Any]:
-    """Make a model harder and calibrate it, as far as the arguments ask for that, once all configs are known to fit it.
+    """Make a model harder and calibrate it, as far as the arguments ask for that.
 
     Returns:
         What a record says of the model, among its settings.
 
     Raises:
         CannotInject: Keys are not made in a way that is known, or a number has no meaning.
-        UsageError: A config does not fit, or memory runs out.
+        UsageError: An argument has no meaning, the model cannot be calibrated, or memory runs out.
     """
-    check_fit(model, args.model, configs, where)
     if args.calibrate_for is not None and args.calibrate is None:
         raise UsageError(f"{where}: `--calibrate-for` must come with --calibrate, got it alone. Add --calibrate FILE.")
     preset = args.calibrate_for or CALIBRATED_PRESET

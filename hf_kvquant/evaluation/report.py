@@ -103,7 +103,7 @@ def check(args: argparse.Namespace, folder: Path, steps: dict[str, str]) -> None
         raise UsageError(
             f"{WHERE}: `--output` must be a folder or a new one in a folder that is there, got {args.output}."
         )
-    checked_configs(args, WHERE, PRESETS)
+    checked_configs(args, WHERE)
     check_counts(args, ("window", "stride", "tokens", "limit", "batch_size"), WHERE)
     if args.dataset is None:
         windows.read_source(args)
@@ -126,8 +126,7 @@ def evaluate(args: argparse.Namespace, kind: str, path: Path) -> None:
     options = vars(parser.parse_args([name, args.model]))
     options.update({option: value for option, value in vars(args).items() if option in options}, output=str(path))
     if kind == page.TASKS:
-        # Their own defaults are fewer presets and other tasks; here every preset gets the average.
-        options.update(tasks=list(AVERAGED), preset=args.preset or list(PRESETS))
+        options.update(tasks=list(AVERAGED))  # whose average the page shows
     else:
         options.update(details=True, inject_outliers=OUTLIER_FACTOR if kind == page.OUTLIERS else None)
     module.run(argparse.Namespace(**options))

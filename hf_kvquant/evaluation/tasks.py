@@ -25,6 +25,7 @@ from ..arguments import (
     add_placement,
     add_presets,
     check_counts,
+    fitting_configs,
     load_placed,
 )
 from ..config import WINDOWS
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
         Refused: Scores were not those of the quantised cache.
         UsageError: An argument has no meaning or does not fit, data are not there, or memory does not suffice.
     """
-    configs = preparation.compared_configs(args, WHERE, COMPARED_PRESETS)
+    configs = preparation.compared_configs(args, WHERE)
     check_counts(args, ("limit", "batch_size"), WHERE)
     import_lm_eval(is_offline=args.data is not None)
     names = checked_names(args.tasks, args.data)
@@ -93,12 +94,13 @@ def run(args: argparse.Namespace) -> None:
         check_data(names, args.data)
     tell_one_process()
     model, tokenizer = load_placed(args, WHERE, default_device=this_process_device())
+    configs = fitting_configs(model, args, configs, WHERE)
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise UsageError(
             f"{WHERE}: `MODEL` must have a tokenizer with a token that begins or ends a text, for lm-eval, got "
             f"{args.model} without. Set bos_token or eos_token in its tokenizer_config.json."
         )
-    prepared = preparation.prepare(model, tokenizer, configs, args, WHERE)
+    prepared = preparation.prepare(model, tokenizer, args, WHERE)
     record = open_record(args.output, {**settings(args, model), **prepared}, WHERE)
     tasks = load_tasks(names, args.data)
     hashes = {name: None if args.data is None else sha256(data_file(name, args.data)) for name in tasks}
