@@ -254,6 +254,11 @@ def show_summaries(console: Console, summaries: Sequence[Summary], *, title: str
             f"Agreement of the most likely next token and KL divergence: against transformers' DynamicCache, over the "
             f"{num_scored} tokens that '{UNQUANTIZED}' wrote, fed one by one through each preset's cache."
         )
+    elif UNQUANTIZED in (row.preset for row in summaries):
+        notes.append(
+            "Agreement and KL divergence: nothing to compare. The first new token comes from the prompt alone, not "
+            "from the cache, and no text has a second one. Use --max-new-tokens 2 or more, or other prompts."
+        )
     else:
         notes.append(f"Agreement and KL divergence: add --preset {UNQUANTIZED} to compare with the unquantised cache.")
     if any(row.is_served is False for row in summaries):
