@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ._errors import did_you_mean
 from .config import PRESETS, WINDOWS, KVQuantConfig
 from .fidelity import is_out_of_memory
+from .output import why_unwritable
 from .patching import patched
 from .progress import without_bars
 from .transforms.smoothing import load_smoothing
@@ -201,6 +202,27 @@ def fitting_configs(
     for preset, reason in left_out.items():
         print(f"hf-kvquant: {where}: {preset} does not fit {args.model} and is left out. {reason}", file=sys.stderr)
     return fitting
+
+
+def checked_output(
+    name: str, where: str, *, expected: str = "a file in a folder that is there", **options: bool
+) -> Path:
+    """The path of `--output`, once it is certain that something can be written there.
+
+    Args:
+        name: As typed.
+        where: Opens the message.
+        expected: What it must be.
+        **options: As `why_unwritable` takes them.
+
+    Raises:
+        UsageError: Nothing can be written there.
+    """
+    path = Path(name).expanduser()
+    reason = why_unwritable(path, **options)
+    if reason is not None:
+        raise UsageError(f"{where}: `--output` must be {expected}, got {name}: {reason}. Name another.")
+    return path
 
 
 def read_text(name: str, where: str) -> str:

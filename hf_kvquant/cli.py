@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -33,6 +34,7 @@ from .arguments import (
     check_counts,
     checked_configs,
     checked_device,
+    checked_output,
     checked_preset,
     fitting_configs,
     load,
@@ -346,7 +348,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
         return
     preset = preset or "int4"
     texts = checked_texts(args.text_file)
-    output = checked_output(args.output)
+    output = new_folder(args.output)
     model, tokenizer = load_placed(args, "calibrate")
     try:
         if args.rotate_values:
@@ -365,10 +367,16 @@ def run_calibrate(args: argparse.Namespace) -> None:
         )
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"calibrate: {args.model} cannot be calibrated. {error}") from error
-    with without_bars():
-        model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-    result.save(output / FILE_NAME)
+    try:
+        with without_bars():
+            model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
+        result.save(output / FILE_NAME)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(
+            f"calibrate: `--output` must have room for the model, got {args.output}: {error}. Make room, or name "
+            "another folder, and run it again."
+        ) from error
     console = Console(highlight=False)
     show_smoothing(console, result, title=f"{args.model}, {preset}, {model.dtype}".replace("torch.", ""))
     console.print(f"Saved the model and {FILE_NAME} to {output}.", soft_wrap=True)
@@ -457,16 +465,18 @@ def checked_texts(names: Sequence[str]) -> list[str]:
     return texts
 
 
-def checked_output(name: str | None) -> Path:
+def new_folder(name: str | None) -> Path:
     """The folder of `--output`, which must not hold anything yet."""
     if name is None:
         raise UsageError(
             "calibrate: `--output` must be given, got none. Name a new folder, or add --check to look only."
         )
-    path = Path(name).expanduser()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        found = "a folder that holds something" if path.is_dir() else "a file"
-        raise UsageError(f"calibrate: `--output` must be a new or an empty folder, got {name}: {found}. Name another.")
+    expected = "a new or an empty folder"
+    path = checked_output(name, "calibrate", expected=expected, is_folder=True, with_parents=True)
+    if path.exists() and any(path.iterdir()):
+        raise UsageError(
+            f"calibrate: `--output` must be {expected}, got {name}: a folder that holds something. Name another."
+        )
     return path
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from transformers.utils import logging
 
 import hf_kvquant
 from hf_kvquant import cli, ops
@@ -65,6 +66,16 @@ def test_generate_with_one_preset_compares_nothing(folder: str, capsys: pytest.C
     assert list(rows(output)) == ["k8v4"]
     assert rows(output)["k8v4"][3:] == ["-", "-"]
     assert "add --preset none" in " ".join(output.split())
+
+
+def test_one_new_token_has_nothing_to_compare(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It comes from the prompt alone; `none` was given, so nobody is asked for it."""
+    arguments = ("generate", folder, "--prompt", "Once", "--preset", "none", "--preset", "int8", "--no-stream")
+    code, output, _ = run(capsys, *arguments, "--max-new-tokens", "1")
+    told = " ".join(output.split())
+    assert code == 0 and "add --preset none" not in told
+    assert "no text has a second one. Use --max-new-tokens 2 or more" in told
+    assert "over the 1 tokens" in " ".join(run(capsys, *arguments, "--max-new-tokens", "2")[1].split())
 
 
 def test_windows_of_everything_lose_nothing(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,7 +217,7 @@ def test_calibrate_saves_a_model_and_its_factors(
     for placement, _, _, center, before, after in table.values():
         assert placement == "weights" and float(center) > 0
         assert float(after.rstrip("%")) < 0.8 * float(before.rstrip("%"))
-    assert "Factors are folded into the weights in layers 0, 1." in output
+    assert "Factors are folded into the weights of layers 0, 1." in " ".join(output.split())
     assert f"Saved the model and kvquant_smoothing.safetensors to {output_folder}." in output
 
     smoothed, _ = load(str(output_folder), "auto", torch.device("cpu"), "test")
@@ -286,13 +297,59 @@ def test_calibrate_mistakes(
     assert not Path("new").exists()
 
 
+@pytest.mark.parametrize("path", ["/proc/new", "/proc/new/er", "FILE/new", "FILE/new/er"])
+def test_calibrate_tries_its_output_before_it_works(
+    folder: str,
+    text_file: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+) -> None:
+    monkeypatch.setattr(cli, "load_placed", lambda *args, **options: pytest.fail("the model is loaded"))
+    (tmp_path / "FILE").touch()
+    monkeypatch.chdir(tmp_path)
+    code, output, error = run(capsys, "calibrate", folder, "--text-file", text_file, "--output", path)
+    assert code == 2 and output == "" and error.count("\n") == 1
+    assert error.startswith(f"hf-kvquant: error: calibrate: `--output` must be a new or an empty folder, got {path}: ")
+    assert [each.name for each in tmp_path.iterdir()] == ["FILE"]
+
+
+def test_calibrate_without_room_for_the_model(
+    folder: str, text_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_pretrained(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", save_pretrained)
+    code, _, error = run(capsys, "calibrate", folder, "--text-file", text_file, "--output", str(tmp_path / "new"))
+    assert code == 2 and error.count("\n") == 1
+    assert "calibrate: `--output` must have room for the model, got " in error and "No space left on device" in error
+
+
+def test_commands_leave_the_progress_bars_of_transformers_as_they_were(
+    folder: str, text_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What the command saves and loads shows none, and whoever calls it from Python has them afterwards."""
+    logging.enable_progress_bar()
+    try:
+        code, _, error = run(
+            capsys, "calibrate", folder, "--text-file", text_file, "--output", str(tmp_path / "calibrated")
+        )
+        assert code == 0 and error == "" and logging.is_progress_bar_enabled()
+    finally:
+        logging.disable_progress_bar()
+
+
 def test_calibrate_leaves_the_weights_alone_where_asked(
     folder: str, text_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     arguments = ["calibrate", folder, "--text-file", text_file]
     code, output, error = run(capsys, *arguments, "--output", str(tmp_path / "online"), "--mode", "online")
     assert code == 0 and error == ""
-    assert "Factors are applied online, by caches in layers 0, 1." in output
+    assert "Factors lower the error of no layer enough to be worth it." in " ".join(output.split())
+    found = hf_kvquant.SmoothingResult.load(tmp_path / "online" / "kvquant_smoothing.safetensors")
+    assert [layer.placement for layer in found.layers] == ["caches", "caches"]
     code, output, error = run(capsys, *arguments, "--output", str(tmp_path / "centers"), "--no-factors")
     assert code == 0 and error == ""
     assert "No factors were calibrated." in output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -13,10 +14,12 @@ from typing import Any
 import models
 import pytest
 import torch
+import tqdm.std
+from transformers.utils import logging
 
 pytest.importorskip("lm_eval")
 
-from hf_kvquant import cli
+from hf_kvquant import arguments, cli
 from hf_kvquant.evaluation import long_context, perplexity, preparation, records, tasks
 from hf_kvquant.evaluation.records import RunRecord
 
@@ -134,6 +137,22 @@ def test_what_is_interrupted_is_told_and_resumed(
     assert len(parts) > len(kept) and {name: parts[name] for name in kept} == kept
 
 
+def test_a_log_shows_how_far_a_run_is(
+    evaluation: Evaluation, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By lines, where stderr is no terminal."""
+    monkeypatch.setattr(tqdm.std, "time", itertools.count(step=40).__next__)
+    logging.enable_progress_bar()
+    try:
+        code, error = evaluation.run(capsys, folder)
+    finally:
+        logging.disable_progress_bar()
+    assert code == 0
+    what = {"perplexity": "eval perplexity: simulated, window ", "tasks": "log-likelihoods: ", "long": "eval long: "}
+    lines = [line for line in error.splitlines() if line.startswith(what[evaluation.words.split()[0]])]
+    assert lines and all(re.search(r": \d+ %, [\d:]+ so far, [\d:?]+ left$", line) for line in lines)
+
+
 def test_without_a_file_nothing_is_kept(
     evaluation: Evaluation, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +203,22 @@ def test_a_disk_that_is_full(
     code, error = evaluation.run(capsys, folder, "--output", str(folder / "out.json"))
     assert code == 2
     assert "`--output` must be a file that can be written, got No space left on device in" in last_line(error)
+
+
+@pytest.mark.parametrize("path", ["/proc/out.json", "FOLDER", "FOLDER/text.txt/out.json", "FOLDER/no/out.json"])
+def test_an_output_that_cannot_be_written_is_told_before_the_model_is_loaded(
+    evaluation: Evaluation,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+) -> None:
+    monkeypatch.setattr(evaluation.module, "load_placed", lambda *args, **options: pytest.fail("the model is loaded"))
+    before = sorted(folder.rglob("*"))
+    code, error = evaluation.run(capsys, folder, "--output", path.replace("FOLDER", str(folder)))
+    assert code == 2 and error.count("\n") == 1
+    assert ": `--output` must be a file in a folder that is there, got " in error and error.endswith("Name another.\n")
+    assert sorted(folder.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", ["perplexity", "long"])
@@ -244,7 +279,11 @@ def test_a_record_that_is_none(
             ["--calibrate", "FOLDER/short.txt"],
             "cannot be calibrated. smooth_attention: `texts` must have at least",
         ),
-        (None, ["--output", "nowhere/out.json"], "`--output` cannot be used. .* no folder nowhere to write into"),
+        (
+            None,
+            ["--output", "nowhere/out.json"],
+            "`--output` must be a file in .*, got nowhere/out.json: no folder nowhere",
+        ),
         ("perplexity", ["--text", "nowhere.txt"], "`--text` must be a text file, got nowhere.txt: No such file"),
         ("perplexity", ["--text", "FOLDER/empty.txt"], "`--text` .*empty.txt must hold text, got nothing but white"),
         (
@@ -280,6 +319,42 @@ def test_what_is_misspelt_or_empty(
         code, error = EVALUATIONS[each].run(capsys, folder, *(word.replace("FOLDER", str(folder)) for word in words))
         assert code == 2 and error.count("\n") == 1, error
         assert error.startswith(f"hf-kvquant: error: eval {each}: ") and re.search(message, error), error
+
+
+@pytest.mark.parametrize("head_dim", [16, 40])
+def test_defaults_that_do_not_fit_are_left_out(
+    evaluation: Evaluation, folder: Path, capsys: pytest.CaptureFixture[str], head_dim: int
+) -> None:
+    """Nobody typed `int4-g32`, so it is no mistake that groups of 32 do not fit."""
+    models.build("llama", max_position_embeddings=CONTEXT, head_dim=head_dim).save_pretrained(folder / "model")
+    words = evaluation.words.replace(" --preset int8", "").split()
+    output = folder / "out.json"
+    command = [words[0], str(folder / "model"), *(word.replace("FOLDER", str(folder)) for word in words[1:])]
+    assert cli.main(["eval", *command, "--output", str(output)]) == 0
+    error = capsys.readouterr().err
+    left_out = [line for line in error.splitlines() if "and is left out" in line]
+    if words[0] == "perplexity":
+        (line,) = left_out
+        assert line.startswith("hf-kvquant: eval perplexity: int4-g32 does not fit ")
+        assert f"`group_size` must divide head_dim {head_dim}, got 32" in line
+        presets = json.loads(output.read_text(encoding="utf-8"))["settings"]["presets"]
+        assert list(presets) == ["none", "int8", "k8v4", "int4", "int4-channel", "fp8"]
+    else:
+        assert not left_out
+
+
+def test_a_model_that_no_default_fits(
+    evaluation: Evaluation, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise NotImplementedError("patch: it keeps a latent cache.")
+
+    monkeypatch.setattr(arguments, "patched", refuse)
+    words = evaluation.words.replace(" --preset int8", "").split()
+    command = [words[0], str(folder / "model"), *(word.replace("FOLDER", str(folder)) for word in words[1:])]
+    assert cli.main(["eval", *command]) == 2
+    error = last_line(capsys.readouterr().err)
+    assert "none of none, int8, " in error and "fits" in error and "--preset" not in error
 
 
 def test_presets_that_do_not_fit(evaluation: Evaluation, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -253,7 +253,7 @@ def test_the_summary_is_over_what_is_scored() -> None:
         (["--filler-file", "SHORT"], "`--filler-file` must hold at least 144 tokens for these lengths, got 7."),
         (["--filler-file", "EMPTY"], "empty must hold text, got nothing but white space."),
         (["--filler-file", "ABSENT"], "`--filler-file` must be a text file, got "),
-        (["--output", "FOLDER"], "`--output` cannot be used. RunRecord: `path` must be"),
+        (["--output", "FOLDER"], "`--output` must be a file in a folder that is there, got "),
     ],
 )
 def test_mistakes(

@@ -88,6 +88,9 @@ def test_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
     for path, found in ((tmp_path, "a folder"), (tmp_path / "no" / "x", f"no folder {tmp_path / 'no'} to write into")):
         with pytest.raises(ValueError) as error:
             RunRecord.open(path, SETTINGS)
@@ -95,8 +98,8 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             f"RunRecord: `path` must be a file's in a folder that is there, got {path}: {found}."
         )
     with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda *args: False)
-        with pytest.raises(ValueError, match=f"got {tmp_path / 'x'}: {tmp_path} cannot be written to"):
+        patch.setattr(Path, "touch", refuse)
+        with pytest.raises(ValueError, match=f"got {tmp_path / 'x'}: permission denied"):
             RunRecord.open(tmp_path / "x", SETTINGS)
     with pytest.raises(TypeError, match="results must be JSON-serialisable, got PosixPath"):
         RunRecord.open(None, {"a": tmp_path})

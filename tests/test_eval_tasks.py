@@ -530,7 +530,7 @@ def test_injections(folder: str, data: Path, capsys: pytest.CaptureFixture[str],
         (("--preset", "int5"), "`--preset` must be one of"),
         (("--limit", "0"), "`--limit` must be at least 1, got 0"),
         (("--batch-size", "0"), "`--batch-size` must be at least 1, got 0"),
-        (("--output", "nowhere/results.json"), "`--output` cannot be used"),
+        (("--output", "nowhere/results.json"), "`--output` must be a file in a folder that is there, got "),
         (("--inject-outliers", "-1"), "nothing can be injected into"),
     ],
 )

@@ -37,7 +37,7 @@ from .endings import early_end
 from .long_results import MIN_ACCURACY, Cell, joined, show, summarize
 from .long_scores import Scores, score
 from .prompts import TESTS, Prompt, PromptError, Writer
-from .records import RunRecord, open_record
+from .records import RunRecord, check_record, open_record
 
 WHERE = "eval long"
 DEFAULT_PRESETS = (UNQUANTIZED, "int8", "int4")
@@ -92,6 +92,7 @@ def run(args: argparse.Namespace) -> None:
         UsageError: An argument has no meaning, or does not fit the model, the record or memory.
     """
     configs = preparation.compared_configs(args, WHERE)
+    check_record(args.output, WHERE)
     cells = checked_cells(args)
     filler = checked_filler(args.filler_file)
     model, tokenizer = load_placed(args, WHERE)

@@ -40,7 +40,7 @@ from . import details, preparation, windows
 from .endings import early_end
 from .gate import check_modes, gate_text, run_controls
 from .perplexity_results import of_window, show, summarize
-from .records import RunRecord, open_record
+from .records import RunRecord, check_record, open_record
 from .windows import FIRST_CHUNK, WHERE
 
 MODES = ("simulated", "chunked", "decode")
@@ -108,6 +108,7 @@ def measure(args: argparse.Namespace) -> RunRecord:
     """
     started = time.monotonic()
     configs = preparation.compared_configs(args, WHERE)
+    check_record(args.output, WHERE)
     check_counts(args, ("chunk", "window", "stride", "tokens"), WHERE)
     source, text = windows.read_source(args)
     model, tokenizer = load_placed(args, WHERE)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..arguments import UsageError
+from ..arguments import UsageError, checked_output
+from ..output import why_unwritable, written
 from .provenance import card, gpu_card
 
 # What may differ between the runs that fill one record.
@@ -57,12 +57,8 @@ class RunRecord:
         content = {"card": where, "settings": _plain(settings), "parts": {}}
         if path is None:
             return cls(None, content)
-        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            found = f"no folder {path.parent} to write into"
-            if path.is_dir():
-                found = "a folder"
-            elif path.parent.is_dir():
-                found = f"{path.parent} cannot be written to"
+        found = why_unwritable(path)
+        if found is not None:
             raise ValueError(f"RunRecord: `path` must be a file's in a folder that is there, got {path}: {found}.")
         if not path.exists():
             return cls(path, content)
@@ -89,15 +85,11 @@ class RunRecord:
         """
         self._content["parts"][part] = _plain(result)
         if self._path is not None:
-            # Whoever reads the file, or resumes after an interruption, finds the whole of the old or of the new one.
-            beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
             try:
-                beside.write_text(_spell(self._content), encoding="utf-8")
-                beside.replace(self._path)
+                with written(self._path) as path:
+                    path.write_text(_spell(self._content), encoding="utf-8")
             except OSError as error:
                 raise CannotKeep(error.strerror or str(error)) from error
-            finally:
-                beside.unlink(missing_ok=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Card, settings and parts."""
@@ -110,6 +102,16 @@ class RunRecord:
         if not self._content["parts"]:
             return "Nothing was measured yet."
         return f"What was measured is in {self._path}: run the same command again to go on."
+
+
+def check_record(output: str | None, where: str) -> None:
+    """Refuse an `--output` that cannot be written, before there is anything to write.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    if output is not None:
+        checked_output(output, where)
 
 
 def open_record(output: str | None, settings: Mapping[str, Any], where: str) -> RunRecord:

@@ -9,6 +9,7 @@ records is `page.py`'s, which needs no model: `--render` does only that.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..arguments import UsageError, add_placement, add_presets, check_counts, checked_configs
+from ..arguments import UsageError, add_placement, add_presets, check_counts, checked_configs, checked_output
 from ..config import PRESETS
 from . import page, perplexity, pictures, plots, preparation, tasks, windows
 from .provenance import model_name
@@ -71,14 +72,28 @@ def run(args: argparse.Namespace) -> None:
             not belong together.
     """
     plots.check_matplotlib(WHERE)
-    folder = Path(args.output).expanduser()
+    folder = checked_output(
+        args.output, WHERE, expected="a folder or a new one in a folder that is there", is_folder=True
+    )
     if args.render:
         render(args.model, folder)
         return
     steps = {kind: name for kind, name in FILES.items() if kind not in (args.skip or ())}
-    check(args, folder, steps)
-    folder.mkdir(exist_ok=True)
+    check(args, steps)
     check_same_model(args.model, read(folder))
+    is_new = not folder.exists()
+    folder.mkdir(exist_ok=True)
+    try:
+        measure(args, folder, steps)
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):  # it holds something
+                folder.rmdir()
+    render(args.model, folder)
+
+
+def measure(args: argparse.Namespace, folder: Path, steps: dict[str, str]) -> None:
+    """Run the evaluations, each into its record."""
     console = Console(highlight=False, stderr=True)
     started = time.monotonic()
     for number, (kind, name) in enumerate(steps.items(), 1):
@@ -88,21 +103,14 @@ def run(args: argparse.Namespace) -> None:
         except preparation.CannotInject as error:
             # As it is, the model has been measured all the same, and the page says what is not there.
             console.print(f"{name} is left out. {error}", soft_wrap=True, markup=False)
-    render(args.model, folder)
 
 
-def check(args: argparse.Namespace, folder: Path, steps: dict[str, str]) -> None:
+def check(args: argparse.Namespace, steps: dict[str, str]) -> None:
     """Refuse what would only be found out hours later.
 
     Raises:
         UsageError: There is something.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{WHERE}: `--output` must be a folder, got {args.output}: a file. Name another.")
-    if not folder.exists() and not folder.parent.is_dir():
-        raise UsageError(
-            f"{WHERE}: `--output` must be a folder or a new one in a folder that is there, got {args.output}."
-        )
     checked_configs(args, WHERE)
     check_counts(args, ("window", "stride", "tokens", "limit", "batch_size"), WHERE)
     if args.dataset is None:

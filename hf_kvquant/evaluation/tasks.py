@@ -34,7 +34,7 @@ from . import preparation
 from .counter import NothingRead
 from .endings import early_end
 from .provenance import sha256
-from .records import open_record
+from .records import check_record, open_record
 from .task_files import check_data, checked_names, data_file, described_fields, load_tasks
 from .task_results import evaluate, part_name, show
 
@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> None:
         UsageError: An argument has no meaning or does not fit, data are not there, or memory does not suffice.
     """
     configs = preparation.compared_configs(args, WHERE)
+    check_record(args.output, WHERE)
     check_counts(args, ("limit", "batch_size"), WHERE)
     import_lm_eval(is_offline=args.data is not None)
     names = checked_names(args.tasks, args.data)
