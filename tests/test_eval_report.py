@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import dataclasses
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +134,7 @@ def test_a_report_is_run_interrupted_and_resumed(
     assert code == 0, error
     # Two windows of each record, of which the first was known; two layers of each.
     assert calls == ["window", "window", "window", "layer", "layer", "window", "window", "layer", "layer"]
-    assert "report.md, with quality.svg, positions.svg, layers.svg, keys.svg" in shown
+    assert "report.html\n" in shown and "report.md, with quality.svg, positions.svg, layers.svg, keys.svg" in shown
     pages = {path.name: path.read_bytes() for path in output.iterdir()}
     assert str(tmp_path) not in pages[report.PAGE].decode()
     # Known as a whole, it is only rendered, and to the same bytes; and so it is without the model.
@@ -167,7 +170,12 @@ def test_what_the_evaluations_are_given(monkeypatch: pytest.MonkeyPatch, text: s
     plain, outliers, of_tasks = given
     assert (plain.tokens, plain.details, plain.inject_outliers, plain.preset) == (500, True, None, None)
     assert outliers.inject_outliers == 8.0 and Path(outliers.output).name == "perplexity_outliers.json"
-    assert of_tasks.tasks == list(AVERAGED) and len(of_tasks.preset) == 7 and of_tasks.limit == report.LIMIT
+    assert (
+        of_tasks.tasks == list(AVERAGED)
+        and of_tasks.preset is None
+        and len(of_tasks.default_presets) == 7
+        and of_tasks.limit == report.LIMIT
+    )
     assert {each.dtype for each in given} == {"float32"} and of_tasks.inject_outliers is None
 
 
@@ -195,7 +203,7 @@ def test_page_and_pictures_show_the_records(capsys: pytest.CaptureFixture[str], 
     assert "| `int4` | 4.5 | 1.0·10⁻² ± 1.0·10⁻³ | 5.0·10⁻³ | 9.0·10⁻² | 90.0% | 30.00 | +1.00% | 25.0 (" in shown
     assert "| `int4` | 4 | 25.0 ± 10.0 | - | -25.00 ± 21.65 | 1.00 | 75% | +0.000 |" in shown
     assert "90 tokens of text.txt (as it is) in windows of 48, in chunks of 32 tokens, float32 on Some CPU" in shown
-    assert "`tasks.json`: 2026-11-22 10:00 UTC, commit 0123456789, with changes." in shown
+    assert "`tasks.json`: 2026-11-22 10:00 UTC, commit 0123456789, with uncommitted changes." in shown
 
 
 @needs_matplotlib
@@ -208,8 +216,65 @@ def test_what_is_not_there_is_left_out_and_told(capsys: pytest.CaptureFixture[st
     assert code == 0 and "with quality.svg, positions.svg" in shown, error
     text = (output / report.PAGE).read_text(encoding="utf-8")
     assert "with injected outliers\n" not in text and "zero-shot average" not in text and "## Layer" not in text
-    assert "`perplexity_outliers.json`: 2026-11-22 10:00 UTC, commit 0123456789, with changes. Not finished" in text
+    assert (
+        "`perplexity_outliers.json`: 2026-11-22 10:00 UTC, commit 0123456789, with uncommitted changes. Not finished"
+        in text
+    )
     assert "`tasks.json`: not there." in text and "Keys were not looked at as it is: its weights are packed." in text
+
+
+@needs_matplotlib
+def test_the_page_in_html_needs_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = records()
+    for record in found.values():
+        record["settings"]["model"] = "somewhere/<model>"
+    output = write(tmp_path / "out", found)
+    assert run(capsys, "somewhere/<model>", output, "--render")[0] == 0
+    shown = (output / report.HTML).read_text(encoding="utf-8")
+    assert "<title>Quantised caches of somewhere/&lt;model&gt;</title>" in shown and "<model>" not in shown
+    assert shown.count("<table>") == 2 + len(AVERAGED) and "http" not in re.sub(r"base64,[^\"]*", "", shown)
+    sources = re.findall(r'<img src="([^"]*)"', shown)
+    pictured = [base64.b64decode(source.removeprefix("data:image/svg+xml;base64,")) for source in sources]
+    assert pictured == [(output / name).read_bytes() for name in pictures.PICTURES]
+
+
+@needs_matplotlib
+def test_a_killed_run_leaves_the_page_and_the_pictures_whole(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = write(tmp_path / "out", records())
+    assert run(capsys, "somewhere/model", output, "--render")[0] == 0
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+
+    def torn(path: Path, *args: Any, **options: Any) -> None:
+        path.write_text("<svg", encoding="utf-8")
+        raise KeyboardInterrupt
+
+    for name in ("quality.svg", "keys.svg"):
+        with monkeypatch.context() as patch:
+            patch.setitem(pictures.PICTURES, name, dataclasses.replace(pictures.PICTURES[name], draw=torn))
+            assert run(capsys, "somewhere/model", output, "--render")[0] == 130
+        assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+
+@needs_matplotlib
+def test_a_report_that_fails_leaves_no_folder(
+    folder: str, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = tmp_path / "narrow"
+    models.save_llama(narrow, 64)
+    models.build("llama", head_dim=16, max_position_embeddings=64).save_pretrained(narrow)
+    output = tmp_path / "out"
+    words = [*short(text)[:-4], "--preset", "int4-g32"]
+    code, _, error = run(capsys, str(narrow), output, *words)
+    assert code == 2 and "`--preset int4-g32` does not fit" in error and not output.exists()
+    output.mkdir()
+    assert run(capsys, str(narrow), output, *words)[0] == 2 and output.is_dir()
+    given: list[argparse.Namespace] = []
+    monkeypatch.setattr(perplexity, "run", given.append)
+    monkeypatch.setattr(report, "render", lambda *args: None)
+    assert run(capsys, str(narrow), output, *short(text)[:-4])[0] == 0
+    assert given[0].preset is None and "int4-g32" in given[0].default_presets
 
 
 def test_averages() -> None:
@@ -254,6 +319,7 @@ def test_missing_packages(
             "`--output` must be a folder or a new one in a folder that is there, got nowhere",
         ),
         (["--output", __file__], "test_eval_report.py: a file. Name another."),
+        (["--output", "/proc/out"], "must be a folder or a new one in a folder that is there, got /proc/out: no such"),
         (["--render"], "must hold a finished perplexity.json or perplexity_outliers.json, got "),
     ],
 )

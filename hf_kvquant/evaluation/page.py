@@ -37,6 +37,12 @@ def scientific(number: float) -> str:
     return f"{mantissa}·10{digits}"
 
 
+def spelled_change(change: float) -> str:
+    """`+1.28%`, without a sign where nothing is left of the change."""
+    text = f"{change:+.2%}"
+    return text if text.strip("+-0.%") else "0.00%"
+
+
 def spelled_average(average: Average | None) -> str:
     """`38.1`, or `37.9 (-0.6 to +0.2)` with the interval of the change, in points."""
     if average is None:
@@ -95,8 +101,9 @@ def opening(record: Record) -> str:
     mode, rows = rows_of(record)
     how = {"chunked": f"in chunks of {settings['chunk']} tokens", "decode": "token by token"}.get(mode, mode)
     return (
-        f"Every preset against the unquantised cache of the same run: {rows[UNQUANTIZED]['scored_tokens']:,} tokens of "
-        f"{name} ({source['convention']}) in windows of {settings['window']}, {how}, {settings['dtype']} on {machine}. "
+        "What each preset of a quantised key-value cache costs this model in quality, and what it saves, against the "
+        f"unquantised cache of the same run. Measured on {rows[UNQUANTIZED]['scored_tokens']:,} tokens of {name} "
+        f"({source['convention']}) in windows of {settings['window']}, {how}, {settings['dtype']} on {machine}. "
         f"hf_kvquant {card['hf_kvquant']}, torch {card['torch']}, transformers {card['transformers']}."
     )
 
@@ -121,7 +128,7 @@ def quality_table(record: Record, averages: Mapping[str, Average]) -> str:
         cells_of_row.append(scientific(max(row["kld"], 0.0)) + (f" ± {scientific(error)}" if error else ""))
         cells_of_row += [scientific(max(row[key], 0.0)) for key in ("kld_median", "kld_p99")]
         perplexity = "-" if row["perplexity"] is None else f"{row['perplexity']:.2f}"
-        cells_of_row += [f"{row['agreement']:.1%}", perplexity, f"{row['perplexity_change']:+.2%}"]
+        cells_of_row += [f"{row['agreement']:.1%}", perplexity, spelled_change(row["perplexity_change"])]
         rows.append(cells_of_row + [spelled_average(averages.get(name))] * bool(averages))
     return table(headings, rows)
 
@@ -129,14 +136,15 @@ def quality_table(record: Record, averages: Mapping[str, Average]) -> str:
 def columns_text(*, has_outliers: bool, has_averages: bool) -> str:
     """What the columns mean."""
     text = (
-        "Bits: of a cached value, scales and zeros included. KL: of the next-token distribution from that over the "
-        "unquantised cache, with its standard error over windows; median and 99 % of single tokens. Perplexity: per "
-        "token."
+        "Bits a value: of the cache, scales and zeros included. KL: how far the "
+        "next-token distribution is from that over the unquantised cache, with its standard error over windows; 0 is "
+        "the same. Median and 99 %: of the KL of single tokens. Same next token: how often the most likely token stays "
+        "the same. Perplexity: per token."
     )
     if has_outliers:
         text += (
-            " Injected outliers make some channels of keys larger and of queries smaller, which changes nothing but "
-            "what quantising costs."
+            " With injected outliers, some channels of the keys are larger and those of the queries as much smaller, "
+            "as in some large models. The unquantised model computes the same; only quantising becomes harder."
         )
     if has_averages:
         text += (
@@ -147,14 +155,15 @@ def columns_text(*, has_outliers: bool, has_averages: bool) -> str:
 
 
 def task_sections(parts: Mapping[tuple[str, str], Part], limit: int | None) -> list[str]:
-    """A table per task, as far as tasks were run, and what its columns mean."""
-    sections = []
+    """What columns mean, and a table per task, as far as tasks were run."""
+    items = "All items" if limit is None else f"The first {limit} items"
+    sections = [f"{items} of each task. {LEGEND}"]
     for task in dict.fromkeys(task for task, _ in parts):
         by_preset = {preset: part for (name, preset), part in parts.items() if name == task}
         reference = by_preset.get(UNQUANTIZED)
         rows = [[f"`{preset}`", *cells(preset, part, reference)[1:]] for preset, part in by_preset.items()]
         sections += [f"### {task}", table(["preset", *HEADINGS], rows)]
-    return [*sections, f"{'All items' if limit is None else f'The first {limit} items'} of each task. {LEGEND}"]
+    return sections
 
 
 def provenance(records: Mapping[str, Record], files: Mapping[str, str]) -> str:
@@ -169,7 +178,7 @@ def provenance(records: Mapping[str, Record], files: Mapping[str, str]) -> str:
         card = record["card"]
         made = [card["date"]]
         if card["commit"]:
-            made.append(f"commit {card['commit'][:10]}{', with changes' if card['is_dirty'] else ''}")
+            made.append(f"commit {card['commit'][:10]}{', with uncommitted changes' if card['is_dirty'] else ''}")
         line = f"- `{name}`: {', '.join(made)}."
         if kind != TASKS and not is_finished(record):
             line += " Not finished, and so not shown: run the command again."

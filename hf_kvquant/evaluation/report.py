@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,16 @@ from rich.console import Console
 
 from ..arguments import UsageError, add_placement, add_presets, check_counts, checked_configs, checked_output
 from ..config import PRESETS
+from ..output import written
 from . import page, perplexity, pictures, plots, preparation, tasks, windows
+from .html import page_as_html
 from .provenance import model_name
 from .records import read_record
 from .task_files import AVERAGED, check_data
 
 WHERE = "eval report"
 FILES = {page.PLAIN: "perplexity.json", page.OUTLIERS: "perplexity_outliers.json", page.TASKS: "tasks.json"}
-PAGE = "report.md"
+PAGE, HTML = "report.md", "report.html"
 # A power of two changes no bit of what the model computes, in any dtype.
 OUTLIER_FACTOR = 8.0
 # Items of each task: over five tasks of so many, the change of the average has an error of some 0.9 points where 8 % of
@@ -41,8 +44,8 @@ def add_parser(commands: Any) -> None:
         "report",
         help="the whole suite, as one page with pictures",
         description="Divergence and perplexity of all presets, with the model as it is and with injected outliers, "
-        "where in a text and in which layer they arise, and zero-shot tasks: one folder with a page in Markdown, "
-        "pictures and the records. The same command again goes on where one stopped.",
+        "where in a text and in which layer they arise, and zero-shot tasks: one folder with a page in HTML and in "
+        "Markdown, pictures and the records. The same command again goes on where one stopped.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     parser.add_argument("--output", required=True, metavar="DIR", help="for the page, its pictures and the records")
@@ -185,6 +188,19 @@ def render(model: str, folder: Path) -> None:
             f"{WHERE}: `--output` must hold a finished {FILES[page.PLAIN]} or {FILES[page.OUTLIERS]}, got {folder} "
             f"with records: {found}. Run without --render first."
         )
-    drawn = pictures.draw(texts, folder)
-    (folder / PAGE).write_text(page.page(records, FILES, drawn), encoding="utf-8")
-    Console(highlight=False).print(f"{folder / PAGE}, with {', '.join(drawn)}", soft_wrap=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".", dir=folder) as name:
+            drafts = Path(name)
+            drawn = pictures.draw(texts, drafts)
+            text = page.page(records, FILES, drawn)
+            (drafts / PAGE).write_text(text, encoding="utf-8")
+            (drafts / HTML).write_text(page_as_html(text, drafts), encoding="utf-8")
+            for each in (*drawn, PAGE, HTML):
+                with written(folder / each) as path:
+                    (drafts / each).replace(path)
+    except OSError as error:
+        raise UsageError(
+            f"{WHERE}: `--output` must have room for the page, got {folder}: {error}. Make room, then run the same "
+            "command again."
+        ) from error
+    Console(highlight=False).print(f"{folder / HTML}\n{folder / PAGE}, with {', '.join(drawn)}", soft_wrap=True)
