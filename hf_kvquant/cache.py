@@ -27,6 +27,7 @@ from .handle import KVHandle, KVLength, KVStep, MaskNotes
 from .lengths import LengthGroup, Lengths
 from .offloading import OffloadedStorage, Offloader
 from .pool import BufferPool
+from .steps import Steps
 from .storage import LayerStorage
 from .text_config import head_dim_of, text_config_of
 from .transforms import KeyTransform
@@ -144,10 +145,13 @@ class KVQuantLayer(CacheLayerMixin):
             runs.
 
         Raises:
+            RuntimeError: Gradients are wanted of tokens behind others. Nothing has changed then.
             TypeError, ValueError: See `LayerStorage.extend`. Nothing has changed then.
         """
         storage = self.storage
         is_first_chunk = storage.is_empty
+        if not is_first_chunk and torch.is_grad_enabled():
+            _check_no_gradients(storage.name, key_states, value_states)
         storage.extend(key_states, value_states)
         if is_first_chunk:
             # Later chunks come with a call that says it. The mask is where the first layer is, not always this one.
@@ -338,13 +342,18 @@ class KVQuantCache(QuantizedCache):
         if not any(isinstance(layer, KVQuantLayer) for layer in layers):
             _log_nothing_to_quantize(tuple(sorted(set(layer_types))))
         Cache.__init__(self, layers=layers)
+        self._steps = Steps(
+            {index: layer.storage for index, layer in enumerate(layers) if isinstance(layer, KVQuantLayer)},
+            bystanders=[index for index, layer_type in enumerate(layer_types) if layer_type == "cross_attention"],
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Take new tokens of one layer. See `KVQuantLayer.update`.
+        """Take new tokens in one layer. See `KVQuantLayer.update`.
 
         Raises:
+            RuntimeError: The step before ended early, so that only some layers have its tokens. Nothing has changed.
             ValueError: There is no such layer. Patched models are refused before their first layer (`check_layers`).
         """
         if layer_idx >= len(self.layers):
@@ -352,15 +361,72 @@ class KVQuantCache(QuantizedCache):
                 f"KVQuantCache: `layer_idx` must be below {len(self.layers)}, the layers of this cache, "
                 f"got {layer_idx}. {_OTHER_MODEL}"
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer: Any = self.layers[layer_idx]
+        if torch.compiler.is_compiling():
+            result: tuple[Any, Any] = layer.update(key_states, value_states, *args, **kwargs)
+            return result
+        self._steps.enter(layer_idx)
+        result = layer.update(key_states, value_states, *args, **kwargs)
+        self._steps.leave(layer_idx)
+        return result
+
+    # States that transformers keeps have no length. The ways to them are watched, of which models go some once a step.
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether a layer has a state, or the last of them that may have one."""
+        if layer_idx is not None:
+            self._watch_state(layer_idx, "has_previous_state", is_once=False)
+        return bool(super().has_previous_state(layer_idx, state_idx))
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The state of a layer's convolution, which models change in place; `None` before the first tokens."""
+        self._watch_state(layer_idx, f"get_conv_state {state_idx}")
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The recurrent state of a layer, which models change in place; `None` before the first tokens."""
+        self._watch_state(layer_idx, f"get_recurrent_state {state_idx}")
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Give the convolution of a layer new inputs."""
+        self._watch_state(layer_idx, f"update_conv_state {state_idx}")
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Replace the recurrent state of a layer."""
+        self._watch_state(layer_idx, f"update_recurrent_state {state_idx}")
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+    def _watch_state(self, layer_idx: int, what: str, *, is_once: bool = True) -> None:
+        if not torch.compiler.is_compiling():
+            self._steps.enter(layer_idx, what, is_once=is_once)
+            if not isinstance(self.layers[layer_idx], KVQuantLayer):  # else its keys and values are to come
+                self._steps.leave(layer_idx)
+
+    def undo_step(self) -> None:
+        """Undo the newest step if it ended early, so that only some layers have its tokens; `generate` begins so.
+
+        Raises:
+            RuntimeError: It cannot be undone to the bit.
+        """
+        self._steps.undo()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens in all layers, or in none.
 
+        Tokens of a step that ended early, which only some layers have, are among them, and go first: `crop(0)` undoes
+        such a step, and so does a crop of as many tokens as it had.
+
         Raises:
-            RuntimeError: Tokens that the window of a layer would see again are gone. See `activate_past_recording`.
+            RuntimeError: Tokens that the window of a layer would see again are gone. See `activate_past_recording`. Or
+                a step that ended early cannot be undone.
             ValueError: `tokens_to_remove` is positive.
         """
+        if tokens_to_remove <= 0:
+            tokens_to_remove = min(0, tokens_to_remove + self._steps.undo(may_round=True))
         for storage in self.storages:
             storage.check_crop(-tokens_to_remove)
         super().crop(tokens_to_remove)
@@ -369,6 +435,7 @@ class KVQuantCache(QuantizedCache):
         """Forget all tokens."""
         super().reset()  # type: ignore[no-untyped-call]
         self.notes.forget()
+        self._steps.forget()
 
     def save(self, path: str | os.PathLike[str], model: PreTrainedModel, *, overwrite: bool = False) -> None:
         """Write what the cache holds to a file, from which `load` goes on to the same bits.
@@ -455,6 +522,11 @@ class KVQuantCache(QuantizedCache):
         for group in self._length_groups():
             group.note_replayed(q_len)
 
+    def ask_device(self) -> None:
+        """Have the host ask the device how many tokens there are: a replay was interrupted, before or behind it."""
+        for group in self._length_groups():
+            group.ask_device()
+
     def forget_capture(self, length: int) -> None:
         """Undo on the host what a capture that failed half-way did there; nothing has run on the device.
 
@@ -465,6 +537,7 @@ class KVQuantCache(QuantizedCache):
             group.forget_capture(length)
         for storage in self.storages:
             storage.forget_pending()
+        self._steps.forget()
 
     def _length_groups(self) -> set[LengthGroup]:
         return {storage.length_group for storage in self.storages if storage.length_group is not None}
@@ -499,6 +572,20 @@ class KVQuantCache(QuantizedCache):
         Layers with a sliding window take no more once it is full, and do not count.
         """
         return sum(storage.bytes_per_token for storage in self.storages if storage.is_allocated and not storage.window)
+
+
+def _check_no_gradients(name: str, key: Tensor, value: Tensor) -> None:
+    """Refuse tokens whose gradients would be lost: a cache keeps numbers. A first chunk comes back as it was given.
+
+    Raises:
+        RuntimeError: One of them requires gradients.
+    """
+    if key.requires_grad or value.requires_grad:
+        raise RuntimeError(
+            f"{name}: `key_states` and `value_states` behind other tokens must not require gradients, got "
+            f"{'keys' if key.requires_grad else 'values'} that do: a quantised cache keeps no graph, so those of the "
+            "model's weights would be wrong. Call the model under torch.no_grad(), or train it with use_cache=False."
+        )
 
 
 def _own_transforms(config: KVQuantConfig, num_layers: int) -> dict[int, KeyTransform]:

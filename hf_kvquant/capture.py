@@ -66,21 +66,28 @@ class StepRunner(abc.ABC):
         """
         cache.check_in_step()
         if not self._has_run:
+            result = self._run_once(step)
             self._has_run = True
-            return self._run_once(step)
-        if self._replay is None:
-            self._replay, self._result = self._recorded(step, cache)
-        else:
-            cache.note_replayed(1)
-        self._replay()
+            return result
+        try:
+            if self._replay is None:
+                self._replay, self._result = self._recorded(step, cache)
+            else:
+                cache.note_replayed(1)
+            self._replay()
+        except BaseException:
+            cache.ask_device()  # it has run all of the graph or nothing
+            raise
         return self._result
 
     def _recorded(self, step: Callable[[], Any], cache: KVQuantCache) -> tuple[Callable[[], None], Any]:
         length = cache.storages[0].length
         try:
             return self._record(step)
-        except Exception as error:
+        except BaseException as error:
             cache.forget_capture(length)
+            if not isinstance(error, Exception):
+                raise
             raise RuntimeError(
                 "generate: `capture` must be False for this model, got True: its decode step cannot be captured as a "
                 "CUDA graph, probably because it waits for the device. Pass static=True instead: generate compiles."
@@ -120,7 +127,7 @@ class CudaGraph(StepRunner):
                 self._prefetch.recorded(),
             ):
                 result = step()
-        except Exception:
+        except BaseException:
             # Random numbers would be drawn as within a capture from now on, and so raise: let one end as it should.
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
                 torch.zeros(1, device=self._device)

@@ -130,6 +130,10 @@ class LengthGroup:
         self._value = self._known() + tokens
         self._newest = tokens
 
+    def ask_device(self) -> None:
+        """Forget what the host knows of members that are all level: only the device can tell."""
+        self._value = None
+
     def forget_capture(self, length: int) -> None:
         """Undo what a capture that failed half-way counted; all members were level, and the tensor is as it was.
 

@@ -322,9 +322,9 @@ class OffloadedStorage(LayerStorage):
         key, value = super().held_planes()
         return key.map(torch.clone), value.map(torch.clone)
 
-    def crop(self, num_tokens: int) -> None:
+    def _take_back(self, num_tokens: int) -> None:
         """See `LayerStorage.crop`. Without a tail nothing travels."""
-        super().crop(num_tokens)
+        super()._take_back(num_tokens)
         self._forget_copies()
 
     def reset(self) -> None:

@@ -546,8 +546,15 @@ class Operands:
 
         Raises:
             ValueError: A shape or dtype does not fit; the message names the argument.
-            RuntimeError: On a GPU, of so many splits that a grid does not hold their blocks.
+            RuntimeError: `query` requires gradients, which no kernel gives. Or, on a GPU, so many splits are asked for
+                that a grid does not hold their blocks.
         """
+        if query.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "attention: `query` must not require gradients over a quantised cache, got one that does: kernels have "
+                "none, so those of the model's weights would be wrong. Call the model under torch.no_grad(), or train "
+                "it with use_cache=False."
+            )
         key, value = (None, None) if new is None else new
         result: tuple[Tensor, Tensor] = self._decode(
             query,

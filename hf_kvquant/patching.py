@@ -304,6 +304,8 @@ def cache_for(
     if own is not None:
         check_layers("generate", "past_key_values", len(own.layers), count_layers(model.config))
         check_cross_attention(model, given, model_kwargs)
+        own.undo_step()
+        _check_new_tokens(model, own, generation_config, model_kwargs)
         if state is not None:
             own.adopt(key_transforms(model, own.quant_config))
     if is_captured(own):
@@ -360,6 +362,27 @@ def cache_for(
     pool.reclaim()
     max_cache_len = config.max_cache_len or _static_length(pool, batch, max_cache_length)
     return KVQuantCache(model.config, config, max_cache_len=max_cache_len, key_transforms=transforms, pool=pool)
+
+
+def _check_new_tokens(
+    model: PreTrainedModel, cache: KVQuantCache, generation_config: Any, model_kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse a text that the cache holds already, of which transformers would feed the model some tokens again.
+
+    So it is behind a call that was interrupted between steps.
+
+    Raises:
+        ValueError: The cache holds all of it.
+    """
+    mask = model_kwargs.get("attention_mask")
+    tokens = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]
+    held = max((storage.length for storage in cache.storages), default=0)
+    if model.config.is_encoder_decoder or tokens is None or tokens > held or held == 0:
+        return
+    raise ValueError(
+        f"generate: `input_ids` must have tokens behind the {held} that `past_key_values` holds, got {tokens} in all, "
+        f"padding included. Call crop({tokens - 1 - held}) on the cache to go on behind them."
+    )
 
 
 def _no_cache_of_the_decoder(model: PreTrainedModel) -> NotImplementedError:

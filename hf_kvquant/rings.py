@@ -234,8 +234,7 @@ class RingStorage(LayerStorage):
         if num_tokens == 0 or num_tokens >= length:
             return
         if self.is_static:
-            written = max(self.most_held, length)
-            most = self.longest_chunk - (written - length) if written > self.capacity else length
+            most = self._most_to_take_back()
             which = f"{most} tokens of a static cache with a window of {window}"
         elif length < window or self.kept_from == 0:
             return
@@ -253,19 +252,43 @@ class RingStorage(LayerStorage):
                 "text again."
             )
 
+    def _most_to_take_back(self) -> int:
+        """Newest tokens that have overwritten none that the next query sees once they are gone."""
+        written = max(self.most_held, self.length)
+        return self.longest_chunk - (written - self.length) if written > self.capacity else self.length
+
+    def check_undo(self, num_tokens: int) -> None:
+        """See `LayerStorage.check_undo`. A growing ring, too, has room for more tokens than a query sees.
+
+        Raises:
+            RuntimeError: Tokens that the next query sees have been overwritten.
+        """
+        if self.pending is None and num_tokens > self._most_to_take_back():
+            raise RuntimeError(
+                f"{self.name}: a step that ended early must have at most {self._most_to_take_back()} tokens to be "
+                f"undone with a window of {self.window}, got {num_tokens}. Reset the cache and feed it the text again."
+            )
+
+    def undo(self, num_tokens: int) -> None:
+        """See `LayerStorage.undo`."""
+        super().undo(num_tokens)
+        self._forget_chunk()
+
     def crop(self, num_tokens: int) -> None:
         """Forget the newest `num_tokens` tokens of every sequence, at most all of them; then what no query sees.
 
         Raises:
             RuntimeError: See `check_crop`.
         """
-        if not self.is_allocated:
-            return
-        self.check_crop(num_tokens)
+        if self.is_allocated:
+            self.check_crop(num_tokens)
+            self._take_back(num_tokens)
+
+    def _take_back(self, num_tokens: int) -> None:
         self.flush()
         if num_tokens > 0:
             self.most_held = max(self.most_held, self.length)
-            super().crop(num_tokens)
+            super()._take_back(num_tokens)
             self._forget_chunk()
         if self.kept_from is not None:
             self.kept_from = max(0, self.length - self.window + 1)

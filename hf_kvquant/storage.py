@@ -735,14 +735,47 @@ class LayerStorage:
 
         Tokens that had codes and now are among the newest, which are kept dense, go on dequantised.
         """
-        if num_tokens == 0 or not self.is_allocated:
-            return
+        if num_tokens > 0 and self.is_allocated:
+            self._take_back(num_tokens)
+
+    def _take_back(self, num_tokens: int) -> None:
+        """What a crop does that is not refused."""
         self.flush()
         length = max(0, self.length - num_tokens)
         sides = zip(self._planes(), self._formats(), (self.key_transform, None), strict=True) if self.has_tail else ()
         for planes, kv_format, transform in sides:
             options = {"key_transform": transform, "num_written": self._num_written(), **self._windows()}
             reference.reopen(planes, kv_format, self.length, length, **options)
+        self._place(length)
+
+    def check_undo(self, num_tokens: int) -> None:
+        """Refuse to undo a step of so many tokens where others have lost their place to them.
+
+        Raises:
+            RuntimeError: They have.
+        """
+
+    def rounds(self, num_tokens: int) -> bool:
+        """Whether a crop of so many tokens leaves others dequantised that were dense before those came."""
+        if not self.has_tail or self.pending is not None:
+            return False
+        length, residual_length = self.length, self.formats.residual_length
+        begins = [
+            (kv_format.tail_begin(length - num_tokens, residual_length), kv_format.tail_begin(length, residual_length))
+            for kv_format in self._formats()
+            if kv_format.tail_rows(**self._windows()) > 0
+        ]
+        return any(before < min(after, length - num_tokens) for before, after in begins)
+
+    def undo(self, num_tokens: int) -> None:
+        """Forget the newest tokens, those of a step that ended early, of which pending ones were never written."""
+        if self.pending is None:
+            self._take_back(num_tokens)
+        else:
+            self.pending = None
+            self._place(self.length - num_tokens)
+
+    def _place(self, length: int) -> None:
         self._counted().place(self._member, length)
         self.is_empty = length == 0
 
