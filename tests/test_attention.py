@@ -5,16 +5,19 @@ Whole models are run in `test_generate.py`; here each decision is looked at alon
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from typing import Any
 
 import compare
+import models
 import pytest
 import tolerances
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
+from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
@@ -27,7 +30,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from hf_kvquant import KVQuantCache, reference
+from hf_kvquant import PRESETS, KVQuantCache, patched, reference
 from hf_kvquant.attention import attention, attention_mask, implementation_name, is_ours
 from hf_kvquant.handle import KVHandle, KVLength, MaskNotes
 
@@ -440,3 +443,75 @@ def test_parameters_are_named_as_models_pass_them() -> None:
     assert isinstance(function, functools.partial)
     out, _ = function(module=make_module(), query=x, key=x, value=x, attention_mask=None, dropout=0.0, scaling=None)
     assert out.shape == (BATCH, 2, Q_HEADS, HEAD_DIM)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def gradients(model: Any, ids: Tensor, **options: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(ids, labels=ids, **options).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["growing", "static"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_first_chunk_is_trained_on(preset: str, is_static: bool) -> None:
+    """With `use_cache` left on, or a cache of ours: it gives back the very tensors."""
+    model, ids = copy.deepcopy(models.llama()), models.left_padded(pads=(0,))["input_ids"]
+    expected = gradients(model, ids, use_cache=False)
+    with patched(model, preset):
+        cache = KVQuantCache(model.config, preset, max_cache_len=32 if is_static else None)
+        for options in ({}, {"past_key_values": cache}):
+            for name, gradient in gradients(model, ids, **options).items():
+                compare.assert_same(gradient, expected[name], name)
+
+
+@pytest.mark.parametrize("trained", ["everything", "v_proj", "q_proj"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_chunks_behind_others_have_no_gradients(preset: str, trained: str) -> None:
+    model, ids = copy.deepcopy(models.llama()), models.left_padded(pads=(0,))["input_ids"]
+    remedy = "Call the model under torch.no_grad(), or train it with use_cache=False."
+    side, layer = ("values", 0) if trained == "v_proj" else ("keys", 0)
+    if trained != "everything":
+        model.requires_grad_(False)
+        getattr(model.model.layers[0].self_attn, trained).requires_grad_(True)
+    message = (
+        f"layer {layer}: `key_states` and `value_states` behind other tokens must not require gradients, got {side} "
+        f"that do: a quantised cache keeps no graph, so those of the model's weights would be wrong. {remedy}"
+    )
+    if trained == "q_proj" and preset == "none":  # the layer itself attends to tensors; the next one has lost them
+        message = message.replace("layer 0", "layer 1")
+    elif trained == "q_proj":
+        message = (
+            "attention: `query` must not require gradients over a quantised cache, got one that does: kernels have "
+            f"none, so those of the model's weights would be wrong. {remedy}"
+        )
+    with patched(model, preset):
+        cache = KVQuantCache(model.config, preset)
+        with torch.no_grad():
+            expected = model(ids[:, :5], past_key_values=cache).logits
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as raised:
+                model(ids[:, 5:], past_key_values=cache)
+            assert str(raised.value) == message
+            cache.crop(0)
+        with torch.no_grad():
+            model(ids[:, 5:], past_key_values=cache)
+        cache.reset()
+        compare.assert_same(model(ids[:, :5], past_key_values=cache).logits, expected, "a first chunk")
+
+
+def test_gradients_of_queries_over_keys_as_they_came_are_those_of_transformers() -> None:
+    """Queries alone, over keys that are as they came: nothing is lost, and nothing refused."""
+    model, ids = copy.deepcopy(models.llama(num_hidden_layers=1)), models.left_padded(pads=(0,))["input_ids"]
+    model.requires_grad_(False)
+    weight = model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
+    found = []
+    with patched(model, "none"):
+        for cache in (DynamicCache(config=model.config), KVQuantCache(model.config, "none")):
+            model.zero_grad()
+            model(ids[:, :5], past_key_values=cache)
+            model(ids[:, 5:], past_key_values=cache, labels=ids[:, 5:]).loss.backward()
+            found.append(weight.grad.clone())
+    compare.assert_same(found[1], found[0], "gradient")
