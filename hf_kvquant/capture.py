@@ -69,10 +69,11 @@ class StepRunner(abc.ABC):
             result = self._run_once(step)
             self._has_run = True
             return result
+        is_recorded = self._replay is not None
+        if self._replay is None:
+            self._replay, self._result = self._recorded(step, cache)
         try:
-            if self._replay is None:
-                self._replay, self._result = self._recorded(step, cache)
-            else:
+            if is_recorded:
                 cache.note_replayed(1)
             self._replay()
         except BaseException:

@@ -381,7 +381,7 @@ def _check_new_tokens(
         return
     raise ValueError(
         f"generate: `input_ids` must have tokens behind the {held} that `past_key_values` holds, got {tokens} in all, "
-        f"padding included. Call crop({tokens - 1 - held}) on the cache to go on behind them."
+        f"padding included. Call crop({tokens - 1 - held}) on the cache to go on behind them, or reset it."
     )
 
 

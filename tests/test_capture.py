@@ -691,6 +691,86 @@ def test_a_step_that_waits_for_the_device(model: Any) -> None:
         torch.rand(1, device="cuda")  # still draws numbers
 
 
+def generated_again(model: Any, config: dict[str, Any]) -> Tensor:
+    """The reply of a cache that is cropped to the prompt but for its last token, which so attends to codes."""
+    cache = KVQuantCache(model.config, config, max_cache_len=40)
+    generated(model, config, past_key_values=cache)
+    cache.crop(8 - cache.storages[0].length)
+    return generated(model, config, past_key_values=cache)
+
+
+@pytest.mark.parametrize("runs", [0, 1, 2], ids=["as_it_is", "recorded", "replayed"])
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "behind"])
+def test_steps_that_are_interrupted(
+    model: Any, runs: int, is_before: bool, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Ctrl-C in each kind of step: the cache holds whole steps, and knows how many."""
+    config, runner = {**INT4, "capture": True}, capture.RUNNERS[device]
+    expected = generated_again(model, config)
+    cache = KVQuantCache(model.config, config, max_cache_len=40)
+    name = ("_run_once", "_record", "_record")[runs]
+    original = getattr(runner, name)
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    def interrupted(self: Any, step: Callable[[], Any]) -> Any:
+        if runs < 2:
+            if is_before:
+                stop()
+            original(self, step)
+            stop()
+        replay, result = original(self, step)
+        rounds = itertools.count()
+
+        def replay_once() -> None:
+            if next(rounds) == 0:
+                return replay()
+            if not is_before:
+                replay()
+            stop()
+
+        return replay_once, result
+
+    monkeypatch.setattr(runner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generated(model, config, past_key_values=cache)
+    monkeypatch.undo()
+    monkeypatch.setitem(capture.RUNNERS, "cpu", Recorded)
+    held = 9 + (2 if runs == 2 else runs) + (not is_before and runs != 1)
+    assert [storage.length for storage in cache.storages] == [held] * 2
+    if runs != 1 or device == "cuda":  # what takes a graph's place runs while it is recorded
+        assert [int(storage.lengths.max()) for storage in cache.storages] == [held] * 2
+    with pytest.raises(ValueError, match=rf"Call crop\({8 - held}\) on the cache"):
+        generated(model, config, past_key_values=cache)
+    cache.crop(8 - held)
+    compare.assert_same(generated(model, config, past_key_values=cache), expected.cpu(), "sequences")
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "behind"])
+def test_a_first_step_that_ends_in_the_middle(model: Any, is_before: bool) -> None:
+    """It runs layer by layer, and is undone before the next call goes on."""
+    config, left = {**INT4, "capture": True}, [1]
+
+    def end(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+
+    expected, cache = generated_again(model, config), KVQuantCache(model.config, config, max_cache_len=40)
+    module = model.model.layers[1 if is_before else 0].self_attn
+    handle = (module.register_forward_pre_hook if is_before else module.register_forward_hook)(end)
+    with pytest.raises(KeyboardInterrupt):
+        generated(model, config, past_key_values=cache)
+    handle.remove()
+    assert [storage.length for storage in cache.storages] == [10, 9]
+    with pytest.raises(ValueError, match=r"Call crop\(-1\) on the cache"):
+        generated(model, config, past_key_values=cache)
+    assert [storage.length for storage in cache.storages] == [9, 9]
+    cache.crop(-1)
+    compare.assert_same(generated(model, config, past_key_values=cache), expected.cpu(), "sequences")
+
+
 @CUDA_ONLY
 def test_a_step_is_one_graph() -> None:
     """Between replays the host launches nothing but copies of the reports."""
