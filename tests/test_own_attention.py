@@ -161,7 +161,7 @@ def test_masks_with_holes_fall_back(family: str) -> None:
 
 def test_training_and_attention_weights_fall_back() -> None:
     model, ids = build("gptj"), torch.randint(3, 90, (1, 6))
-    with patched(model, "int8"):
+    with patched(model, "int8"), torch.no_grad():
         cache = KVQuantCache(model.config, "int8")
         model(ids, past_key_values=cache)
         weights = model(ids[:, :1], past_key_values=cache, output_attentions=True).attentions

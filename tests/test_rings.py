@@ -436,7 +436,7 @@ def test_a_recorded_past_is_taken_back_until_a_crop(config: Any) -> None:
 
 def test_a_file_of_a_recorded_past(tmp_path: Path) -> None:
     model, inputs = model_of("mistral", **LONG), left_padded(tokens=140, pads=(3, 0, 27))
-    with patched(model, "int4-channel"):
+    with patched(model, "int4-channel"), torch.no_grad():
         cache = KVQuantCache(model.config, "int4-channel")
         cache.activate_past_recording()
         greedy(model, inputs, 180, past_key_values=cache)

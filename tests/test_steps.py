@@ -18,6 +18,7 @@ import compare
 import models
 import pytest
 import torch
+import transformers
 from models import FAMILIES, greedy, left_padded
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
@@ -319,9 +320,9 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("preset", ["none", "int4", "int4-channel"])
 def test_generate_goes_on_behind_a_prompt_that_ended_early(preset: str, kind: str, way: str, device: str) -> None:
     """The second turn of a chat, three times over."""
-    options, batch = WAYS[way], 1 if "lookup" in way else 3
-    if way == "beams":
-        options, batch = {**options}, 1
+    if way == "chunks" and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+        pytest.skip("older versions of transformers feed all of a text in chunks again, whatever a cache holds")
+    options, batch = WAYS[way], 1 if way in ("prompt lookup", "beams") else 3
     with routed(kind, preset, device) as (model, cache):
 
         def second_turn(cache: KVQuantCache, num_ended: int) -> Tensor:
@@ -394,7 +395,7 @@ def test_a_ring_gives_back_what_it_has_not_overwritten(max_cache_len: int | None
         ring.extend(x, x)
         ring.attend(torch.randn(3, 4, tokens, models.HEAD_DIM), softmax_scale=0.1)
 
-    for tokens in (100, 50, 1):
+    for tokens in (100, 500, 1):
         extend(tokens)
     expected = copy.deepcopy(ring)
     most = ring.longest_chunk
@@ -460,7 +461,8 @@ def test_states_that_nobody_can_undo(family: str, num_runs: int) -> None:
                 "whose state transformers keeps and nobody can undo. Reset the cache and feed it the text again."
             )
         cache.reset()
-        compare.assert_same(forward(model, cache, 0, PROMPT), expected[0], "after a reset")
+        if family != "llama4_text":  # chunks of transformers 5.17 stay as long as they were
+            compare.assert_same(forward(model, cache, 0, PROMPT), expected[0], "after a reset")
 
 
 def test_windows_that_transformers_keeps() -> None:
