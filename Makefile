@@ -30,6 +30,7 @@ BIN := $(VENV)/bin
 TOOLS := $(VENV)/tools.stamp
 INSTALLED := $(VENV)/installed.stamp
 PACKAGES := $(VENV)/packages.stamp
+DOCS := $(VENV)/docs.stamp
 READY := $(INSTALLED) $(PACKAGES)
 # A line when a step begins, and one with its time: $(call step,name,commands)
 step = @start=$$(date +%s); echo "--- $(1)"; $(2) && echo "--- $(1): $$(($$(date +%s) - start)) s"
@@ -52,7 +53,7 @@ SANITIZED_TESTS := $(addprefix tests/test_,ops.py ring_ops.py transforms.py wind
 # Torch is not instrumented, so libasan is preloaded; libstdc++ too, for libasan to find where exceptions are thrown.
 PRELOAD = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
 
-.PHONY: help setup demo quality test test-all mutate oldest sanitize sanitize-cpu lint format types cuda headers wheel \
+.PHONY: help setup demo quality test test-all mutate oldest sanitize sanitize-cpu lint format types cuda headers wheel docs \
     clean distclean
 
 help:  ## list the commands
@@ -127,6 +128,9 @@ headers: $(PACKAGES)  ## compile against the headers of the oldest and the newes
 wheel: $(PACKAGES)  ## a wheel in dist/, built in isolation
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
+docs: $(DOCS)  ## the pages of docs/ as a site in build/docs, links checked (Python 3.11 or later; no network)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+
 clean:  ## remove what was built, keep .venv
 	rm -rf build dist *.egg-info hf_kvquant/*.so $(INSTALLED)
 
@@ -149,6 +153,11 @@ $(INSTALLED): $(TOOLS) $(BUILD_INPUTS)
 
 $(PACKAGES): $(TOOLS)
 	$(call step,installing what tests and checks need,$(BIN)/pip install --quiet --requirement requirements.txt)
+	@touch $@
+
+$(DOCS): docs/requirements.txt $(PACKAGES)
+	$(call step,installing what the pages need,$(BIN)/pip install --quiet --constraint requirements.txt \
+	    --requirement docs/requirements.txt)
 	@touch $@
 
 $(OLDEST)/stamp: pyproject.toml | $(READY)
