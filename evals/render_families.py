@@ -1,22 +1,22 @@
-"""The README's table of model families, from `evals/results/families.json` and from nothing else.
+"""The table of model families, from `evals/results/families.json` and from nothing else.
 
-`families.py` runs them, and `render_readme.py` puts the table into the README.
+`families.py` runs them, and `render_readme.py` puts the table into its page.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# What the table calls what `families.py` says, in its order.
+# How the table describes what `families.py` found, in its order.
 HEADINGS = {
     "codes": "every layer decodes from codes",
-    "rings": "the same, those with a sliding window in rings of their window",
-    "some": "full attention (and sliding windows) from codes; other layers stay with transformers",
+    "rings": "every layer decodes from codes; layers with a sliding window keep only their window",
+    "some": "attention layers decode from codes; other layers keep transformers' own cache",
     "dense": "correct and small, but attends to dequantised tensors, which is slower",
     "latent": "refused: a latent (MLA) cache has no keys and values per head",
-    "others": "refused: attends to keys that it picks or compresses itself",
+    "others": "refused: picks or compresses its keys itself",
     "states": "refused: keeps a state of fixed size in every layer, and no keys and values",
-    "parts": "refused: several models in one, whose config does not say which layers a cache has",
+    "parts": "refused: combines several models, and its config does not say which layers have a cache",
 }
 
 
@@ -26,13 +26,13 @@ def families_table(results: dict[str, Any]) -> str:
     for name, heading in {**results["families"], **results["refused"]}.items():
         under[heading].append(f"`{name}`")
     rows = [f"| {text} | {', '.join(under[heading])} |" for heading, text in HEADINGS.items() if under[heading]]
-    return "\n".join(["| what becomes of it | families and model types |", "|---|---|", *rows])
+    return "\n".join(["| how it is served | model types |", "|---|---|", *rows])
 
 
 def caption(results: dict[str, Any]) -> str:
     """What was run, with which versions."""
     return (
-        "Tiny random models of these types generated under `int4`, and `hf_kvquant.report` said what served each "
-        f"layer; refusals are those of the default configs of transformers {results['transformers']}. "
-        "`evals/results/families.json`; tests run each again."
+        "Measured by generating with a tiny random model of each type under `int4` and reading `hf_kvquant.report`. "
+        f"Refusals are those of the default configs of transformers {results['transformers']} "
+        "(`evals/results/families.json`). Tests run each of them again."
     )

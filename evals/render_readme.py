@@ -1,18 +1,19 @@
-"""Renders the README's tables and pictures from `evals/results/`, and from nothing else.
+"""Renders the tables of the README and of `docs/` from `evals/results/`, and their pictures, and from nothing else.
 
     python evals/render_readme.py
 
-A test compares what this file makes with what is committed, so a number in the README is always one of a results file;
-a picture carries its numbers along for that, since its bytes depend on the version of matplotlib, which only drawing
-needs (`pip install matplotlib`). Without `decode.json` and `generate.json` the README says nothing about GPUs. What the
-latter's part looks like is decided in `render_generate.py`, the table of models in `render_families.py`, and the
-pictures in `pictures.py`; what is measured and how, in the other scripts beside this file and in
-`hf_kvquant/evaluation/`.
+A page says where a part goes with `<!-- begin: NAME -->` and `<!-- end -->`; `parts` has the text of each name. A test
+renders every page again and compares, so each of these numbers is one of a results file. A picture carries its numbers
+along for that, since its bytes depend on the version of matplotlib, which only drawing needs (`pip install
+matplotlib`). `pictures.py` draws, `render_generate.py` has the table of `generate`, `render_families.py` the table of
+models. What is measured and how is decided in the other scripts of this folder and in `hf_kvquant/evaluation/`.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +27,102 @@ from hf_kvquant.evaluation.task_results import averages, by_task_and_preset
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results"
-README = ROOT / "README.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PICTURE = RESULTS / "presets.svg"
 GPU_PICTURE = RESULTS / "decode.svg"
 GENERATE_PICTURE = RESULTS / "generate.svg"
-BEGIN, END = "<!-- begin: evals/render_readme.py -->\n", "<!-- end -->"
-GPU_BEGIN = "<!-- begin: evals/render_readme.py, GPU -->\n"
-GENERATE_BEGIN = "<!-- begin: evals/render_readme.py, generate -->\n"
-FAMILIES_BEGIN = "<!-- begin: evals/render_readme.py, families -->\n"
-REPRODUCE = (
-    "The same for a model of your own, from a folder or the hub, as a page with pictures: "
-    "`hf-kvquant eval report MODEL --text FILE --output DIR` (`pip install 'hf-kvquant[eval]'`)."
-)
-# What the README shows of `decode.json`; the names are those of decode_cases.py.
+MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# The results files that parts are made of.
+FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "generate", "families")
+# What is shown of `decode.json`; the names are those of decode_cases.py.
 GPU_CASES = ["64x8k", "512x8k-1head", "32x4k-32heads", "128x16k", "64x16k-ragged", "16x8k", "1x128k", "1x8k", "1x1k"]
 GPU_PRESETS = ["int8", "int4"]
 PEER_CASES = ["64x8k", "512x8k-1head", "1x128k", "1x8k"]
+# The README's table: its rows, and the case of each results file whose speed it shows.
+SUMMARY_PRESETS = ["int8", "fp8", "k8v4", "int4-channel", "int4"]
+SUMMARY_GPU_CASE, SUMMARY_GENERATE_CASE = "64x8k", "8x16k"
 
 
 def load(name: str) -> dict[str, Any]:
-    """One results file."""
-    results: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    """One results file, by its name without the suffix."""
+    results: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return results
 
 
-def load_all() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any] | None, dict[str, Any] | None]:
-    """The results files of quality, zero-shot tasks, CPU, GPU and `generate`; `None` where no GPU was measured yet."""
-    gpu, generate = (load(name) if (RESULTS / name).exists() else None for name in ("decode.json", "generate.json"))
-    return load("fidelity.json"), load("tasks.json"), load("cpu_decode.json"), gpu, generate
+def load_all() -> dict[str, dict[str, Any]]:
+    """All results files, by name."""
+    return {name: load(name) for name in FILES}
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """The Markdown of every part that a page may ask for, by name."""
+    fidelity, tasks, cpu, decode = (results[name] for name in ("fidelity", "tasks", "cpu_decode", "decode"))
+    generate, families = results["generate"], results["families"]
+    paragraphs = {
+        "summary": [summary_table(fidelity, cpu, decode), summary_caption(fidelity, cpu, decode, generate)],
+        "quality": [quality_table(fidelity, tasks, cpu), caption(fidelity, tasks, cpu)],
+        "windows": [windows_sentence(results["fidelity_windows"])],
+        "generate": [render_generate.step_table(generate), render_generate.caption(generate)],
+        "decode": [gpu_table(decode), gpu_caption(decode)],
+        "kernels": [peer_table(decode), peer_caption(decode)],
+        "short": [short_sentence(decode)],
+        "head-dim": [head_dim_sentence(decode)],
+        "offloading": [offloading_sentence(fidelity)],
+        "families": [render_families.families_table(families), render_families.caption(families)],
+    }
+    return {name: "\n\n".join(each) for name, each in paragraphs.items()}
+
+
+def rendered(page: str, texts: Mapping[str, str]) -> str:
+    """A page with what stands between its markers made anew."""
+    return MARKED.sub(lambda found: f"{found[1]}\n{texts[found[2]]}\n\n{found[3]}", page)
+
+
+# --- the README's table -----------------------------------------------------------------------------------------------
+
+
+def summary_table(fidelity: dict[str, Any], cpu: dict[str, Any], decode: dict[str, Any]) -> str:
+    """Memory, quality and speed of some presets."""
+    (case,) = shown_cases(decode, [SUMMARY_GPU_CASE])
+    on_gpu = {row["preset"]: row["speedup"] for row in case["rows"]}
+    on_cpu, unquantised = speedups(cpu), fidelity["presets"]["none"]["bytes_per_token"]
+    rows = []
+    for preset in SUMMARY_PRESETS:
+        row = fidelity["presets"][preset]
+        cells = [f"`{preset}`", f"{row['bytes_per_token'] / unquantised:.0%}", f"{row['perplexity_change']:+.2%}"]
+        rows.append([*cells, f"{row['agreement']:.1%}", f"{on_gpu[preset]:.1f}x", f"{on_cpu[preset]:.1f}x"])
+    return table(
+        ["preset", "cache size", "perplexity change", "same next token", "GPU attention", "CPU attention"], rows
+    )
+
+
+def summary_caption(
+    fidelity: dict[str, Any], cpu: dict[str, Any], decode: dict[str, Any], generate: dict[str, Any]
+) -> str:
+    """What the README's table compares with what, and one number of `generate`."""
+    (case,) = shown_cases(decode, [SUMMARY_GPU_CASE])
+    steps, ratio, cache = render_generate.compared(generate, SUMMARY_GENERATE_CASE)
+    return (
+        f"Size against a 16-bit cache. Quality: our {MODEL}, WikiText-2. Speed: one decode step of attention against "
+        f"the fastest bf16 kernel of PyTorch and FlashInfer ({decode['gpu'].removeprefix('NVIDIA ')}, "
+        f"{describe_case(case)} tokens), and against PyTorch on {cpu['threads']} threads of {_article(cpu['cpu'])} "
+        f"({cpu['shape']['length']:,} tokens). "
+        f"End to end, `generate` with a Llama-3-8B-sized model at {SUMMARY_GENERATE_CASE.replace('x', ' x ')} tokens "
+        f"takes {steps[1]:.1f} ms a step under `int4` and {steps[0]:.1f} ms under transformers' static cache "
+        f"({ratio:.1f}x), with {cache[1]:.1f} instead of {cache[0]:.1f} GB of cache."
+    )
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
+# --- quality ----------------------------------------------------------------------------------------------------------
+
+MODEL = "15.5-million-parameter reference model"
 
 
 def speedups(cpu: dict[str, Any]) -> dict[str, float]:
@@ -62,14 +131,14 @@ def speedups(cpu: dict[str, Any]) -> dict[str, float]:
 
 
 def quality_table(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]) -> str:
-    """The README's table, with a line that says where its numbers come from."""
+    """Every preset: bits, perplexity, divergence, agreement, zero-shot accuracy, speed on a CPU."""
     ratios, means = speedups(cpu), averages(by_task_and_preset(tasks["parts"]))
     unquantised = fidelity["presets"]["none"]["bytes_per_token"]
-    headings = ["preset", "bits a value", "cache", "perplexity", "KL, nats a token", "same next token"]
-    headings += ["zero-shot average, %", "CPU decode, times PyTorch"]
+    headings = ["preset", "bits per value", "cache size", "perplexity", "KL, nats per token", "same next token"]
+    headings += ["zero-shot average, %", "CPU attention"]
     rows = []
     for preset, row in fidelity["presets"].items():
-        ratio = f"{ratios[preset]:.1f}" if preset in ratios else "-"
+        ratio = f"{ratios[preset]:.1f}x" if preset in ratios else "-"
         change = f" ({row['perplexity_change']:+.2%})" if preset != "none" else ""
         cells = [f"`{preset}`", f"{row['bits_per_value']:.4g}", f"{row['bytes_per_token'] / unquantised:.0%}"]
         cells += [f"{row['perplexity']:.2f}{change}", scientific(row["kld"]), f"{row['agreement']:.1%}"]
@@ -78,26 +147,45 @@ def quality_table(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str
 
 
 def caption(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]) -> str:
-    """What was measured, on what, when and by which command."""
+    """What was measured, on what and when."""
     shape, card, settings = cpu["shape"], tasks["card"], tasks["settings"]
     items = {task: tasks["parts"][f"{task}/none"]["num_items"] for task in AVERAGED}
     num_items = " or ".join(f"{number:,}" for number in sorted(set(items.values())))
     return (
-        f"Quality: the reference model of this repository (15.5 million parameters, {fidelity['dtype']}), "
-        f"{fidelity['scored_tokens']:,} tokens of WikiText-2 in windows of {fidelity['window']}, against the "
-        f"unquantised cache; {fidelity['date'][:10]}, `evals/results/fidelity.json`. "
-        f"Zero-shot average: accuracy over {', '.join(AVERAGED)}, the first {num_items} items of each, "
-        f"{settings['dtype']}, log-likelihoods read from the cache, and the 95 % interval of its change on the same "
-        "items, in points; a model of this size is near chance, so that answers change more easily than those of large "
-        f"ones; {card['date'][:10]}, `evals/results/tasks.json`. "
-        f"CPU decode: attention of one token, batch {shape['batch']}, {shape['num_q_heads']} query and "
-        f"{shape['num_kv_heads']} key-value heads of {shape['head_dim']}, {shape['length']:,} tokens, "
-        f"{cpu['threads']} threads, times as fast as the faster of PyTorch's fp32 and bf16 attention over the "
-        f"unquantised cache; {cpu['cpu']}, {cpu['date'][:10]}, `evals/results/cpu_decode.json`."
+        f"**Quality**: the {MODEL} in {fidelity['dtype']}, {fidelity['scored_tokens']:,} tokens of WikiText-2 in "
+        f"windows of {fidelity['window']}, compared with the unquantised cache ({fidelity['date'][:10]}, "
+        f"`evals/results/fidelity.json`). **Zero-shot average**: accuracy on {', '.join(AVERAGED)}, the first "
+        f"{num_items} items of each, {settings['dtype']}, with log-likelihoods read from the quantised cache. In "
+        "brackets is the 95 % interval of the change on the same items, in points. A model of this size answers near "
+        f"chance, so its answers change more easily than those of a large one ({card['date'][:10]}, "
+        f"`evals/results/tasks.json`). **CPU attention**: one token, batch {shape['batch']}, {shape['num_q_heads']} "
+        f"query and {shape['num_kv_heads']} key-value heads of {shape['head_dim']} channels, {shape['length']:,} "
+        f"tokens, {cpu['threads']} threads, relative to the faster of PyTorch's fp32 and bf16 attention over the "
+        f"unquantised cache ({cpu['cpu']}, {cpu['date'][:10]}, `evals/results/cpu_decode.json`)."
     )
 
 
-# --- the GPU's tables -------------------------------------------------------------------------------------------------
+def windows_sentence(windows: dict[str, Any]) -> str:
+    """What dense windows are worth on the reference model."""
+    dense, short, long = (scientific(windows["presets"][name]["kld"]) for name in ("int4", "int4:0+32", "int4:0+128"))
+    return (
+        f"On the reference model, `residual_length=32` lowers the KL divergence of `int4` from {dense} to {short} nats "
+        f"per token, and 128 lowers it to {long} ({windows['scored_tokens']:,} tokens in windows of "
+        f"{windows['window']}, fed {windows['chunk']} at a time; `evals/results/fidelity_windows.json`). Expect less "
+        "from models that look further back."
+    )
+
+
+def offloading_sentence(fidelity: dict[str, Any]) -> str:
+    """How much less the bus carries."""
+    sizes = {name: row["bytes_per_token"] for name, row in fidelity["presets"].items()}
+    return (
+        f"With `int4`, a step transfers {sizes['int4'] / sizes['none']:.0%} of the bytes that transformers' own "
+        "offloading transfers for an unquantised cache, and only the new token travels back."
+    )
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
 def shown_cases(gpu: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
@@ -125,7 +213,7 @@ def microseconds(number: float) -> str:
 
 def gpu_table(gpu: dict[str, Any]) -> str:
     """Times, ratios to the best bf16 kernel, and shares of the read bandwidth."""
-    columns = " | ".join(f"`{preset}`, µs | times bf16 | of read bandwidth" for preset in GPU_PRESETS)
+    columns = " | ".join(f"`{preset}`, µs | against bf16 | of bandwidth" for preset in GPU_PRESETS)
     lines = [f"| batch x context | heads | best bf16, µs | {columns} |", "|---|---|--:" + "|--:" * 6 + "|"]
     for case in shown_cases(gpu, GPU_CASES):
         rows = {row["preset"]: row for row in case["rows"]}
@@ -136,10 +224,24 @@ def gpu_table(gpu: dict[str, Any]) -> str:
             if row is None:
                 cells += ["-"] * 3
                 continue
-            ratio = "-" if row["speedup"] is None else f"{row['speedup']:.2f}"
+            ratio = "-" if row["speedup"] is None else f"{row['speedup']:.2f}x"
             cells += [microseconds(row["median_us"]), ratio, f"{row['share']:.0%}"]
         lines.append(f"| {describe_case(case)} | {describe_heads(case)} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def gpu_caption(gpu: dict[str, Any]) -> str:
+    """What was measured, on what and when."""
+    return (
+        f"One decode step of one layer on an {gpu['gpu']}, head_dim 128, {gpu['query_dtype']} queries. Heads are query "
+        "heads over key-value heads. Ours includes appending the new token, and rotating and centring keys where the "
+        "preset does so; the other kernels only attend. The best bf16 kernel is the fastest of PyTorch's and "
+        "FlashInfer's, each at its best setting. The bandwidth is that of a plain kernel reading as many bytes in the "
+        "same run. "
+        f"Times are medians of {gpu['replays']} replays of a CUDA graph, after a short rest; its calls rotate over "
+        f"buffers four times the L2 cache. Driver {gpu['driver']}, CUDA {gpu['cuda']}, {gpu['date'][:10]}, "
+        "`evals/results/decode.json`."
+    )
 
 
 def peer_table(gpu: dict[str, Any]) -> str:
@@ -158,96 +260,54 @@ def peer_table(gpu: dict[str, Any]) -> str:
     return table(headings, rows)
 
 
-def gpu_caption(gpu: dict[str, Any]) -> str:
-    """What was measured, on what and when."""
+def peer_caption(gpu: dict[str, Any]) -> str:
+    """Which versions of other kernels."""
     versions = [f"{name.removesuffix('-python')} {number}" for name, number in gpu["peer_versions"].items() if number]
+    return f"Measured in the same run as the table above. Other kernels: {', '.join(versions)}. A dash: not measured."
+
+
+def short_sentence(gpu: dict[str, Any]) -> str:
+    """What a step costs where there is little to read."""
+    cases = shown_cases(gpu, ["1x1k", "1x8k"])
+    times = [row["median_us"] for case in cases for row in case["rows"]]
+    shortest = cases[0]
     return (
-        f"One decode step of one layer, head_dim 128, {gpu['query_dtype']} queries; ours with the append of the new "
-        "token and with keys rotated and centred where the preset says so, the others without. Medians of "
-        f"{gpu['replays']} replays of a CUDA graph, after a short rest; its "
-        "calls rotate over buffers four times the L2 cache. Best bf16 is the fastest of PyTorch's and FlashInfer's "
-        "bf16 kernels, each at its best setting; read bandwidth is that of a plain read kernel over as many bytes, in "
-        "the same run. Other "
-        f"kernels: {', '.join(versions)}. {gpu['gpu']}, driver {gpu['driver']}, CUDA {gpu['cuda']}, "
-        f"{gpu['date'][:10]}, `evals/results/decode.json`."
+        f"One short sequence gains little: between 1,000 and 8,000 tokens, attention takes {min(times):.0f} to "
+        f"{max(times):.0f} µs in every format. At 1,000 tokens the best bf16 kernel takes "
+        f"{shortest['best_bf16']['median_us']:.1f} µs and `int4` {_time(shortest, 'int4'):.1f} µs. Batches of very "
+        "unequal lengths use less of the bandwidth."
     )
 
 
-# --- sentences of the README's prose ----------------------------------------------------------------------------------
+def _time(case: dict[str, Any], preset: str) -> float:
+    time: float = next(row["median_us"] for row in case["rows"] if row["preset"] == preset)
+    return time
 
 
-def sentences(windows: dict[str, Any], gpu: dict[str, Any] | None) -> list[str]:
-    """What the prose between tables takes from results files, word by word but for line breaks.
-
-    Args:
-        windows: `fidelity_windows.json`.
-        gpu: `decode.json`, if there is one.
-    """
-    dense, short, long = (scientific(windows["presets"][name]["kld"]) for name in ("int4", "int4:0+32", "int4:0+128"))
-    said = [
-        f"On the reference model `residual_length=32` lowers the divergence of `int4` from {dense} to {short}, and 128 "
-        f"to {long} ({windows['scored_tokens']:,} tokens in windows of {windows['window']}, {windows['chunk']} at a "
-        "time; `evals/results/fidelity_windows.json`)"
-    ]
-    for case in [] if gpu is None else shown_cases(gpu, ["64x8k-dim96"]):
-        rows = {row["preset"]: row for row in case["rows"]}
-        shares = [row["share"] for row in rows.values()]
-        said.append(
-            f"A head_dim of 96 gets {100 * min(shares):.0f} to {max(shares):.0%} of the bandwidth (`int8` "
-            f"{rows['int8']['speedup']:.1f} times as fast as bf16)"
-        )
-    return said
+def head_dim_sentence(gpu: dict[str, Any]) -> str:
+    """What kernels get of the bandwidth where head_dim is no power of two."""
+    (case,) = shown_cases(gpu, ["64x8k-dim96"])
+    rows = {row["preset"]: row for row in case["rows"]}
+    shares = [row["share"] for row in rows.values()]
+    return (
+        f"A head_dim of 96 reaches {min(shares):.0%} to {max(shares):.0%} of the read bandwidth (`int8` is "
+        f"{rows['int8']['speedup']:.1f} times as fast as bf16). Other head_dims that are not 64, 128 or 256 take the "
+        "same path."
+    )
 
 
-# --- the README -------------------------------------------------------------------------------------------------------
-
-
-def rendered(
-    readme: str,
-    fidelity: dict[str, Any],
-    tasks: dict[str, Any],
-    cpu: dict[str, Any],
-    gpu: dict[str, Any] | None,
-    generate: dict[str, Any] | None,
-) -> str:
-    """The README with what stands between the markers made anew."""
-    place = PICTURE.relative_to(ROOT).as_posix()
-    picture_of_presets = f"![Quality and speed of the presets]({place})"
-    parts = [picture_of_presets, quality_table(fidelity, tasks, cpu), caption(fidelity, tasks, cpu), REPRODUCE]
-    readme = _filled(readme, BEGIN, parts)
-    families = load("families.json")
-    parts = [render_families.families_table(families), render_families.caption(families)]
-    readme = _filled(readme, FAMILIES_BEGIN, parts)
-    parts = []
-    if generate is not None:
-        parts = ["## `generate` on a GPU", render_generate.step_table(generate), render_generate.caption(generate)]
-    readme = _filled(readme, GENERATE_BEGIN, parts)
-    parts = []
-    if gpu is not None:
-        place = GPU_PICTURE.relative_to(ROOT).as_posix()
-        picture_of_gpu = f"![Time against context and share of the read bandwidth on a GPU]({place})"
-        parts = ["## One layer's decode attention on a GPU", picture_of_gpu, gpu_table(gpu), peer_table(gpu)]
-        parts.append(gpu_caption(gpu))
-    return _filled(readme, GPU_BEGIN, parts)
-
-
-def _filled(readme: str, begin: str, parts: list[str]) -> str:
-    before, rest = readme.split(begin)
-    _, after = rest.split(END, maxsplit=1)
-    return before + begin + "".join(f"\n{part}\n" for part in parts) + ("\n" if parts else "") + END + after
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Write the pictures and the README."""
-    fidelity, tasks, cpu, gpu, generate = load_all()
-    if gpu is not None:
-        pictures.draw_presets(pictures.plotted_presets(fidelity, gpu), PICTURE)
-        pictures.draw_decode(pictures.plotted_decode(gpu), GPU_PICTURE)
-    if generate is not None:
-        pictures.draw_generate(pictures.plotted_generate(generate), GENERATE_PICTURE)
-    README.write_text(
-        rendered(README.read_text(encoding="utf-8"), fidelity, tasks, cpu, gpu, generate), encoding="utf-8"
-    )
+    """Write the pictures and the pages."""
+    results = load_all()
+    pictures.draw_presets(pictures.plotted_presets(results["fidelity"], results["decode"]), PICTURE)
+    pictures.draw_decode(pictures.plotted_decode(results["decode"]), GPU_PICTURE)
+    pictures.draw_generate(pictures.plotted_generate(results["generate"]), GENERATE_PICTURE)
+    texts = parts(results)
+    for page in PAGES:
+        page.write_text(rendered(page.read_text(encoding="utf-8"), texts), encoding="utf-8")
 
 
 if __name__ == "__main__":
