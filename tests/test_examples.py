@@ -1,0 +1,79 @@
+"""That the programs of `examples/` run, each as its own process, with the reference model on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(name: str, *arguments: str, where: Path) -> str:
+    """The output of an example, which must end well."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+    done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_chat_continues_from_turn_to_turn_and_from_run_to_run(tmp_path: Path) -> None:
+    """Nothing is computed twice: all that the cache holds is part of the next turn."""
+    options = "--max-new-tokens", "6", "--file", "chat.safetensors", "--preset", "int4"
+    first = run("chat.py", "--prompt", "The village is located in", "--prompt", "It has a", *options, where=tmp_path)
+    reused = [(int(held), int(all_)) for held, all_ in re.findall(r"\[(\d+) of (\d+) tokens", first)]
+    assert reused[0][0] == 0 and 0 < reused[1][0] < reused[1][1]
+    held, size = re.search(r"cache: (\d+) tokens in ([\d,]+) bytes, int4", first).groups()  # type: ignore[union-attr]
+    assert int(size.replace(",", "")) > 0
+    assert len(json.loads((tmp_path / "chat.json").read_text(encoding="utf-8"))["held"]) == int(held)
+    again = run("chat.py", "--prompt", "The river is", *options, where=tmp_path)
+    assert f"[{held} of " in again
+
+
+def test_long_document_is_read_in_chunks(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("The village is located in the north of the country. " * 30, encoding="utf-8")
+    output = run("long_document.py", "--document", "text", "--chunk", "64", "--max-new-tokens", "4", where=tmp_path)
+    assert "in chunks of 64" in output and "int4 on cpu" in output and "LlamaForCausalLM, growing cache" in output
+
+
+def test_batch_job_answers_every_prompt(tmp_path: Path) -> None:
+    """Batches of two, of which the last one is filled up."""
+    prompts = ["The village is", "The river rises in the mountains and", "The university was founded"]
+    (tmp_path / "prompts").write_text("\n\n".join(prompts), encoding="utf-8")
+    options = "--prompts", "prompts", "--batch-size", "2", "--max-new-tokens", "4", "--output", "answers"
+    assert "3 prompts, " in run("batch_job.py", *options, where=tmp_path)
+    answers = [json.loads(line) for line in (tmp_path / "answers").read_text(encoding="utf-8").splitlines()]
+    assert [each["prompt"] for each in answers] == prompts and all(each["answer"].strip() for each in answers)
+
+
+@pytest.mark.slow
+def test_calibrate_lowers_the_divergence(tmp_path: Path) -> None:
+    output = run("calibrate.py", "--tokens", "1024", "--output", "calibrated", where=tmp_path)
+    before, after = (float(x) for x in re.findall(r"All layers together: (\S+) nats", output))
+    assert after < before
+    assert (tmp_path / "calibrated" / "kvquant_smoothing.safetensors").is_file()
+    assert "The village is located in the" in output
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_docstrings_show_commands_that_parse(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    commands = re.findall(rf"^    python examples/{path.name} (.*)$", example.__doc__ or "", re.MULTILINE)
+    commands += re.findall(
+        rf"^python examples/{path.name} (.*)$", (ROOT / "examples/README.md").read_text(), re.MULTILINE
+    )
+    assert len(commands) >= 2
+    for command in commands:
+        example.parser().parse_args(shlex.split(command, comments=True))  # exits where they are wrong
