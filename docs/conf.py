@@ -21,6 +21,7 @@ html_show_sourcelink = False
 html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["pages.css"]
+pygments_dark_style = "github-dark"
 
 # Links to headings are checked like links to pages.
 myst_heading_anchors = 3
@@ -31,6 +32,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
-napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 napoleon_custom_sections = [("Source", "notes_style")]

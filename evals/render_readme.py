@@ -181,7 +181,7 @@ def offloading_sentence(fidelity: dict[str, Any]) -> str:
     sizes = {name: row["bytes_per_token"] for name, row in fidelity["presets"].items()}
     return (
         f"With `int4`, a step transfers {sizes['int4'] / sizes['none']:.0%} of the bytes that transformers' own "
-        "offloading transfers for an unquantised cache, and only the new token travels back."
+        "offloading transfers for an unquantised cache. Only the new token travels back; there, whole layers do."
     )
 
 

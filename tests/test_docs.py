@@ -24,7 +24,7 @@ from hf_kvquant.cli import parser
 ROOT = Path(__file__).resolve().parents[1]
 # Run as well as read; the others are written for the site that includes them.
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -72,7 +72,7 @@ def test_docstrings_show_commands_that_parse(path: Path, monkeypatch: pytest.Mon
     spec.loader.exec_module(example)
     commands = re.findall(rf"^    python examples/{path.name} (.*)$", example.__doc__ or "", re.MULTILINE)
     commands += re.findall(
-        rf"^python examples/{path.name} (.*)$", (ROOT / "examples/README.md").read_text(), re.MULTILINE
+        rf"^python examples/{path.name} (.*)$", (ROOT / "docs/examples.md").read_text(), re.MULTILINE
     )
     assert len(commands) >= 2
     for command in commands:
