@@ -8,11 +8,11 @@ compile. Commands of a `sh` block are not run; they have to parse, and their tar
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import io
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,28 +71,22 @@ def headings_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+# --- what a page must be ----------------------------------------------------------------------------------------------
 
 
-@each_page
-def test_blocks_are_of_a_kind_that_is_checked(page: Path) -> None:
+def check_kinds(page: Path) -> None:
+    """Its blocks are of a kind that is checked, or say why not."""
     for block in blocks_of(page):
         assert block.language in ("python", "sh", "text") or block.language.startswith("{"), block
         if block.note and not block.language.startswith("{"):
             assert re.fullmatch(r"no-run: \w.{10,}", block.note), f"a note must be `no-run: REASON`, got {block.note!r}"
 
 
-@each_page
-def test_code_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The prompts are ones whose continuation is never near a tie, so another processor, which rounds in another
-    order, writes the same."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "evals").symlink_to(ROOT / "evals")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    blocks = blocks_of(page)
+def check_code(page: Path) -> None:
+    """Its Python runs, and prints what it says."""
     namespace: dict[str, Any] = {}
     printed = None
-    for block in blocks:
+    for block in blocks_of(page):
         if block.language == "python":
             code = compile(block.code, page.name, "exec")
             printed = None
@@ -102,15 +96,12 @@ def test_code_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
                 printed = output.getvalue()
         elif block.language == "text" and block.follows and printed is not None:
             assert printed == block.code
-    hf_kvquant.disable()
 
 
-@each_page
-def test_commands_are_ones_that_there_are(page: Path) -> None:
+def check_commands(page: Path) -> None:
+    """Its commands are ones that there are, in the prose too, where they are complete."""
     commands = [words for block in blocks_of(page) if block.language == "sh" for words in commands_of(block.code)]
-    # In the prose too, where a command is complete.
-    prose = FENCED.sub("", page.read_text(encoding="utf-8"))
-    inline = re.findall(r"`(hf-kvquant [^`]*MODEL[^`]*)`", prose)
+    inline = re.findall(r"`(hf-kvquant [^`]*MODEL[^`]*)`", FENCED.sub("", page.read_text(encoding="utf-8")))
     for words in [*commands, *(shlex.split(command) for command in inline)]:
         check_command(words)
 
@@ -131,16 +122,8 @@ def check_command(words: list[str]) -> None:
         assert words[:2] == ["pip", "install"], f"nothing checks this command: {words}"
 
 
-@pytest.mark.parametrize(
-    "command", ["make nonsense", "hf-kvquant eval nonsense", "python evals/none.py", "curl x", "hf-kvquant env --all"]
-)
-def test_commands_that_there_are_not_are_found(command: str) -> None:
-    with pytest.raises((AssertionError, SystemExit)):
-        check_command(shlex.split(command))
-
-
-@each_page
-def test_links_lead_somewhere(page: Path) -> None:
+def check_links(page: Path) -> None:
+    """Its links lead to files, and to headings of pages. Sphinx checks those of the site as well."""
     prose = FENCED.sub("", page.read_text(encoding="utf-8"))
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", prose):
         path = (page.parent / target).resolve() if target else page
@@ -148,13 +131,64 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in headings_of(path), f"{target}#{anchor}"
 
 
-@each_page
-def test_files_and_names_that_are_spoken_of_exist(page: Path) -> None:
+def check_names(page: Path) -> None:
+    """Files and names of the package that it speaks of exist."""
     text = page.read_text(encoding="utf-8")
     for path in re.findall(r"`((?:csrc|docs|evals|examples|hf_kvquant|tests)/[^`\s]*)`", text):
         assert (ROOT / path).exists(), path
     for name in re.findall(r"\bhf_kvquant\.(\w+)", text):
         assert hasattr(hf_kvquant, name) or importlib.util.find_spec(f"hf_kvquant.{name}"), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "check", [check_kinds, check_commands, check_links, check_names], ids=lambda check: check.__name__
+)
+def test_pages(check: Callable[[Path], None], page: Path) -> None:
+    check(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The prompts are ones whose continuation is never near a tie, so another processor, which rounds in another
+    order, writes the same."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evals").symlink_to(ROOT / "evals")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    try:
+        check_code(page)
+    finally:
+        hf_kvquant.disable()
+
+
+WRONG = {
+    "output": (check_code, "```python\nprint(1)\n```\n\n```text\n2\n```\n"),
+    "error": (check_code, "```python\nassert x == 1\n```\n"),
+    "syntax": (check_code, "```python no-run: needs a GPU\nx = = 1\n```\n"),
+    "language": (check_kinds, "```bash\nls\n```\n"),
+    "no reason": (check_kinds, "```python no-run:\nx = 1\n```\n"),
+    "target": (check_commands, "```sh\nmake nonsense\n```\n"),
+    "evaluation": (check_commands, "```sh\nhf-kvquant eval nonsense MODEL\n```\n"),
+    "option": (check_commands, "Try `hf-kvquant generate MODEL --nonsense`.\n"),
+    "script": (check_commands, "```sh\npython evals/none.py\n```\n"),
+    "option of a script": (check_commands, "```sh\npython examples/chat.py --nonsense\n```\n"),
+    "program": (check_commands, "```sh\ncurl x\n```\n"),
+    "link": (check_links, "[a page](none.md)\n"),
+    "heading": (check_links, "# One\n\n[a heading](#two)\n"),
+    "file": (check_names, "See `hf_kvquant/none.py`.\n"),
+    "name": (check_names, "Call `hf_kvquant.none(model)`.\n"),
+}
+
+
+@pytest.mark.parametrize(("check", "text"), WRONG.values(), ids=WRONG)
+def test_pages_that_are_wrong_are_found(check: Callable[[Path], None], text: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text, encoding="utf-8")
+    with pytest.raises((AssertionError, NameError, SyntaxError, SystemExit)):
+        check(page)
+
+
+# --- the site ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_page_is_reached_from_the_first() -> None:
