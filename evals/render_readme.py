@@ -104,13 +104,15 @@ def summary_caption(
 ) -> str:
     """What the README's table compares with what, and one number of `generate`."""
     (case,) = shown_cases(decode, [SUMMARY_GPU_CASE])
+    batch, context = SUMMARY_GENERATE_CASE.split("x")
     steps, ratio, cache = render_generate.compared(generate, SUMMARY_GENERATE_CASE)
+    shape = case["shape"]
     return (
         f"Size against a 16-bit cache. Quality: our {MODEL}, WikiText-2. Speed: one decode step of attention against "
         f"the fastest bf16 kernel of PyTorch and FlashInfer ({decode['gpu'].removeprefix('NVIDIA ')}, "
-        f"{describe_case(case)} tokens), and against PyTorch on {cpu['threads']} threads of {_article(cpu['cpu'])} "
-        f"({cpu['shape']['length']:,} tokens). "
-        f"End to end, `generate` with a Llama-3-8B-sized model at {SUMMARY_GENERATE_CASE.replace('x', ' x ')} tokens "
+        f"{shape['batch']} sequences of {describe_context(case)} tokens), and against PyTorch on {cpu['threads']} "
+        f"threads of {_article(cpu['cpu'])} ({cpu['shape']['length']:,} tokens). "
+        f"End to end, `generate` with a Llama-3-8B-sized model and {batch} sequences of {context} tokens "
         f"takes {steps[1]:.1f} ms a step under `int4` and {steps[0]:.1f} ms under transformers' static cache "
         f"({ratio:.1f}x), with {cache[1]:.1f} instead of {cache[0]:.1f} GB of cache."
     )
@@ -196,9 +198,13 @@ def shown_cases(gpu: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
 
 def describe_case(case: dict[str, Any]) -> str:
     """`64 x 8k`, or `64 x 1 to 16k` for ragged lengths."""
-    shape = case["shape"]
-    context = f"{shape['context'] // 1024}k"
-    return f"{shape['batch']} x {f'1 to {context}' if shape['is_ragged'] else context}"
+    return f"{case['shape']['batch']} x {describe_context(case)}"
+
+
+def describe_context(case: dict[str, Any]) -> str:
+    """`8k`, or `1 to 16k`."""
+    context = f"{case['shape']['context'] // 1024}k"
+    return f"1 to {context}" if case["shape"]["is_ragged"] else context
 
 
 def describe_heads(case: dict[str, Any]) -> str:
