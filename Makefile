@@ -32,6 +32,9 @@ INSTALLED := $(VENV)/installed.stamp
 PACKAGES := $(VENV)/packages.stamp
 DOCS := $(VENV)/docs.stamp
 READY := $(INSTALLED) $(PACKAGES)
+# What makes and checks wheels, and the oldest Linux that they run on: glibc 2.28, as in RHEL 8, Debian 10, Ubuntu 18.10.
+WHEEL_TOOLS := $(VENV)/wheel.stamp
+WHEEL_TAG := manylinux_2_28_$(shell uname -m)
 # A line when a step begins, and one with its time: $(call step,name,commands)
 step = @start=$$(date +%s); echo "--- $(1)"; $(2) && echo "--- $(1): $$(($$(date +%s) - start)) s"
 # A Python named on the command line has the package and pytest already; without one, .venv is made to have them.
@@ -125,8 +128,15 @@ cuda: $(INSTALLED)  ## compile the CUDA kernels too, for CUDA_ARCHS (needs nvcc,
 headers: $(PACKAGES)  ## compile against the headers of the oldest and the newest torch (downloads both)
 	BIN=$(BIN) .ci/headers
 
-wheel: $(PACKAGES)  ## a wheel in dist/, built in isolation
-	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+# auditwheel fails where the wheel needs more than its tag promises. torch's libraries are those of the torch that is
+# imported, so they are not copied into the wheel.
+wheel: $(WHEEL_TOOLS)  ## a manylinux_2_28 wheel in dist/, built in isolation, with CUDA kernels where nvcc is (Linux)
+	rm -rf build/wheel dist/hf_kvquant-*.whl
+	$(call step,building the wheel,HF_KVQUANT_MANYLINUX=1 $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .)
+	$(call step,giving it the tag $(WHEEL_TAG),PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --only-plat \
+	    --plat $(WHEEL_TAG) --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist build/wheel/hf_kvquant-*.whl)
+	$(call step,checking its use of the stable ABI,$(BIN)/abi3audit --strict dist/hf_kvquant-*.whl)
+	@du -h dist/hf_kvquant-*.whl
 
 docs: $(DOCS)  ## the pages of docs/ as a site in build/docs, links checked (Python 3.11 or later; no network)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
@@ -158,6 +168,11 @@ $(PACKAGES): $(TOOLS)
 $(DOCS): docs/requirements.txt $(PACKAGES)
 	$(call step,installing what the pages need,$(BIN)/pip install --quiet --constraint requirements.txt \
 	    --requirement docs/requirements.txt)
+	@touch $@
+
+$(WHEEL_TOOLS): requirements-wheel.txt $(TOOLS)
+	$(call step,installing what makes wheels,$(BIN)/pip install --quiet --constraint requirements.txt \
+	    --requirement requirements-wheel.txt)
 	@touch $@
 
 $(OLDEST)/stamp: pyproject.toml | $(READY)

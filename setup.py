@@ -15,6 +15,9 @@ Environment:
     HF_KVQUANT_SKIP_CUDA=1  compile no CUDA source
     HF_KVQUANT_SANITIZE=1   compile the CPU kernels under the address and undefined-behaviour sanitizers, into
                             build/sanitized: `make sanitize-cpu` says how to build and run that
+    HF_KVQUANT_MANYLINUX=1  link for manylinux_2_28, as `make wheel` does: with zig's linker, which knows the symbols of
+                            glibc 2.28, whatever glibc this machine has. Compilers stay the same, and no other build
+                            needs zig.
     MAX_JOBS                compiler processes at a time (default: as many as there are processors)
     CUDA_HOME, CXX          where CUDA is, which C++ compiler to use
 """
@@ -28,6 +31,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -44,6 +48,9 @@ SANITIZED_LIB = Path("build", "sanitized", "lib")
 
 # Headers of this version for isolated builds on a machine without torch. The binary does not depend on it.
 FALLBACK_TORCH = "torch==2.13.0"
+# The linker of HF_KVQUANT_MANYLINUX, and the glibc that its output runs on.
+ZIG = "ziglang==0.17.1"
+ZIG_TARGET = f"{platform.machine()}-linux-gnu.2.28"
 
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030A0000"]
 # Neither fast-math nor contraction: codes and scales are bitwise those of reference.py. No -march either: a wheel runs
@@ -82,7 +89,7 @@ rule cuda
   description = CUDA $in
 
 rule link
-  command = $cxx -shared $in -o $out $link_flags
+  command = $linker -shared $in -o $out $link_flags
   description = link $out
 """
 
@@ -219,8 +226,19 @@ def write_ninja(torch: Path, output: Path, is_native: bool) -> str:
     found_cuda = find_cuda() if archs else None
     sets = x86_sets(is_native)
     includes = ["-Icsrc", f'-isystem "{torch / "include"}"', f'-isystem "{sysconfig.get_path("include")}"']
-    link_flags = [f'-L"{torch / "lib"}"', "-ltorch_cpu", "-pthread", "-Wl,--exclude-libs,ALL"]
+    linker = "$cxx"
+    link_flags = [f'-L"{torch / "lib"}"', "-ltorch_cpu", "-pthread"]
     sources = sorted(ROOT.glob("csrc/*.cpp")) + sorted(ROOT.glob("csrc/cpu/*.cpp"))
+    if is_set("HF_KVQUANT_MANYLINUX"):
+        linker = f'"{sys.executable}" -m ziglang cc -target {ZIG_TARGET}'
+        # Not zig's own: exceptions cross from here into torch, which uses gcc's C++ library and unwinder; and what the
+        # processor can do is asked of libgcc.a, in place of which zig has one that knows nothing.
+        gcc_libraries = ("libstdc++.so", "libgcc.a", "libgcc_s.so.1")
+        link_flags += [f"$$($cxx -print-file-name={name})" for name in gcc_libraries]
+        link_flags += ["-Wl,--version-script=csrc/manylinux/exports.map", "-Wl,--strip-debug"]
+        sources += sorted(ROOT.glob("csrc/manylinux/*.cpp"))
+    else:
+        link_flags.append("-Wl,--exclude-libs,ALL")
     sources = [
         path for path in sources if path.stem not in {f"kernels_{name}" for name in X86_SETS if name not in sets}
     ]
@@ -242,7 +260,7 @@ def write_ninja(torch: Path, output: Path, is_native: bool) -> str:
         flags += SANITIZE_FLAGS  # behind -O3, which the last -O overrides
         link_flags += SANITIZE_FLAGS
     lines.append(f"flags = {' '.join(flags + DEFINES + includes)}")
-    lines += [f"link_flags = {' '.join(link_flags)}", NINJA_RULES]
+    lines += [f"linker = {linker}", f"link_flags = {' '.join(link_flags)}", NINJA_RULES]
     objects = []
     for source in sources:
         source = source.relative_to(ROOT)
@@ -296,6 +314,6 @@ setup(
     ext_modules=[Extension("hf_kvquant._C", sources=[], py_limited_api=True)],
     cmdclass={"build_ext": NinjaBuild},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
-    # pip asks for this before an isolated build and installs it there; nothing where torch has been found.
-    setup_requires=[] if torch_folder() else [FALLBACK_TORCH],
+    # pip asks for these before an isolated build and installs them there; no torch where one has been found.
+    setup_requires=([] if torch_folder() else [FALLBACK_TORCH]) + ([ZIG] if is_set("HF_KVQUANT_MANYLINUX") else []),
 )
