@@ -20,6 +20,8 @@ Environment:
                             needs zig.
     MAX_JOBS                compiler processes at a time (default: as many as there are processors)
     CUDA_HOME, CXX          where CUDA is, which C++ compiler to use
+    HF_KVQUANT_NAMESPACE    what the namespace of the ops and the library are called, for a build that is loaded beside
+                            the package: `make hub`
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 IS_SANITIZED = os.environ.get("HF_KVQUANT_SANITIZE", "0") not in ("", "0")
+NAMESPACE = os.environ.get("HF_KVQUANT_NAMESPACE", "")
+LIBRARY = NAMESPACE or "_C"
 # Relative to ROOT. Fixed, not setuptools' temporary folder, so that ninja finds its objects again and compiles only
 # what has changed.
 OBJECTS = Path("build", "sanitized" if IS_SANITIZED else "ninja")
@@ -52,7 +56,7 @@ FALLBACK_TORCH = "torch==2.13.0"
 ZIG = "ziglang==0.17.1"
 ZIG_TARGET = f"{platform.machine()}-linux-gnu.2.28"
 
-DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030A0000"]
+DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x03090000"]
 # Neither fast-math nor contraction: codes and scales are bitwise those of reference.py. No -march either: a wheel runs
 # on any processor of its kind, and the files below are entered only after a look at what the processor can do.
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
@@ -244,12 +248,13 @@ def write_ninja(torch: Path, output: Path, is_native: bool) -> str:
     ]
     # Of single files, so that objects are the same in an editable build and in a wheel.
     flags_of = {f"kernels_{name}": " ".join(f"-m{part}" for part in X86_SETS[name]) for name in sets}
+    flags_of["module"] = f"-DTORCH_EXTENSION_NAME={NAMESPACE}" if NAMESPACE else ""
     flags_of["cpu"] = " ".join(f"-DHF_KVQUANT_{name.upper()}" for name in sets)
     lines = [f"builddir = {OBJECTS}", f"cxx = {os.environ.get('CXX', 'c++')}"]
     if found_cuda is not None:
         cuda, libraries = found_cuda
         includes.append(f'-isystem "{cuda / "include"}"')
-        flags_of["module"] = f"'-DHF_KVQUANT_CUDA_ARCHS=\"{';'.join(archs)}\"'"
+        flags_of["module"] += f" '-DHF_KVQUANT_CUDA_ARCHS={';'.join(archs)}'"
         # ninja starts them in this order: what takes minutes comes first, so that no core is idle at the end.
         sources = sorted(ROOT.glob("csrc/cuda/*.cu")) + sorted(ROOT.glob("csrc/cuda/*.cpp")) + sources
         lines += [f'nvcc = "{cuda / "bin" / "nvcc"}"', f"nvcc_flags = {' '.join([*NVCC_FLAGS, '-Icsrc'])}"]
@@ -264,7 +269,9 @@ def write_ninja(torch: Path, output: Path, is_native: bool) -> str:
     objects = []
     for source in sources:
         source = source.relative_to(ROOT)
-        target = OBJECTS / source.with_suffix(source.suffix + ".o")
+        # All namespaces share the other objects, so that only this one is compiled for another.
+        suffix = f".{LIBRARY}.o" if source.stem == "module" else ".o"
+        target = OBJECTS / source.with_suffix(source.suffix + suffix)
         if source.suffix == ".cu":
             lines += [f"build {target}: cuda {source}", f"  targets = {cuda_targets(source.stem, archs)}"]
         else:
@@ -291,7 +298,7 @@ class NinjaBuild(build_ext):
         if torch is None:
             raise SystemExit("setup: torch >= 2.10 must be installed for its headers, found none. pip install torch")
         (ROOT / OBJECTS).mkdir(parents=True, exist_ok=True)
-        output = OBJECTS / "_C.abi3.so"
+        output = OBJECTS / f"{LIBRARY}.abi3.so"
         # Two installs at a time, of an editable and a wheel for example, would run two ninjas in one folder.
         with open(ROOT / OBJECTS / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -311,7 +318,7 @@ class NinjaBuild(build_ext):
 
 
 setup(
-    ext_modules=[Extension("hf_kvquant._C", sources=[], py_limited_api=True)],
+    ext_modules=[Extension(f"hf_kvquant.{LIBRARY}", sources=[], py_limited_api=True)],
     cmdclass={"build_ext": NinjaBuild},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
     # pip asks for these before an isolated build and installs them there; no torch where one has been found.

@@ -15,6 +15,22 @@
 #include "cuda/cuda.h"
 #endif
 
+// The namespace of the ops, as hf_kvquant/_ops.py has it, and the name of the Python module. Builds for the kernels hub
+// give both one name of their own, so that several can be loaded beside the package; kernel-builder calls it so.
+#ifdef TORCH_EXTENSION_NAME
+#define KVQ_NAMESPACE TORCH_EXTENSION_NAME
+#define KVQ_MODULE TORCH_EXTENSION_NAME
+#else
+#define KVQ_NAMESPACE hf_kvquant
+#define KVQ_MODULE _C
+#endif
+// Arguments of these are replaced by what they stand for first. A list of architectures may have commas.
+#define KVQ_STRING(...) KVQ_AS_IT_IS(__VA_ARGS__)
+#define KVQ_AS_IT_IS(...) #__VA_ARGS__
+#define KVQ_OPS(ns, device, library) STABLE_TORCH_LIBRARY_IMPL(ns, device, library)
+#define KVQ_INIT(module) KVQ_CONCATENATE(PyInit_, module)
+#define KVQ_CONCATENATE(a, b) a##b
+
 namespace hf_kvquant {
 namespace {
 
@@ -218,7 +234,7 @@ PyObject* set_cpu_capability(PyObject*, PyObject* name) {
 }
 
 #ifdef HF_KVQUANT_CUDA_ARCHS
-PyObject* cuda_archs(PyObject*, PyObject*) { return PyUnicode_FromString(HF_KVQUANT_CUDA_ARCHS); }
+PyObject* cuda_archs(PyObject*, PyObject*) { return PyUnicode_FromString(KVQ_STRING(HF_KVQUANT_CUDA_ARCHS)); }
 #endif
 
 PyMethodDef kMethods[] = {
@@ -230,19 +246,19 @@ PyMethodDef kMethods[] = {
      "Choose an instruction set by name, None for the best one; False when it is unknown or not available here."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "hf_kvquant._C", "Compiled kernels of hf_kvquant.", -1, kMethods,
+PyModuleDef kModule = {PyModuleDef_HEAD_INIT, KVQ_STRING(KVQ_MODULE), "Compiled kernels of hf_kvquant.", -1, kMethods,
                        nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 }  // namespace hf_kvquant
 
-STABLE_TORCH_LIBRARY_IMPL(hf_kvquant, CPU, library) {
+KVQ_OPS(KVQ_NAMESPACE, CPU, library) {
   library.impl("append", TORCH_BOX(&hf_kvquant::append<hf_kvquant::CpuDevice>));
   library.impl("decode", TORCH_BOX(&hf_kvquant::decode<hf_kvquant::CpuDevice>));
 }
 
 #ifdef HF_KVQUANT_CUDA_ARCHS
-STABLE_TORCH_LIBRARY_IMPL(hf_kvquant, CUDA, library) {
+KVQ_OPS(KVQ_NAMESPACE, CUDA, library) {
   library.impl("append", TORCH_BOX(&hf_kvquant::append<hf_kvquant::CudaDevice>));
   library.impl("decode", TORCH_BOX(&hf_kvquant::decode<hf_kvquant::CudaDevice>));
   library.impl("rms_norm", TORCH_BOX(&hf_kvquant::rms_norm));
@@ -253,7 +269,7 @@ STABLE_TORCH_LIBRARY_IMPL(hf_kvquant, CUDA, library) {
 }
 #endif
 
-PyMODINIT_FUNC PyInit__C() {
+PyMODINIT_FUNC KVQ_INIT(KVQ_MODULE)() {
   PyObject* module = PyModule_Create(&hf_kvquant::kModule);
   if (module == nullptr) return nullptr;
 #ifdef HF_KVQUANT_CUDA_ARCHS

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import ops
+from ._ops import ops as torch_ops
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +251,7 @@ def _norm(chooser: _Chooser, additions: _Additions, module: Any, *args: Any, **k
     normed = additions.normed(module, x)
     if normed is not None:
         return normed
-    eps, rms_norm = _eps_of(module), torch.ops.hf_kvquant.rms_norm
+    eps, rms_norm = _eps_of(module), torch_ops.rms_norm
 
     def trial() -> _Trial:
         candidates = {
@@ -339,7 +340,7 @@ class _Additions(TorchFunctionMode):
         return _Addition(number, (x, other), total, total._version)
 
     def _function(self, norm: Any, x: Tensor, other: Tensor) -> Function | None:
-        eps, add_rms_norm = _eps_of(norm), torch.ops.hf_kvquant.add_rms_norm
+        eps, add_rms_norm = _eps_of(norm), torch_ops.add_rms_norm
 
         def original(x: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
             total = x + other
@@ -401,7 +402,7 @@ def _mlp(chooser: _Chooser, module: Any, *args: Any, **kwargs: Any) -> Any:
 
     def trial() -> _Trial:
         gate, up = module.gate_proj(x), module.up_proj(x)
-        candidates = {"one kernel between its linear layers": torch.ops.hf_kvquant.silu_mul}
+        candidates = {"one kernel between its linear layers": torch_ops.silu_mul}
         product = functools.partial(_product, module, x)
         return _Trial((gate, up), product, candidates, lambda: _mlp_draws(gate, up))
 
@@ -456,7 +457,7 @@ def _rotary(chooser: _Chooser, original: Function, thread: int, *args: Any, **kw
         return original(*args, **kwargs)
 
     def trial() -> _Trial:
-        return _Trial(args, original, {"one kernel": torch.ops.hf_kvquant.rotary}, lambda: _random(*args))
+        return _Trial(args, original, {"one kernel": torch_ops.rotary}, lambda: _random(*args))
 
     function = chooser.choose(ROTARY, original, args, trial)
     return (original if function is None else function)(*args)

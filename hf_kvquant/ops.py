@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 
 from . import op_arguments, reference
+from ._ops import add_op_namespace_prefix
+from ._ops import ops as torch_ops
 from .formats import BLOCK_SIZE, STORAGE_IDS, TOKEN_ALIGNMENT, KVFormat, Planes, format_of
 from .transforms import KeyTransform
 
@@ -70,7 +72,7 @@ FUSED_SCHEMAS = (
 )
 PREFETCH_SCHEMA = "prefetch(Tensor weight, int num_bytes) -> ()"
 
-_library = torch.library.Library("hf_kvquant", "DEF")
+_library = torch.library.Library(torch_ops.name, "DEF")
 _library.define(APPEND_SCHEMA)
 _library.define(DECODE_SCHEMA)
 # Ops of their own rather than Python functions, so that the compiler sees a call and no data-dependent branch.
@@ -209,7 +211,7 @@ def _transform_of(center: Tensor | None, smoothing: Tensor | None, is_rotated: b
 
 def _arguments_of(op: str, args: Iterable[object]) -> dict[str, Any]:
     """Arguments by the names of an op's schema."""
-    schema = getattr(torch.ops.hf_kvquant, op).default._schema
+    schema = getattr(torch_ops, op).default._schema
     return dict(zip((argument.name for argument in schema.arguments), args, strict=True))
 
 
@@ -229,7 +231,7 @@ def _resolving(op: str) -> Callable[..., Any]:
     """What torch would do of itself with lazily negated tensors, if it knew what to do with ops that write."""
 
     def resolve(*args: Any) -> Any:
-        overload = getattr(torch.ops.hf_kvquant, op).default
+        overload = getattr(torch_ops, op).default
         return overload(*op_arguments.without_lazy_negation(op.removesuffix("_reference"), overload._schema, args))
 
     return resolve
@@ -251,14 +253,14 @@ _library.impl("prefetch", op_arguments.check_prefetch, "CompositeExplicitAutogra
 # Torch calls a fake, which computes nothing, also where a single tensor is on `meta` and the others hold numbers.
 
 
-@torch.library.register_fake("hf_kvquant::append", lib=_library)
-@torch.library.register_fake("hf_kvquant::append_reference", lib=_library)
+@torch.library.register_fake(add_op_namespace_prefix("append"), lib=_library)
+@torch.library.register_fake(add_op_namespace_prefix("append_reference"), lib=_library)
 def _append_fake(*args: object) -> None:
     op_arguments.check_devices("append", _arguments_of("append", args))
 
 
-@torch.library.register_fake("hf_kvquant::decode", lib=_library)
-@torch.library.register_fake("hf_kvquant::decode_reference", lib=_library)
+@torch.library.register_fake(add_op_namespace_prefix("decode"), lib=_library)
+@torch.library.register_fake(add_op_namespace_prefix("decode_reference"), lib=_library)
 def _decode_fake(*args: object) -> tuple[Tensor, Tensor]:
     arguments = _arguments_of("decode", args)
     op_arguments.check_results(arguments)
@@ -287,10 +289,10 @@ for _name, _like in (
     ("rotary", ("query", "key")),
     ("silu_mul", ("gate",)),
 ):
-    torch.library.register_fake(f"hf_kvquant::{_name}", _fake_like(_name, *_like), lib=_library)
+    torch.library.register_fake(add_op_namespace_prefix(_name), _fake_like(_name, *_like), lib=_library)
 
 
-@torch.library.register_fake("hf_kvquant::prefetch", lib=_library)
+@torch.library.register_fake(add_op_namespace_prefix("prefetch"), lib=_library)
 def _prefetch_fake(weight: Tensor, num_bytes: int) -> None:
     pass
 
@@ -307,7 +309,7 @@ def head_dim_of(codes: Tensor, storage_id: int) -> int:
 def extension() -> ModuleType | ImportError:
     """The compiled extension, loaded at the first call, or the reason why there is none."""
     try:
-        module = importlib.import_module("hf_kvquant._C")
+        module = importlib.import_module(f"{__package__}._C")
     except ImportError as error:
         return error
     expected = {
@@ -480,10 +482,9 @@ class Operands:
         codes = key_planes.codes
         head_dims = head_dim_of(codes, key_storage), head_dim_of(value_planes.codes, value_storage)
         has_kernel = _has_kernel(codes.device, *head_dims)
-        ops = torch.ops.hf_kvquant
         # Overloads rather than names, which would be looked up in every call: 2 of 17 us on a CPU.
-        self._append = (ops.append if has_kernel else ops.append_reference).default
-        self._decode = (ops.decode if has_kernel else ops.decode_reference).default
+        self._append = (torch_ops.append if has_kernel else torch_ops.append_reference).default
+        self._decode = (torch_ops.decode if has_kernel else torch_ops.decode_reference).default
 
     def append(self, key: Tensor, value: Tensor, lengths: Tensor, starts: Tensor | None = None) -> None:
         """Quantise new tokens into the planes, as `reference.append` defines it.

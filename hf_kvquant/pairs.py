@@ -12,10 +12,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
+from ._ops import ops as torch_ops
 from .cache import KVQuantLayer, layers_of
 from .lengths import causal_pairs
 from .simulation import SimulatedLayer, window_of
@@ -101,7 +101,7 @@ class PairCounter(TorchDispatchMode):
         self.pairs = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.hf_kvquant.decode.default, torch.ops.hf_kvquant.decode_reference.default):
+        if func in (torch_ops.decode.default, torch_ops.decode_reference.default):
             named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
             q_len = named["query"].shape[2]
             # As many as a text of `length` tokens has whose last q_len ones come behind its first chunk.

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from . import ops  # noqa: F401  (defines the ops)
+from ._ops import ops as torch_ops
 
 # Bytes of one weight. From 4 to 20 MB make no difference; what waits in the L2 cache must not be pushed out of it.
 MAX_BYTES = 8 * 2**20
@@ -40,7 +41,7 @@ class _Watch(TorchFunctionMode):
         if not torch.compiler.is_compiling():
             if func is functional.linear and len(args) > 1 and type(args[1]) in (Tensor, nn.Parameter):
                 self.see_linear(args[1])
-            elif func is torch.ops.hf_kvquant.decode.default:
+            elif func is torch_ops.decode.default:
                 self.see_attention()
         return result
 
@@ -116,7 +117,7 @@ class Prefetch:
                 branch.wait_stream(stream)
                 is_joined = False
                 with torch.cuda.stream(branch):
-                    torch.ops.hf_kvquant.prefetch(weight, min(weight.nbytes, most))
+                    torch_ops.prefetch(weight, min(weight.nbytes, most))
 
         with _Starts(self.behind, fetch):
             yield
