@@ -17,6 +17,8 @@ OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\)".*/\1/p' p
 OLDEST_TESTS := $(addprefix tests/test_,cache.py generate.py patching.py attention.py own_attention.py cache_file.py \
                   compile.py capture.py encoder_decoder.py)
 CUDA_ARCHS ?= 90
+# What `make hub` checks with, beside the virtual environment.
+HUB_TOOLS := build/hub-tools
 SANITIZER ?= compute-sanitizer
 SANITIZE_TOOLS ?= memcheck racecheck initcheck
 # What `make mutate` breaks: parts of the names of files, all of its list without.
@@ -57,7 +59,7 @@ SANITIZED_TESTS := $(addprefix tests/test_,ops.py ring_ops.py transforms.py wind
 PRELOAD = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
 
 .PHONY: help setup demo quality test test-all mutate oldest sanitize sanitize-cpu lint format types cuda headers wheel docs \
-    clean distclean
+    hub clean distclean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -141,6 +143,11 @@ wheel: $(WHEEL_TOOLS)  ## a manylinux_2_28 wheel in dist/, built in isolation, w
 docs: $(DOCS)  ## the pages of docs/ as a site in build/docs, links checked (Python 3.11 or later; no network)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 
+hub: $(HUB_TOOLS)/stamp  ## the ops alone for the kernels hub, in build/hub, checked by the hub's own packages
+	$(call step,building for the hub,HF_KVQUANT_MANYLINUX=1 PYTHONPATH=$(HUB_TOOLS) $(BIN)/python hub/build.py)
+	$(call step,checking,PYTHONPATH=$(HUB_TOOLS) PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 $(BIN)/python hub/check.py \
+	    build/hub)
+
 clean:  ## remove what was built, keep .venv
 	rm -rf build dist *.egg-info hf_kvquant/*.so $(INSTALLED)
 
@@ -178,4 +185,10 @@ $(WHEEL_TOOLS): requirements-wheel.txt $(TOOLS)
 $(OLDEST)/stamp: pyproject.toml | $(READY)
 	rm -rf $(OLDEST)
 	$(BIN)/pip install --quiet --target $(OLDEST) "transformers==$(OLDEST_TRANSFORMERS)"
+	@touch $@
+
+$(HUB_TOOLS)/stamp: hub/requirements.txt | $(TOOLS)
+	rm -rf $(HUB_TOOLS)
+	$(call step,installing what checks for the hub,$(BIN)/pip install --quiet --target $(HUB_TOOLS) \
+	    --requirement hub/requirements.txt)
 	@touch $@
