@@ -17,7 +17,7 @@ import transformers
 from . import ops
 
 # What the extra `eval` of pyproject.toml brings.
-EVALUATION = ("lm-eval", "accelerate", "matplotlib", "numpy", "PyYAML")
+EVALUATION = ("lm-eval", "accelerate", "markdown-it-py", "matplotlib", "numpy", "PyYAML")
 
 
 def package_version() -> str:

@@ -122,8 +122,8 @@ def misplaced(figure: Any) -> list[str]:
 
 
 def readme_pictures(renderer: ModuleType) -> dict[str, Callable[[Path], None]]:
-    fidelity, _, _, gpu, generate = renderer.load_all()
-    drawing = renderer.pictures
+    results, drawing = renderer.load_all(), renderer.pictures
+    fidelity, gpu, generate = (results[name] for name in ("fidelity", "decode", "generate"))
     return {
         "presets": lambda path: drawing.draw_presets(drawing.plotted_presets(fidelity, gpu), path),
         "decode": lambda path: drawing.draw_decode(drawing.plotted_decode(gpu), path),
