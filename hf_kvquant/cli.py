@@ -19,6 +19,7 @@ from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -439,7 +440,7 @@ def show_preflight(console: Console, result: Preflight, *, title: str) -> None:
     harmful = {finding.layer_idx for finding in result.problems}
     for layer in result.layers:
         style = "red" if layer.layer_idx in harmful else None
-        table.add_row(str(layer.layer_idx), layer.name, *cells(layer), layer.remarks(), style=style)
+        table.add_row(str(layer.layer_idx), layer.name, *cells(layer), Text(layer.remarks()), style=style)
     for index, reason in result.left_out.items():
         console.print(f"layer {index} is left out: {reason}", style="dim")
     console.print(table)
@@ -489,5 +490,5 @@ def run_env(args: argparse.Namespace) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in environment().items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))  # brackets, as in hf-kvquant[eval], are no markup here
     Console(highlight=False).print(table)

@@ -394,6 +394,11 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert ops.extension().cpu_capability() in output
 
 
+def test_env_shows_brackets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "environment", lambda: {"evaluation": "pip install 'hf-kvquant[eval]'"})
+    assert "pip install 'hf-kvquant[eval]'" in run(capsys, "env")[1]
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
