@@ -14,7 +14,7 @@ import compare
 import models
 import pytest
 import torch
-from cases import Case, clone, name_of, queries, tokens
+from cases import REFUSED, Case, clone, name_of, queries, tokens
 from checks import run_decode
 from compare import assert_same, assert_same_planes
 from models import greedy, left_padded
@@ -505,12 +505,12 @@ def test_bad_planes_are_named(change: Any, message: str) -> None:
     broken = change(planes[0])
     value_planes = planes[1].narrow(broken.codes.shape[2])
     new = tokens(case, 1, 64), tokens(case, 1, 64)
-    with pytest.raises(ValueError, match=f"^decode: {re.escape(message)}"):
+    with pytest.raises(REFUSED, match=f"^decode: {re.escape(message)}"):
         ops.decode(queries(case), new, broken, value_planes, case.lengths_tensor(), FORMATS, softmax_scale=1.0)
 
 
 def test_the_ops_refuse_transforms() -> None:
     case = Case(FORMATS, 64, torch.float32, 2, 1, (130, 30), capacity=256)
     new, planes = (tokens(case, 1, 64), tokens(case, 1, 64)), held(case)
-    with pytest.raises(ValueError, match=r"^append: `key_center`, `key_smoothing` and `rotates_key` must be left out"):
+    with pytest.raises(REFUSED, match=r"^append: `key_center`, `key_smoothing` and `rotates_key` must be left out"):
         ops.append(*new, *planes, case.lengths_tensor(), FORMATS, KeyTransform(is_rotated=True))

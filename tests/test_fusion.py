@@ -17,6 +17,7 @@ import compare
 import models
 import pytest
 import torch
+from cases import REFUSED
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama
@@ -152,7 +153,7 @@ def test_empty_calls_do_nothing() -> None:
 def check_refused(device: str, name: str, index: int, change: Callable[[Tensor], Any], message: str) -> None:
     changed = list(arguments(device)[name])
     changed[index] = change(changed[index])
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(REFUSED) as raised:
         getattr(FUSED, name)(*changed)
     assert str(raised.value) == message
 
@@ -256,12 +257,12 @@ def test_what_the_kernels_refuse(name: str, index: int, change: Callable[[Tensor
 
 @CUDA_ONLY
 def test_rows_that_the_kernels_do_not_sum() -> None:
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(REFUSED) as raised:
         FUSED.rms_norm(randn(2, 64), randn(64), None, 1e-6)
     assert str(raised.value) == (
         "rms_norm: `x` must have at least 128 channels without `mean`, got 64. Give the mean of the squares."
     )
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(REFUSED) as raised:
         FUSED.silu_mul(randn(3), randn(3))
     assert str(raised.value) == (
         "silu_mul: `gate` must have a multiple of 4 numbers, got 3. Use the model's own functions."

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, filled, queries, tokens
+from cases import REFUSED, Case, filled, queries, tokens
 from compare import assert_close, assert_same
 from test_ops import ANOTHER_BATCH, good_arguments, op_arguments
 from tolerances import attention_bound, lse_bound
@@ -38,7 +38,7 @@ def overload(name: str) -> Any:
 def refused(name: str, call: dict[str, Any], message: str) -> None:
     """By a `ValueError` with this message, before anything is written."""
     before = {key: x.clone() for key, x in call.items() if isinstance(x, Tensor) and x.device.type != "meta"}
-    with pytest.raises(ValueError, match=f"^{name.partition('_')[0]}: {message}"):
+    with pytest.raises(REFUSED, match=f"^{name.partition('_')[0]}: {message}"):
         overload(name)(**call)
     for key, x in before.items():
         assert_same(call[key].to_dense(), x.to_dense().cpu(), key)
@@ -99,7 +99,7 @@ def test_lazily_negated_tensors(name: str) -> None:
         assert_same(x, other, name)
     assert_same(call["key_codes"], expected["key_codes"], name)
     call["value_scale"] = torch._neg_view(call["value_scale"])
-    with pytest.raises(ValueError, match=r"`value_scale` must hold its numbers as they are, .*\.resolve_neg\(\)"):
+    with pytest.raises(REFUSED, match=r"`value_scale` must hold its numbers as they are, .*\.resolve_neg\(\)"):
         overload(name)(**call)
 
 
@@ -258,7 +258,7 @@ def test_queries_of_other_ranks_are_refused(device: str) -> None:
     for change in (lambda x: x[0], lambda x: x[0, 0, 0], lambda x: x[None]):
         arguments = good_arguments(device)
         arguments["query"] = change(arguments["query"])
-        with pytest.raises(ValueError, match=r"decode: `query` must be \[batch, heads, tokens, head_dim\], got \["):
+        with pytest.raises(REFUSED, match=r"decode: `query` must be \[batch, heads, tokens, head_dim\], got \["):
             ops.decode(**arguments)
 
 
@@ -337,5 +337,5 @@ def test_what_pytorch_would_promote_or_broadcast_is_refused(name: str, change: d
         "rotary": {"query": heads, "key": heads, "cos": angles, "sin": angles},
         "silu_mul": {"gate": x, "up": x},
     }
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(REFUSED, match=message):
         overload(name)(**calls[name] | change)

@@ -21,6 +21,7 @@ from cases import (
     HEAD_DIMS,
     NUM_Q_PER_KV,
     Q_LENS,
+    REFUSED,
     Case,
     clone,
     filled,
@@ -801,7 +802,7 @@ def test_bad_arguments_are_named(device: str, change: Callable[[dict[str, Any]],
     arguments = good_arguments(device)
     change(arguments)
     before = clone(arguments["key_planes"]), clone(arguments["value_planes"])
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(REFUSED, match=message):
         ops.decode(**arguments)
     assert_same_planes(arguments["key_planes"], before[0], "keys after an error")
     assert_same_planes(arguments["value_planes"], before[1], "values after an error")
@@ -820,10 +821,10 @@ def test_a_full_cache_is_refused_before_anything_is_written(lengths: tuple[int, 
     arguments = good_arguments("cpu")
     arguments["lengths"] = torch.tensor(lengths, dtype=torch.int32)
     before = clone(arguments["key_planes"])
-    with pytest.raises(ValueError, match="decode: " + message):
+    with pytest.raises(REFUSED, match="decode: " + message):
         ops.decode(**arguments)
     new, planes = arguments["new"], (arguments["key_planes"], arguments["value_planes"])
-    with pytest.raises(ValueError, match="append: " + message):
+    with pytest.raises(REFUSED, match="append: " + message):
         ops.append(*new, *planes, arguments["lengths"], arguments["formats"])
     assert_same_planes(arguments["key_planes"], before, "keys after an error")
 
@@ -832,9 +833,7 @@ def test_a_full_cache_is_refused_before_anything_is_written(lengths: tuple[int, 
 def test_counters_of_another_device_are_refused() -> None:
     arguments = good_arguments("cuda")
     arguments["counters"] = arguments["counters"].cpu()
-    with pytest.raises(
-        ValueError, match=r"decode: `counters` must be on the device of the cache, got another device\."
-    ):
+    with pytest.raises(REFUSED, match=r"decode: `counters` must be on the device of the cache, got another device\."):
         ops.decode(**arguments)
 
 
@@ -844,7 +843,7 @@ def test_codes_that_the_cuda_kernels_cannot_load() -> None:
     planes = arguments["value_planes"]
     codes = torch.zeros(planes.codes.numel() + 2, dtype=torch.uint8, device="cuda")[2:].view(planes.codes.shape)
     arguments["value_planes"] = Planes(codes, planes.scale, planes.zero)
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(REFUSED) as raised:
         ops.decode(**arguments)
     assert str(raised.value) == (
         "decode: codes must start at multiples of 4 bytes for the CUDA kernels, got a remainder of 2. "
@@ -860,7 +859,7 @@ def test_heads_that_the_cuda_kernels_cannot_hold() -> None:
     operands = ops.Operands(key_planes, value_planes, case.formats)
     operands._append = torch.ops.hf_kvquant.append.default
     new = tokens(case, 1, 264).to("cuda")
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(REFUSED) as raised:
         operands.append(new, new, case.lengths_tensor().to("cuda"))
     assert str(raised.value) == (
         "append: `head_dim` must be at most 256 for the CUDA kernels, got 264. Leave this model unpatched, or run it "
@@ -871,9 +870,7 @@ def test_heads_that_the_cuda_kernels_cannot_hold() -> None:
 def test_one_new_tensor_without_the_other_is_refused(device: str) -> None:
     arguments = list(op_arguments(device, KVFormat("int8"))[1])
     arguments[2] = None
-    with pytest.raises(
-        ValueError, match=r"decode: `value` must be given like `key`, got None\. Give both or neither\."
-    ):
+    with pytest.raises(REFUSED, match=r"decode: `value` must be given like `key`, got None\. Give both or neither\."):
         torch.ops.hf_kvquant.decode(*arguments)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, clone, make_formats, make_transform, poisoned, queries, tokens
+from cases import REFUSED, Case, clone, make_formats, make_transform, poisoned, queries, tokens
 from checks import pair, run_decode, to
 from compare import assert_same, assert_same_planes
 from torch import Tensor
@@ -314,9 +314,9 @@ def test_ops_refuse_planes(
     planes = [clone(made, device) for made in call["planes"]]
     operands = ops.Operands(*planes, PRESETS["int8"], None, call["sink_length"], is_ring=True)
     x, lengths = torch.randn(3, 2, 1, 64, device=device), torch.ones(3, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=re.escape(f"append: {message}")):
+    with pytest.raises(REFUSED, match=re.escape(f"append: {message}")):
         operands.append(x, x, lengths)
-    with pytest.raises(ValueError, match=re.escape(f"decode: {message}")):
+    with pytest.raises(REFUSED, match=re.escape(f"decode: {message}")):
         operands.decode(x, None, lengths, softmax_scale=1.0, sliding_window=4)
 
 
@@ -336,7 +336,7 @@ def test_decode_refuses_a_window_that_the_ring_does_not_hold(
         f"decode: `sliding_window` must be between 1 and {most} where `is_ring` with a capacity of 128 and {q_len} "
         f"query tokens, got {window}. Attend to fewer tokens at a time, or make a larger ring."
     )
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(REFUSED, match=re.escape(message)):
         operands.decode(x, (x, x), lengths, softmax_scale=1.0, sliding_window=window)
     for made, was in zip(planes, before, strict=True):
         assert_same_planes(made, was, "after an error")
@@ -362,7 +362,7 @@ def test_numbers_on_the_host_are_checked(has_kernels: bool, message: str, monkey
     case = case_of(PRESETS["int8"], lengths=(0, 0))
     operands = ops.Operands(*(empty(case, side, CAPACITY) for side in (0, 1)), case.formats, is_ring=True)
     x, lengths = torch.randn(2, 2, 1, 64), torch.tensor([2**30, 2**30 + 1], dtype=torch.int32)
-    with pytest.raises(ValueError, match=re.escape("append: " + message.format(1))):
+    with pytest.raises(REFUSED, match=re.escape("append: " + message.format(1))):
         operands.append(x, x, lengths)
-    with pytest.raises(ValueError, match=re.escape("decode: " + message.format(0))):
+    with pytest.raises(REFUSED, match=re.escape("decode: " + message.format(0))):
         operands.decode(x, None, lengths, softmax_scale=1.0, sliding_window=4)

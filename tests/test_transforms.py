@@ -16,7 +16,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from cases import DTYPES, KINDS, Case, clone, filled, make_formats, make_transform, name_of, tokens
+from cases import DTYPES, KINDS, REFUSED, Case, clone, filled, make_formats, make_transform, name_of, tokens
 from checks import pair, run_append, run_decode
 from compare import assert_close, assert_same
 from models import ReferenceCache, greedy, left_padded, logits
@@ -238,10 +238,10 @@ def test_ops_refuse(device: str, change: Callable[[dict[str, Tensor]], None], me
                (made.codes, made.scale, made.zero, made.tail)]  # fmt: skip
     x, lengths = tokens(case, 1, 64).to(device), case.lengths_tensor().to(device)
     kinds = (0, 0, False, parts["center"], parts["smoothing"], True, 1.0, 1.0, 1, 1)
-    with pytest.raises(ValueError, match=re.escape(f"append: {message}")):
+    with pytest.raises(REFUSED, match=re.escape(f"append: {message}")):
         torch.ops.hf_kvquant.append(x, x, *spelled, lengths, None, *kinds)
     extras = (None, None, None, None, 1.0, 0.0, 0, 0)
-    with pytest.raises(ValueError, match=re.escape(f"decode: {message}")):
+    with pytest.raises(REFUSED, match=re.escape(f"decode: {message}")):
         torch.ops.hf_kvquant.decode(x, None, None, *spelled, lengths, *extras, *kinds)
 
 

@@ -17,7 +17,7 @@ import models
 import pytest
 import tolerances
 import torch
-from cases import Case, clone, filled, make_transform, name_of, poisoned, queries, row_of, tokens
+from cases import REFUSED, Case, clone, filled, make_transform, name_of, poisoned, queries, row_of, tokens
 from checks import pair, run_append, run_decode
 from compare import assert_same, assert_same_planes
 from models import ReferenceCache, greedy, left_padded, logits
@@ -674,7 +674,7 @@ def test_bad_planes_are_named(formats: Any, side: int, change: Any, message: str
     planes = [filled(case, 0), filled(case, 1)]
     planes[side] = change(planes[side])
     new = tokens(case, 1, 64), tokens(case, 1, 64)
-    with pytest.raises(ValueError, match=f"^decode: {re.escape(message)}"):
+    with pytest.raises(REFUSED, match=f"^decode: {re.escape(message)}"):
         ops.decode(
             queries(case), new, planes[0], planes[1], case.lengths_tensor(), formats, softmax_scale=1.0, **case.windows
         )
@@ -685,16 +685,16 @@ def test_bad_windows_are_named() -> None:
     planes, new = [filled(case, 0), filled(case, 1)], (tokens(case, 1, 64), tokens(case, 1, 64))
     for name in ("sink_length", "residual_length"):
         message = f"^append: `{name}` must be between 0 and 2147483647, got -1.$"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(REFUSED, match=message):
             ops.append(*new, planes[0], planes[1], case.lengths_tensor(), case.formats, **{name: -1})
     spoiled_planes = [replaced(planes[0], tail=torch.zeros(2, 2, 14, 64)), planes[1]]
-    with pytest.raises(ValueError, match=r"^append: `key_tail` must be \[2, 2, 128, 64\] like the codes"):
+    with pytest.raises(REFUSED, match=r"^append: `key_tail` must be \[2, 2, 128, 64\] like the codes"):
         ops.append(*new, spoiled_planes[0], planes[1], case.lengths_tensor(), case.formats)
     int8 = Case(pair(KVFormat("int8")), 64, torch.float32, 2, 1, (130, 30), capacity=256)
     planes = [filled(int8, 0), replaced(filled(int8, 1), tail=torch.zeros(2, 2, 14, 64))]
     message = "^append: `value_tail` must be None without dense windows, but for keys that are int4 with scale and zero"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(REFUSED, match=message):
         ops.append(*new, planes[0], planes[1], case.lengths_tensor(), int8.formats)
     starts = torch.tensor([0, -1], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"^append: `starts` must not be negative, got -1 for sequence 1.$"):
+    with pytest.raises(REFUSED, match=r"^append: `starts` must not be negative, got -1 for sequence 1.$"):
         ops.append(*new, *(filled(int8, side) for side in (0, 1)), case.lengths_tensor(), int8.formats, starts=starts)
