@@ -19,6 +19,8 @@ OLDEST_TESTS := $(addprefix tests/test_,cache.py generate.py patching.py attenti
 CUDA_ARCHS ?= 90
 # What `make hub` checks with, beside the virtual environment.
 HUB_TOOLS := build/hub-tools
+# What `make lint-workflows` checks with: an environment of its own, for runners without the packages of `make lint`.
+WORKFLOW_TOOLS := build/workflow-tools
 SANITIZER ?= compute-sanitizer
 SANITIZE_TOOLS ?= memcheck racecheck initcheck
 # What `make mutate` breaks: parts of the names of files, all of its list without.
@@ -45,6 +47,7 @@ SANITIZE_PYTHON := $(if $(IS_PYTHON_GIVEN),$(PYTHON),$(BIN)/python)
 BUILD_INPUTS := setup.py pyproject.toml $(shell find csrc -type f)
 QUALITY_AVERAGED := piqa arc_easy arc_challenge hellaswag winogrande
 QUALITY_PRESETS := int8 k8v4 int4 int4-g32 int4-channel fp8
+ISSUE_FORMS := $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 DEMO_PROMPTS := $(sort $(wildcard evals/demo_prompts/*.txt))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -58,11 +61,11 @@ SANITIZED_TESTS := $(addprefix tests/test_,ops.py ring_ops.py transforms.py wind
 # Torch is not instrumented, so libasan is preloaded; libstdc++ too, for libasan to find where exceptions are thrown.
 PRELOAD = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)
 
-.PHONY: help setup demo quality test test-all mutate oldest sanitize sanitize-cpu lint format types cuda headers wheel docs \
-    hub clean distclean
+.PHONY: help setup demo quality test test-all mutate oldest sanitize sanitize-cpu lint lint-workflows format types cuda \
+    headers wheel docs hub clean distclean
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY)  ## virtual environment, pinned packages, extension
 
@@ -116,6 +119,13 @@ sanitize-cpu: $(PACKAGES)  ## CPU kernels' tests, and fuzzing, under the address
 lint: $(PACKAGES)  ## ruff: errors and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint-workflows: $(WORKFLOW_TOOLS)/stamp  ## schemas of workflows, issue forms and CITATION.cff, an audit of the workflows
+	$(call step,checking schemas,check() { $(WORKFLOW_TOOLS)/bin/check-jsonschema --builtin-schema vendor.$$@; } && \
+	    check github-workflows .github/workflows/*.yml && \
+	    check github-issue-config .github/ISSUE_TEMPLATE/config.yml && \
+	    check github-issue-forms $(ISSUE_FORMS) && check citation-file-format CITATION.cff)
+	$(call step,auditing the workflows,$(WORKFLOW_TOOLS)/bin/zizmor --offline --quiet .github)
 
 format: $(PACKAGES)  ## let ruff fix and format
 	$(BIN)/ruff check --fix .
@@ -191,4 +201,10 @@ $(HUB_TOOLS)/stamp: hub/requirements.txt | $(TOOLS)
 	rm -rf $(HUB_TOOLS)
 	$(call step,installing what checks for the hub,$(BIN)/pip install --quiet --target $(HUB_TOOLS) \
 	    --requirement hub/requirements.txt)
+	@touch $@
+
+$(WORKFLOW_TOOLS)/stamp: .github/requirements.txt
+	rm -rf $(WORKFLOW_TOOLS)
+	$(call step,installing what checks workflows,$(PYTHON) -m venv $(WORKFLOW_TOOLS) && \
+	    $(WORKFLOW_TOOLS)/bin/pip install --quiet --requirement $<)
 	@touch $@
