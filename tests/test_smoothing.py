@@ -318,6 +318,11 @@ def test_a_layer_is_left_alone_where_nothing_is_gained() -> None:
     assert_untouched(model, weights)
 
 
+def test_a_choice_has_to_gain_more_than_noise() -> None:
+    for errors, number in (([1.0, 0.96], 0), ([1.0, 0.94], 1), ([2.0, 1.8, 1.7, 1.91], 2), ([0.0, 0.0], 0)):
+        assert search.pick(errors) == number, errors
+
+
 def test_errors_are_those_of_the_format_asked_for() -> None:
     model = build("llama")
     coarse = smooth(copy.deepcopy(model), "int4", candidates=(0.0,))
@@ -817,6 +822,15 @@ def test_factors_of_another_model_are_refused(saved: Path) -> None:
         with pytest.raises(ValueError, match=r"must hold factors of this model, got .*factors\.safetensors, whose "):
             load_smoothing(model, saved)
         assert_untouched(model, weights)
+
+
+@pytest.mark.parametrize("model", ["x", nn.Linear(2, 2)], ids=["path", "module"])
+def test_what_is_no_model_has_no_factors(model: Any, saved: Path) -> None:
+    message = f"`model` must be a transformers PreTrainedModel, got {type(model).__name__}. Pass the model itself"
+    with pytest.raises(TypeError, match=f"^unsmooth: {message}"):
+        unsmooth(model)
+    with pytest.raises(TypeError, match=f"^load_smoothing: {message}"):
+        load_smoothing(model, saved)
 
 
 @pytest.mark.parametrize("is_folded", [False, True], ids=["before", "after"])

@@ -30,6 +30,7 @@ from .._errors import did_you_mean
 from ..config import KVQuantConfig
 from ..formats import KVFormat
 from ..progress import Tell, show_progress
+from ..text_config import check_is_model
 from .calibration import Windows, collect, read_windows
 from .folding import exact_exponents, gains_plus_one, hash_of, parameters_of, scale_keys
 from .key_transform import KeyTransform
@@ -195,8 +196,10 @@ def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
         The same model. Centres that it was given by hand stay: divided with the keys then, they are multiplied now.
 
     Raises:
+        TypeError: `model` is no model of transformers.
         ValueError: The model is not smoothed, its factors are not known, or its weights have changed since.
     """
+    check_is_model(model, "unsmooth")
     state = state_of(model)
     if state is None:
         if is_smoothed(model):
@@ -237,6 +240,7 @@ def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> Smoo
         What the file holds.
 
     Raises:
+        TypeError: `model` is no model of transformers.
         ValueError: The file is no such file, is damaged, or belongs to other weights. The model is as it was.
         NotImplementedError: As for `smooth_attention`.
     """
