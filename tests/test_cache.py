@@ -309,6 +309,14 @@ def test_crop_of_nothing(kind: str) -> None:
     assert not cache.is_initialized and cache.get_seq_length() == 0
 
 
+def test_a_crop_that_a_later_layer_refuses_leaves_all_layers_alone() -> None:
+    config = models.build("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1).config
+    cache = give(KVQuantCache(config, "int8"), chunks_of(8))
+    with pytest.raises(RuntimeError, match="layer 1: `crop` must come before the window of 6 tokens is full"):
+        cache.crop(-1)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [8, 8]
+
+
 def test_crop_refuses_a_length_to_keep() -> None:
     cache = give(make("int8", "growing"), chunks_of(4))
     message = "KVQuantLayer: `tokens_to_remove` must be 0 or negative, got 3. crop(-n) removes the newest n tokens."

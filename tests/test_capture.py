@@ -11,6 +11,7 @@ import itertools
 import logging
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import compare
@@ -425,14 +426,38 @@ def test_what_captures_nothing(model: Any, options: dict[str, Any]) -> None:
     assert not Recorded.runs
 
 
-def test_a_forward_checks_for_room(model: Any) -> None:
-    cache = KVQuantCache(model.config, {**INT4, "capture": True}, max_cache_len=9)
-    with patched(model, {**INT4, "capture": True}):
-        inputs = {name: value.to(model.device) for name, value in left_padded().items()}
+@contextmanager
+def forward_over(model: Any, cache: KVQuantCache) -> Iterator[Callable[[], Any]]:
+    """A forward that runs one step at a time behind a prompt of nine tokens."""
+    inputs = {name: value.to(model.device) for name, value in left_padded().items()}
+    with patched(model, {**INT4, "capture": True}), torch.no_grad():
         model(**inputs, past_key_values=cache, use_cache=True)
         step = model.get_compiled_call(None)
-        with pytest.raises(ValueError, match="`max_cache_len` must be at least 10"):
-            step(input_ids=inputs["input_ids"][:, :1], past_key_values=cache)
+        yield lambda: step(input_ids=inputs["input_ids"][:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("num_steps", range(4), ids=["as_it_is", "recorded", "replayed", "replayed_again"])
+def test_a_forward_checks_for_room(model: Any, num_steps: int) -> None:
+    """Before each kind of step; a graph would write behind the end."""
+    cache = KVQuantCache(model.config, {**INT4, "capture": True}, max_cache_len=9 + num_steps)
+    with forward_over(model, cache) as step:
+        for _ in range(num_steps):
+            step()
+        with pytest.raises(ValueError, match=f"`max_cache_len` must be at least {10 + num_steps}"):
+            step()
+    assert [storage.length for storage in cache.storages] == [9 + num_steps] * 2
+
+
+@pytest.mark.parametrize("num_steps", range(3), ids=["as_it_is", "recorded", "replayed"])
+def test_a_forward_checks_lengths(model: Any, num_steps: int) -> None:
+    cache = KVQuantCache(model.config, {**INT4, "capture": True}, max_cache_len=40)
+    with forward_over(model, cache) as step:
+        for _ in range(num_steps):
+            step()
+        cache.layers[1].crop(-1)
+        with pytest.raises(ValueError, match="a captured step must find all layers of a cache at one length"):
+            step()
+    assert [storage.length for storage in cache.storages] == [9 + num_steps, 8 + num_steps]
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
@@ -504,6 +529,26 @@ def test_other_buffers_weights_and_choices_have_steps_of_their_own(model: Any) -
     assert counts == [1, 2, 2, 2, 3, 4]
     run(caches[1])
     assert steps_of(model) == Captures.LIMIT == 4
+
+
+def test_training_has_steps_of_its_own(model: Any) -> None:
+    """Dropout is one of the things that it switches on."""
+    cache = KVQuantCache(model.config, {**INT4, "capture": True}, max_cache_len=40)
+    patch(model, {**INT4, "capture": True})
+    counts = []
+    for is_training in (False, True, False):
+        model.train(is_training)
+        cache.reset()
+        greedy(model, left_padded(), past_key_values=cache, output_logits=False)
+        counts.append(steps_of(model))
+    assert counts == [1, 2, 2]
+
+
+def test_the_step_that_waits_longest_goes_first() -> None:
+    captures, made = Captures(), []
+    for key in "abcda" + "eabcd":
+        captures.get(key, lambda key=key: made.append(key))
+    assert "".join(made) == "abcd" + "e" + "bcd" and len(captures) == Captures.LIMIT
 
 
 VOCABULARY_END = models.VOCAB_SIZE - 1

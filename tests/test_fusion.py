@@ -467,6 +467,13 @@ class DoubledNorm(modeling_llama.LlamaRMSNorm):
         return 2 * super().forward(hidden_states)
 
 
+class TurnedNorm(modeling_llama.LlamaRMSNorm):
+    """The norm, sequences in the innermost place of memory."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states).transpose(0, -1).contiguous().transpose(0, -1)
+
+
 class ScaledMLP(modeling_llama.LlamaMLP):
     """A product that is halved."""
 
@@ -523,6 +530,7 @@ def wrapped(model: Any) -> None:
     ("change", "expected"),
     [
         (as_class("input_layernorm", DoubledNorm), {"add_rms_norm": 3, "rotary": 2, "silu_mul": 2}),
+        (as_class("input_layernorm", TurnedNorm), {"add_rms_norm": 3, "rotary": 2, "silu_mul": 2}),
         (as_class("mlp", ScaledMLP), {**NORMS, "rotary": 2}),
         (as_class("mlp", LeakyMLP), {**NORMS, "rotary": 2}),
         (as_class("mlp", PickyMLP), {**NORMS, "rotary": 2}),
@@ -531,7 +539,7 @@ def wrapped(model: Any) -> None:
         (hooked("post_attention_layernorm"), {**ALL, "add_rms_norm": 2}),
         (wrapped, {**NORMS, "rotary": 2}),
     ],
-    ids=["norm", "scaled", "leaky", "picky", "shifted", "activation_hook", "norm_hook", "forward"],
+    ids=["norm", "turned", "scaled", "leaky", "picky", "shifted", "activation_hook", "norm_hook", "forward"],
 )
 def test_models_of_another_kind(change: Callable[[Any], None], expected: dict[str, int], device: str) -> None:
     model = built("llama", device)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from pathlib import Path
@@ -577,6 +578,16 @@ def test_a_crop_wants_its_past_recorded() -> None:
         cache.crop(3)
     cache.crop(-209)
     assert cache.get_seq_length() == 0 and cache.get_mask_sizes(3, 0) == (3, 0)
+
+
+@pytest.mark.parametrize("tokens", [5, 6, 7])
+def test_a_crop_is_refused_where_transformers_refuses_it(tokens: int) -> None:
+    pair = Pair(6, "int8")
+    pair.give(tokens)
+    for cache in pair.all()[::2]:
+        with contextlib.nullcontext() if tokens < 6 else pytest.raises(RuntimeError, match="activate_past_recording"):
+            cache.crop(-1)
+    assert pair.cache.get_seq_length() == pair.sizes.get_seq_length() == (tokens if tokens >= 6 else tokens - 1)
 
 
 def test_what_a_ring_is() -> None:

@@ -278,6 +278,16 @@ def test_crops_that_a_ring_cannot_take_back() -> None:
     twins.static.crop(-240)
 
 
+def test_a_second_crop_knows_what_the_first_one_took_back() -> None:
+    twins = Twins(65, "int8")
+    twins.give(300)
+    twins.static.crop(-190)
+    twins.static.crop(-2)
+    with pytest.raises(RuntimeError, match="layer 0: `crop` must remove at most 0 tokens of a static cache"):
+        twins.static.crop(-1)
+    assert int(twins.static.get_seq_length()) == 108
+
+
 def test_files_that_lie_about_crops_are_refused() -> None:
     ring = Twins(65, "int8", max_cache_len=600).storage
     assert _most_held({"most_held": 600}, ring, 300) == 600

@@ -7,6 +7,7 @@ bitwise and in attention within the usual bounds; that storages apply transforms
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import pickle
 import re
@@ -298,6 +299,22 @@ def test_a_transform_describes_itself() -> None:
     assert transform.describe() == "center+rotate" and not transform.is_identity
     assert transform.to("cpu") is transform and len(transform.tensors()) == 1
     assert_same(pickle.loads(pickle.dumps(transform)).center, transform.center, "through pickle")  # type: ignore[arg-type]
+
+
+def test_transforms_are_equal_that_do_the_same() -> None:
+    transform = make_transform("center+smooth+rotate", 8)
+    assert transform.equals(transform.clone("cpu"))
+    assert transform.center is not None and transform.smoothing is not None
+    changes: list[dict[str, Any]] = [
+        {"center": None},
+        {"center": transform.center + 1},
+        {"smoothing": None},
+        {"smoothing": transform.smoothing * 2},
+        {"is_rotated": False},
+    ]
+    for change in changes:
+        other = dataclasses.replace(transform, **change)
+        assert not transform.equals(other) and not other.equals(transform), change
 
 
 # --- centres ----------------------------------------------------------------------------------------------------------
