@@ -64,6 +64,16 @@ def test_tensors_without_numbers_are_refused(name: str, argument: str) -> None:
     refused(name, call, f"`{argument}` must be on the device of `(key|query)`, cpu, got meta\\. Move the inputs")
 
 
+@pytest.mark.parametrize("head_dim", [0, 12])
+@pytest.mark.parametrize("preset, per_byte", [("none", 1), ("int4-channel", 2)])
+@pytest.mark.parametrize("name", OPS)
+def test_heads_that_are_no_multiple_of_8_are_refused(name: str, preset: str, per_byte: int, head_dim: int) -> None:
+    """Here nothing else, such as scales of groups, speaks of them."""
+    call = call_of(name, PRESETS[preset][0])
+    call["key_codes"] = call["key_codes"][..., : head_dim // per_byte]
+    refused(name, call, f"`key_codes` must have a head_dim that is a multiple of 8, got {head_dim}\\.")
+
+
 @pytest.mark.parametrize("name", ["append_reference", "decode_reference"])
 def test_what_only_the_last_step_would_notice_is_refused_at_first(name: str) -> None:
     """Keys used to be written before PyTorch found out about values."""
