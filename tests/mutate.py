@@ -371,8 +371,8 @@ MUTATIONS = [
         "csrc/cpu/simd.h",
         (
             "if (magnitude >= 0x477FF000)",
-            "if (magnitude >= 0x47800000)",
-            "portable: scales of 65520 wrap",
+            "if (magnitude >= 0x48000000)",
+            "portable: scales of 70000 are NaN",
             "ops extreme_values",
         ),
         (
@@ -413,15 +413,6 @@ MUTATIONS = [
             "constant += 0.0f;",
             "AVX-512: the last 8 channels of a centre are left out",
             "transforms",
-        ),
-    ),
-    *of(
-        "csrc/cpu/dequantize.h",
-        (
-            "for (; t < kTile; ++t) target[t] = 0.0f;",
-            "for (; t < kTile; ++t) target[t] = 1.0f;",
-            "tokens behind the last one have a scale",
-            "ops",
         ),
     ),
     *of(
