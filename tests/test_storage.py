@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import make_formats, name_of, times
+from cases import REFUSED, make_formats, name_of, times
 from compare import assert_close, assert_same
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -1085,7 +1085,7 @@ def test_a_refused_query_does_not_lose_pending_tokens() -> None:
             "Was this cache filled by another model?",
         ),
     ):
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(REFUSED) as caught:
             storage.attend(query, softmax_scale=0.1)
         assert str(caught.value) == message
         assert storage.pending is not None
