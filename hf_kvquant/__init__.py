@@ -1,11 +1,11 @@
-"""Quantised key-value caches for Hugging Face Transformers, attended to directly by compiled kernels.
+"""Quantised key-value caches for Hugging Face Transformers, with compiled kernels that attend to the codes directly.
 
     import hf_kvquant
     hf_kvquant.patch(model, "int4")     # from now on model.generate keeps keys and values as codes
     model.generate(**inputs)
 
-Importing registers an attention and a mask implementation with transformers and defines ops with torch; it changes
-nothing that was there before.
+Importing this package registers an attention and a mask implementation with transformers and defines ops in torch. It
+changes no existing entry.
 """
 
 from .cache import KVQuantCache

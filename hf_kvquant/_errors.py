@@ -1,4 +1,4 @@
-"""Small helpers for error messages. What is an error is decided where it is raised."""
+"""Suggestions for error messages. The caller decides what is an error."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 
 def did_you_mean(value: object, choices: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the nearest of `choices`, or an empty string when nothing is near or no text was given.
+    """` Did you mean 'x'?` with the choice nearest to `value`, ignoring case.
 
-    Upper and lower case are alike.
+    Empty if no choice is near or `value` is not a string.
     """
     if not isinstance(value, str):
         return ""

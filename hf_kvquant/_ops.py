@@ -1,7 +1,7 @@
-"""Which namespace the ops are in: the one place that says it for Python, as csrc/module.cpp does for C++.
+"""The namespace of the ops: the one place that names it in Python, as csrc/module.cpp does in C++.
 
-A build for the kernels hub (hub/build.py) has a namespace of its own, so that several of them can be loaded beside this
-package; kernel-builder then puts a file with these two names in the place of this one.
+A build for the kernels hub (hub/build.py) has its own namespace, so that several builds can be loaded together with
+this package. kernel-builder then replaces this file with one that defines the same two names.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ ops = torch.ops.hf_kvquant
 
 
 def add_op_namespace_prefix(op_name: str) -> str:
-    """The name of an op as torch.library wants it, such as `hf_kvquant::append`."""
+    """The qualified name of an op for torch.library, such as `hf_kvquant::append`."""
     return f"hf_kvquant::{op_name}"

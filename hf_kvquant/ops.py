@@ -1,16 +1,16 @@
 """The ops of the package, their fakes, and the loading of the compiled extension.
 
-`torch.ops.hf_kvquant.append` quantises new tokens into planes; `torch.ops.hf_kvquant.decode` does that too when it is
-given new tokens, and then attends to everything stored. The schemas are here and nowhere else; `csrc/` registers
-kernels for them under the CPU and CUDA keys, and `reference.py` serves every device for which there is no kernel, said
-once in the log: behind the same names where a build has none for the whole device type, behind `append_reference` and
-`decode_reference` where the kernels there are do not fit the GPU or the head_dim. `Operands` below is what the rest of
-the package calls: it checks arguments, chooses, and spells out the planes. Which layer calls it when is decided in
-`handle.py` and `attention.py`.
+`torch.ops.hf_kvquant.append` quantises new tokens into planes. `torch.ops.hf_kvquant.decode` does the same with new
+tokens, if it is given any, and then attends to everything stored. The schemas are defined here and nowhere else;
+`csrc/` registers kernels for them under the CPU and CUDA keys. Where there is no kernel, `reference.py` runs instead,
+and the log says so once: under the same op names if the build has no kernels for the device type, and as
+`append_reference` and `decode_reference` if its kernels do not fit the GPU or the head_dim. The rest of the package
+calls `Operands` below, which chooses between kernel and reference and unpacks the planes. `handle.py` and
+`attention.py` decide which layer calls it, and when.
 
-`rms_norm`, `add_rms_norm`, `rotary` and `silu_mul` are what a model computes between its linear layers, in one CUDA
-kernel each, with every rounding of the kernels that they stand for; `fusion.py` alone calls them. `prefetch` brings
-weights into the L2 cache of a GPU before a linear layer asks for them; `prefetch.py` alone calls it.
+`rms_norm`, `add_rms_norm`, `rotary` and `silu_mul` compute what lies between a model's linear layers, in one CUDA
+kernel each, rounding exactly like the kernels they replace. Only `fusion.py` calls them. `prefetch` loads weights into
+a GPU's L2 cache before a linear layer needs them. Only `prefetch.py` calls it.
 """
 
 from __future__ import annotations
@@ -35,25 +35,24 @@ from .transforms import KeyTransform
 
 logger = logging.getLogger(__name__)
 
-# Raised whenever a schema below or the meaning of an argument changes, here and in csrc/format.h: a stale build is then
-# refused at load instead of reading its arguments in the wrong order.
+# Increment this, here and in csrc/format.h, when a schema below or the meaning of an argument changes. A stale build is
+# then refused at load instead of reading its arguments in the wrong order.
 OPS_VERSION = 8
 
-# Thread blocks of a CUDA decode that share a sequence find out by an atomic counter which of them is the last; that one
+# The thread blocks of a CUDA decode that share a sequence find the last of them with an atomic counter; that one
 # combines their parts. Mirrored in csrc/format.h.
 NUM_COUNTERS = 4096
 # The CUDA kernels keep a row of a head in registers. Mirrored in csrc/format.h.
 MAX_CUDA_HEAD_DIM = 256
 
-# In a clone. pip replaces what is installed from a folder, whatever its version.
+# To be run in a clone. pip reinstalls from a folder even if the version is the same.
 REINSTALL = "pip install --no-build-isolation ."
 
 _PLANES = (
     "Tensor(a!) key_codes, Tensor(b!)? key_scale, Tensor(c!)? key_zero, Tensor(d!)? key_tail, "
     "Tensor(e!) value_codes, Tensor(f!)? value_scale, Tensor(g!)? value_zero, Tensor(h!)? value_tail"
 )
-# Dense windows, whether rows are a ring, a `KeyTransform`, and of both sides the ratio that codes are clipped to and
-# the storage type.
+# Dense windows, whether rows form a ring, a `KeyTransform`, then clip ratio and storage type of keys and of values.
 _KINDS = (
     "int sink_length, int residual_length, bool is_ring, Tensor? key_center, Tensor? key_smoothing, bool rotates_key, "
     "float key_clip_ratio, float value_clip_ratio, int key_storage, int value_storage"
@@ -75,14 +74,14 @@ PREFETCH_SCHEMA = "prefetch(Tensor weight, int num_bytes) -> ()"
 _library = torch.library.Library(torch_ops.name, "DEF")
 _library.define(APPEND_SCHEMA)
 _library.define(DECODE_SCHEMA)
-# Ops of their own rather than Python functions, so that the compiler sees a call and no data-dependent branch.
+# These are ops, not Python functions, so that the compiler sees a call instead of a data-dependent branch.
 for _schema in (APPEND_SCHEMA, DECODE_SCHEMA):
     _library.define(_schema.replace("(", "_reference(", 1), tags=torch.Tag.cudagraph_unsafe)
 for _schema in (*FUSED_SCHEMAS, PREFETCH_SCHEMA):
     _library.define(_schema)
 
 
-# --- the specification behind the same names --------------------------------------------------------------------------
+# --- the reference under the names of the ops -------------------------------------------------------------------------
 
 
 def _append_reference(
@@ -210,7 +209,7 @@ def _transform_of(center: Tensor | None, smoothing: Tensor | None, is_rotated: b
 
 
 def _arguments_of(op: str, args: Iterable[object]) -> dict[str, Any]:
-    """Arguments by the names of an op's schema."""
+    """The arguments of an op, by their names in its schema."""
     schema = getattr(torch_ops, op).default._schema
     return dict(zip((argument.name for argument in schema.arguments), args, strict=True))
 
@@ -228,7 +227,7 @@ def _checked_decode(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _resolving(op: str) -> Callable[..., Any]:
-    """What torch would do of itself with lazily negated tensors, if it knew what to do with ops that write."""
+    """An op that first resolves lazily negated tensors. torch's own fallback cannot do so for ops that mutate."""
 
     def resolve(*args: Any) -> Any:
         overload = getattr(torch_ops, op).default
@@ -247,10 +246,10 @@ _library.impl("rms_norm", reference.rms_norm, "CompositeExplicitAutograd")
 _library.impl("add_rms_norm", reference.add_rms_norm, "CompositeExplicitAutograd")
 _library.impl("rotary", reference.rotary, "CompositeExplicitAutograd")
 _library.impl("silu_mul", reference.silu_mul, "CompositeExplicitAutograd")
-_library.impl("prefetch", op_arguments.check_prefetch, "CompositeExplicitAutograd")  # a hint, which may be ignored
+_library.impl("prefetch", op_arguments.check_prefetch, "CompositeExplicitAutograd")  # a hint, ignored
 
 
-# Torch calls a fake, which computes nothing, also where a single tensor is on `meta` and the others hold numbers.
+# torch calls a fake, which computes nothing, as soon as one tensor is on `meta`, even if the others hold numbers.
 
 
 @torch.library.register_fake(add_op_namespace_prefix("append"), lib=_library)
@@ -272,7 +271,7 @@ def _decode_fake(*args: object) -> tuple[Tensor, Tensor]:
 
 
 def _fake_like(op: str, *like: str) -> Callable[..., Any]:
-    """The fake of an op whose results are like some of its arguments."""
+    """The fake of an op whose results have the shapes and dtypes of some of its arguments."""
 
     def fake(*args: object) -> Any:
         arguments = _arguments_of(op, args)
@@ -307,7 +306,7 @@ def head_dim_of(codes: Tensor, storage_id: int) -> int:
 
 @functools.cache
 def extension() -> ModuleType | ImportError:
-    """The compiled extension, loaded at the first call, or the reason why there is none."""
+    """The compiled extension, loaded on the first call, or the error that kept it from loading."""
     try:
         module = importlib.import_module(f"{__package__}._C")
     except ImportError as error:
@@ -333,18 +332,18 @@ def extension() -> ModuleType | ImportError:
 
 
 def has_kernels(device_type: str) -> bool:
-    """Whether there are compiled kernels for a device type, `"cpu"` or `"cuda"`. See also `serves_gpu`."""
+    """Whether the extension has kernels for a device type, `"cpu"` or `"cuda"`. See also `serves_gpu`."""
     module = extension()
     return isinstance(module, ModuleType) and bool(getattr(module, f"HAS_{device_type.upper()}", 0))
 
 
 def covers(archs: str, capability: tuple[int, int]) -> bool:
-    """Whether code compiled for some architectures runs on a GPU of some compute capability.
+    """Whether code compiled for these architectures runs on a GPU of this compute capability.
 
     Args:
-        archs: Such as `"80;86;90"`, as `HF_KVQUANT_CUDA_ARCHS` has them. Machine code runs on GPUs of the same major
-            and no lower minor number. The last architecture is there as PTX too, which every later GPU compiles.
-            An `a` behind a number stands for features that no other GPU has.
+        archs: As in `HF_KVQUANT_CUDA_ARCHS`, such as `"80;86;90"`. Machine code runs on GPUs with the same major number
+            and the same or a higher minor number. The last architecture is also built as PTX, which every later GPU can
+            compile. The suffix `a` stands for features that no other GPU has.
         capability: Major and minor number.
     """
     built = []
@@ -358,21 +357,21 @@ def covers(archs: str, capability: tuple[int, int]) -> bool:
 
 @functools.cache
 def serves_gpu(index: int) -> bool:
-    """Whether the compiled kernels run on a GPU of this process. `False` as well when there are none for GPUs."""
+    """Whether the compiled kernels run on this GPU of the process. `False` also if there are no CUDA kernels."""
     module = extension()
     if isinstance(module, ImportError) or not has_kernels("cuda"):
         return False
     return covers(module.cuda_archs(), torch.cuda.get_device_capability(index))
 
 
-# The compiler takes the answer for a constant: it cannot trace the question, and the GPU stays the same.
+# The compiler cannot trace this check. It may take the result for a constant, since the GPU stays the same.
 @torch.compiler.assume_constant_result
 def _serves_gpu(index: int) -> bool:
     return serves_gpu(index)
 
 
 def _has_kernel(device: torch.device, *head_dims: int) -> bool:
-    """Whether a call is for the op; else it is for the reference, named after it. Always the op on other devices."""
+    """Whether to call the op itself, not its `_reference`. Always so on devices other than CUDA."""
     if device.type != "cuda":
         return True
     return max(head_dims) <= MAX_CUDA_HEAD_DIM and _serves_gpu(0 if device.index is None else device.index)
@@ -380,10 +379,10 @@ def _has_kernel(device: torch.device, *head_dims: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class NoKernel:
-    """Why the PyTorch reference serves.
+    """Why the PyTorch reference runs.
 
     Attributes:
-        what: For which there are no compiled kernels.
+        what: What the compiled kernels do not support: a device, or a head_dim on one.
         reason: Why not.
         remedy: What to do.
     """
@@ -394,11 +393,11 @@ class NoKernel:
 
 
 def why_reference(device: torch.device, *head_dims: int) -> NoKernel | None:
-    """Why the reference serves calls on a device, or `None` where compiled kernels do.
+    """Why calls on a device run the reference, or `None` if they run compiled kernels.
 
     Args:
         device: Of the codes.
-        *head_dims: Of keys and of values; left out where they are not known.
+        *head_dims: Of keys and of values; leave them out if they are not known.
     """
     module = extension()
     if isinstance(module, ImportError) or not has_kernels(device.type):
@@ -412,19 +411,19 @@ def why_reference(device: torch.device, *head_dims: int) -> NoKernel | None:
         return NoKernel(
             f"{torch.cuda.get_device_name(device.index)}, compute capability {major}.{minor}",
             f"they were built for {module.cuda_archs()}",
-            f"Reinstall: HF_KVQUANT_CUDA_ARCHS={major}{minor} {REINSTALL} (8.0 is the least)",
+            f"Reinstall: HF_KVQUANT_CUDA_ARCHS={major}{minor} {REINSTALL} (8.0 or later)",
         )
     if max(head_dims, default=0) > MAX_CUDA_HEAD_DIM:
         return NoKernel(
             f"head_dim {max(head_dims)} on {device.type}",
-            f"they end at {MAX_CUDA_HEAD_DIM}",
+            f"they support head_dim up to {MAX_CUDA_HEAD_DIM}",
             "Leave this model unpatched where speed matters more than memory.",
         )
     return None
 
 
 def kernel_name(device: torch.device, *head_dims: int) -> str:
-    """What serves calls on a device, in words; see `why_reference`."""
+    """The name of what runs calls on a device, for display. See `why_reference`."""
     module = extension()
     if isinstance(module, ImportError) or why_reference(device, *head_dims) is not None:
         return "PyTorch reference"
@@ -432,7 +431,7 @@ def kernel_name(device: torch.device, *head_dims: int) -> str:
 
 
 def _warn_reference(device: torch.device, *head_dims: int) -> None:
-    """Say why the reference serves, once for every reason."""
+    """Log why the reference runs, once per reason."""
     without = why_reference(device, *head_dims)
     if without is not None:
         _log_reference(without.what, without.reason, without.remedy)
@@ -441,7 +440,7 @@ def _warn_reference(device: torch.device, *head_dims: int) -> None:
 @functools.cache
 def _log_reference(what: str, reason: str, remedy: str) -> None:
     logger.warning(
-        "ops: no compiled kernels for %s, the PyTorch reference serves: correct, slower (%s). %s", what, reason, remedy
+        "ops: no compiled kernels for %s, the PyTorch reference runs: correct, slower (%s). %s", what, reason, remedy
     )
 
 
@@ -449,18 +448,19 @@ def _log_reference(what: str, reason: str, remedy: str) -> None:
 
 
 class Operands:
-    """What `append` and `decode` are told about one layer's planes, spelled out once, since it stays from step to step.
+    """The arguments of `append` and `decode` that stay the same from step to step, unpacked once per layer.
 
     Args:
         key_planes: Of one layer.
         value_planes: The same for values.
         formats: Of keys and of values.
-        key_transform: What the keys in the planes went through, and what new ones go through; on the same device. The
-            query is transformed by the op. `None` for granularity `channel`.
-        sink_length: Tokens at the beginning that stay as they came; those that the planes were allocated with.
-        residual_length: Tokens at the end that do; likewise.
-        is_ring: The rows of the planes are a ring: a token is in row `position % capacity`, and what slid out of the
-            `sliding_window` of `decode` is overwritten. Their capacity is a multiple of `BLOCK_SIZE`.
+        key_transform: Applied to new keys, as it was to the stored ones; on the same device. The op transforms the
+            query. `None` for granularity `channel`.
+        sink_length: How many of the first tokens stay dense. The planes must have been allocated with the same number.
+        residual_length: How many of the newest tokens stay dense; likewise.
+        is_ring: Whether the rows of the planes form a ring: a token is in row `position % capacity`, and new tokens
+            overwrite those that have left the `sliding_window` of `decode`. The capacity must be a multiple of
+            `BLOCK_SIZE`.
     """
 
     def __init__(
@@ -482,7 +482,7 @@ class Operands:
         codes = key_planes.codes
         head_dims = head_dim_of(codes, key_storage), head_dim_of(value_planes.codes, value_storage)
         has_kernel = _has_kernel(codes.device, *head_dims)
-        # Overloads rather than names, which would be looked up in every call: 2 of 17 us on a CPU.
+        # Overloads: looking up a name in every call would take 2 of 17 us on a CPU.
         self._append = (torch_ops.append if has_kernel else torch_ops.append_reference).default
         self._decode = (torch_ops.decode if has_kernel else torch_ops.decode_reference).default
 
@@ -492,10 +492,10 @@ class Operands:
         Args:
             key: `[batch, num_kv_heads, q_len, head_dim]`, fp32, bf16 or fp16. Read only.
             value: The same; its head_dim may differ.
-            lengths: `[batch]` int32 on the same device: tokens held, the new ones included, which are written at
+            lengths: `[batch]` int32 on the same device: tokens held, including the new ones, which are written at
                 `lengths - q_len … lengths - 1`.
-            starts: `[batch]` int32 on the same device: first position that is not padding. Matters to granularity
-                `channel`, whose scales padding must not widen, and to the first `sink_length` tokens.
+            starts: `[batch]` int32 on the same device: first position that is not padding. Granularity `channel` leaves
+                padding out of its scales, and the first `sink_length` tokens are counted from here.
         """
         self._append(key, value, *self._planes, lengths, starts, *self._kinds)
 
@@ -516,29 +516,28 @@ class Operands:
     ) -> tuple[Tensor, Tensor]:
         """Append new tokens if there are any, then attend to everything stored: see `reference.decode_attention`.
 
-        Codes are dequantised tile by tile; no `[length, head_dim]` tensor is built. Kernels do not synchronise with the
-        host, as the reference does where it serves.
+        Kernels dequantise codes tile by tile: they never build a `[length, head_dim]` tensor and never synchronise with
+        the host. The reference does both.
 
         Args:
             query: `[batch, num_q_heads, q_len, head_dim]`, fp32, bf16 or fp16. Read only.
-            new: The key and value of these tokens, appended first; `None` when they have been appended already.
-            lengths: `[batch]` int32: tokens held, those of the query included. More than there is room for are refused,
-                but for GPUs, where the host does not know them: results of the sequence are NaN there.
+            new: The key and value of these tokens, appended first; `None` if they have been appended already.
+            lengths: `[batch]` int32: tokens held, including those of the query. A CPU refuses more than the capacity.
+                On a GPU, where the host does not know the lengths, the results of that sequence are NaN instead.
             softmax_scale: Multiplies query · key.
-            counters: `[NUM_COUNTERS]` int32 on the same device, all zero: scratch of the CUDA kernel, which leaves it
-                zero again. Calls that may run at the same time, on two streams, must not share it. `None` makes the
-                CUDA kernel clear some of its own, one launch more; other devices need none.
+            counters: `[NUM_COUNTERS]` int32 on the same device, all zero: scratch of the CUDA kernel, which sets it to
+                zero again. Calls that may run at the same time, on two streams, must not share it. With `None`, the
+                CUDA kernel clears its own, which takes one more launch. Other devices need none.
             starts: `[batch]` int32: first position that is not padding; for new tokens too, as in `append`.
             sinks: `[num_q_heads]`: logits without values in the softmax.
             alibi_slopes: `[num_q_heads]`.
             softcap: 0 for none.
-            sliding_window: Positions visible to a query, itself included; 0 for all. Where `is_ring`, there is one, and
-                room for what the first query sees beside all new tokens: at most `capacity + 1 - q_len`.
-            num_splits: Parts that a sequence is cut into, at most; 0 lets the kernel choose. A fixed number is for
-                output that is bitwise the same in every batch, where all but the batch and its lengths is the same:
-                kernels take fewer parts where there are no tokens for so many, and of a ring on a GPU, whose positions
-                go too far to be dealt to more than 127 or 255, but they ask neither of the two. The reference cuts
-                nothing.
+            sliding_window: Positions visible to a query, itself included; 0 for all. With `is_ring`, from 1 to
+                `capacity + 1 - q_len`, so that the new tokens do not overwrite what the first query sees.
+            num_splits: How many parts a sequence is cut into, at most; 0 lets the kernel choose. With a fixed number, a
+                sequence gives bitwise the same output in every batch, all other arguments being equal. Kernels use
+                fewer parts if the capacity is too small for so many, and at most 127 or 255 for a ring on a GPU;
+                neither depends on the batch or its lengths. The reference does not cut sequences.
 
         Returns:
             out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`, new memory. Zero where nothing is
@@ -547,14 +546,14 @@ class Operands:
 
         Raises:
             ValueError: A shape or dtype does not fit; the message names the argument.
-            RuntimeError: `query` requires gradients, which no kernel gives. Or, on a GPU, so many splits are asked for
-                that a grid does not hold their blocks.
+            RuntimeError: `query` requires gradients, which kernels do not compute; or, on a GPU, `num_splits` needs
+                more thread blocks than a grid can hold.
         """
         if query.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                "attention: `query` must not require gradients over a quantised cache, got one that does: kernels have "
-                "none, so those of the model's weights would be wrong. Call the model under torch.no_grad(), or train "
-                "it with use_cache=False."
+                "attention: `query` must not require gradients over a quantised cache, got one that does: kernels "
+                "compute none, so those of the model's weights would be wrong. Call the model under torch.no_grad(), "
+                "or train it with use_cache=False."
             )
         key, value = (None, None) if new is None else new
         result: tuple[Tensor, Tensor] = self._decode(
@@ -589,7 +588,7 @@ def append(
     residual_length: int = 0,
     is_ring: bool = False,
 ) -> None:
-    """`Operands.append`, for whoever calls it once."""
+    """`Operands.append` for a single call."""
     operands = Operands(key_planes, value_planes, formats, key_transform, sink_length, residual_length, is_ring)
     operands.append(key, value, lengths, starts)
 
@@ -608,7 +607,7 @@ def decode(
     is_ring: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`Operands.decode`, for whoever calls it once; `options` are its keywords."""
+    """`Operands.decode` for a single call; `options` are its keyword arguments."""
     operands = Operands(key_planes, value_planes, formats, key_transform, sink_length, residual_length, is_ring)
     return operands.decode(query, new, lengths, **options)
 

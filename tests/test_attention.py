@@ -484,8 +484,8 @@ def test_chunks_behind_others_have_no_gradients(preset: str, trained: str) -> No
         message = message.replace("layer 0", "layer 1")
     elif trained == "q_proj":
         message = (
-            "attention: `query` must not require gradients over a quantised cache, got one that does: kernels have "
-            f"none, so those of the model's weights would be wrong. {remedy}"
+            "attention: `query` must not require gradients over a quantised cache, got one that does: kernels "
+            f"compute none, so those of the model's weights would be wrong. {remedy}"
         )
     with patched(model, preset):
         cache = KVQuantCache(model.config, preset)

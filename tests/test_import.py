@@ -198,7 +198,7 @@ def test_without_the_extension_the_reference_serves_and_says_so_once() -> None:
     )
     lines = [line for line in log.splitlines() if line.startswith("LOG hf_kvquant")]
     assert lines == [
-        "LOG hf_kvquant.ops: ops: no compiled kernels for cpu, the PyTorch reference serves: correct, slower "
+        "LOG hf_kvquant.ops: ops: no compiled kernels for cpu, the PyTorch reference runs: correct, slower "
         "(import of hf_kvquant._C halted; None in sys.modules). "
         "Install a compiler and reinstall: pip install --no-build-isolation ."
     ]
@@ -285,6 +285,6 @@ def test_a_device_without_kernels_is_said_in_the_log(
         ops._warn_reference(torch.device("cuda:0"), 128)
         ops._warn_reference(torch.device("cuda:0"), 128)
     assert [record.getMessage() for record in caplog.records] == [
-        "ops: no compiled kernels for cuda, the PyTorch reference serves: correct, slower "
+        "ops: no compiled kernels for cuda, the PyTorch reference runs: correct, slower "
         "(it was built without kernels for cuda). Install a compiler and reinstall: pip install --no-build-isolation ."
     ]

@@ -578,11 +578,11 @@ def test_a_gpu_without_kernels_is_told_how_to_get_them(caplog: pytest.LogCapture
             ops._warn_reference(old, 64)
             ops._warn_reference(new, 64, 512)
     assert [record.getMessage() for record in caplog.records] == [
-        "ops: no compiled kernels for GPU 0, compute capability 7.5, the PyTorch reference serves: correct, slower "
+        "ops: no compiled kernels for GPU 0, compute capability 7.5, the PyTorch reference runs: correct, slower "
         "(they were built for 80;90). "
-        "Reinstall: HF_KVQUANT_CUDA_ARCHS=75 pip install --no-build-isolation . (8.0 is the least)",
-        "ops: no compiled kernels for head_dim 512 on cuda, the PyTorch reference serves: correct, slower "
-        "(they end at 256). Leave this model unpatched where speed matters more than memory.",
+        "Reinstall: HF_KVQUANT_CUDA_ARCHS=75 pip install --no-build-isolation . (8.0 or later)",
+        "ops: no compiled kernels for head_dim 512 on cuda, the PyTorch reference runs: correct, slower "
+        "(they support head_dim up to 256). Leave this model unpatched where speed matters more than memory.",
     ]
 
 

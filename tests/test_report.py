@@ -186,14 +186,15 @@ GPU_CASES: dict[str, tuple[tuple[int, int], tuple[int, ...], str, str]] = {
         (9, 0),
         (320,),
         "PyTorch reference",
-        "head_dim 320 on cuda: they end at 256: Leave this model unpatched where speed matters more than memory.",
+        "head_dim 320 on cuda: they support head_dim up to 256: Leave this model unpatched where speed matters more "
+        "than memory.",
     ),
     "architecture": (
         (8, 0),
         (),
         "PyTorch reference",
         "Some GPU, compute capability 8.0: they were built for 90a: Reinstall: HF_KVQUANT_CUDA_ARCHS=80 pip install "
-        "--no-build-isolation . (8.0 is the least)",
+        "--no-build-isolation . (8.0 or later)",
     ),
 }
 
@@ -291,7 +292,7 @@ def test_environment_names_gpus(capability: tuple[int, int], monkeypatch: pytest
     facts = environment.environment()
     assert facts["CUDA kernels"] == "compute capabilities 90a"
     start = f"Some GPU ({capability[0]}.{capability[1]}), 80 GiB: "
-    remedy = "Reinstall: HF_KVQUANT_CUDA_ARCHS=86 pip install --no-build-isolation . (8.0 is the least)"
+    remedy = "Reinstall: HF_KVQUANT_CUDA_ARCHS=86 pip install --no-build-isolation . (8.0 or later)"
     expected = "served" if capability == (9, 0) else f"not served (they were built for 90a). {remedy}"
     assert facts["GPU 0"] == start + expected
 
