@@ -1,9 +1,9 @@
-"""What `append` and `decode` refuse before anything is written, where the reference serves: csrc/args.cpp in Python.
+"""The argument checks of `append` and `decode` when the reference runs: csrc/args.cpp in Python.
 
-The compiled ops check for themselves what could be read or written out of bounds; PyTorch would notice some of it in
-the middle of the work, and broadcast over the rest. Here is checked what is checked there, in the same order and naming
-the same argument, which `tests/test_fuzz_ops.py` compares call by call. A few things are asked for by kernels alone and
-not by the reference: contiguous rows, addresses that fit, numbers that fit an int.
+The compiled ops refuse what they could read or write out of bounds, before they write anything. PyTorch would find some
+of these mistakes halfway through and broadcast over the others. This file makes the same checks in the same order and
+names the same argument; `tests/test_fuzz_ops.py` compares the two call by call. A few requirements are the kernels'
+alone: contiguous rows, aligned addresses, numbers that fit an int.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .formats import BLOCK_SIZE, STORAGE_IDS, TOKEN_ALIGNMENT
 
 _DENSE = (torch.float32, torch.float16, torch.bfloat16)
 _LARGEST = 2**31 - 1
-# Tokens that a ring counts, mirrored in csrc/format.h: sums of positions fit an int.
+# The most tokens that a ring counts, so that sums of positions fit an int. Mirrored in csrc/format.h.
 MAX_RING_LENGTH = 2**30
 _NAMES = {number: name for name, number in STORAGE_IDS.items()}
 _MADE = "Planes are made by KVFormat.allocate."
@@ -31,14 +31,14 @@ Arguments = Mapping[str, Any]
 
 
 def check_append(where: str, arguments: Arguments) -> None:
-    """Refuse what cannot be appended.
+    """Refuse tokens that cannot be appended.
 
     Args:
         where: The op's name.
-        arguments: By the names of its schema.
+        arguments: By their names in its schema.
 
     Raises:
-        ValueError: Naming the argument.
+        ValueError: An argument does not fit; the message names it.
     """
     _check_kinds(where, arguments)
     head_dims = _check_planes(where, arguments)
@@ -53,11 +53,11 @@ def check_append(where: str, arguments: Arguments) -> None:
 
 
 def check_decode(arguments: Arguments, num_counters: int) -> None:
-    """Refuse what cannot be attended to, and new tokens that cannot be appended. See `check_append`.
+    """Refuse a query that cannot attend, and new tokens that cannot be appended. See `check_append`.
 
     Args:
-        arguments: By the names of the schema.
-        num_counters: How many counters there have to be, if any.
+        arguments: By their names in the schema.
+        num_counters: How many counters there must be, if any are given.
     """
     where = "decode"
     _check_kinds(where, arguments)
@@ -107,7 +107,7 @@ def check_decode(arguments: Arguments, num_counters: int) -> None:
     if key.ndim == 4 and key.shape[2] != query.shape[2]:
         expected = f"must have {query.shape[2]} tokens like the query"
         _refuse(where, "key", f"{expected}, got {key.shape[2]}. Append other tokens beforehand.")
-    # What `check_append` asks for besides has been found out above.
+    # The other checks of `check_append` are made above.
     _check_new_shapes(where, arguments, head_dims)
     _check_tail_dtypes(where, arguments)
     _check_memory(where, arguments)
@@ -115,12 +115,12 @@ def check_decode(arguments: Arguments, num_counters: int) -> None:
 
 
 def check_results(arguments: Arguments) -> None:
-    """Refuse a `decode` whose results a fake cannot tell. The op itself finds whatever else is wrong, when it runs.
+    """Refuse a `decode` whose result shapes a fake cannot derive. The op itself checks everything else when it runs.
 
-    Sizes are left to it: a compiler takes every comparison of them for a condition of its graph.
+    Sizes are not compared here: a compiler would make every comparison a guard of its graph.
 
     Raises:
-        ValueError: Naming the argument, as `check_decode` does.
+        ValueError: As `check_decode`.
     """
     _check_kinds("decode", arguments)
     _check_codes("decode", "value_codes", arguments["value_codes"])
@@ -128,10 +128,10 @@ def check_results(arguments: Arguments) -> None:
 
 
 def check_devices(where: str, arguments: Arguments) -> None:
-    """Refuse tensors of several devices. With one on `meta`, torch calls the op's fake, which computes nothing.
+    """Refuse tensors on several devices. If one is on `meta`, torch calls the op's fake, which computes nothing.
 
     Raises:
-        ValueError: Naming the first that is elsewhere than the first tensor.
+        ValueError: A tensor is on another device than the first one; the message names it.
     """
     first = next((name for name, x in arguments.items() if isinstance(x, Tensor)), "")
     for name, x in arguments.items():
@@ -141,10 +141,10 @@ def check_devices(where: str, arguments: Arguments) -> None:
 
 
 def check_prefetch(weight: Tensor, num_bytes: int) -> None:
-    """Refuse bytes that a weight does not have.
+    """Refuse more bytes than a weight has, and weights that are not contiguous.
 
     Raises:
-        ValueError: Naming the argument.
+        ValueError: An argument does not fit; the message names it.
     """
     if not weight.is_contiguous():
         _refuse("prefetch", "weight", "must be contiguous, got strides that are not. Call .contiguous().")
@@ -154,10 +154,10 @@ def check_prefetch(weight: Tensor, num_bytes: int) -> None:
 
 
 def without_lazy_negation(where: str, schema: torch.FunctionSchema, args: Iterable[Any]) -> list[Any]:
-    """The arguments, with what torch has yet to negate (as in `z.conj().imag`) negated: kernels read what is there.
+    """The arguments with lazily negated tensors (such as `z.conj().imag`) resolved: kernels read memory as it is.
 
     Raises:
-        ValueError: Something of that kind is written.
+        ValueError: A tensor that the op writes is lazily negated.
     """
     resolved = []
     for argument, x in zip(schema.arguments, args, strict=True):
@@ -177,7 +177,7 @@ def _refuse(where: str, name: str, problem: str) -> NoReturn:
 
 
 def _check_kinds(where: str, arguments: Arguments) -> None:
-    """Tensors in memory of one device, none left out."""
+    """No required tensor is missing, and all are dense and on one device."""
     for name in (*(("key", "value") if where == "append" else ("query",)), "key_codes", "value_codes", "lengths"):
         if name in arguments and arguments[name] is None:
             _refuse(where, name, "must be a tensor, got None.")
@@ -195,7 +195,7 @@ def _check_cache(
 
 
 def _check_new_shapes(where: str, arguments: Arguments, head_dims: Mapping[str, int]) -> None:
-    """New tokens against the planes. `head_dims` are those of the two sides."""
+    """New tokens fit the planes. `head_dims` are by side."""
     codes, key, value = arguments["key_codes"], arguments["key"], arguments["value"]
     for name in ("key", "value"):
         _check_dense(where, name, arguments[name])
@@ -234,7 +234,7 @@ def _check_codes(where: str, name: str, codes: Tensor) -> None:
 
 
 def _check_planes(where: str, arguments: Arguments) -> dict[str, int]:
-    """Both sides' planes. Returns their head_dims."""
+    """The planes of both sides fit. Returns their head_dims."""
     head_dims = {side: _check_side(where, side, arguments) for side in ("key", "value")}
     key_codes, value_codes = arguments["key_codes"], arguments["value_codes"]
     if key_codes.shape[:3] != value_codes.shape[:3]:
@@ -244,7 +244,7 @@ def _check_planes(where: str, arguments: Arguments) -> dict[str, int]:
 
 
 def _check_ring(where: str, arguments: Arguments) -> None:
-    """What only rings ask for."""
+    """What rings require in addition."""
     if not arguments["is_ring"]:
         return
     capacity, sink_length = arguments["key_codes"].shape[2], arguments["sink_length"]
@@ -358,7 +358,7 @@ def _check_lengths(where: str, arguments: Arguments) -> None:
 
 
 def _check_counts(where: str, arguments: Arguments, num_new: int) -> None:
-    """Lengths and starts where no GPU has to be waited for."""
+    """The numbers in lengths and starts, on a CPU only: reading them from a GPU would make the host wait."""
     lengths, starts, is_ring = arguments["lengths"], arguments["starts"], arguments["is_ring"]
     most = MAX_RING_LENGTH if is_ring else arguments["key_codes"].shape[2]
     for name, x, high in (("lengths", lengths, most), ("starts", starts, _LARGEST)):
@@ -371,7 +371,7 @@ def _check_counts(where: str, arguments: Arguments, num_new: int) -> None:
 
 
 def _check_factors(where: str, arguments: Arguments) -> None:
-    """A transform's numbers, likewise. `KeyTransform` has checked them, but tensors can be written to."""
+    """The numbers of a transform, likewise. `KeyTransform` has checked them, but tensors can be written to later."""
     center, smoothing = arguments["key_center"], arguments["key_smoothing"]
     if center is not None and center.device.type == "cpu" and not bool(center.isfinite().all()):
         _refuse(where, "key_center", "must be finite, got NaN or infinity. Was it taken from broken keys?")
@@ -396,7 +396,7 @@ def _check_transform(where: str, arguments: Arguments, head_dim: int) -> None:
 
 
 def _check_memory(where: str, arguments: Arguments) -> None:
-    """What is written shares no memory with itself, nor begins where anything else does."""
+    """No plane that is written overlaps itself or starts at the address of another tensor."""
     written = [f"{side}_{plane}" for side in ("key", "value") for plane in ("codes", "scale", "zero", "tail")]
     for name in written:
         if arguments[name] is not None and _has_overlap(arguments[name]):
@@ -414,7 +414,7 @@ def _check_memory(where: str, arguments: Arguments) -> None:
 
 
 def _has_overlap(x: Tensor) -> bool:
-    """Whether elements share memory. Also where rows are interleaved in a way that no slicing arrives at."""
+    """Whether elements share memory. Also true for interleaved strides without overlap that no slicing produces."""
     if 0 in x.shape:
         return False
     extent = 1
