@@ -1,6 +1,6 @@
-"""What the commands of `hf-kvquant` share: checked arguments, names of configs, loading a model, early ends.
+"""Shared by the commands of `hf-kvquant`: checked arguments, names of configs, loading a model, exceptions.
 
-What a command does is its own module's; `cli.py` turns what is raised here into a line on stderr and an exit code.
+Each command is in a module of its own. `cli.py` turns the exceptions into a line on stderr and an exit code.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from .transforms.smoothing import load_smoothing
 from .transforms.smoothing_file import FILE_NAME
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# Behind a preset's name: the naive baseline, which shows what transforms and clipping are worth.
+# Suffix of a preset's name for its naive baseline, which shows how much transforms and clipping gain.
 UNTRANSFORMED = "-untransformed"
 
 
 class UsageError(Exception):
-    """A mistake in what the user gave. Its text is all that is shown."""
+    """A mistake in the user's input. Only its text is shown."""
 
 
 class Refused(Exception):
-    """An answer of no: a preset that the model does not bear, or a measurement that fails its own checks."""
+    """A negative result: a preset that the model does not tolerate, or a measurement that fails its own checks."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """An interruption, with what is left of the run as its text."""
+    """An interruption. Its text says what has been kept of the run."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Arguments of a command, of which a mistake is told in one line, without the usage, which is long."""
+    """A parser that reports a mistake in one line, without the long usage text."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong with the arguments, and exit with 2."""
+        """Print what is wrong with the arguments and exit with code 2."""
         program, _, command = self.prog.partition(" ")
         where = f"{command}: " if command else ""
         end = "" if message.endswith("?") else "."
         self.exit(2, f"{program}: error: {where}{message}{end} See {self.prog} --help.\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuse what is not known here already: the parser of the whole command knows other options."""
+        """Refuse unknown arguments here, so that hints name the options of this command and not of the root parser."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = unknown[0].partition("=")[0]
@@ -63,32 +63,32 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_placement(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """The options that say how a model is loaded. `load_placed` reads them.
+    """Add the options that say how a model is loaded. `load_placed` reads them.
 
     Args:
-        parser: Gets them.
-        more: What else is to be said of the dtype.
+        parser: Receives them.
+        more: Added to the help of the dtype.
     """
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help=f"of the model{more} (default: the checkpoint's)"
+        "--dtype", choices=DTYPES, default="auto", help=f"dtype of the model{more} (default: the checkpoint's)"
     )
     parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
 
 
 def add_presets(parser: argparse.ArgumentParser, default: Iterable[str], more: str = "") -> None:
-    """The options that say which configs a command runs. `checked_configs` and `fitting_configs` read them.
+    """Add the options that say which configs a command runs. `checked_configs` and `fitting_configs` read them.
 
     Args:
-        parser: Gets them.
-        default: Presets of a run that names none.
-        more: What else is to be said of them.
+        parser: Receives them.
+        default: Presets to run if none is named.
+        more: Added to the help of the presets.
     """
     parser.add_argument(
         "--preset",
         action="append",
         metavar="NAME",
-        help=f"one of {', '.join(PRESETS)}; with {UNTRANSFORMED} behind it, its formats alone; with :4+128 behind "
-        f"that, the first 4 and the newest 128 tokens dense; repeatable (default: {', '.join(default)}){more}",
+        help=f"one of {', '.join(PRESETS)}; append {UNTRANSFORMED} for its formats alone, and :4+128 to keep the first "
+        f"4 and the newest 128 tokens dense; repeatable (default: {', '.join(default)}){more}",
     )
     parser.set_defaults(default_presets=tuple(default))
     for name, which in zip(WINDOWS, ("first", "newest"), strict=True):
@@ -97,12 +97,12 @@ def add_presets(parser: argparse.ArgumentParser, default: Iterable[str], more: s
             type=int,
             default=0,
             metavar="N",
-            help=f"{which} tokens that presets keep as they came, unless their names say (default: 0)",
+            help=f"how many of the {which} tokens stay dense, unless a preset's name says (default: 0)",
         )
 
 
 def checked_configs(args: argparse.Namespace, where: str) -> dict[str, KVQuantConfig]:
-    """The configs to run by name, each once, in the order given; the command's defaults where none is.
+    """The configs to run, by name, each once and in the order given; the command's defaults if none is given.
 
     Raises:
         UsageError: A name or a length has no meaning.
@@ -115,12 +115,12 @@ def checked_configs(args: argparse.Namespace, where: str) -> dict[str, KVQuantCo
 
 
 def config_of(name: str, where: str, windows: Mapping[str, int] | None = None) -> KVQuantConfig:
-    """The config of a name: a preset, or its formats alone, either one with dense windows: `int4-untransformed:4+128`.
+    """The config that a name stands for: a preset or its formats alone, also with windows: `int4-untransformed:4+128`.
 
     Args:
         name: As typed.
-        where: Opens the message.
-        windows: Of a name that says nothing of them, where something is quantised.
+        where: Starts error messages.
+        windows: For a name that has none, if the preset quantises anything.
 
     Raises:
         UsageError: The name has no meaning.
@@ -133,7 +133,7 @@ def config_of(name: str, where: str, windows: Mapping[str, int] | None = None) -
         found = re.fullmatch(r"(\d+)\+(\d+)", lengths)
         if found is None:
             raise UsageError(
-                f"{where}: `--preset` must name windows as first and newest tokens, got '{lengths}'. Such as "
+                f"{where}: `--preset` must give windows as FIRST+NEWEST tokens, got '{lengths}'. Write for example "
                 f"{formats}:4+128."
             )
         options = dict(zip(WINDOWS, map(int, found.groups()), strict=True))
@@ -148,13 +148,13 @@ def config_of(name: str, where: str, windows: Mapping[str, int] | None = None) -
 
 
 def untransformed(preset: str) -> dict[str, Any]:
-    """What the config of a preset's naive baseline says: clipping is an improvement on it like any transform."""
+    """Options that turn a preset into its naive baseline, without transforms and without clipping."""
     key, value = (dataclasses.replace(side, clip_ratio=1.0) for side in PRESETS[preset])
     return {"transforms": [], "key": key, "value": value}
 
 
 def checked_preset(name: str, where: str, *, spelled: str | None = None) -> str:
-    """A preset's name; `spelled` is what it was taken from."""
+    """The name, if it is a preset's. Errors quote `spelled`, which it was taken from."""
     if name not in PRESETS:
         known = [*PRESETS, *(preset + UNTRANSFORMED for preset in PRESETS)]
         spelled = spelled or name
@@ -165,10 +165,10 @@ def checked_preset(name: str, where: str, *, spelled: str | None = None) -> str:
 
 
 def check_counts(args: argparse.Namespace, names: Iterable[str], where: str) -> None:
-    """Refuse options below 1, of those that were given.
+    """Refuse options that were given and are below 1.
 
     Raises:
-        UsageError: There is one.
+        UsageError: One is.
     """
     for name in names:
         value = getattr(args, name)
@@ -179,12 +179,12 @@ def check_counts(args: argparse.Namespace, names: Iterable[str], where: str) -> 
 def fitting_configs(
     model: PreTrainedModel, args: argparse.Namespace, configs: Mapping[str, KVQuantConfig], where: str
 ) -> dict[str, KVQuantConfig]:
-    """The configs that a model can be patched with, found out before anything is run.
+    """The configs that a model can be patched with, found before anything runs.
 
     Presets that the user typed must fit. A default that does not fit is left out, and a line on stderr says why.
 
     Raises:
-        UsageError: A preset that was typed does not fit, or no default that quantises anything does.
+        UsageError: A preset that the user typed does not fit, or no default that quantises anything fits.
     """
     fitting: dict[str, KVQuantConfig] = {}
     left_out: dict[str, Exception] = {}
@@ -207,13 +207,13 @@ def fitting_configs(
 def checked_output(
     name: str, where: str, *, expected: str = "a file in a folder that is there", **options: bool
 ) -> Path:
-    """The path of `--output`, once it is certain that something can be written there.
+    """The path of `--output`, after a test that it can be written.
 
     Args:
         name: As typed.
-        where: Opens the message.
-        expected: What it must be.
-        **options: As `why_unwritable` takes them.
+        where: Starts error messages.
+        expected: What the path must be.
+        **options: Of `why_unwritable`.
 
     Raises:
         UsageError: Nothing can be written there.
@@ -226,7 +226,7 @@ def checked_output(
 
 
 def read_text(name: str, where: str) -> str:
-    """A text file; `where` opens the message when it is none."""
+    """The content of a text file. `where` starts the message if it is not one."""
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -235,7 +235,7 @@ def read_text(name: str, where: str) -> str:
 
 
 def checked_device(name: str | None, where: str) -> torch.device:
-    """The device that a user names, or the best one."""
+    """The device that a user names, or the best one there is."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -245,7 +245,7 @@ def checked_device(name: str | None, where: str) -> torch.device:
     available = torch.cuda.device_count() if device.type == "cuda" else 1
     if (device.index or 0) >= available:
         raise UsageError(
-            f"{where}: `--device` must be there, got '{name}' with {available} CUDA devices. Use --device cpu, or see "
+            f"{where}: `--device` must exist, got '{name}' with {available} CUDA devices. Use --device cpu, or see "
             "hf-kvquant env."
         )
     return device
@@ -254,15 +254,15 @@ def checked_device(name: str | None, where: str) -> torch.device:
 def load_placed(
     args: argparse.Namespace, where: str, *, default_device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model of a command, and its tokenizer, to where its options place it.
+    """Load the model of a command onto the device that its options name, and its tokenizer.
 
     Args:
         args: With `model`, and the options of `add_placement`.
-        where: Opens messages.
-        default_device: Where no device is named; `None` takes the best one.
+        where: Starts error messages.
+        default_device: Used if no device is named; `None` takes the best one.
 
     Raises:
-        UsageError: There is no such device or model, or memory does not suffice.
+        UsageError: The device or model does not exist, or the model does not fit into memory.
     """
     return load(args.model, args.dtype, checked_device(args.device or default_device, where), where)
 
@@ -270,7 +270,7 @@ def load_placed(
 def load(name: str, dtype: str, device: torch.device, where: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer."""
     path = Path(name).expanduser()
-    # A hub id has at most one slash and no folder here that it could be meant to lie in.
+    # A hub id has at most one slash, and what precedes it is no local folder.
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and path.parent.exists())
     if looks_local and not (path / "config.json").is_file():
         found = "a folder without config.json" if path.is_dir() else "no such folder"
@@ -299,18 +299,18 @@ def load(name: str, dtype: str, device: torch.device, where: str) -> tuple[PreTr
 
 
 def source_of(name: str) -> str:
-    """What `from_pretrained` takes for the model of this name: a folder that is there, else a hub id."""
+    """What to pass to `from_pretrained`: the path, if there is such a folder, else the name as a hub id."""
     path = Path(name).expanduser()
     return str(path) if path.exists() else name
 
 
 def load_calibration(model: PreTrainedModel, name: str) -> None:
-    """Give a model the centres and factors that `calibrate` left in its folder, if there are any."""
+    """Give a model the centres and factors that `calibrate` saved in its folder, if there are any."""
     path = Path(name).expanduser() / FILE_NAME
     if not path.is_file():
         return
     try:
         load_smoothing(model, path)
     except (NotImplementedError, ValueError) as error:
-        # Results are right without; but it is said, for they are less close.
-        print(f"hf-kvquant: warning: {path} is left out. {error}", file=sys.stderr)
+        # Results are correct without it, but less accurate.
+        print(f"hf-kvquant: warning: {path} is ignored. {error}", file=sys.stderr)

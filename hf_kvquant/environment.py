@@ -1,6 +1,6 @@
 """What is installed here, what is missing, and how to get it: the facts behind `hf-kvquant env` and `report`.
 
-Which kernels serve a device is decided in `ops.py`, how a terminal shows the facts in `cli.py`.
+`ops.py` decides which kernels run on a device; `cli.py` prints these facts.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import transformers
 
 from . import ops
 
-# What the extra `eval` of pyproject.toml brings.
+# The packages of the extra `eval` in pyproject.toml.
 EVALUATION = ("lm-eval", "accelerate", "markdown-it-py", "matplotlib", "numpy", "PyYAML")
 
 
 def package_version() -> str:
     """The version of this package."""
-    from . import __version__  # of the package that may be half imported when this module is
+    from . import __version__  # here, since the package may be half imported when this module is
 
     return __version__
 
 
 def environment() -> dict[str, str]:
-    """What there is, and for what there is not, how to get it; by heading, each a line."""
+    """One line for each heading: what is installed, or how to get what is missing."""
     module = ops.extension()
     built_for = "CPUs" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
     facts = {
@@ -43,7 +43,7 @@ def environment() -> dict[str, str]:
         facts["CPU kernels"] = str(module.cpu_capability())
     else:
         facts["extension"] = (
-            f"missing ({module}): the PyTorch reference serves. Install a C++ compiler, then {ops.REINSTALL}"
+            f"missing ({module}): the PyTorch reference runs instead. Install a C++ compiler, then {ops.REINSTALL}"
         )
     if ops.has_kernels("cuda"):
         assert isinstance(module, ModuleType)
@@ -69,7 +69,7 @@ def _gpus() -> dict[str, str]:
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         without = ops.why_reference(torch.device("cuda", index))
-        served = "served" if without is None else f"not served ({without.reason}). {without.remedy}"
+        served = "supported" if without is None else f"not supported ({without.reason}). {without.remedy}"
         lines[f"GPU {index}"] = (
             f"{device.name} ({device.major}.{device.minor}), {device.total_memory / 2**30:.0f} GiB: {served}"
         )

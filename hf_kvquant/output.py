@@ -1,6 +1,6 @@
-"""Where results are written: tried before work begins, and then written as a whole or not at all.
+"""Writes result files: tests a path before work begins, then writes a file completely or not at all.
 
-What a user is told of a path that cannot be written, the commands decide (`arguments.py`, `evaluation/records.py`,
+The callers word the error for a path that cannot be written (`arguments.py`, `evaluation/records.py`,
 `cache_file.py`).
 """
 
@@ -14,15 +14,15 @@ from pathlib import Path
 
 
 def why_unwritable(path: Path, *, is_folder: bool = False, with_parents: bool = False) -> str | None:
-    """Why nothing can be written to a path, found out by writing beside it. Leaves nothing behind.
+    """Why a path cannot be written, found by creating a file next to it. Leaves nothing behind.
 
     Args:
         path: Of a file, or of a folder to write files into.
-        is_folder: Which of them. A folder need not exist yet.
+        is_folder: Whether it is a folder. It need not exist yet.
         with_parents: Whether the folders above it need not exist either.
 
     Returns:
-        The reason, in words; `None` where something can be written.
+        The reason, in words; `None` if the path can be written.
     """
     try:
         if path.exists() and path.is_dir() != is_folder:
@@ -43,18 +43,19 @@ def why_unwritable(path: Path, *, is_folder: bool = False, with_parents: bool = 
 
 @contextlib.contextmanager
 def written(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
-    """Write a file in one step, so that a reader or a killed process finds the old or the new one, never a part.
+    """Write a file in one step: readers find the old file or the new one, never a part, even after a kill.
 
     Args:
-        path: Of the file; behind a link, the file it leads to.
-        overwrite: Whether it may replace one that exists.
+        path: Of the file. A link is followed.
+        overwrite: Whether an existing file may be replaced.
 
     Yields:
-        Where to write it to. It is moved to `path` when the `with` block ends, and removed when the block fails.
+        The temporary path to write to. It is moved to `path` when the `with` block ends, and removed if the block
+        fails.
 
     Raises:
         FileExistsError: There is a file already, and `overwrite` is False.
-        OSError: The file cannot be written. What was there is there.
+        OSError: The file cannot be written. An existing file is unchanged.
     """
     path = Path(os.path.realpath(path))
     beside = _beside(path)
@@ -75,7 +76,7 @@ def _beside(path: Path) -> Path:
 
 
 def _move_to_new(beside: Path, path: Path) -> None:
-    """Give a file a name that nobody else may have taken meanwhile."""
+    """Move a file to a path, unless another process has taken the path meanwhile."""
     try:
         os.link(beside, path)  # unlike a rename, it never replaces
     except FileExistsError:

@@ -1,7 +1,6 @@
-"""What is shown of long work while it goes on: a bar in terminals and notebooks, elsewhere a line every 30 seconds.
+"""Shows the progress of long work: a bar in terminals and notebooks, elsewhere a line every 30 seconds.
 
-Bars are tqdm's, as transformers uses it, so they follow its switch: `transformers.utils.logging.disable_progress_bar()`
-turns them off, lines as well.
+Both come from tqdm as transformers wraps it, so `transformers.utils.logging.disable_progress_bar()` turns them off.
 """
 
 from __future__ import annotations
@@ -16,40 +15,40 @@ import tqdm.notebook
 from transformers.utils import logging
 
 SECONDS = 30.0  # from one line to the next
-# Without a number of steps, what is done and for how long is all there is to say.
+# The format of a line, by whether the number of steps is known.
 _LINE = {True: "{desc}: {percentage:.0f} %, {elapsed} so far, {remaining} left", False: "{desc}, {elapsed} so far"}
 
 
 class Tell(Protocol):
-    """What long work calls with the steps that it has done, and with what it does next, in words."""
+    """A callback of long work, which passes the steps just done and, in words, what it does next."""
 
     def __call__(self, done: int = 0, /, doing: str | None = None) -> None: ...
 
 
 class _Lines:
-    """A file for tqdm that makes a line on stderr of each state of a bar."""
+    """A file for tqdm that prints each state of a bar as a line on stderr."""
 
     def write(self, text: str) -> None:
         if text.strip():
             print(text.strip(), file=sys.stderr, flush=True)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: every line is flushed when it is printed."""
 
 
 @contextlib.contextmanager
 def show_progress(what: str, total: int | None = None, *, unit: str = "it", is_shown: bool = True) -> Iterator[Tell]:
-    """Show on stderr how far some work is.
+    """Show the progress of some work on stderr.
 
     Args:
-        what: Is done; opens every line.
-        total: Steps; `None` where nobody knows.
-        unit: Of a step.
+        what: Name of the work; starts every line.
+        total: Number of steps; `None` if unknown.
+        unit: Name of a step.
         is_shown: Whether to show anything.
 
     Yields:
-        What the work calls now and then: with the steps done since the last call, and with what it does next. It does
-        both more often than every 30 seconds, if it can.
+        The function that the work calls, if it can more often than every 30 seconds, with the steps done since the last
+        call and with what it does next.
     """
     is_drawn = sys.stderr.isatty() or issubclass(tqdm.auto.tqdm, tqdm.notebook.tqdm_notebook)
     form: dict[str, Any] = {} if total is not None else {"bar_format": "{desc} [{elapsed}]"}
@@ -68,7 +67,7 @@ def show_progress(what: str, total: int | None = None, *, unit: str = "it", is_s
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Hide transformers' own progress bars for the length of a `with` block."""
+    """Hide transformers' own progress bars within a `with` block."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

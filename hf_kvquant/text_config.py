@@ -1,7 +1,7 @@
-"""Which config of a model speaks of the layers that have a cache, and what it says of their context and heads.
+"""Finds the config that describes a model's layers with a cache, and reads context and head_dim from it.
 
-It stands alone so that `patching.py` and the transforms, of which either needs the other, can both ask. It refuses what
-is no model; which models are served is left to those who ask. What a config does not say in numbers is `None` here, and
+It is a module of its own because `patching.py` and the transforms depend on each other and both need it. It refuses
+what is not a model; the callers decide which models are supported. A number that a config does not give is `None`; the
 tensors show it later.
 """
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def check_is_model(model: object, where: str) -> None:
-    """Refuse what is no model of transformers.
+    """Refuse anything but a transformers model.
 
     Raises:
         TypeError: It is something else.
@@ -24,23 +24,23 @@ def check_is_model(model: object, where: str) -> None:
 
 
 def text_config_of(model: PreTrainedModel) -> PreTrainedConfig:
-    """The config of the text model: of a model that sees pictures too, or of an encoder-decoder's decoder."""
+    """The config of the text model, within that of a multi-modal model, or of an encoder-decoder's decoder."""
     config: PreTrainedConfig = model.config.get_text_config(decoder=True)
     return config
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """The positions that a model was made for, or `None` where its config names none."""
+    """The number of positions that a model supports, or `None` if its config does not say."""
     return count_of(text_config_of(model), "max_position_embeddings")
 
 
 def positions_of(model: PreTrainedModel, most: int) -> int:
-    """`most` positions, or all that a model was made for where these are fewer."""
+    """`most`, or the number of positions that a model supports if that is less."""
     return min(context_of(model) or most, most)
 
 
 def head_dim_of(config: PreTrainedConfig) -> int | None:
-    """Channels of a head as far as the config of a layer tells; tensors decide in the end."""
+    """Channels of a head according to the config of a layer, or `None`. The tensors decide in the end."""
     head_dim = getattr(config, "head_dim", None)
     if head_dim is not None:
         return head_dim if isinstance(head_dim, int) else None
@@ -49,6 +49,6 @@ def head_dim_of(config: PreTrainedConfig) -> int | None:
 
 
 def count_of(config: PreTrainedConfig, name: str) -> int | None:
-    """A number of things, or `None` where a config has none by this name: vision models list one for each stage."""
+    """A count in a config, or `None` if there is none: some vision models have a list here, with one for each stage."""
     count = getattr(config, name, None)
     return count if isinstance(count, int) and count > 0 else None

@@ -1,6 +1,6 @@
-"""Calls of `generate` that transformers would compile and cannot: they run as they are, and the log says so once.
+"""Stops `generate` from compiling calls that transformers cannot compile. They run in eager mode, logged once.
 
-Which calls these are is decided where it is found out, in `patching.py` and `encoder_decoder.py`.
+`patching.py` and `encoder_decoder.py` decide which calls these are.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def leave_uncompiled(model: PreTrainedModel, generation_config: Any, when: str, 
 
     Args:
         model: The generating model.
-        generation_config: Of this call; `disable_compile` is set.
-        when: Of which calls that is true, and why; for the log.
-        remedy: What to do about it.
+        generation_config: Of this call; its `disable_compile` is set.
+        when: Which calls are not compiled, and why, for the log.
+        remedy: What the user can do.
     """
     generation_config.disable_compile = True
     _log(type(model).__name__, when, remedy)

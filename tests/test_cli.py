@@ -125,7 +125,7 @@ def test_sampling_is_seeded(folder: str, capsys: pytest.CaptureFixture[str]) -> 
         (["--sample", "--top-p", "2"], "`--top-p` must be above 0 and at most 1, got 2.0."),
         (["--device", "cpu", "--offloading"], "`--offloading` must come with a GPU, got cpu, where codes are in CPU"),
         (["--device", "abacus"], "`--device` must be a torch device such as cpu or cuda:0, got 'abacus'."),
-        (["--device", "cuda:99"], "`--device` must be there, got 'cuda:99' with "),
+        (["--device", "cuda:99"], "`--device` must exist, got 'cuda:99' with "),
         (
             ["--prompt", "x" * 60],
             "prompt and `--max-new-tokens` must fit the model's 64 positions, got 60 and 5 tokens. "
@@ -378,7 +378,7 @@ def test_generate_takes_what_calibrate_left(
     (tmp_path / "calibrated" / "kvquant_smoothing.safetensors").write_bytes(b"nothing")
     code, _, error = run(capsys, *arguments)
     assert code == 0
-    assert error.startswith("hf-kvquant: warning: ") and "safetensors is left out. load_smoothing: `path` must" in error
+    assert error.startswith("hf-kvquant: warning: ") and "safetensors is ignored. load_smoothing: `path` must" in error
 
 
 def test_calibrate_needs_text(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

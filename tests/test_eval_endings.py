@@ -269,7 +269,7 @@ def test_a_record_that_is_none(
         (
             None,
             ["--preset", "int4:4"],
-            "`--preset` must name windows as first and newest tokens, got '4'. Such as int4",
+            "`--preset` must give windows as FIRST.NEWEST tokens, got '4'. Write for example int4",
         ),
         (None, ["--residual-length", "-3"], "`--residual-length` must be at least 0, got -3."),
         (None, ["--calibrate", "nowhere.txt"], "`--calibrate` must be a text file, got nowhere.txt: No such file"),

@@ -293,7 +293,7 @@ def test_environment_names_gpus(capability: tuple[int, int], monkeypatch: pytest
     assert facts["CUDA kernels"] == "compute capabilities 90a"
     start = f"Some GPU ({capability[0]}.{capability[1]}), 80 GiB: "
     remedy = "Reinstall: HF_KVQUANT_CUDA_ARCHS=86 pip install --no-build-isolation . (8.0 or later)"
-    expected = "served" if capability == (9, 0) else f"not served (they were built for 90a). {remedy}"
+    expected = "supported" if capability == (9, 0) else f"not supported (they were built for 90a). {remedy}"
     assert facts["GPU 0"] == start + expected
 
 
