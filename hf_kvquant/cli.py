@@ -1,11 +1,12 @@
-"""The command `hf-kvquant`: what a user may type, how results are shown, and which mistakes get which line.
+"""The command `hf-kvquant`: its arguments, how it shows results, and what it prints when something is wrong.
 
-`generate` continues prompts under one or more presets and ends with a table; the work is done in `generation.py`.
-`calibrate` finds centres and smoothing factors of keys and saves the model with them (`transforms/smoothing.py`), or,
-with `--check`, only says which preset each layer bears (`preflight.py`). `eval` measures quality (`evaluation/cli.py`).
-`env` says what is installed, what is missing and how to get it. A mistake in the arguments ends with one line on stderr
-and exit code 2, a preset that is refused, or a measurement that fails its own checks, with one and exit code 1, a bug
-with a traceback.
+`generate` continues prompts under one or more presets and prints a table (`generation.py`). `calibrate` finds centres
+and smoothing factors of keys and saves the model with them (`transforms/smoothing.py`); with `--check` it only says
+which preset each layer tolerates (`preflight.py`). `eval` measures quality (`evaluation/cli.py`). `env` says what is
+installed, what is missing and how to get it.
+
+A mistake in the arguments ends with one line on stderr and exit code 2. A refused preset, or a measurement that fails
+its own checks, ends with one line and exit code 1. A bug ends with a traceback.
 """
 
 from __future__ import annotations
@@ -70,13 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; `None` takes those of the process.
 
     Returns:
-        The exit code: 0, or 1 for a preset that is refused, 2 for a mistake in the arguments, 130 when interrupted.
+        The exit code: 0, 1 for a refused preset, 2 for a mistake in the arguments, 130 when interrupted.
     """
     return run(parser().parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what parsed arguments say, `args.run`, and tell in a line why it ended early. Returns the exit code."""
+    """Run the command in `args.run`, and print in a line why it ended early. Returns the exit code."""
     try:
         args.run(args)
     except UsageError as error:
@@ -102,12 +103,12 @@ def parser() -> argparse.ArgumentParser:
     generate = commands.add_parser(
         "generate",
         help="continue prompts under one or more presets",
-        description="Continue prompts under each preset, streaming the text, and end with a table. Where the "
-        f"unquantised cache ('{UNQUANTIZED}') is among the presets, the others are compared with it on the text that "
-        "it wrote: teacher-forced, token by token, through each preset's own cache.",
+        description="Continue prompts under each preset, streaming the text, and print a table. If the unquantised "
+        f"cache ('{UNQUANTIZED}') is among the presets, the text that it wrote is fed token by token through each "
+        "preset's own cache (teacher forcing), to compare them.",
     )
     generate.add_argument("model", metavar="MODEL", help="a folder or a hub id")
-    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="to continue; repeatable")
+    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; repeatable")
     generate.add_argument(
         "--prompt-file", action="append", default=[], metavar="FILE", help="a file that holds one prompt; repeatable"
     )
@@ -118,41 +119,41 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--temperature", type=float, metavar="X", help="with --sample (default: 1)")
     generate.add_argument("--top-p", type=float, metavar="X", help="with --sample (default: 1)")
     generate.add_argument(
-        "--repetition-penalty", type=float, metavar="X", help="above 1 discourages tokens that were there (default: 1)"
+        "--repetition-penalty", type=float, metavar="X", help="above 1 makes repeated tokens less likely (default: 1)"
     )
-    generate.add_argument("--seed", type=int, metavar="N", help="with --sample, for every text (default: 0)")
+    generate.add_argument("--seed", type=int, metavar="N", help="with --sample, set before each text (default: 0)")
     generate.add_argument(
-        "--offloading", action="store_true", help="keep codes in CPU memory but for those of two layers; on a GPU"
+        "--offloading", action="store_true", help="on a GPU: keep codes in CPU memory, except those of two layers"
     )
-    generate.add_argument("--no-stream", action="store_true", help="show the table only, not the text")
+    generate.add_argument("--no-stream", action="store_true", help="print only the table, not the text")
     generate.set_defaults(run=run_generate)
     calibrate = commands.add_parser(
         "calibrate",
         help="find centres and smoothing factors of keys, and save the model with them",
-        description="Find, on the given text, what the transforms of a preset need: the centre of each layer's keys, "
-        "and factors that make outlier channels of keys smaller and the queries that meet them larger, as much as "
-        "pays. Factors are folded into the weights, with logits that stay the same to the bit, and the model is saved; "
-        f"{FILE_NAME} beside it holds the rest. With --check, nothing is changed or saved: the weights and what "
-        "quantising a layer does to the next token say which preset each layer bears, or whether all bear the one that "
-        "is given.",
+        description="Find what the transforms of a preset need, on the given text: the centre of each layer's keys, "
+        "and factors that make outlier channels of keys smaller and those of queries larger, where that reduces the "
+        "error. Factors are folded into the weights, which leaves logits bitwise the same. The model is saved, and "
+        f"next to it {FILE_NAME} with the rest. With --check, nothing is changed or saved: the command looks at the "
+        "weights and at how much quantising a layer changes the next token, and says which preset each layer "
+        "tolerates, or whether all layers tolerate the given one.",
     )
     calibrate.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     calibrate.add_argument(
         "--text-file", action="append", default=[], metavar="FILE", help="text to calibrate on; repeatable"
     )
     calibrate.add_argument(
-        "--output", metavar="DIR", help="a new folder for the model and the factors, but for --check"
+        "--output", metavar="DIR", help="a new folder for the model and the factors; not with --check"
     )
     calibrate.add_argument(
         "--preset",
         metavar="NAME",
-        help=f"one of {', '.join(PRESETS)} (default: int4; with --check, the smallest that a layer bears)",
+        help=f"one of {', '.join(PRESETS)} (default: int4; with --check, the smallest that each layer tolerates)",
     )
     calibrate.add_argument(
-        "--check", action="store_true", help="look only; without --text-file on text that the model writes"
+        "--check", action="store_true", help="only check; without --text-file, on text that the model writes"
     )
     calibrate.add_argument("--weights-only", action="store_true", help="with --check, do not run the model on text")
-    calibrate.add_argument("--force", action="store_true", help="with --check, end well whatever was found")
+    calibrate.add_argument("--force", action="store_true", help="with --check, exit with 0 whatever is found")
     calibrate.add_argument(
         "--mode",
         choices=get_args(Mode),
@@ -162,11 +163,11 @@ def parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--no-centers", action="store_true", help="leave centres as they are")
     calibrate.add_argument("--no-factors", action="store_true", help="find centres only")
     calibrate.add_argument(
-        "--rotate-values", action="store_true", help="rotate values through the weights before; rounds these once"
+        "--rotate-values", action="store_true", help="first rotate values, through the weights, which rounds these once"
     )
-    calibrate.add_argument("--tokens", type=int, metavar="N", help="to calibrate on, at most (default: %(default)s)")
-    calibrate.add_argument("--window", type=int, metavar="N", help="tokens of a forward (default: %(default)s)")
-    calibrate.add_argument("--batch-size", type=int, metavar="N", help="windows of a forward (default: %(default)s)")
+    calibrate.add_argument("--tokens", type=int, metavar="N", help="most tokens to calibrate on (default: %(default)s)")
+    calibrate.add_argument("--window", type=int, metavar="N", help="tokens per forward (default: %(default)s)")
+    calibrate.add_argument("--batch-size", type=int, metavar="N", help="windows per forward (default: %(default)s)")
     add_placement(calibrate)
     calibrate.set_defaults(run=run_calibrate, **CALIBRATION)
     evaluation.add_parser(commands)
@@ -353,7 +354,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
     model, tokenizer = load_placed(args, "calibrate")
     try:
         if args.rotate_values:
-            rotate_values(model)  # first, so that the factors' file knows the weights that are saved
+            rotate_values(model)  # first: the file of factors identifies the weights that are saved
         result = smooth_attention(
             model,
             tokenizer,
@@ -399,7 +400,7 @@ def run_check(args: argparse.Namespace, preset: str | None) -> None:
     """`hf-kvquant calibrate --check`.
 
     Raises:
-        Refused: The preset that is given would corrupt what the model writes, or cannot be judged.
+        Refused: The given preset would corrupt what the model writes, or cannot be judged.
         UsageError: An argument has no meaning, or does not fit the model.
     """
     if args.output is not None:
@@ -447,8 +448,8 @@ def show_preflight(console: Console, result: Preflight, *, title: str) -> None:
     for note in result.notes():
         console.print(note)
     console.print(
-        "Key bias: what all keys of a head share, over what varies. Channels: the largest over the median one. KL: "
-        "divergence of the next token with this layer alone quantised.",
+        "Key bias: the constant in all keys of a head, divided by their spread. Channels: the largest channel divided "
+        "by the median one. KL: divergence of the next token if only this layer is quantised.",
         style="dim",
     )
 
@@ -476,7 +477,7 @@ def new_folder(name: str | None) -> Path:
     path = checked_output(name, "calibrate", expected=expected, is_folder=True, with_parents=True)
     if path.exists() and any(path.iterdir()):
         raise UsageError(
-            f"calibrate: `--output` must be {expected}, got {name}: a folder that holds something. Name another."
+            f"calibrate: `--output` must be {expected}, got {name}: a folder that is not empty. Name another."
         )
     return path
 

@@ -266,7 +266,7 @@ def test_calibrate_rotates_values(
         (["--text-file", "ABSENT"], "`--text-file` must be a text file, got ABSENT: No such file or directory."),
         (["--device", "abacus"], "`--device` must be a torch device such as cpu or cuda:0, got 'abacus'."),
         (["--output", "EMPTY"], "`--output` must be a new or an empty folder, got EMPTY: a file. Name another."),
-        (["--output", "FULL"], "`--output` must be a new or an empty folder, got FULL: a folder that holds something."),
+        (["--output", "FULL"], "`--output` must be a new or an empty folder, got FULL: a folder that is not empty."),
         (
             ["--tokens", "9"],
             "FOLDER cannot be calibrated. smooth_attention: `num_tokens` must be an int of at least 512",
