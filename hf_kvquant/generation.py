@@ -1,8 +1,8 @@
-"""Continue prompts under several presets and say what each costs: what `hf-kvquant generate` does, without display.
+"""Continues prompts under several presets and measures what each costs: `hf-kvquant generate` without the display.
 
 Each preset continues each prompt with `model.generate` on a patched model. The text that the unquantised cache wrote is
-then fed again, teacher-forced, through every cache (`fidelity.py`), so that presets are compared on equal text. What is
-printed where, and what a user may pass, is decided in `cli.py`.
+then fed through every cache (teacher forcing, `fidelity.py`), so that presets are compared on equal text. `cli.py`
+decides what a user may pass and what is printed.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from .config import KVQuantConfig
 from .fidelity import Fidelity, compare
 from .patching import patched
 
-# The preset whose text the others are measured on: it keeps keys and values as they come.
+# The preset that keeps keys and values as they come. The others are measured on its text.
 UNQUANTIZED = "none"
-# Tokens generated before anything is timed, so that no preset pays for threads and allocators that start up.
+# Tokens generated before anything is timed, so that no preset pays for the start of threads and allocators.
 WARM_UP_TOKENS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """What one preset wrote behind one prompt.
+    """What one preset wrote after one prompt.
 
     Attributes:
         ids: `[1, tokens]` int64, prompt included.
         num_new: Tokens written.
-        step_seconds: Of each decode step, that is, from each new token to the next; prefill is not among them.
+        step_seconds: Of each decode step, from one new token to the next. The prefill is not included.
         bytes_per_token: Bytes of the cache that one more token takes in all layers.
-        peak_bytes: Bytes that the cache had allocated at the end. A growing cache never gives bytes back.
+        peak_bytes: Bytes that the cache had allocated at the end. A growing cache never shrinks.
     """
 
     ids: Tensor
@@ -50,17 +50,17 @@ class Continuation:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """One preset over all prompts; what a row of the table shows.
+    """One preset over all prompts: a row of the table.
 
     Attributes:
         preset: Its name.
         bytes_per_token: Of the cache.
         peak_bytes: Of the largest cache.
         tokens_per_second: One over the median decode step. `None` when no prompt got a second token.
-        agreement: Share of tokens whose most likely successor is that under the unquantised cache; `None` when the
-            presets to run do not include the unquantised one.
+        agreement: Share of tokens after which the most likely next token is the same as with the unquantised cache;
+            `None` if that is not among the presets.
         kld: Mean KL divergence from the unquantised cache, nats per token; `None` likewise.
-        num_scored: Tokens behind the last two.
+        num_scored: Number of tokens that the last two are averaged over.
         is_served: Whether decoding attended to codes in every quantised layer; `None` when not compared.
     """
 
@@ -158,7 +158,7 @@ def continue_prompt(
 
 
 class _Stream(TextStreamer):
-    """Hands text on as soon as it is certain, and notes when each token came."""
+    """Passes text on as soon as it is certain, and notes when each token came."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
