@@ -1,15 +1,15 @@
-"""The decode step as a CUDA graph of the model's own kernels: what is captured, and when a capture still holds.
+"""The decode step as a CUDA graph of the model's own kernels: what is captured, and when a capture is still valid.
 
-transformers compiles the step of a static cache: 13 s for four layers of Llama-3-8B's shape. With `capture=True` in the
-config, the step is instead run once as it is, recorded the second time, and replayed from then on: the first call takes
-0.7 s longer than the next, for all 32 layers (H200, 2026-11), and the host launches a graph in place of 1,400 kernels.
-`CudaGraph` does that for any function of static tensors. Here it is applied to the model's forward, which transformers'
-loops call in place of the compiled one; `decode_loop.py` captures the choice of the next token along with it, so that
-the host need not wait. Small kernels of the model are fused for the recording, see `fusion.py`, and weights are fetched
-ahead, see `prefetch.py`.
+With a static cache transformers compiles the decode step: 13 s for four layers of Llama-3-8B's shape. `capture=True` in
+the config skips that. The step runs once as usual, is recorded the second time, and is replayed from then on. The first
+call takes 0.7 s longer than the next, for all 32 layers (H200, 2026-11), and the host launches one graph instead of
+1,400 kernels. `CudaGraph` does that for any function of static tensors. This file applies it to the model's forward,
+which transformers' loops call in place of the compiled one. `decode_loop.py` captures the choice of the next token as
+well, so that the host need not wait. During recording, small kernels of the model are fused (`fusion.py`) and weights
+are fetched ahead (`prefetch.py`).
 
-A graph reads and writes addresses. It is kept on the model, and found again by the addresses of everything that it
-touches and that is not its own: weights, and the buffers of the cache. Where these have moved, another is captured.
+A graph reads and writes fixed addresses. It is kept on the model, under the addresses of all tensors that it uses but
+does not own: the weights and the buffers of the cache. If these move, a new graph is captured.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class StepRunner(abc.ABC):
-    """Runs one function of static tensors again and again: the first time as it is, then recorded, then replayed.
+    """Runs one function of static tensors many times: as usual the first time, then recorded, then replayed.
 
-    The first run is a step like any other, so nothing that it writes has to be undone; it lets libraries set up what
-    they could not while they are recorded.
+    The first run is an ordinary step, so nothing that it writes has to be undone. It lets libraries set up what they
+    cannot set up while being recorded.
 
     Args:
         device: Of the tensors.
@@ -54,11 +54,11 @@ class StepRunner(abc.ABC):
         """Run the step on the current stream.
 
         Args:
-            step: The function, which appends one token to the cache; once it is recorded it is not called any more.
+            step: The function, which appends one token to the cache. Once recorded, it is not called again.
             cache: What it appends to, with room for the token.
 
         Returns:
-            What it returned; tensors in it are overwritten by the next run.
+            The result of the step. The next run overwrites its tensors.
 
         Raises:
             RuntimeError: The step cannot be recorded. The cache is as it was before the step.
@@ -77,7 +77,7 @@ class StepRunner(abc.ABC):
                 cache.note_replayed(1)
             self._replay()
         except BaseException:
-            cache.ask_device()  # it has run all of the graph or nothing
+            cache.ask_device()  # which has run all of the graph or nothing
             raise
         return self._result
 
@@ -96,11 +96,11 @@ class StepRunner(abc.ABC):
 
     @abc.abstractmethod
     def _run_once(self, step: Callable[[], Any]) -> Any:
-        """Run the step as it is, where it is to be recorded."""
+        """Run the step as usual, on the stream that will record it."""
 
     @abc.abstractmethod
     def _record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Call the step without running it. Returns what replays it, and what it returned."""
+        """Record the step without running it. Returns a function that replays it, and the step's result."""
 
 
 class CudaGraph(StepRunner):
@@ -108,7 +108,7 @@ class CudaGraph(StepRunner):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._stream = torch.cuda.Stream(device)  # a capture needs one of its own
+        self._stream = torch.cuda.Stream(device)  # a capture needs its own
         self._prefetch = Prefetch(device)
 
     def _run_once(self, step: Callable[[], Any]) -> Any:
@@ -122,28 +122,29 @@ class CudaGraph(StepRunner):
     def _record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may go on using the GPU: only what this one does has to fit into a graph.
+            # Other threads may go on using the GPU: only what this one does is captured.
             with (
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
                 self._prefetch.recorded(),
             ):
                 result = step()
         except BaseException:
-            # Random numbers would be drawn as within a capture from now on, and so raise: let one end as it should.
+            # A failed capture leaves the random number generator in capture mode, where it raises; one that succeeds
+            # resets it.
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
                 torch.zeros(1, device=self._device)
             raise
         return graph.replay, result
 
 
-# What runs captured steps, by device. A device that is absent has no graphs.
+# The runners of captured steps, by device type. Other devices have no graphs.
 RUNNERS: dict[str, type[StepRunner]] = {"cuda": CudaGraph}
 
 
 class Captures:
-    """The captured steps of one model, the latest ones. A copy of the model, or one from a pickle, begins with none."""
+    """The most recently used captured steps of one model. A copied or unpickled model starts with none."""
 
-    # A model that serves prompts of a few batch sizes in turn keeps a graph for each; its memory is that of one step.
+    # Enough for a model that alternates between a few batch sizes. A graph takes the memory of one step.
     LIMIT = 4
 
     def __init__(self) -> None:
@@ -159,7 +160,7 @@ class Captures:
         return Captures, ()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What is kept under a key; made, and the least used dropped, where nothing is."""
+        """The step kept under a key. If there is none, make it and drop the least recently used one."""
         if key not in self._steps:
             while len(self._steps) >= self.LIMIT:
                 self._steps.popitem(last=False)
@@ -174,7 +175,7 @@ def is_captured(cache: object) -> TypeGuard[KVQuantCache]:
 
 
 def check_graphs(model: PreTrainedModel) -> None:
-    """Refuse to capture where no device has graphs. A model that is not on one yet may be moved there before it runs.
+    """Refuse to capture on a machine without a GPU. A model that is not on the GPU yet may be moved before it runs.
 
     Raises:
         NotImplementedError: The machine has no GPU.
@@ -187,7 +188,7 @@ def check_graphs(model: PreTrainedModel) -> None:
 
 
 def check_capturable(model: PreTrainedModel) -> None:
-    """Refuse to capture where it would fail or, worse, replay what has moved since.
+    """Refuse to capture if that would fail or, worse, replay a step over weights that have moved.
 
     Raises:
         NotImplementedError: The model is not on one GPU, or its weights do not stay where they are.
@@ -202,7 +203,7 @@ def check_capturable(model: PreTrainedModel) -> None:
     elif any(tensor.numel() == 0 or hasattr(tensor, "device_mesh") for tensor in model.parameters()):
         reason = "its weights are divided among processes"
     elif not getattr(getattr(model, "hf_quantizer", None), "is_compileable", True):
-        reason = "transformers says that its quantised weights serve no static graph"
+        reason = "transformers says that its quantised weights do not work in a static graph"
     if reason is not None:
         raise NotImplementedError(
             f"generate: `capture` must be False for this {type(model).__name__}, got True: {reason}. "
@@ -211,17 +212,17 @@ def check_capturable(model: PreTrainedModel) -> None:
 
 
 def key_of(model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any]) -> Hashable:
-    """What a captured step depends on and cannot see change.
+    """Everything that a captured step depends on and that replaying it cannot change.
 
     Args:
         model: Of the step.
-        cache: That it appends to.
-        inputs: Of the model's forward, as for one decode step.
+        cache: What the step appends to.
+        inputs: Of the model's forward for one decode step.
     """
     return (
         tuple(address for tensor in (*model.parameters(), *model.buffers()) for address in _addresses(tensor)),
         model.training,
-        # A tensor that inference mode made cannot be written outside of it.
+        # A tensor created in inference mode cannot be written outside of it.
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled(model.device.type) and torch.get_autocast_dtype(model.device.type),
         buffers_of(cache),
@@ -230,12 +231,12 @@ def key_of(model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any
 
 
 def buffers_of(cache: KVQuantCache) -> Hashable:
-    """Where the buffers of a cache are."""
+    """The addresses of a cache's buffers."""
     return tuple(storage.addresses() for storage in cache.storages)
 
 
 def _addresses(tensor: Tensor) -> Iterable[int]:
-    if hasattr(tensor, "__tensor_flatten__"):  # quantised weights are several tensors in the guise of one
+    if hasattr(tensor, "__tensor_flatten__"):  # a quantised weight, which wraps several tensors
         for name in tensor.__tensor_flatten__()[0]:
             yield from _addresses(getattr(tensor, name))
     else:
@@ -243,7 +244,7 @@ def _addresses(tensor: Tensor) -> Iterable[int]:
 
 
 def signature_of(value: Any) -> Hashable:
-    """What of a forward's inputs a graph cannot be fed: all but the numbers in tensors, and the cache."""
+    """What is fixed of a captured forward's inputs: everything but the numbers in tensors, and the cache."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device
     if isinstance(value, Mapping):
@@ -254,7 +255,7 @@ def signature_of(value: Any) -> Hashable:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """`value` with every tensor in its dictionaries, lists and tuples replaced; caches stay."""
+    """`value` with `function` applied to every tensor in its dictionaries, lists and tuples, not in caches."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping) and not isinstance(value, Cache):
@@ -265,7 +266,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def fill(static: Any, value: Any) -> None:
-    """Copy the tensors of inputs into static ones of the same signature."""
+    """Copy the tensors of `value` into static ones of the same signature."""
     if isinstance(static, Tensor):
         static.copy_(value)
     elif isinstance(static, Mapping):
@@ -277,7 +278,7 @@ def fill(static: Any, value: Any) -> None:
 
 
 class _CapturedForward:
-    """The static inputs of a forward, and what runs it."""
+    """A forward over static inputs, and its runner."""
 
     def __init__(self, inputs: Mapping[str, Any], device: torch.device) -> None:
         without_cache = {name: value for name, value in inputs.items() if not isinstance(value, Cache)}
@@ -290,18 +291,18 @@ class _CapturedForward:
         def step() -> tuple[type[ModelOutput], dict[str, Any], list[str]]:
             with fused(model):
                 output = model(**self.inputs, past_key_values=cache)
-            # Kept without the cache, which must not live as long as a graph over its addresses.
+            # Without the cache, which the graph must not keep alive.
             items = {name: item for name, item in output.items() if item is not cache}
             return type(output), items, [name for name in output if name not in items]
 
         output_type, items, cache_names = self.runner.run(step, cache)
-        # The next replay overwrites what this one returned, and callers may keep it.
+        # Callers may keep the output, and the next replay overwrites it.
         output: ModelOutput = output_type(**map_tensors(torch.clone, items), **dict.fromkeys(cache_names, cache))
         return output
 
 
 class Forward:
-    """What transformers' loops call for the decode steps of one `generate`, in place of the compiled model.
+    """Runs the decode steps of one `generate`: transformers' loops call it in place of the compiled model.
 
     Args:
         model: The generating model.
@@ -325,7 +326,7 @@ class Forward:
             return self._model(**inputs)  # a chunk of the prompt
         for storage in cache.storages:
             storage.check_room(1)
-        # Weights do not move within one call of `generate`, so that they are looked at once.
+        # Weights do not move within one call of `generate`, so they are checked only once.
         quick_key = (buffers_of(cache), signature_of(inputs))
         if self._kept is None or self._kept[0] != quick_key:
             step = self._captures.get(
@@ -337,11 +338,11 @@ class Forward:
 
 
 def captured_call(model: PreTrainedModel, captures: Captures, compile_config: Any) -> Forward:
-    """What runs in place of `model.get_compiled_call` on a model patched with `capture=True`."""
+    """Replaces `model.get_compiled_call` on a model patched with `capture=True`."""
     return Forward(model, captures, compile_config)
 
 
 @functools.cache
 def log_slower_loop(reason: str) -> None:
-    """Say once that transformers' own loop runs the captured step, and why."""
+    """Log once per reason that transformers' own loop runs the captured step."""
     logger.warning("generate waits for the device after every captured step: %s. Correct, slower.", reason)

@@ -1,12 +1,12 @@
 """`generate` without the host in the loop: the step captured together with the choice of the next token.
 
-transformers' loop prepares inputs, chooses a token and asks whether to stop, on the host, after every step. The loop
-here feeds the step from the device: the captured function runs the model, chooses the token, notes which sequences are
-finished and advances its own inputs. The host keeps a few steps in flight and reads each one's tokens and flags when
-they have arrived; steps that turn out to lie behind the stop are undone. Results are those of transformers' loop, token
-for token, random ones included.
+After every step, transformers' loop prepares inputs, chooses a token and decides whether to stop, all on the host. The
+loop here keeps this on the device: the captured function runs the model, chooses the token, notes which sequences are
+finished and advances its own inputs. The host keeps a few steps in flight and reads the tokens and flags of each when
+they arrive. Steps that ran beyond the stop are undone. Results equal those of transformers' loop token for token, also
+when sampling.
 
-It serves greedy decoding and sampling by the newest scores alone. What else `generate` can do goes through
+The loop serves greedy decoding, and sampling that depends on the newest scores only. Everything else goes through
 transformers' loop, over the captured forward of `capture.py`; the log says so, and why.
 """
 
@@ -39,11 +39,11 @@ from .cache import KVQuantCache
 from .capture import RUNNERS, Captures, fill, is_captured, key_of, log_slower_loop, map_tensors
 from .fusion import fused
 
-# Steps in flight beyond the one whose flags are awaited. One hides the host's launch of the next behind the device's
-# work; a second one its pauses.
+# Steps in flight beyond the one whose flags are awaited. One hides the host's launch of the next step behind the
+# device's work; a second one hides pauses of the host.
 STEPS_AHEAD = 2
 
-# They look at the newest scores alone, and never make the host wait.
+# These depend on the newest scores only, and never make the host wait.
 _SERVED_PROCESSORS = (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -54,14 +54,14 @@ _SERVED_PROCESSORS = (
     LogitNormalization,
 )
 _SERVED_CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
-# Where a model has a method of its own, its inputs may advance in other ways than by one position a step.
+# If a model overrides one of these, its inputs may advance in another way than by one position per step.
 _FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 # Inputs that the loop knows how to advance.
 _ADVANCED = ("attention_mask", "position_ids", "past_key_values")
 
 
 def generate(model: Any, captures: Captures, *args: Any, **kwargs: Any) -> Any:
-    """What runs in place of `model.generate` on a model patched with `capture=True`; takes and returns the same."""
+    """Replaces `model.generate` on a model patched with `capture=True`; same arguments, same results."""
     method = type(model).generate
     own = ("generate", "_sample")
     if any(getattr(type(model), name) is not getattr(GenerationMixin, name) for name in own):
@@ -70,18 +70,18 @@ def generate(model: Any, captures: Captures, *args: Any, **kwargs: Any) -> Any:
     options = {**call, **call.get("kwargs", {})}
     if not _is_sampling(model, options):
         return method(model, *args, **kwargs)
-    # generate hands no streamer to a method that it is given.
+    # generate does not pass its streamer to a custom method.
     loop = functools.partial(decode, captures, streamer=options.get("streamer"))
     return method(model, *args, **kwargs, custom_generate=loop)
 
 
 def _is_sampling(model: Any, options: Mapping[str, Any]) -> bool:
-    """Whether `generate` would call `_sample`, with nothing that it does not hand to a method given by the caller."""
+    """Whether `generate` would call `_sample`, with only options that it also passes to a custom method."""
     if any(options.get(name) for name in ("custom_generate", "assistant_model", "synced_gpus")):
         return False
     config, _ = model._prepare_generation_config(options.get("generation_config"), **options.get("kwargs", {}))
     if config.stop_strings is not None or config.token_healing:
-        log_slower_loop("stop strings and token healing ask the tokenizer")
+        log_slower_loop("stop strings and token healing need the tokenizer")
         return False
     mode = config.get_generation_mode(None)
     return mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) and not config.disable_compile
@@ -97,7 +97,7 @@ def decode(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """A decoding method of `generate`, as `custom_generate` takes it.
+    """A decoding method for `custom_generate` of `generate`.
 
     Args:
         captures: The model's captured steps.
@@ -107,7 +107,7 @@ def decode(
         stopping_criteria: Of this call.
         generation_config: Of this call.
         streamer: Of this call.
-        **model_kwargs: What the model is fed besides.
+        **model_kwargs: Other inputs of the model.
 
     Returns:
         The sequences, or a `GenerateDecoderOnlyOutput` where the config asks for it.
@@ -191,7 +191,7 @@ class _Choice:
 
     @property
     def key(self) -> Hashable:
-        """Everything that a captured step has of it."""
+        """Everything about the choice that is fixed in a captured step."""
         processors = tuple((type(each), tuple(sorted(vars(each).items()))) for each in self.processors)
         tokens = tuple(None if each is None else tuple(each.view(-1).tolist()) for each in (self.eos, self.pad))
         return self.do_sample, processors, tokens
@@ -201,14 +201,14 @@ class _Choice:
 
         Args:
             logits: `[batch, 1, vocabulary]`.
-            report: `[2, batch]` int64, written: the tokens, and 1 for sequences that are not finished. Finished ones
-                get padding.
+            report: `[2, batch]` int64, written in place: the tokens (padding for finished sequences), and 1 for every
+                sequence that is not finished.
         """
         token, unfinished = report
         scores = logits[:, -1].to(copy=True, dtype=torch.float32)
         scores = self.processors(token[:, None], scores)
         if self.do_sample:
-            # What torch.multinomial computes for one sample, without its look at the probabilities from the host.
+            # What torch.multinomial computes for one sample, without its check of the probabilities on the host.
             probabilities = torch.softmax(scores, dim=-1)
             scores = probabilities / torch.empty_like(probabilities).exponential_()
         chosen = scores.argmax(dim=-1)
@@ -222,9 +222,9 @@ class _Step:
     """One decode step over static tensors: the model, the choice of the next token, and the inputs of the next step.
 
     Args:
-        inputs: Of the model's forward for one token, `past_key_values` apart.
+        inputs: Of the model's forward for one token, without `past_key_values`.
         report: As `_Choice` writes it.
-        choice: Of the next token; its tensors stay as long as a graph reads them.
+        choice: Of the next token. Kept, since the graph reads its tensors.
     """
 
     def __init__(self, inputs: Mapping[str, Any], report: Tensor, choice: _Choice) -> None:
@@ -234,7 +234,7 @@ class _Step:
         self._runner = RUNNERS[report.device.type](report.device)
 
     def start(self, inputs: Mapping[str, Any], report: Tensor) -> None:
-        """Begin behind a prompt."""
+        """Set the inputs of the first step after a prompt."""
         fill(self.inputs, inputs)
         self.report.copy_(report)
 
@@ -255,7 +255,7 @@ class _Step:
 
 
 def _bounds_of(inputs: Mapping[str, Any]) -> list[Tensor]:
-    """The masks among a forward's inputs, which are a dictionary by kinds of layers in some models."""
+    """The masks among a forward's inputs. Some models have a dictionary of them, one for each kind of layer."""
     mask = inputs.get("attention_mask")
     masks = [each for each in (mask.values() if isinstance(mask, Mapping) else [mask]) if each is not None]
     assert all(is_bounds(each) for each in masks)
@@ -269,8 +269,8 @@ class _Mailbox:
     """Reports on their way to the host, in order.
 
     Args:
-        report: Whatever is sent has its shape, dtype and device.
-        size: Reports under way at a time.
+        report: One with the shape, dtype and device of all reports.
+        size: How many reports may be under way at a time.
     """
 
     def __init__(self, report: Tensor, size: int) -> None:
@@ -288,7 +288,7 @@ class _Mailbox:
         return len(self._sent)
 
     def send(self, report: Tensor) -> None:
-        """Have a report copied as soon as the device gets there."""
+        """Queue the copy of a report behind the work of the device."""
         slot, event = self._free.popleft()
         slot.copy_(report, non_blocking=True)
         if event is not None:
@@ -296,7 +296,7 @@ class _Mailbox:
         self._sent.append((slot, event))
 
     def receive(self) -> Tensor:
-        """Wait for the oldest report."""
+        """Wait for the oldest report and return it."""
         slot, event = self._sent.popleft()
         if event is not None:
             event.synchronize()
@@ -330,11 +330,11 @@ class _Loop:
         Args:
             input_ids: `[batch, tokens]` int64: the prompt.
             generation_config: Of this call.
-            model_kwargs: What the model is fed besides.
+            model_kwargs: Other inputs of the model.
             max_length: Of the sequences, prompt included.
 
         Returns:
-            What `decode` does.
+            As `decode`.
         """
         outputs = self._model._prefill(input_ids, generation_config, model_kwargs)
         report = torch.ones((2, input_ids.shape[0]), dtype=torch.int64, device=input_ids.device)
@@ -343,7 +343,7 @@ class _Loop:
         del outputs  # a prompt's logits may be large
         returns_cache = generation_config.return_dict_in_generate
         is_kept = returns_cache or getattr(self._cache, "_is_user_defined", False)
-        # What is undone is cropped, and a crop cannot give back what tokens were that have left a dense window.
+        # Steps are undone by a crop, which cannot restore tokens that have left a dense window.
         steps_ahead = 0 if is_kept and any(storage.has_tail for storage in self._cache.storages) else STEPS_AHEAD
         with self._model._optimize_model_for_decode():
             received, num_behind = self._run_steps(
@@ -367,14 +367,14 @@ class _Loop:
         """Run steps until all sequences are finished.
 
         Args:
-            make_step: Gives the step, once one is needed.
-            report: Of the token that the prefill led to.
-            max_new_tokens: At most, that one included.
+            make_step: Makes the step, called when the first one is needed.
+            report: Of the token chosen after the prefill.
+            max_new_tokens: At most, including that token.
             steps_ahead: Steps to run beyond the one whose flags are awaited.
 
         Returns:
             received: The reports up to the stop.
-            num_behind: Steps that were run behind it.
+            num_behind: How many steps ran beyond it.
         """
         room = min(storage.room for storage in self._cache.storages)
         mailbox = _Mailbox(report, steps_ahead + 1)
@@ -400,7 +400,7 @@ class _Loop:
         return received, num_chosen - len(received)
 
     def _step(self, input_ids: Tensor, report: Tensor, model_kwargs: dict[str, Any]) -> _Step:
-        """The captured step for this call, ready to feed the first new token."""
+        """The captured step for this call, ready to run on the first new token."""
         tokens = torch.cat([input_ids, report[0][:, None]], dim=1)
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
             tokens, next_sequence_length=1, **model_kwargs
@@ -418,7 +418,7 @@ class _Loop:
             self._random_states.append(state)
 
     def _undo(self, num_steps: int, *, is_kept: bool) -> None:
-        """Leave a cache that is kept, and the random numbers, as if the newest steps had not been."""
+        """Undo the newest steps, in the cache if it is kept and in the random number generator."""
         if num_steps == 0:
             return
         if is_kept:

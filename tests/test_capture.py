@@ -354,7 +354,7 @@ class StopsAt(StoppingCriteria):
         ({"stopping_criteria": [StopsAt()]}, "StopsAt decides on the host"),
         (
             {"tokenizer": models.tokenizer(), "stop_strings": ["a", "K"]},
-            "stop strings and token healing ask the tokenizer",
+            "stop strings and token healing need the tokenizer",
         ),
         ({"max_time": 1000.0}, "MaxTimeCriteria decides on the host"),
     ],
@@ -650,7 +650,7 @@ def test_weights_that_do_not_stay(model: Any) -> None:
 def test_quantised_weights_that_serve_no_graph(model: Any) -> None:
     model.hf_quantizer = type("Quantizer", (), {"is_compileable": False})()
     with patched(model, {**INT4, "capture": True}):
-        reason = "transformers says that its quantised weights serve no static graph"
+        reason = "transformers says that its quantised weights do not work in a static graph"
         check_refused(model, NotImplementedError, not_capturable(reason))
 
 
