@@ -1,9 +1,9 @@
-"""Caches of encoder-decoders: ours for what the decoder has written, transformers' own for what the encoder has said.
+"""The caches of encoder-decoders: ours for the decoder's self-attention, transformers' own for cross-attention.
 
-A decoder's self-attention grows with every token, so it is kept in a `KVQuantCache`. The keys and values of
-cross-attention are computed once, from the encoder's states; models read them past `update`, as plain tensors of the
-layer. They stay in the cache that transformers makes for the model, and are not quantised. When `generate` builds
-either is decided in `patching.py`.
+Self-attention adds keys and values with every token, so a `KVQuantCache` holds them. Those of cross-attention are
+computed once, from the encoder's states, and models read them as plain tensors of the layer, without `update`. They
+stay in the cache that transformers makes for the model, and are not quantised. `patching.py` decides when `generate`
+builds the two.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ENCODER_STATES = ("encoder_outputs", "encoder_hidden_states")
 
 
 class KVQuantEncoderDecoderCache(EncoderDecoderCache):
-    """An `EncoderDecoderCache` over a `KVQuantCache` that can be cropped, as assisted decoding does.
+    """An `EncoderDecoderCache` over a `KVQuantCache` that can be cropped, as assisted decoding needs.
 
-    transformers' own class takes only `DynamicCache`s for that, of which ours is none.
+    transformers' own class can be cropped only over a `DynamicCache`, which ours is not.
 
     Args:
         self_attention_cache: Of the decoder.
@@ -39,10 +39,10 @@ class KVQuantEncoderDecoderCache(EncoderDecoderCache):
         super().__init__(self_attention_cache, cross_attention_cache)
 
     def check_dynamic_cache(self, method: str) -> None:
-        """Refuse what the cache of cross-attention cannot do; a crop leaves that one alone.
+        """Refuse what the cache of cross-attention cannot do. A crop does not change that cache.
 
         Raises:
-            TypeError: It is static.
+            TypeError: That cache is static.
         """
         if method != "crop" and not isinstance(self.cross_attention_cache, DynamicCache):
             super().check_dynamic_cache(method)
@@ -57,11 +57,11 @@ def decoder_cache(cache: object) -> KVQuantCache | None:
 def check_cross_attention(model: PreTrainedModel, given: object, model_kwargs: Mapping[str, Any]) -> None:
     """Refuse to mix keys of cross-attention with those of the decoder.
 
-    A model that gets another cache than an `EncoderDecoderCache` writes both kinds into it, one after the other.
+    A model writes both kinds into any cache that is not an `EncoderDecoderCache`, one after the other.
 
     Args:
         model: The generating model.
-        given: The cache that somebody passed, `None` where ours is to be made.
+        given: The cache that the user passed, `None` if ours is to be made.
         model_kwargs: Of the call of `generate`.
 
     Raises:
@@ -87,9 +87,9 @@ def check_cross_attention(model: PreTrainedModel, given: object, model_kwargs: M
 
 
 def check_static(model: PreTrainedModel, where: str) -> None:
-    """Refuse a static cache for an encoder-decoder that attends by itself: it would attend to unused capacity too.
+    """Refuse a static cache for an encoder-decoder with attention of its own, which would attend to unused capacity.
 
-    LED and FSMT do, which mask what their caches hold and nothing behind it.
+    LED and FSMT are such models: they mask the tokens that a cache holds, but not the capacity after them.
 
     Raises:
         NotImplementedError: The model is one of them.
@@ -100,16 +100,16 @@ def check_static(model: PreTrainedModel, where: str) -> None:
     if can_set is None or not can_set():
         raise NotImplementedError(
             f"{where}: `static` must be False for {type(model).__name__}, got True: it computes attention by itself, "
-            "outside transformers' registry, over all that a static cache has room for. Leave static and max_cache_len "
+            "outside transformers' registry, over the whole capacity of a static cache. Leave static and max_cache_len "
             "out."
         )
 
 
 def compile_with_masks_only(model: PreTrainedModel, generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
-    """Keep `generate` from compiling a step that would have to make a mask for us, which cannot be traced.
+    """Keep `generate` from compiling a step that would have to make our mask, which cannot be traced.
 
-    From 5.18 on, transformers makes the masks of static caches before the step; before, only where the decoder has a
-    mask for padding.
+    From 5.18 on, transformers makes the masks of static caches before the step. Earlier versions do so only if the
+    decoder has a padding mask.
 
     Args:
         model: The generating model.
@@ -129,13 +129,13 @@ def compile_with_masks_only(model: PreTrainedModel, generation_config: Any, mode
 
 
 def croppable(given: object) -> KVQuantEncoderDecoderCache | None:
-    """A pair over ours as one that can be cropped: the same two caches, so that whoever holds `given` sees both change.
+    """An `EncoderDecoderCache` over ours as one that can be cropped. It shares both caches with `given`.
 
     Args:
-        given: What somebody passed as `past_key_values`.
+        given: What the user passed as `past_key_values`.
 
     Returns:
-        `None` where `given` is no pair over a cache of ours.
+        `None` if `given` is not an `EncoderDecoderCache` over a cache of ours.
     """
     own = decoder_cache(given)
     if own is None or not isinstance(given, EncoderDecoderCache):
@@ -153,10 +153,9 @@ def beside_cross_attention(
     generation_config: Any,
     model_kwargs: Mapping[str, Any],
 ) -> KVQuantEncoderDecoderCache | None:
-    """Our cache, and for cross-attention the one that transformers would have made for this call.
+    """Our cache together with the cross-attention cache that transformers would have made for this call.
 
-    Some models have one of their own there (in T5Gemma it does not slide while the decoder's does), so it is not made
-    here.
+    transformers makes the latter because it depends on the model: T5Gemma's does not slide, while the decoder's does.
 
     Args:
         own: Of the decoder's self-attention.
@@ -165,10 +164,10 @@ def beside_cross_attention(
         model_kwargs: Of this call; not changed.
 
     Returns:
-        `None` where transformers makes no `EncoderDecoderCache` for the model.
+        `None` if transformers makes no `EncoderDecoderCache` for the model.
     """
     generation_config, model_kwargs = copy.copy(generation_config), dict(model_kwargs)
-    # A static one is as long as the encoder's states, so that a compiled step finds it in one place.
+    # A static one has the length of the encoder's states and fixed addresses, as compiled steps need.
     generation_config.cache_implementation = "static" if own.is_compileable else None
     generation_config.cache_config = None
     prepare(generation_config, model_kwargs)

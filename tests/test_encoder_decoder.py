@@ -589,7 +589,7 @@ def test_whisper_decodes_from_codes_after_token_timestamps() -> None:
 def test_a_static_cache_for_attention_outside_the_registry_is_refused() -> None:
     message = (
         "patch: `static` must be False for LEDForConditionalGeneration, got True: it computes attention by itself, "
-        "outside transformers' registry, over all that a static cache has room for. Leave static and max_cache_len out."
+        "outside transformers' registry, over the whole capacity of a static cache. Leave static and max_cache_len out."
     )
     model = family("led")
     with pytest.raises(NotImplementedError, match=re.escape(message)):
