@@ -1,12 +1,13 @@
 """`patch`, `unpatch`, `patched`, `enable` and `disable`: how a model comes to use our cache and our attention.
 
-A patched model has our attention implementation in its config (it passes everything but our handles on to the one it
-had), and one method of its own: `_prepare_cache_for_generation`, which builds a `KVQuantCache` where `generate` would
-have built a default cache. The choice is made inside that hook and not in `generation_config`, where it would clash
-with `past_key_values=` and leak into the calls of an assistant model. `enable` installs the same hook for all models.
-What an encoder-decoder keeps beside our cache is decided in `encoder_decoder.py`.
-With `capture=True` a model has two methods more: `generate`, which decodes in the loop of `decode_loop.py`, and
-`get_compiled_call`, which transformers' loops ask for what runs their steps.
+A patched model has our attention implementation in its config, which passes everything but our handles on to the one it
+had before. It also has an instance method, `_prepare_cache_for_generation`, which builds a `KVQuantCache` where
+`generate` would have built a default cache. The choice is made in that hook and not in `generation_config`, where it
+would clash with `past_key_values=` and leak into the calls of an assistant model. `enable` installs the same hook for
+all models. `encoder_decoder.py` decides which caches an encoder-decoder gets.
+
+With `capture=True` a model has two more methods: `generate`, which decodes in the loop of `decode_loop.py`, and
+`get_compiled_call`, from which transformers' loops get the function that runs their steps.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ logger = logging.getLogger(__name__)
 _HOOK = "_prepare_cache_for_generation"
 _CAPTURE_HOOKS: dict[str, Callable[..., Any]] = {"generate": generate, "get_compiled_call": captured_call}
 _STATE = "_hf_kvquant"
-# Static caches that `generate` sizes itself hold a multiple of this, so that calls of somewhat other lengths use the
-# same buffers and graphs. It costs 128 tokens on average, 1 % of a cache of 16k; powers of two would cost a third.
+# The length of static caches that `generate` sizes itself is a multiple of this, so that calls of similar length share
+# buffers and graphs. It costs 128 tokens on average, 1 % of a cache of 16k; powers of two would cost a third.
 STATIC_STEP = 256
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -62,8 +63,8 @@ class PatchState:
     Attributes:
         config: How `generate` caches by default.
         previous_attention: The attention implementation to restore.
-        captures: The captured decode steps, where the config asks for them.
-        fallbacks: By layer, why steps of `generate` attended to dequantised tensors, and how many did.
+        captures: The captured decode steps, if the config asks for them.
+        fallbacks: By layer, how many steps of `generate` attended to dequantised tensors, and why.
     """
 
     config: KVQuantConfig
@@ -76,21 +77,20 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     """Make `model.generate` keep keys and values as codes and attend to them directly.
 
     A cache that the user passes, `use_cache=False`, any `cache_implementation` of transformers and assistant models
-    keep working as before. Patching again replaces the config. With `static=True` the buffers of a call stay with the
-    model for the next one, and with them its compiled steps, until `unpatch`. So does what `capture=True` has captured,
-    which goes on doing what the model did then: patch again after switching adapters or adding hooks.
+    work as before. Patching again replaces the config. With `static=True` the model keeps the buffers of a call until
+    `unpatch`, so that the next call reuses them and the compiled steps. Steps captured with `capture=True` are kept,
+    too. They do not notice later changes to the model: patch again after switching adapters or adding hooks.
 
     Args:
-        model: A model of transformers with a decoder. Of an encoder-decoder, the decoder's self-attention is quantised.
+        model: A transformers model with a decoder. In an encoder-decoder, the decoder's self-attention is quantised.
         preset_or_config: A preset's name, a dictionary or a `KVQuantConfig`.
 
     Returns:
         The same model.
 
     Raises:
-        NotImplementedError: The model's cache cannot be served, or its step not captured; it is left as it was. Without
-            a GPU in the machine nothing can be captured. With one, the model may go there after it was patched:
-            `generate` looks where it is.
+        NotImplementedError: The model's cache cannot be quantised, or its decode step cannot be captured. The model is
+            unchanged. `capture=True` needs a machine with a GPU; the model may be moved to the GPU after `patch`.
         TypeError, ValueError: The config has no meaning or does not fit the model.
 
     Example:
@@ -118,7 +118,7 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
 
 
 def _install(model: PreTrainedModel, state: PatchState) -> None:
-    """Give a model the methods that its state asks for, and no other of ours."""
+    """Give a model the methods that its state asks for, and remove our other ones."""
     for name in _CAPTURE_HOOKS:
         model.__dict__.pop(name, None)
     setattr(model, _STATE, state)
@@ -136,7 +136,7 @@ def unpatch(model: Model) -> Model:
         The same model, with the attention implementation and the methods it had.
 
     Raises:
-        TypeError: `model` is no model of transformers.
+        TypeError: `model` is not a transformers model.
         ValueError: The model is not patched.
     """
     check_is_model(model, "unpatch")
@@ -157,7 +157,7 @@ def unpatch(model: Model) -> Model:
 def patched(
     model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET
 ) -> Iterator[Model]:
-    """`patch` for the length of a `with` block; afterwards the model is as it was before, patched or not."""
+    """`patch` within a `with` block. Afterwards the model is as it was before, patched or not."""
     check_is_model(model, "patched")
     before = state_of(model)
     patch(model, preset_or_config)
@@ -172,7 +172,7 @@ def patched(
 
 
 def state_of(model: PreTrainedModel) -> PatchState | None:
-    """What `patch` left on a model, or `None` where it is not patched."""
+    """What `patch` left on a model, or `None` if it is not patched."""
     state: PatchState | None = model.__dict__.get(_STATE)
     return state
 
@@ -180,9 +180,9 @@ def state_of(model: PreTrainedModel) -> PatchState | None:
 def enable() -> None:
     """Make `cache_implementation="quantized", cache_config={"backend": "hf_kvquant"}` work on every model.
 
-    For servers and code that never calls `patch`. A model that asks for our backend gets our attention implementation
-    on the first such call, and keeps it: it serves other caches as the one before did. Before `enable`, a model that is
-    not patched answers such a call with an error of transformers, which knows no backend of that name and no presets.
+    For servers and code that never calls `patch`. A model gets our attention implementation on the first call that asks
+    for our backend, and keeps it; calls with other caches work as before. Without `enable`, such a call raises an error
+    in transformers unless the model is patched: transformers does not know our backend.
     """
     if getattr(GenerationMixin, _HOOK) is not _hook_for_all:
         global _original_hook
@@ -191,7 +191,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo `enable`. Does nothing when it is not in force."""
+    """Undo `enable`. Does nothing if it was not called."""
     if getattr(GenerationMixin, _HOOK) is _hook_for_all:
         setattr(GenerationMixin, _HOOK, _original_hook)
         for model in pooled_models():
@@ -217,7 +217,7 @@ def prepare_cache(
     *args: Any,
     fall_through: Callable[..., Any] | None = None,
 ) -> Any:
-    """What runs in place of `GenerationMixin._prepare_cache_for_generation`: our cache where it is wanted.
+    """Replaces `GenerationMixin._prepare_cache_for_generation`: makes our cache if the call asks for it.
 
     Args:
         model: The generating model.
@@ -229,7 +229,7 @@ def prepare_cache(
     generation_mode, batch, max_cache_length = args
     batch *= max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
-        # Proposals go beyond the length asked for, and one cache of an assistant serves many calls of its `generate`.
+        # Proposals go beyond the requested length, and an assistant's `generate` is called many times with one cache.
         max_cache_length = None
     cache = cache_for(model, generation_config, model_kwargs, batch=batch, max_cache_length=max_cache_length)
 
@@ -258,8 +258,8 @@ def prepare_cache(
         if generating._valid_auto_compile_criteria(model_kwargs, generation_config):
             _allocate_early(model, cache, batch, generation_config)
     if _asks_for_us(generation_config):
-        # This call's copy of the config goes on to an assistant model, which need not be patched, and transformers' own
-        # class does not know our options.
+        # An assistant model gets this call's copy of the config. It need not be patched, and transformers' own class
+        # does not know our options.
         generation_config.cache_implementation = generation_config.cache_config = None
     if generation_config.is_assistant:
         cache.activate_past_recording()  # type: ignore[no-untyped-call]
@@ -274,19 +274,19 @@ def cache_for(
     batch: int,
     max_cache_length: int | None,
 ) -> KVQuantCache | None:
-    """The cache for one call of `generate`, or `None` where the call is not ours.
+    """A new cache for one call of `generate`, or `None` if the call does not ask for ours.
 
     Args:
         model: The generating model.
         generation_config: Of this call.
         model_kwargs: Of this call.
         batch: Sequences that the cache will hold, beams included.
-        max_cache_length: Tokens that a static cache has to hold for it; `None` where nobody knows, so that the cache
-            grows whatever the config says.
+        max_cache_length: Tokens that a static cache must hold for this call. `None` if unknown; then the cache grows,
+            whatever the config says.
 
     Raises:
-        NotImplementedError, TypeError, ValueError: As `KVQuantCache` does; `output_attentions`, and a cache together
-            with `use_cache=False`, are refused too.
+        NotImplementedError, TypeError, ValueError: As `KVQuantCache`. `output_attentions`, and a cache together with
+            `use_cache=False`, are refused too.
     """
     state = state_of(model)
     given = model_kwargs.get("past_key_values")
@@ -340,7 +340,7 @@ def cache_for(
         )
     check_heads(model, "generate")
     if generation_config.is_assistant:
-        # With early exit a model assists itself, by its first layers alone.
+        # With early exit a model assists itself, with its first layers only.
         num_layers = len(layers_of(text_config_of(model))[0])
         layers = {index: formats for index, formats in config.layers.items() if index < num_layers}
         config = dataclasses.replace(config, layers=layers)
@@ -367,12 +367,12 @@ def cache_for(
 def _check_new_tokens(
     model: PreTrainedModel, cache: KVQuantCache, generation_config: Any, model_kwargs: Mapping[str, Any]
 ) -> None:
-    """Refuse a text that the cache holds already, of which transformers would feed the model some tokens again.
+    """Refuse input without new tokens: transformers would feed the model tokens that the cache holds already.
 
-    So it is behind a call that was interrupted between steps.
+    A call that was interrupted between steps leaves such a cache.
 
     Raises:
-        ValueError: The cache holds all of it.
+        ValueError: The cache holds the whole input.
     """
     mask = model_kwargs.get("attention_mask")
     tokens = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]
@@ -380,8 +380,8 @@ def _check_new_tokens(
     if model.config.is_encoder_decoder or tokens is None or tokens > held or held == 0:
         return
     raise ValueError(
-        f"generate: `input_ids` must have tokens behind the {held} that `past_key_values` holds, got {tokens} in all, "
-        f"padding included. Call crop({tokens - 1 - held}) on the cache to go on behind them, or reset it."
+        f"generate: `input_ids` must have tokens after the {held} that `past_key_values` holds, got {tokens} in all, "
+        f"padding included. Call crop({tokens - 1 - held}) on the cache to continue from them, or reset it."
     )
 
 
@@ -393,9 +393,9 @@ def _no_cache_of_the_decoder(model: PreTrainedModel) -> NotImplementedError:
 
 
 def _keep_attention(model: PreTrainedModel) -> None:
-    """Give our attention back to a patched model that has another one by now, over that.
+    """Set our attention again on a patched model that has switched to another implementation, over that one.
 
-    Whisper takes eager attention, and keeps it, when it is asked for the times of tokens.
+    Whisper switches to eager attention for good when it is asked for token timestamps.
     """
     current = text_config_of(model)._attn_implementation
     if state_of(model) is not None and not is_ours(current) and model._can_set_attn_implementation():
@@ -403,9 +403,9 @@ def _keep_attention(model: PreTrainedModel) -> None:
 
 
 def _static_length(pool: BufferPool, batch: int, needed: int) -> int:
-    """Tokens that a static cache is to hold which has to hold `needed`: those of idle buffers, where they suffice.
+    """The length of a static cache for `needed` tokens: that of idle buffers, if they are long enough.
 
-    Shorter buffers would take less memory only after the idle ones have been let go, and graphs would be captured anew.
+    Shorter buffers would save memory only after the idle ones were freed, and graphs would be captured again.
     """
     kinds = (kind for kind in pool.kinds() if isinstance(kind, BufferKind))
     idle = max((kind.max_cache_len for kind in kinds if kind.shape[0] == batch), default=0)
@@ -413,10 +413,10 @@ def _static_length(pool: BufferPool, batch: int, needed: int) -> int:
 
 
 def _allocate_early(model: PreTrainedModel, cache: KVQuantCache, batch: int, generation_config: Any) -> None:
-    """Make the buffers before a prefill in chunks, which transformers compiles from the first chunk on.
+    """Allocate the buffers before a prefill in chunks, which transformers compiles from the first chunk on.
 
-    A compiled step cannot make them: they would lie in the memory of its graph. Where nobody knows their shape before
-    the first tokens come, the call is not compiled.
+    A compiled step must not allocate them, since they would be in the memory of its graph. If their shape is unknown
+    before the first tokens, the call is not compiled.
     """
     shape_of: Callable[[], tuple[Any, Any] | None] | None = getattr(model, "_get_static_cache_init_shape", None)
     shape = None if shape_of is None else shape_of()
@@ -424,7 +424,7 @@ def _allocate_early(model: PreTrainedModel, cache: KVQuantCache, batch: int, gen
         leave_uncompiled(
             model,
             generation_config,
-            "where its prompt comes in chunks, since its layers are on several devices, or of shapes that nobody knows "
+            "when its prompt comes in chunks, since its layers are on several devices, or have shapes that are unknown "
             "before the first tokens",
             "Leave prefill_chunk_size out.",
         )
@@ -434,7 +434,7 @@ def _allocate_early(model: PreTrainedModel, cache: KVQuantCache, batch: int, gen
 
 
 def _check_capture(model: PreTrainedModel, state: PatchState | None, generation_config: Any) -> None:
-    """Refuse a cache with `capture=True` where nothing would be captured."""
+    """Refuse a cache with `capture=True` if nothing would be captured."""
     if state is None or not state.config.capture:
         raise ValueError(
             "generate: `capture` must be False unless the model is patched with it, got True. "
@@ -452,7 +452,7 @@ def _asks_for_us(generation_config: Any) -> bool:
     """Whether a call names our backend.
 
     Raises:
-        TypeError, ValueError: It nearly does: transformers would ignore it, or fail in a class of its own.
+        TypeError, ValueError: The request is misspelt or incomplete: transformers would ignore it, or fail elsewhere.
     """
     implementation, cache_config = generation_config.cache_implementation, generation_config.cache_config
     if isinstance(cache_config, KVQuantConfig):
@@ -475,11 +475,11 @@ def _asks_for_us(generation_config: Any) -> bool:
 
 
 def keeps_cache(model: PreTrainedModel) -> bool:
-    """Whether the model works with transformers' default cache; of one without `generate`, whether it takes one."""
+    """Whether the model works with transformers' default cache; without `generate`, whether it accepts a cache."""
     is_supported: Callable[[], bool] | None = getattr(model, "_supports_default_dynamic_cache", None)
     if is_supported is not None:
         return is_supported()
-    # BERT takes a cache as a decoder only, and says which it is; other configs have no such attribute.
+    # BERT accepts a cache only as a decoder, which its config tells; other configs have no such attribute.
     is_encoder = getattr(model.config, "is_decoder", None) is False and not model.config.is_encoder_decoder
     return "past_key_values" in inspect.signature(type(model).forward).parameters and not is_encoder
 
@@ -509,12 +509,12 @@ def _check_static(model: PreTrainedModel, where: str) -> None:
     encoder_decoder.check_static(model, where)
 
 
-# Models whose fallback the log has told of.
+# Models whose fallback has been logged.
 _told: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def _route_attention(model: PreTrainedModel, previous: str) -> None:
-    """Set our attention over `previous`; what does not use transformers' registry gets ours by hand, or falls back."""
+    """Set our attention over `previous`. Models outside transformers' registry get ours by hand, or fall back."""
     name = implementation_name(previous)
     if own_attention.patch(model):
         return
@@ -526,18 +526,18 @@ def _route_attention(model: PreTrainedModel, previous: str) -> None:
 
 
 def why_dense(model: PreTrainedModel) -> str | None:
-    """Why a patched model attends to dequantised tensors whatever its layers hold, or `None` if it does not."""
+    """Why a patched model always attends to dequantised tensors, or `None` if it does not."""
     if is_ours(text_config_of(model)._attn_implementation) or own_attention.is_patched(model):
         return None
     return f"{type(model).__name__} computes attention by itself, outside transformers' registry"
 
 
-# Models whose class has no say in attention, which transformers would warn of at every attempt.
+# Models that do not let their attention be set. transformers would warn at every attempt.
 _unreachable: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention implementation of the text model, and of nothing else."""
+    """Set the attention implementation of the text model only."""
     text_config = text_config_of(model)
     if text_config._attn_implementation == name or model in _unreachable:
         return
@@ -546,9 +546,9 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
             model.set_attn_implementation({key: name})
             break
     else:
-        # Its own config, or that of an encoder-decoder, where one config serves both and `text_config` is a copy.
+        # The model's own config, or that of an encoder-decoder: one for both halves, of which `text_config` is a copy.
         model.set_attn_implementation(name)
-        # T5 gives each half a copy of its config, which transformers 5.17 passes over: copies are of the same class.
+        # T5 gives each half a copy of its config, of the same class, which transformers 5.17 does not update.
         config = model.config
         for part in model.modules():
             if isinstance(part, PreTrainedModel) and part.config is not config and type(part.config) is type(config):

@@ -673,8 +673,8 @@ def test_buffers_are_there_before_a_compiled_prefill_in_chunks(
     assert set(seen[1:]) == {(case == "known", case == "unknown")}
     logged = [record.message for record in caplog.records if "not compiled" in record.message]
     assert logged == [
-        "generate: LlamaForCausalLM is not compiled where its prompt comes in chunks, since its layers are on "
-        "several devices, or of shapes that nobody knows before the first tokens. Correct, slower. Leave "
+        "generate: LlamaForCausalLM is not compiled when its prompt comes in chunks, since its layers are on "
+        "several devices, or have shapes that are unknown before the first tokens. Correct, slower. Leave "
         "prefill_chunk_size out."
     ] * (case == "unknown")
 

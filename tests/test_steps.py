@@ -361,8 +361,8 @@ def test_generate_says_what_to_crop_behind_a_reply_that_ended_early(
             turn(model, cache, ids)
         held = PROMPT + 2 + (layer == 3 and not is_before)
         assert str(raised.value) == (
-            f"generate: `input_ids` must have tokens behind the {held} that `past_key_values` holds, got {PROMPT} in "
-            f"all, padding included. Call crop({PROMPT - 1 - held}) on the cache to go on behind them, or reset it."
+            f"generate: `input_ids` must have tokens after the {held} that `past_key_values` holds, got {PROMPT} in "
+            f"all, padding included. Call crop({PROMPT - 1 - held}) on the cache to continue from them, or reset it."
         )
         check_level(cache, held)
         if kind == "sliding":  # a growing window that is full takes nothing back at the user's wish
