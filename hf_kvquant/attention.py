@@ -1,11 +1,11 @@
 """The attention function and the mask function that hf_kvquant registers with transformers: prefill, decode, fallback.
 
 Raw tensors (the first chunk, layers of other caches) go to the attention implementation that the model had before,
-called `prev` here, with the very mask it would have got. Handles go to the decode kernel, for which the mask function
-returns a 4-D int32 tensor of bounds: being 4-D it passes through transformers untouched, and its shape never changes.
-What the kernel does not serve goes to `prev` on dequantised tensors, with a mask made from those bounds.
+called `prev` here, with the mask that it would have got. Handles go to the decode kernel. For them the mask function
+returns a 4-D int32 tensor of bounds: transformers passes 4-D masks through unchanged, and its shape stays the same.
+What the kernel does not support goes to `prev` on dequantised tensors, with a mask made from the bounds.
 
-transformers gives the mask function neither layer nor cache, so there is one registered name per `prev`:
+transformers passes neither layer nor cache to the mask function, so there is one registered name per `prev`:
 `hf_kvquant` over sdpa, `hf_kvquant-eager`, and one for each other implementation.
 """
 
@@ -32,26 +32,26 @@ from .handle import KVHandle, KVLength, MaskNotes
 NAME = "hf_kvquant"
 NOT_QUANTIZED = "nothing is quantised in this layer"
 
-# What transformers passes to attention functions, apart from tensors: these do not change what is computed ...
+# What transformers passes to attention functions, apart from tensors: these do not change the result ...
 _IGNORED = frozenset(
     ("position_ids", "use_cache", "deterministic", "is_causal", "layer_idx", "logits_to_keep", "cache_position")
 )
-# ... these the kernel serves ...
+# ... the kernel supports these ...
 _SERVED = frozenset(("sliding_window", "softcap", "s_aux"))
-# ... and these cannot be served at all: sparse attention picks keys by itself, and weights are never formed.
+# ... and these are refused: sparse attention picks keys itself, and `sinks` differ from query to query.
 _REFUSED = frozenset(("indices", "block_indices", "sinks"))
 _KNOWN = _IGNORED | _SERVED | _REFUSED
 
 
 def implementation_name(prev: str) -> str:
-    """The name under which our attention over `prev` is registered, registering it if it is not.
+    """The name of our attention over `prev`, which is registered on the first call.
 
     Args:
         prev: The attention implementation that a model had before, such as `"sdpa"`, `"eager"` or
             `"flash_attention_2"`.
 
     Raises:
-        ValueError: transformers knows no such implementation.
+        ValueError: transformers has no such implementation.
     """
     if is_ours(prev):
         return prev
@@ -84,27 +84,27 @@ def attention_mask(
     prev: str,
     **kwargs: Any,
 ) -> Any:
-    """The mask for one kind of layer, as `transformers.masking_utils` asks for it.
+    """The mask for one kind of layer, called by `transformers.masking_utils`.
 
     Args:
-        kv_length: Marked (`KVLength`) where the layers are ours.
-        mask_function: What decides whether a query sees a key.
+        kv_length: A `KVLength` if the layers are ours.
+        mask_function: Decides whether a query sees a key.
         attention_mask: `[batch, tokens]` bool, False for padding; `None` without padding.
-        prev: The implementation that serves everything else.
+        prev: The implementation for everything else.
         **kwargs: As transformers passes them.
 
     Returns:
-        For plain causal masks over handles `[2, batch, 1, 1]` int32: the number of left-padding tokens, and the
-        position of the first query; with a sliding window `[3, batch, 1, 1]`, the window behind them, and in a static
-        cache, whose keys are those of all positions, a zero behind that (`[4, batch, 1, 1]`). `None` where none of them
-        says anything: one query, no padding, a growing cache.
-        Otherwise what `prev` needs.
+        For plain causal masks over handles the bounds, `[2, batch, 1, 1]` int32: the number of left-padding tokens, and
+        the position of the first query. A sliding window adds the window (`[3, batch, 1, 1]`), and in a static cache,
+        whose keys cover all positions, a zero as well (`[4, batch, 1, 1]`). `None` if bounds are not needed: one query,
+        no padding, a growing cache.
+        Otherwise the mask that `prev` needs.
     """
     if isinstance(kv_length, KVLength):
         notes = kv_length.notes
         _check_model(notes, kwargs.get("config"))
         is_decode_step = kwargs["q_length"] == 1 and not kv_length.is_first_chunk
-        # Looking at values makes the host wait for the device, so a decode step relies on what earlier chunks showed.
+        # Reading the mask makes the host wait for the device, so a decode step relies on what earlier chunks showed.
         if attention_mask is not None and not is_tracing(attention_mask):
             if attention_mask.device.type == "cpu" or not is_decode_step:
                 notes.has_holes = notes.has_holes or _has_holes(attention_mask)
@@ -121,7 +121,7 @@ def attention_mask(
 
 
 def _check_model(notes: MaskNotes, config: PreTrainedConfig | None) -> None:
-    """Refuse a cache for other layers: a mask is what a forward asks for before it runs any layer."""
+    """Refuse a cache made for other layers. A forward asks for its mask before it runs any layer."""
     if torch.compiler.is_compiling() or config is None or notes.num_layers is None or config is notes.model_config:
         return
     check_layers("forward", "past_key_values", notes.num_layers, count_layers(config))
@@ -138,10 +138,10 @@ def _is_plain(
     allow_is_causal_skip: bool = True,
     **_: Any,
 ) -> bool:
-    """Whether a mask is causal, and with a window hides what lies before it, and nothing else.
+    """Whether a mask is causal, with a sliding window or without, and hides nothing else.
 
-    The function of a sliding window is a new one every time. What transformers adds to it, from models or for images,
-    is known by `use_vmap`, or by a causal mask that may not be skipped, which one query has no use for.
+    The function of a sliding window is a new object in every call. If a model adds to it, or transformers does for
+    images, `use_vmap` is set or the causal mask may not be skipped. The latter makes no difference to a single query.
     """
     if use_vmap:
         return False
@@ -162,10 +162,10 @@ def _bounds(
     device: torch.device,
     **_: Any,
 ) -> Tensor | None:
-    """What attention over handles has to know, from the arguments of a mask function. See `attention_mask`.
+    """The bounds for attention over handles, from the arguments of a mask function. See `attention_mask`.
 
-    The kernel knows the offset itself. It is here for models that change keys or values and so pass dense tensors: with
-    several queries, or with the unused capacity of a static cache, attention could not tell what a query may see.
+    The kernel knows the offset itself. Models that change keys or values, and so pass dense tensors, need it to mask
+    them: with several queries, or with the unused capacity of a static cache.
     """
     is_growing = isinstance(q_offset, int)
     if starts is None and q_length == 1 and is_growing:
@@ -186,7 +186,7 @@ def num_pads(mask: Tensor) -> Tensor:
 
 
 def _has_holes(mask: Tensor) -> bool:
-    """Whether a `[batch, tokens]` bool mask hides a token behind one that it shows."""
+    """Whether a `[batch, tokens]` bool mask hides a token after one that it shows."""
     return bool((mask[:, :-1] & ~mask[:, 1:]).any())
 
 
@@ -214,7 +214,7 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of one layer, as `transformers.AttentionInterface` asks for it.
+    """Attention of one layer, called through `transformers.AttentionInterface`.
 
     Args:
         module: The layer's attention module.
@@ -222,17 +222,17 @@ def attention(
         key: `[batch, num_kv_heads, tokens, head_dim]`, or a handle.
         value: The same.
         attention_mask: What `attention_mask` above returned, or a mask of the user's own.
-        prev: The implementation that serves what is not ours.
-        dropout: Of the attention weights; only `prev` serves it.
+        prev: The implementation for everything that is not ours.
+        dropout: Of the attention weights; only `prev` supports it.
         scaling: Multiplies query · key; `None` means `head_dim ** -0.5`.
         **kwargs: Model-specific.
 
     Returns:
         out: `[batch, q_len, num_q_heads, head_dim]`.
-        weights: `None` (whatever `prev` returns for raw tensors).
+        weights: `None`; for raw tensors what `prev` returns.
 
     Raises:
-        NotImplementedError: The attention weights, or keys picked by the model, were asked for over a quantised cache.
+        NotImplementedError: Over a quantised cache, the call asks for attention weights or picks the keys itself.
     """
     if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
         if is_bounds(attention_mask):  # the model has changed what `update` gave it
@@ -259,13 +259,13 @@ def attention(
             softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             starts=None if attention_mask is None else attention_mask[0].view(-1),
             sinks=kwargs.get("s_aux"),
-            # sdpa knows no cap: older versions of transformers leave it out there, and decoding does as prefill did.
+            # sdpa has no softcap, and older versions of transformers drop it. Decode must do the same as prefill.
             softcap=0.0 if prev == "sdpa" else kwargs.get("softcap") or 0.0,
             sliding_window=kwargs.get("sliding_window") or 0,
         )
         return out, None
     if is_bounds(attention_mask) and not torch.compiler.is_compiling():
-        storage.set_starts(attention_mask[0].view(-1))  # padding may be longer than the first chunk was
+        storage.set_starts(attention_mask[0].view(-1))  # padding may go on after the first chunk
     dense_key, dense_value = step.dense(reason)
     mask = attention_mask
     if mask is None or is_bounds(mask):
@@ -287,7 +287,7 @@ def _why_not_kernel(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> str | None:
-    """Why a layer has to attend to dense tensors, or `None` if the kernel serves it."""
+    """Why a layer has to attend to dense tensors, or `None` if the kernel can serve it."""
     if not is_quantized:
         return NOT_QUANTIZED
     if mask is not None and not is_bounds(mask):
@@ -306,17 +306,17 @@ def _why_not_kernel(
 
 
 def _is_harmless(name: str) -> bool:
-    """Arguments for packed sequences and outputs, which say nothing new where there is a cache."""
+    """Whether an argument is about packed sequences or outputs, which change nothing where there is a cache."""
     return name.startswith(("cu_seq_lens", "max_length", "output_", "return_", "num_items"))
 
 
 def _mask_over_changed(prev: str, query: Tensor, kv_length: int, bounds: Tensor) -> Any:
-    """The mask that `prev` would have got for keys that came of handles, but are none."""
+    """The mask that `prev` would have got for the dense keys that a model has made from handles."""
     if bounds.shape[0] == 2:
         return _dense_mask(prev, query, kv_length, bounds[1, 0, 0, 0], bounds)
     if bounds.shape[0] == 4:
         return _dense_mask(prev, query, kv_length, bounds[1, 0, 0, 0], bounds, bounds[2, 0, 0, 0])
-    offset, window = (int(bound) for bound in bounds[1:, 0, 0, 0])  # these grow: no compiled step waits here
+    offset, window = (int(bound) for bound in bounds[1:, 0, 0, 0])  # a growing cache: no compiled step waits here
     return _dense_mask(prev, query, kv_length, offset, bounds, window, offset + query.shape[2] - kv_length)
 
 
@@ -337,7 +337,7 @@ def _dense_mask(
         kv_length: Tokens of the keys.
         offset: Position of the first query.
         bounds: See `attention_mask`.
-        window: Positions visible to a query; 0 for all, which a tensor does not hold.
+        window: Positions visible to a query; 0 for all, but never in a tensor.
         kv_offset: Position of the first key.
     """
     batch, _, q_len, _ = query.shape
@@ -367,7 +367,7 @@ def _dense_mask(
 
 
 def call_previous(prev: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Call the attention implementation `prev`, looked up now, since other packages wrap it."""
+    """Call the attention implementation `prev`. It is looked up every time, since other packages wrap it."""
     if prev == "eager":
         # Not in the registry: every model file has its own.
         function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -385,7 +385,7 @@ def call_previous(prev: str, module: nn.Module, *args: Any, **kwargs: Any) -> tu
 
 
 class _ModuleView:
-    """An attention module whose config names `prev`: flash attention picks its kernel by that name, now ours."""
+    """A module whose config names `prev`: flash attention picks its kernel by that name, which is ours by now."""
 
     def __init__(self, target: Any, prev: str) -> None:
         self._target = target

@@ -1,16 +1,16 @@
 """Decoding from codes in models that compute attention by themselves, outside transformers' attention registry.
 
-Each attention module of such a model gets a `forward` of its own. Where a layer's cache holds codes, it makes query,
-key and value as the family does and attends with our op; everything else (the first chunk, other caches, layers that
-are not quantised, masks that are neither causal nor left padding, training) goes to the class's own method, with the
-very arguments that came. Which families there are, and what each does around attention, is the table at the end; what
-a model does with handles where no function of ours serves it is decided in `handle.py`.
+Each attention module of such a model gets its own `forward`. If the layer's cache holds codes, it computes query, key
+and value as the family does and attends with our op. Everything else (the first chunk, other caches, layers that are
+not quantised, masks that are neither causal nor left padding, training) goes to the class's own method, with the same
+arguments. The table at the end lists the families, and what each does around attention. `handle.py` serves models for
+which there is no function here.
 
-These models build dense masks by themselves, so the number of padding tokens is read off the mask's last row. ALiBi:
+These models build dense masks themselves, so the number of padding tokens is read from the mask's last row. ALiBi:
 BLOOM and Falcon count positions from a sequence's first token, MPT from the end of the cache, our op from the query.
-The biases differ by a constant in every row, which the softmax ignores as long as there are no holes in the mask.
-Slopes are the model's own, rounded as there. Their products with positions, which BLOOM rounds to the model's dtype and
-Falcon to bfloat16, are not rounded here.
+The biases differ by a constant in every row, which the softmax ignores as long as the mask has no holes. Slopes are the
+model's own, with its rounding. Their products with positions, which BLOOM rounds to the model's dtype and Falcon to
+bfloat16, are not rounded here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .cache import KVQuantCache, KVQuantLayer, check_layers
 from .handle import KVHandle
 from .own_simulation import SimulatingLayer, simulate
 
-# Of query, key and value, each `[batch, heads, q_len, head_dim]`, and options of `LayerStorage.attend`; makes
+# Takes query, key and value, each `[batch, heads, q_len, head_dim]`, and options of `LayerStorage.attend`. Returns
 # `[batch, q_len, num_q_heads * head_dim]`.
 Attend = Callable[..., Tensor]
 
@@ -42,12 +42,12 @@ class Family:
     """How one attention class computes.
 
     Attributes:
-        forward: Takes the module, an `Attend` and what the class's `forward` takes, under the same names in the same
-            order: a class with other ones is not the one that we know. Returns what that returns, without weights.
-        cache: The name under which the cache comes.
-        layer_index: The module's attribute that says which layer it is.
-        is_hidden: Whether True in a boolean mask hides a token, as in MPT, where transformers' masks show it.
-        is_served: Whether a module of this class computes in the way that we know.
+        forward: Takes the module, an `Attend` and the parameters of the class's `forward`, with the same names in the
+            same order. A class with other parameters is left alone. Returns the same, without weights.
+        cache: Name of the parameter that holds the cache.
+        layer_index: Name of the module's attribute that says which layer it is.
+        is_hidden: Whether True in a boolean mask hides a token, as in MPT. In transformers' own masks True shows it.
+        is_served: Whether a module of this class computes attention as `forward` does.
     """
 
     forward: Callable[..., tuple[Tensor, None]]
@@ -73,7 +73,7 @@ def patch(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def overridden(model: nn.Module) -> Iterator[bool]:
-    """`patch` for the length of a `with` block, with what it returns; afterwards modules are as they were before."""
+    """`patch` within a `with` block, yielding its result. Afterwards the modules are as they were before."""
     before = {module for module in model.modules() if _is_ours(module)}
     try:
         yield patch(model)
@@ -97,9 +97,9 @@ def unpatch(model: nn.Module) -> None:
 
 
 def check_static(model: nn.Module, where: str) -> None:
-    """Refuse a static cache for models that build ALiBi from a 2-D mask, where `generate` turns that into a 4-D one.
+    """Refuse a static cache for models that build ALiBi from a 2-D mask, if `generate` gives them a 4-D one.
 
-    It does so for every static cache of a model without a method of its own for it.
+    `generate` does so for every static cache, unless the model has its own `create_masks_for_generate`.
 
     Raises:
         NotImplementedError: The model is one of them.
@@ -135,20 +135,20 @@ def _family_of(module: nn.Module) -> Family | None:
 
 
 def _forward(module: Any, num_layers: int, *args: Any, **kwargs: Any) -> Any:
-    """What runs in place of the `forward` of an attention module, of which the model has `num_layers`."""
+    """Replaces the `forward` of an attention module. The model has `num_layers` of them."""
     family = _FAMILIES[type(module).__name__]
     attend = _attend_of(module, num_layers, family, kwargs)
     if attend is not None:
         return family.forward(module, attend, *args, **kwargs)
     bias, mask = kwargs.get("alibi"), kwargs.get("attention_mask")
     if isinstance(bias, Tensor) and isinstance(mask, Tensor):
-        # For static caches BLOOM builds its bias of the capacity. Our first chunk attends to itself alone.
+        # For static caches BLOOM builds a bias as long as the capacity. Our first chunk attends only to itself.
         kwargs["alibi"] = bias[..., : mask.shape[-1]]
     return type(module).forward(module, *args, **kwargs)
 
 
 def _attend_of(module: Any, num_layers: int, family: Family, kwargs: dict[str, Any]) -> Attend | None:
-    """Attention over the codes of a layer, or `None` where the class's own method serves it."""
+    """Attention over the codes of a layer, or `None` if the class's own method has to run."""
     cache, mask = kwargs.get(family.cache), kwargs.get("attention_mask")
     if not isinstance(cache, KVQuantCache) or not isinstance(mask, Tensor) or mask.ndim != 4:
         return None
@@ -164,7 +164,7 @@ def _attend_of(module: Any, num_layers: int, family: Family, kwargs: dict[str, A
     starts = _starts_of(family, mask)
     q_len = mask.shape[2]
     if layer is next(each for each in cache.layers if isinstance(each, KVQuantLayer)) and not is_tracing(mask):
-        # On behalf of all layers, and not in a decode step on a GPU: looking makes the host wait for the device.
+        # The first layer does this for all, but not in a decode step on a GPU: reading the mask makes the host wait.
         offset = 0 if storage.lengths is None or storage.is_empty else storage.lengths[0]
         if mask.device.type == "cpu" or q_len > 1:
             notes.has_holes = notes.has_holes or not _is_left_padded(_visible(family, mask), starts, offset)
@@ -175,13 +175,13 @@ def _attend_of(module: Any, num_layers: int, family: Family, kwargs: dict[str, A
     return functools.partial(_attend, cache, index, starts)
 
 
-# Of masks that are there now: their version, and `_starts_of` it. All layers of a step come with one mask.
+# For every mask that is alive: its version, and `_starts_of` it. All layers of a step share one mask.
 _starts = WeakIdKeyDictionary()
 
 
 def _starts_of(family: Family, mask: Tensor) -> Tensor:
-    """Left-padding tokens of each sequence, `[batch or 1]` int32, by what its last query sees."""
-    # A tensor made in inference mode does not know whether it was changed.
+    """Left-padding tokens of each sequence, `[batch or 1]` int32, counted in what its last query sees."""
+    # A tensor made in inference mode has no version.
     if is_tracing(mask) or mask.is_inference():
         return num_pads(_visible(family, mask[:, :, -1:])[:, -1])
     known: tuple[int, Tensor] | None = _starts.get(mask)
@@ -192,13 +192,13 @@ def _starts_of(family: Family, mask: Tensor) -> Tensor:
 
 def _visible(family: Family, mask: Tensor) -> Tensor:
     """Which tokens queries see, `[batch or 1, q_len, kv_length]` bool."""
-    # Every head has the same, but for ALiBi that Falcon adds to its mask, which is far from what hides a token.
+    # The mask is the same for all heads, except for the ALiBi that Falcon adds to it, which is far from hiding a token.
     visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
     return ~visible if family.is_hidden else visible
 
 
 def _is_left_padded(is_visible: Tensor, starts: Tensor, offset: int | Tensor) -> bool:
-    """Whether queries see everything from `starts` to themselves; what padding sees does not matter.
+    """Whether every query sees exactly the tokens from `starts` to itself. What padding sees does not matter.
 
     Args:
         is_visible: `[batch, q_len, kv_length]` bool.
@@ -219,7 +219,7 @@ def _attend(
     assert isinstance(handle, KVHandle)
     if not torch.compiler.is_compiling():
         handle.step.storage.masked_window = options.get("sliding_window", 0)
-    # CodeGen rotates queries in float32. They are rounded like the keys: kernels are for the dtype of the model.
+    # CodeGen rotates queries in float32. Round them like the keys, since kernels take the model's dtype.
     out, _ = handle.step.storage.attend(
         query.to(value.dtype), starts=starts.expand(query.shape[0]).contiguous(), **options
     )
@@ -230,7 +230,7 @@ def _attend(
 
 
 def _alibi_slopes(module: nn.Module, num_heads: int, device: torch.device) -> Tensor:
-    """`[num_heads]` float32: those of the module's own file, which builds the bias of two tokens: 0 and the slope."""
+    """`[num_heads]` float32, from the bias that the module's own file builds for two tokens: 0 and the slope."""
     build = sys.modules[type(module).__module__].build_alibi_tensor
     return (_build_slopes if torch.compiler.is_compiling() else _kept_slopes)(build, num_heads, device)
 
@@ -283,7 +283,7 @@ def _falcon(
         assert position_embeddings is not None
         query, key = sys.modules[type(module).__module__].apply_rotary_pos_emb(query, key, *position_embeddings)
     else:
-        # The model has added the bias to the mask already if it is 4-D, and without sdpa the module adds it once more.
+        # A 4-D bias has already been added to the mask by the model. Without sdpa, the module adds the bias as well.
         times = int(alibi.ndim == 4) + int(module.config._attn_implementation != "sdpa")
         slopes = _alibi_slopes(module, module.num_heads, query.device) * (times * module.inv_norm_factor)
     out = attend(query, key, value, softmax_scale=module.inv_norm_factor, alibi_slopes=slopes)
@@ -303,7 +303,7 @@ def _mpt(
     if module.clip_qkv:
         fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     query, key, value = (x.unflatten(-1, (module.n_heads, -1)).transpose(1, 2) for x in fused.chunk(3, dim=-1))
-    # Its last column is that of the newest token, 0; the one before is lower by the slope.
+    # The last column, for the newest token, is 0; the one before is lower by the slope.
     slopes = None if position_bias is None else position_bias[:, 0, -1] - position_bias[:, 0, -2]
     out = attend(query, key, value, softmax_scale=module.softmax_scale, alibi_slopes=slopes)
     return module.out_proj(out), None
@@ -337,10 +337,10 @@ def _codegen(
     use_cache: bool | None = False,
     output_attentions: bool | None = False,
 ) -> tuple[Tensor, None]:
-    # Weights are laid out for four devices: the query, value and key of a quarter of the heads, then of the next.
+    # Weights are laid out for four devices: query, value and key of the first quarter of the heads, then of the next.
     fused = module.qkv_proj(hidden_states).unflatten(-1, (4, 3, -1))
     query, value, key = (x.flatten(-2).unflatten(-1, (-1, module.head_dim)) for x in fused.unbind(-2))
-    # Angles stay in float32, and with them the query.
+    # Angles stay in float32, and so does the query.
     return _rotary_attention(module, attend, query, key, value, _angles(module, position_ids))
 
 
@@ -361,7 +361,7 @@ def _rotary_attention(
 
 
 def _rotated(module: Any, x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary embedding of GPT-J, in its first `rotary_dim` channels, or all.
+    """GPT-J's rotary embedding of the first `rotary_dim` channels, or of all.
 
     Args:
         module: GPT-J's or CodeGen's.
@@ -397,7 +397,7 @@ def _gpt_neo(
 
 
 _FAMILIES: dict[str, Family] = {
-    # A slice of the weights at a time, for the rounding of a training run, is not what we compute.
+    # With these options the class multiplies by slices of the weights, to round as in training. We do not.
     "BloomAttention": Family(
         _bloom, is_served=lambda module: not (module.pretraining_tp > 1 and module.slow_but_exact)
     ),
