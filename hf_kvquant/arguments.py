@@ -105,7 +105,7 @@ def checked_configs(args: argparse.Namespace, where: str) -> dict[str, KVQuantCo
     """The configs to run, by name, each once and in the order given; the command's defaults if none is given.
 
     Raises:
-        UsageError: A name or a length has no meaning.
+        UsageError: A name or a length is invalid.
     """
     windows = {name: getattr(args, name) for name in WINDOWS}
     for name, length in windows.items():
@@ -123,7 +123,7 @@ def config_of(name: str, where: str, windows: Mapping[str, int] | None = None) -
         windows: For a name that has none, if the preset quantises anything.
 
     Raises:
-        UsageError: The name has no meaning.
+        UsageError: The name is invalid.
     """
     formats, has_windows, lengths = name.partition(":")
     preset = formats.removesuffix(UNTRANSFORMED)
@@ -144,7 +144,7 @@ def config_of(name: str, where: str, windows: Mapping[str, int] | None = None) -
     try:
         return KVQuantConfig.from_preset(preset, **options)
     except ValueError as error:
-        raise UsageError(f"{where}: `--preset {name}` has no meaning. {error}") from error
+        raise UsageError(f"{where}: `--preset {name}` is invalid. {error}") from error
 
 
 def untransformed(preset: str) -> dict[str, Any]:

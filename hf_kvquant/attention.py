@@ -337,7 +337,7 @@ def _dense_mask(
         kv_length: Tokens of the keys.
         offset: Position of the first query.
         bounds: See `attention_mask`.
-        window: Positions visible to a query; 0 for all, but never in a tensor.
+        window: Positions visible to a query; 0 for all. A tensor is never 0.
         kv_offset: Position of the first key.
     """
     batch, _, q_len, _ = query.shape

@@ -212,7 +212,7 @@ def check_capturable(model: PreTrainedModel) -> None:
 
 
 def key_of(model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any]) -> Hashable:
-    """Everything that a captured step depends on and that replaying it cannot change.
+    """Everything that is fixed in a captured step: if any of it changes, another step is captured.
 
     Args:
         model: Of the step.

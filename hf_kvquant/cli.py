@@ -183,7 +183,7 @@ def run_generate(args: argparse.Namespace) -> None:
     """`hf-kvquant generate`.
 
     Raises:
-        UsageError: An argument has no meaning, or does not fit the model.
+        UsageError: An argument is invalid, or does not fit the model.
     """
     presets = checked_configs(args, "generate")
     texts = checked_prompts(args)
@@ -251,7 +251,7 @@ def show_summaries(console: Console, summaries: Sequence[Summary], *, title: str
         )
     console.print()
     console.print(table)
-    notes = ["Peak cache: bytes allocated at the end of the longest text. tokens/s: one over the median decode step."]
+    notes = ["Peak cache: bytes allocated at the end of the longest text. tokens/s: 1 / the median decode step."]
     num_scored = max(row.num_scored for row in summaries)
     if num_scored:
         notes.append(
@@ -328,7 +328,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
     """`hf-kvquant calibrate`.
 
     Raises:
-        UsageError: An argument has no meaning, or does not fit the model.
+        UsageError: An argument is invalid, or does not fit the model.
     """
     for option in ("weights_only", "force"):
         if getattr(args, option) and not args.check:
@@ -401,7 +401,7 @@ def run_check(args: argparse.Namespace, preset: str | None) -> None:
 
     Raises:
         Refused: The given preset would corrupt what the model writes, or cannot be judged.
-        UsageError: An argument has no meaning, or does not fit the model.
+        UsageError: An argument is invalid, or does not fit the model.
     """
     if args.output is not None:
         raise UsageError(

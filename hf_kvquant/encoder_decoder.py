@@ -87,7 +87,7 @@ def check_cross_attention(model: PreTrainedModel, given: object, model_kwargs: M
 
 
 def check_static(model: PreTrainedModel, where: str) -> None:
-    """Refuse a static cache for an encoder-decoder with attention of its own, which would attend to unused capacity.
+    """Refuse a static cache for an encoder-decoder outside transformers' registry: it would attend to unused capacity.
 
     LED and FSMT are such models: they mask the tokens that a cache holds, but not the capacity after them.
 

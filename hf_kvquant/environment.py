@@ -22,7 +22,7 @@ EVALUATION = ("lm-eval", "accelerate", "markdown-it-py", "matplotlib", "numpy", 
 
 def package_version() -> str:
     """The version of this package."""
-    from . import __version__  # here, since the package may be half imported when this module is
+    from . import __version__  # imported late: the package may import this module
 
     return __version__
 

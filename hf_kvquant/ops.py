@@ -529,7 +529,7 @@ class Operands:
                 zero again. Calls that may run at the same time, on two streams, must not share it. With `None`, the
                 CUDA kernel clears its own, which takes one more launch. Other devices need none.
             starts: `[batch]` int32: first position that is not padding; for new tokens too, as in `append`.
-            sinks: `[num_q_heads]`: logits without values in the softmax.
+            sinks: `[num_q_heads]`: logits that join the softmax without a value.
             alibi_slopes: `[num_q_heads]`.
             softcap: 0 for none.
             sliding_window: Positions visible to a query, itself included; 0 for all. With `is_ring`, from 1 to

@@ -43,7 +43,7 @@ def why_unwritable(path: Path, *, is_folder: bool = False, with_parents: bool = 
 
 @contextlib.contextmanager
 def written(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
-    """Write a file in one step: readers find the old file or the new one, never a part, even after a kill.
+    """Write a file in one step: readers find the old or the new one, never a part, even if the process is killed.
 
     Args:
         path: Of the file. A link is followed.

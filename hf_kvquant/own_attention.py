@@ -192,7 +192,7 @@ def _starts_of(family: Family, mask: Tensor) -> Tensor:
 
 def _visible(family: Family, mask: Tensor) -> Tensor:
     """Which tokens queries see, `[batch or 1, q_len, kv_length]` bool."""
-    # The mask is the same for all heads, except for the ALiBi that Falcon adds to it, which is far from hiding a token.
+    # All heads share a mask, but for the ALiBi that Falcon adds to it, which is far from the value that hides a token.
     visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
     return ~visible if family.is_hidden else visible
 

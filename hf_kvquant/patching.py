@@ -82,7 +82,7 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     too. They do not notice later changes to the model: patch again after switching adapters or adding hooks.
 
     Args:
-        model: A transformers model with a decoder. In an encoder-decoder, the decoder's self-attention is quantised.
+        model: A transformers model with a decoder. In an encoder-decoder, the self-attention cache is quantised.
         preset_or_config: A preset's name, a dictionary or a `KVQuantConfig`.
 
     Returns:
@@ -91,7 +91,7 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
     Raises:
         NotImplementedError: The model's cache cannot be quantised, or its decode step cannot be captured. The model is
             unchanged. `capture=True` needs a machine with a GPU; the model may be moved to the GPU after `patch`.
-        TypeError, ValueError: The config has no meaning or does not fit the model.
+        TypeError, ValueError: The config is invalid or does not fit the model.
 
     Example:
         >>> hf_kvquant.patch(model, "int4")

@@ -47,8 +47,8 @@ def show_progress(what: str, total: int | None = None, *, unit: str = "it", is_s
         is_shown: Whether to show anything.
 
     Yields:
-        The function that the work calls, if it can more often than every 30 seconds, with the steps done since the last
-        call and with what it does next.
+        The function that the work calls with the steps done since the last call, and with what it does next; if
+        possible more often than every 30 seconds.
     """
     is_drawn = sys.stderr.isatty() or issubclass(tqdm.auto.tqdm, tqdm.notebook.tqdm_notebook)
     form: dict[str, Any] = {} if total is not None else {"bar_format": "{desc} [{elapsed}]"}

@@ -24,7 +24,7 @@ def check_is_model(model: object, where: str) -> None:
 
 
 def text_config_of(model: PreTrainedModel) -> PreTrainedConfig:
-    """The config of the text model, within that of a multi-modal model, or of an encoder-decoder's decoder."""
+    """The config of the text model: a part of a multi-modal model's, or that of an encoder-decoder's decoder."""
     config: PreTrainedConfig = model.config.get_text_config(decoder=True)
     return config
 

@@ -36,7 +36,7 @@ def test_names(name: str, preset: str, options: dict[str, Any]) -> None:
         ("int9", "test: `--preset` must be one of none, int8, .*, got 'int9'. Did you mean 'int8'"),
         ("int4-untransfromed", "got 'int4-untransfromed'. Did you mean 'int4-untransformed'"),
         ("int4:4-3", "`--preset` must give windows as FIRST.NEWEST tokens, got '4-3'. Write for example int4:4.128."),
-        ("none:4+3", "test: `--preset none:4.3` has no meaning. .*`sink_length` must be 0 where neither"),
+        ("none:4+3", "test: `--preset none:4.3` is invalid. .*`sink_length` must be 0 where neither"),
         (UNTRANSFORMED, "got '-untransformed'"),
     ],
 )
