@@ -110,7 +110,7 @@ def decode(
         **model_kwargs: Other inputs of the model.
 
     Returns:
-        The sequences, or a `GenerateDecoderOnlyOutput` where the config asks for it.
+        The sequences, or a `GenerateDecoderOnlyOutput` if the config asks for it.
 
     Raises:
         RuntimeError: The step cannot be captured.

@@ -110,7 +110,7 @@ def check_static(model: nn.Module, where: str) -> None:
             if not hasattr(model, "create_masks_for_generate"):
                 raise NotImplementedError(
                     f"{where}: `static` must be False for {type(model).__name__}, got True: it builds ALiBi from a "
-                    "mask that generate of this version of transformers does not give it with static caches. Leave "
+                    "2-D mask, and generate of this version of transformers makes a 4-D one for static caches. Leave "
                     "static and max_cache_len out."
                 )
 

@@ -68,8 +68,8 @@ def test_static_caches(family: str) -> None:
             hf_kvquant.patch(model, config)
         message = str(raised.value)
         assert message == (
-            f"patch: `static` must be False for {type(model).__name__}, got True: it builds ALiBi from a mask that "
-            "generate of this version of transformers does not give it with static caches. Leave static and "
+            f"patch: `static` must be False for {type(model).__name__}, got True: it builds ALiBi from a 2-D mask, "
+            "and generate of this version of transformers makes a 4-D one for static caches. Leave static and "
             "max_cache_len out."
         )
         assert hf_kvquant.patching.state_of(model) is None and not overridden(model)
