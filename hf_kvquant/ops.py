@@ -545,7 +545,8 @@ class Operands:
             lse: `[batch, num_q_heads, q_len]` float32, natural log. `-inf` where nothing is attended.
 
         Raises:
-            ValueError: A shape or dtype does not fit; the message names the argument.
+            ValueError: A shape or dtype does not fit; the message names the argument. From torch 2.15 on, which
+                turns every C++ exception into one, a RuntimeError.
             RuntimeError: `query` requires gradients, which kernels do not compute; or, on a GPU, `num_splits` needs
                 more thread blocks than a grid can hold.
         """
