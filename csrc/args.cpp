@@ -1,5 +1,5 @@
 // The checks of args.h. Each message has the form `<where>: `<argument>` must be <expected>, got <actual>. <What to
-// do.>`, and each check compares the very values that its message names.
+// do.>` and names the values that the check compared.
 #include "args.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -83,7 +83,8 @@ Dtype dense_dtype(const char* where, const std::string& name, const Tensor& tens
   }
 }
 
-// Where a tensor's elements begin. torch.frombuffer makes tensors that kernels must not read numbers from.
+// A pointer to a tensor's first element. Refuses misaligned memory, such as torch.frombuffer can return: kernels must
+// not read numbers from it.
 template <class T>
 T* memory_of(const char* where, const std::string& name, const Tensor& tensor) {
   T* memory;
@@ -106,7 +107,7 @@ Dense dense(const char* where, const char* name, const Tensor& x, const Tensor& 
   return Dense{memory_of<const void>(where, name, x), dtype, x.stride(0), x.stride(1), x.stride(2)};
 }
 
-// The stride of an axis that may be shared: 0 when it has size 1.
+// The stride of an axis, 0 where it has size 1: all indices then share that one element.
 int64_t shared_stride(const Tensor& plane, int64_t axis) { return plane.size(axis) == 1 ? 0 : plane.stride(axis); }
 
 void check_scale_plane(const char* where, const std::string& name, const Tensor& plane, const Tensor& codes,
@@ -131,7 +132,7 @@ void check_scale_plane(const char* where, const std::string& name, const Tensor&
             "and token has scales of its own, got ", shape_of(plane), kFromThisPackage);
 }
 
-// Planes of granularity channel; see Side::tail.
+// Scales or zeros of granularity channel; see Side::has_channel_scales.
 void check_block_plane(const char* where, const std::string& name, const Tensor& plane, const Tensor& codes,
                        int head_dim) {
   check_device(where, name, plane, codes);
@@ -146,7 +147,7 @@ void check_block_plane(const char* where, const std::string& name, const Tensor&
             kFromThisPackage);
 }
 
-// What only rings ask for. Their positions go on while rows come round again.
+// Checks for rings only. In a ring, positions keep growing while rows are reused.
 void check_ring(const char* where, const WindowArgs& windows, const Tensor& codes) {
   if (!windows.is_ring) return;
   KVQ_CHECK(codes.size(2) > 0 && codes.size(2) % kBlockSize == 0, where, ": `key_codes` must have a capacity that is ",
@@ -155,7 +156,7 @@ void check_ring(const char* where, const WindowArgs& windows, const Tensor& code
             ". The first tokens slide out of a ring.");
 }
 
-// What the oldest query of a ring sees must not have been overwritten by the newest token.
+// In a ring, the newest token must not have overwritten a token that the oldest query of the call still attends to.
 void check_window(const WindowArgs& windows, int64_t sliding_window, const DecodeParams& params) {
   if (!windows.is_ring) return;
   const int64_t largest = int64_t{params.capacity} + 1 - params.q_len;
@@ -164,7 +165,7 @@ void check_window(const WindowArgs& windows, int64_t sliding_window, const Decod
             " query tokens, got ", sliding_window, ". Attend to fewer tokens at a time, or make a larger ring.");
 }
 
-// A tail of more rows than both windows have is that of granularity channel.
+// A tail with more rows than both windows need belongs to granularity channel.
 void add_tail(const char* where, const std::string& name, const PlaneArgs& planes, const WindowArgs& windows,
               Side& side) {
   const Tensor& codes = planes.codes;
@@ -198,7 +199,7 @@ void add_tail(const char* where, const std::string& name, const PlaneArgs& plane
   side.tail_stride_t = tail.stride(2);
 }
 
-// Scales of granularity channel.
+// Scales and zeros of granularity channel.
 void add_blocks(const char* where, const std::string& name, const PlaneArgs& planes, Side& side) {
   const Tensor& codes = planes.codes;
   KVQ_CHECK(codes.size(2) % kBlockSize == 0, where, ": `", name, "_codes` must have a capacity that is a multiple of ",
@@ -217,7 +218,7 @@ void add_blocks(const char* where, const std::string& name, const PlaneArgs& pla
   side.zero_stride_g = zero.stride(2);
 }
 
-// `name` is "key" or "value": arguments are called key_codes, key_scale and so on.
+// `name` is "key" or "value"; messages name arguments key_codes, key_scale and so on.
 Side side(const char* where, const std::string& name, const PlaneArgs& planes, const WindowArgs& windows,
           const Tensor& like) {
   const Tensor& codes = planes.codes;
@@ -375,9 +376,9 @@ const float* per_head(const char* name, const std::optional<Tensor>& tensor, con
   return memory_of<const float>("decode", name, *tensor);
 }
 
-// --- what lies between linear layers
+// --- the fused ops between linear layers (fused.h)
 
-constexpr int kVectorBytes = 16;  // at most, what a kernel loads at a time
+constexpr int kVectorBytes = 16;  // the most that a kernel loads at a time
 
 void check_like(const char* where, const char* name, const Tensor& tensor, const char* like_name, const Tensor& like) {
   KVQ_CHECK(is_on(tensor, like), where, ": `", name, "` must be on the device of `", like_name,
@@ -416,13 +417,13 @@ Dense angles(const char* name, const Tensor& x, const Tensor& query, Dtype dtype
   return Dense{x.const_data_ptr(), dtype, x.size(0) == 1 ? 0 : x.stride(0), 0, x.stride(1)};
 }
 
-// Rows along four axes; their strides and their size are in the same unit.
+// Rows along four axes. `strides` and the length of a row, `row`, are in the same unit.
 struct Layout {
   int64_t sizes[4], strides[4], row;
 };
 
-// Whether elements share memory, as those of an expanded tensor do. Also where rows are interleaved in a way that no
-// slicing and transposing of whole tensors arrives at.
+// Whether two elements share memory, as in an expanded tensor. Also true for some interleaved rows that do not overlap,
+// but slicing and transposing a contiguous tensor never produces those.
 bool has_overlap(const Layout& layout) {
   int order[4] = {0, 1, 2, 3};
   std::sort(order, order + 4, [&layout](int a, int b) { return layout.strides[a] < layout.strides[b]; });
@@ -436,7 +437,7 @@ bool has_overlap(const Layout& layout) {
   return false;
 }
 
-// What is written must not share memory with itself: which of two tokens stays would be up to the order of threads.
+// Two elements of a plane must not share memory: the order of threads would decide which of two tokens survives.
 void check_apart(const char* where, const std::string& name, const Side& side, const AppendParams& params) {
   const int64_t batch = params.batch, heads = params.num_kv_heads, capacity = params.capacity;
   const auto check = [&](const char* plane, const Layout& layout) {
@@ -468,8 +469,8 @@ void check_apart(const char* where, const std::string& name, const Side& side, c
   }
 }
 
-// Nor with anything else that a call reads or writes. Views may begin at different places and overlap all the same, but
-// the mistake to make is to pass one tensor twice.
+// Nor may a plane share memory with anything else that a call reads or writes. Only first elements are compared, so
+// overlapping views pass; this catches the likely mistake, the same tensor passed twice.
 void check_distinct(const char* where, const AppendParams& params, const void* query) {
   const Side &key = params.key_side, &value = params.value_side;
   const std::pair<const char*, const void*> memories[] = {
@@ -497,9 +498,9 @@ void check_start(const char* where, const int32_t* starts, int b) {
             " for sequence ", b, ".");
 }
 
-// The first of some numbers that is not good, `count` where all are. One pass without a branch looks at all of them, as
-// vectors (0.27 rather than 1.25 us for two tensors of 8 heads of 128 channels); only a call that is refused pays for a
-// second.
+// The index of the first number that is not good, or `count` if all are. A first pass without branches only counts, so
+// that it vectorises (0.27 rather than 1.25 us for two tensors of 8 heads of 128 channels); only a call that will be
+// refused searches for the index.
 template <class IsGood>
 int64_t first_bad(const float* numbers, int64_t count, const IsGood& is_good) {
   unsigned num_bad = 0;
@@ -591,7 +592,7 @@ DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, con
   params.counters = counter_array(counters, codes);
   params.sinks = per_head("sinks", sinks, query);
   params.alibi_slopes = per_head("alibi_slopes", alibi_slopes, query);
-  // As float32, which is what kernels compute with.
+  // Both must fit float32, which kernels compute in.
   constexpr double kLargest = std::numeric_limits<float>::max(), kSmallest = std::numeric_limits<float>::min();
   KVQ_CHECK(std::abs(softmax_scale) <= kLargest, "decode: `softmax_scale` must be a finite float32 number, got ",
             softmax_scale, ".");
@@ -599,7 +600,7 @@ DecodeParams decode_params(const Tensor& query, const PlaneArgs& key_planes, con
             "decode: `softcap` must be positive, or 0 for none, got ", softcap, ".");
   params.softmax_scale = static_cast<float>(softmax_scale);
   params.softcap = static_cast<float>(softcap);
-  // A window of the whole capacity hides nothing, and positions minus a larger one might not fit an int.
+  // A window as large as the capacity hides nothing, and a position minus a larger one might not fit an int.
   params.sliding_window = std::min(to_int("decode", "sliding_window", sliding_window), params.capacity);
   params.num_splits = to_int("decode", "num_splits", num_splits);
   check_window(windows, sliding_window, params);

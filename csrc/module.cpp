@@ -1,6 +1,6 @@
 // The extension's entry points: kernels for the ops that hf_kvquant/ops.py defines, and the Python module with the
-// constants that ops.py compares. An op reads: check (args.h), allocate, launch. Schemas, fakes and the fallback are in
-// ops.py; torch is used through its stable ABI only, so that one binary serves every version from 2.10 on.
+// constants that ops.py compares. Every op checks its arguments (args.h), allocates results and launches. Schemas,
+// fakes and the fallback are in ops.py. Only torch's stable ABI is used, so one binary serves every torch from 2.10 on.
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -15,8 +15,9 @@
 #include "cuda/cuda.h"
 #endif
 
-// The namespace of the ops, as hf_kvquant/_ops.py has it, and the name of the Python module. Builds for the kernels hub
-// give both one name of their own, so that several can be loaded beside the package; kernel-builder calls it so.
+// The op namespace, the same as in hf_kvquant/_ops.py, and the name of the Python module. For the kernels hub,
+// kernel-builder defines TORCH_EXTENSION_NAME, a name unique to the build, which replaces both, so that several such
+// builds and the package can be loaded together.
 #ifdef TORCH_EXTENSION_NAME
 #define KVQ_NAMESPACE TORCH_EXTENSION_NAME
 #define KVQ_MODULE TORCH_EXTENSION_NAME
@@ -24,7 +25,8 @@
 #define KVQ_NAMESPACE hf_kvquant
 #define KVQ_MODULE _C
 #endif
-// Arguments of these are replaced by what they stand for first. A list of architectures may have commas.
+// The second macro of each pair lets the preprocessor expand the arguments first. A list of architectures may contain
+// commas.
 #define KVQ_STRING(...) KVQ_AS_IT_IS(__VA_ARGS__)
 #define KVQ_AS_IT_IS(...) #__VA_ARGS__
 #define KVQ_OPS(ns, device, library) STABLE_TORCH_LIBRARY_IMPL(ns, device, library)
@@ -34,9 +36,9 @@
 namespace hf_kvquant {
 namespace {
 
-// An uninitialised dense tensor of at most four dimensions on the device of another. `dtype` is one of
-// aoti_torch_dtype_*. Each of torch::stable's functions for this looks an op up by its name: for a decode that was 1.6 to
-// 1.9 of 16 us of host time (measured on a CPU), in every layer and step.
+// An uninitialised contiguous tensor of at most four dimensions on the device of `other`. `dtype` is one of
+// aoti_torch_dtype_*. torch::stable's own functions for this look up an op by name, which took 1.6 to 1.9 of the 16 us
+// of host time of a decode (measured on a CPU), in every layer and step.
 Tensor empty_beside(const Tensor& other, int32_t dtype, std::initializer_list<int64_t> shape) {
   int64_t strides[4], numel = 1;
   for (size_t d = shape.size(); d-- > 0; numel *= shape.begin()[d]) strides[d] = numel;
@@ -55,7 +57,8 @@ Tensor empty_beside(const Tensor& other, std::initializer_list<int64_t> shape) {
   return empty_beside(other, dtype, shape);
 }
 
-// How a device runs what has been checked. Numbers in host memory are checked too, before anything is written.
+// Runs the ops on a CPU. Lengths and factors are in host memory there, so their numbers are checked too, before
+// anything is written.
 struct CpuDevice {
   explicit CpuDevice(const Tensor&) {}
 
@@ -64,7 +67,7 @@ struct CpuDevice {
     check_lengths(where, params);
     check_factors(where, params.key_transform, static_cast<int64_t>(params.num_kv_heads) * params.key_side.head_dim);
   }
-  // New tokens of a decode, whose planes and transform have been checked.
+  // For the new tokens of a decode: `check` has covered their planes and transform already.
   void check_new(const char* where, const AppendParams& params) const { check_lengths(where, params); }
   void append(const AppendParams& params) const { cpu::append(params); }
   void decode(const DecodeParams& params, const AppendParams* new_tokens) const {
@@ -74,8 +77,8 @@ struct CpuDevice {
 };
 
 #ifdef HF_KVQUANT_CUDA_ARCHS
-// Kernels run on the tensors' device, on torch's current stream, and take scratch from torch's allocator, so that a
-// CUDA graph can capture them.
+// Runs the ops on a GPU: on the tensors' device and torch's current stream, with scratch memory from torch's
+// allocator, so that a CUDA graph can capture them.
 struct CudaDevice {
   explicit CudaDevice(const Tensor& tensor)
       : tensor(tensor), guard(tensor.get_device_index()), stream(cuda::current_stream(tensor.get_device_index())) {}
@@ -89,7 +92,8 @@ struct CudaDevice {
   void append(const AppendParams& params) const { cuda::append(params, stream); }
   void decode(DecodeParams params, const AppendParams* new_tokens) const {
     const cuda::DecodePlan plan = cuda::plan_decode(params, new_tokens);
-    // Parts are combined by whoever finishes last, which takes counters; those of a storage are zero already.
+    // The thread block that finishes last combines the splits; it finds out by counters, which must start at zero.
+    // Those that a storage passes in are zero already.
     std::optional<Tensor> counters;
     if (plan.num_counters > (params.counters == nullptr ? 0 : kNumCounters)) {
       counters = empty_beside(tensor, aoti_torch_dtype_int32(), {plan.num_counters});
