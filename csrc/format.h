@@ -1,6 +1,6 @@
 // The C++ mirror of hf_kvquant/formats.py and ops.py: storage types, planes, and the arguments of the two ops as plain
-// structs. Nothing here knows torch: csrc/args.h turns op arguments into these structs and checks them, csrc/cpu and
-// csrc/cuda compute with them. Constants are compared with their Python counterparts when the extension loads.
+// structs. Nothing here uses torch: csrc/args.h turns op arguments into these structs and checks them, csrc/cpu and
+// csrc/cuda compute with them. When the extension loads, constants are compared with their Python counterparts.
 //
 // x ≈ code · scale + zero. Symmetric integer formats store code + offset (128 for int8, 8 for int4) and have no zero.
 #pragma once
@@ -14,29 +14,29 @@ constexpr int kOpsVersion = 8;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
 constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::tail
-constexpr int kMaxCudaHeadDim = 256;  // beyond it ops.py asks the reference
-constexpr int kMaxRingLength = 1 << 30;  // tokens that a ring counts, so that sums of positions fit an int
+constexpr int kMaxCudaHeadDim = 256;  // above it, ops.py runs the reference
+constexpr int kMaxRingLength = 1 << 30;  // the most tokens that a ring counts, so that sums of positions fit an int
 
 enum class Storage : int { none = 0, int8 = 1, int4 = 2, fp8 = 3 };
 
-// Types of values as the model has them: queries, new keys and values, and the codes of Storage::none.
+// Dtypes of the model's tensors: queries, new keys and values, and the codes of Storage::none.
 enum class Dtype : int { fp32, fp16, bf16 };
 
-// A float16 number by its bits; CPUs and GPUs convert it their own way.
+// The bits of a float16 number; CPUs and GPUs convert them in different ways.
 using half_bits = uint16_t;
 
 // int4, byte c of a row:   bit  7 6 5 4 | 3 2 1 0     Unsigned, in natural channel order, so that
 //                      channel   2c + 1 |   2c        crop, reorder and append are plain copies.
 
-// Keys or values of one layer. All strides but those of the codes are in elements; an axis of size 1 has stride 0, so
-// that every granularity reads the same way.
+// Keys or values of one layer. Strides are in elements, except those of the codes. An axis of size 1 has stride 0, so
+// that every granularity is read in the same way.
 struct Side {
   Storage storage;
   Dtype dense_dtype;            // type of the codes of Storage::none
   int head_dim;                 // channels; a multiple of 8
   int num_groups;               // scales per token and head; head_dim / num_groups channels share one
   bool is_symmetric;            // no zero plane
-  float clip_ratio;             // the share of their range that integer codes span; 1: all of it
+  float clip_ratio;             // integer codes span this share of the range of the values; 1: all of it
   bool is_shared_by_heads;      // granularity token or tensor: all heads of a token share a scale
   bool is_frozen;               // granularity tensor: the scale is read at append, not computed
   uint8_t* codes;               // [batch, num_kv_heads, capacity, bytes of a row]; rows are contiguous
@@ -47,20 +47,20 @@ struct Side {
   int64_t zero_stride_b, zero_stride_h, zero_stride_g, zero_stride_t;
 
   // Granularity channel (keys, asymmetric int4): a channel has one scale and zero for each block of kBlockSize tokens,
-  // counted from position 0; a block has codes from the moment when all its tokens have left the residual window.
+  // counted from position 0. A block is quantised once all its tokens have left the residual window.
   //   scale, zero  [batch, num_kv_heads, capacity / kBlockSize, head_dim], channels contiguous; *_stride_g goes from
   //                block to block, num_groups is 1 and *_stride_t unused
   bool has_channel_scales;
 
-  // Tokens as they came, which attention takes from here: the sinks, that is, tokens start ... start + sink_length - 1,
-  // and tokens from tail_begin on. nullptr where there is neither; Storage::none never has a tail.
+  // Tokens kept dense, which attention reads from here: the sinks (tokens start ... start + sink_length - 1) and the
+  // newest tokens (from tail_begin on). nullptr where there are neither; Storage::none never has a tail.
   void* tail;                   // [batch, num_kv_heads, sink_length + ring, head_dim], rows contiguous; see tail_row
   Dtype tail_dtype;
-  int ring;                     // residual_length, or with has_channel_scales that in whole blocks and one more
+  int ring;                     // residual_length; with has_channel_scales rounded up to whole blocks, plus one block
   int64_t tail_stride_b, tail_stride_h, tail_stride_t;  // in elements
 };
 
-// The first of the newest tokens that attention takes from the tail.
+// The first of the newest tokens that attention reads from the tail.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
@@ -69,13 +69,13 @@ inline int tail_begin(const Side& side, int length, int residual_length) {
   return side.has_channel_scales ? begin / kBlockSize * kBlockSize : begin;
 }
 
-// Whether a token is one of the first `sink_length` that are not padding, which have rows of their own in the tail.
+// Whether a token is one of the first `sink_length` that are not padding. These have rows of their own in the tail.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
 inline bool is_sink(int token, int start, int sink_length) { return token >= start && token - start < sink_length; }
 
-// The row of a token that is in the tail.
+// The row of a token in the tail.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
@@ -83,9 +83,9 @@ inline int tail_row(const Side& side, int token, int start, int sink_length) {
   return is_sink(token, start, sink_length) ? token - start : sink_length + token % side.ring;
 }
 
-// The row of a token among the codes, and among scales and zeros that are there for each token; that of a block of
-// granularity channel begins at it. The rows of a ring hold the newest tokens, and its capacity is a multiple of
-// kBlockSize, so that no aligned tile or block is cut by its end. Lengths then go up to kMaxRingLength.
+// The row of a token in the codes and in scales and zeros that each token has. A block of granularity channel begins at
+// the row of its first token. The rows of a ring hold the newest tokens. Its capacity is a multiple of kBlockSize, so
+// no aligned tile or block crosses its end, and lengths go up to kMaxRingLength.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
@@ -93,7 +93,7 @@ inline int row_of(int token, int capacity, bool is_ring) { return is_ring ? toke
 
 inline int bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
 
-// The codes of one token and head.
+// Bytes of the codes of one token and head.
 inline int row_bytes_of(const Side& side) {
   if (side.storage == Storage::none) return side.head_dim * bytes_of(side.dense_dtype);
   return side.storage == Storage::int4 ? side.head_dim / 2 : side.head_dim;
@@ -106,8 +106,8 @@ struct Dense {
   int64_t stride_b, stride_h, stride_t;
 };
 
-// What keys go through before they are quantised, in this order; reference.transform_key and transform_query define it,
-// rounding by rounding. Each tensor is [num_kv_heads, head_dim] float32, contiguous.
+// The steps that keys go through before they are quantised, in this order. reference.transform_key and transform_query
+// define them, including every rounding. Each tensor is [num_kv_heads, head_dim] float32, contiguous.
 //   key      x = (key - center) · (1 / smoothing), rotated
 //   query    smoothing · query, rotated; every logit of a row gets softmax_scale · (query · center) added before softcap
 struct KeyTransform {
@@ -135,19 +135,19 @@ struct AppendParams {
   Dense key, value;
   Side key_side, value_side;
   KeyTransform key_transform;
-  const int32_t* lengths;  // [batch]; count the new tokens already
-  const int32_t* starts;   // [batch], first position that is not padding; nullptr: 0. For tails only
-  int sink_length;         // first tokens that attention takes from the tails; 0: none
-  int residual_length;     // newest tokens likewise; 0: none
+  const int32_t* lengths;  // [batch]; include the new tokens
+  const int32_t* starts;   // [batch], first position that is not padding; nullptr: 0. Used for tails only
+  int sink_length;         // first tokens that attention reads from the tails; 0: none
+  int residual_length;     // newest tokens that attention reads from the tails; 0: none
   bool is_ring;            // see row_of
 };
 
-// One forward of one layer over everything stored. The result is defined by reference.decode_attention.
+// Attention of one layer over everything stored. reference.decode_attention defines the result.
 struct DecodeParams {
   int batch, num_q_heads, num_kv_heads, q_len, capacity;
   Dense query;                // [batch, num_q_heads, q_len, key head_dim]
   Side key_side, value_side;  // new tokens, if any, are appended before this runs
-  KeyTransform key_transform;  // of the keys in the planes; the query comes as the model made it
+  KeyTransform key_transform;  // of the keys in the planes; the query is not transformed yet
   const int32_t* lengths;     // [batch]
   int32_t* counters;          // [kNumCounters], zero before and after a call, CUDA only; nullptr: absent
   const int32_t* starts;      // [batch], first position that is not padding; nullptr: 0

@@ -1,6 +1,7 @@
-// What lies between the linear layers of a model: arguments as plain structs, checked by args.h, and the CUDA kernels.
-// reference.rms_norm, add_rms_norm, rotary and silu_mul define them, rounding by rounding; on other devices PyTorch runs
-// those. All tensors of a call have one dtype but the mean. And what loads the weights of a linear layer beforehand.
+// The fused ops between the linear layers of a model: their arguments as plain structs, checked by args.h, and their
+// CUDA kernels. reference.rms_norm, add_rms_norm, rotary and silu_mul define the results, including every rounding; on
+// other devices PyTorch runs those functions. All tensors of a call share one dtype, except the mean. Also here: the
+// prefetch of a linear layer's weights.
 #pragma once
 
 #include "format.h"
@@ -8,16 +9,16 @@
 namespace hf_kvquant {
 
 constexpr int kFusedVector = 4;          // numbers that are loaded at a time
-constexpr int kMinSummedChannels = 128;  // from here on the kernel sums a row itself
+constexpr int kMinSummedChannels = 128;  // shorter rows need `mean`
 constexpr int kMaxNormChannels = 16384;
 constexpr int kMaxRotaryHeadDim = 1024;
 
 struct RmsNormParams {
   const void* x;       // [num_rows, num_channels], contiguous
-  const void* other;   // added before; nullptr: nothing
+  const void* other;   // like x, added to it first; nullptr: nothing
   const void* weight;  // [num_channels]
-  const float* mean;   // [num_rows], of the squares; nullptr: the kernel's to compute
-  void* total;         // x + other, where there is something to add
+  const float* mean;   // [num_rows], of the squares; nullptr: the kernel computes it
+  void* total;         // x + other; unused without `other`
   void* out;           // like x
   Dtype dtype;
   int64_t num_rows;
@@ -26,7 +27,7 @@ struct RmsNormParams {
 };
 
 struct RotaryParams {
-  int batch, num_q_heads, num_kv_heads, q_len, head_dim;  // the latter even
+  int batch, num_q_heads, num_kv_heads, q_len, head_dim;  // head_dim is even
   Dense query, key;          // [batch, heads, q_len, head_dim]
   Dense cos, sin;            // [batch, 1, q_len, head_dim]; stride 0 where sequences share them
   Dense out_query, out_key;  // like query and key
@@ -45,7 +46,7 @@ namespace cuda {
 void rms_norm(const RmsNormParams& params, void* stream);
 void rotary(const RotaryParams& params, void* stream);
 void silu_mul(const SiluMulParams& params, void* stream);
-// The first bytes of `memory`, into the L2 cache. Nothing is written, nothing waited for.
+// Loads the first bytes of `memory` into the L2 cache. Writes nothing and does not wait.
 void prefetch(const void* memory, int64_t num_bytes, void* stream);
 
 }  // namespace cuda
