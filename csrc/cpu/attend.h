@@ -1,13 +1,13 @@
-// Attention of a block of query rows to a range of tokens, tile by tile of 64 tokens: scores, softmax with a running
-// maximum, values. Written once over simd.h and compiled for each instruction set; every format, mask and extra of
-// reference.decode_attention is served here. Tiles are dequantised to float32 in scratch that stays in L1 and L2 and is
-// shared by all rows. Two shorter ways to the same two products are taken where they serve: attend_direct.h unpacks
-// codes in registers for few rows, attend_vnni.h multiplies integers. How the rows and tokens are divided into tasks is
-// decided in cpu.cpp.
+// Attention of a block of query rows to a range of tokens, in tiles of 64 tokens: scores, softmax with a running
+// maximum, values. Written once with simd.h and compiled for each instruction set; serves every format, mask and option
+// of reference.decode_attention. Tiles are dequantised to float32 in scratch memory that stays in L1 and L2 and is
+// shared by all rows. There are two faster ways to compute the same two products, for some cases: attend_direct.h
+// unpacks codes in registers for few rows, attend_vnni.h multiplies integers. cpu.cpp divides rows and tokens into
+// tasks.
 //
-// Masking. A masked score becomes -inf before the maximum, so neither its size nor a NaN in it is ever seen. Values are
-// summed as p · value over the tile, so a value that is not finite would reach rows with p = 0: such elements are
-// replaced by 0 in the tile and written as NaN into the sums of the rows that see their token (`poison`).
+// Masking. A masked score is set to -inf before the maximum is taken, so neither its size nor a NaN in it has any
+// effect. Values are summed as p · value over the tile, so a value that is not finite would also reach rows with p = 0.
+// Such elements are replaced by 0 in the tile, and the sums of the rows that see their token are set to NaN (`poison`).
 #pragma once
 
 #include "attend_direct.h"
@@ -22,27 +22,28 @@
 namespace hf_kvquant::cpu::KVQ_ISA {
 namespace {
 
-// 64 rows divide the cost of dequantising a tile enough (below 3 % of their products), and their sums fit L2.
+// With 64 rows, dequantising a tile costs less than 3 % of their products, and their sums still fit L2.
 constexpr int kMaxRows = 64;
 
-// Where one attend keeps its tiles and rows. Rows of channels are padded to whole vectors, with zeros.
+// The scratch memory of one call of attend. Rows of channels are padded with zeros to whole vectors.
 struct Workspace {
   int key_stride, value_stride;
   float *query, *key, *value, *scores, *out, *scale_row, *zero_row;
 
-  // Scales and zeros of one tile, [num_groups, kTile]; sums of the query over groups, [kMaxRows, num_groups of keys];
-  // what the logits of a query lack because its keys are centred, times softmax_scale, [kMaxRows]; what scores of the
-  // query as it is kept are multiplied with, [kMaxRows].
+  // Scales and zeros of one tile, [num_groups, kTile]. query_sums: of the query over each group, [kMaxRows, num_groups
+  // of keys]. query_constants: softmax_scale · (query · center), [kMaxRows]. query_factors: multiply scores of the
+  // query as it is stored here, [kMaxRows].
   float *key_scale, *key_zero, *value_scale, *value_zero, *query_sums, *query_constants, *query_factors;
-  // Four rows: scores before scales or p · scale, [4, kTile]; p · value of one tile, [4, value_stride].
+  // For four rows: scores before scales, or p · scale, [4, kTile]; p · value of one tile, [4, value_stride].
   float *raw_scores, *tile_out;
-  // Where every channel of the keys has a scale: query · scale for the codes of one block, [kMaxRows, key_stride], and
-  // query · zero with what centred codes lack, [kMaxRows]; which block, [1], -1 for none.
-  // And scores of tokens of another block than that of the first token of the tile, [kMaxRows, kTile].
+  // For granularity channel. scaled_query: query · scale of one block, [kMaxRows, key_stride]. scaled_constants: query
+  // · zero of that block, the zeros those of centred codes, [kMaxRows]. block_scores: of tokens in another block than
+  // the first token of the tile, [kMaxRows, kTile]. scaled_block: which block that is, -1: none, [1].
   float *scaled_query, *scaled_constants, *block_scores;
   int32_t* scaled_block;
-  // For tokens in a tail: queries as the model made them, [kMaxRows, key_stride], the same as `query` where keys are not
-  // transformed; sums of p · value, [kMaxRows, dense_value_stride], since those of codes may be in another order.
+  // For tokens in a tail: queries before the transform, [kMaxRows, key_stride], the same memory as `query` if keys are
+  // not transformed; sums of p · value, [kMaxRows, dense_value_stride], apart from those of codes, which may be in
+  // another order.
   float *dense_query, *dense_out;
   int dense_value_stride;
 #if KVQ_USE_AVX512
@@ -58,7 +59,7 @@ struct Workspace {
   Workspace(const DecodeParams& params, [[maybe_unused]] int num_rows, float* memory) {
     const auto take = [&memory](int64_t count) {
       float* start = memory;
-      // By number: the size is found by laying out a workspace that starts at address 0.
+      // As integers, since `size` lays out a workspace that starts at address 0.
       memory = reinterpret_cast<float*>(reinterpret_cast<intptr_t>(memory) + round_up_bytes(count * sizeof(float)));
       return start;
     };
@@ -66,13 +67,13 @@ struct Workspace {
     key_stride = round_up(key_side.head_dim, 16);
     value_stride = dense_value_stride = round_up(value_side.head_dim, 16);
 #if KVQ_USE_AVX512
-    // Queries in float32 take twice the integer products, groups their own weights for every row, so with many rows
-    // dequantising once is cheaper (64 queries of 32 heads, int8, 4096 tokens: 50 against 64 ms in float32, but 52
-    // against 36 in bfloat16. One core, Zen 4).
+    // Float32 queries take twice as many integer products, and groups need separate weights for every row, so with many
+    // rows it is cheaper to dequantise once (64 queries of 32 heads, int8, 4096 tokens: 50 ms instead of 64 in float32,
+    // but 52 instead of 36 in bfloat16; one core, Zen 4).
     const auto pays = [&](const Side& side) {
       return num_rows <= 8 || (params.query.dtype != Dtype::fp32 && side.num_groups == 1);
     };
-    // Where every channel has a scale, queries are fixed anew for each block, from whole vectors of scales.
+    // In granularity channel, queries are put into fixed point for each block, with whole vectors of scales.
     const bool has_vectors = !key_side.has_channel_scales || key_side.head_dim % 16 == 0;
     has_integer_keys = pays(key_side) && serves_keys(key_side) && has_vectors;
     has_integer_values = pays(value_side) && serves_values(value_side);
@@ -125,21 +126,21 @@ struct Workspace {
   static int64_t round_up_bytes(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 };
 
-// What a row may see, and the state of its softmax.
+// The tokens visible to a row, and the state of its softmax.
 struct Row {
   int head;        // query head
   int position;    // in the sequence
   int begin, end;  // visible tokens
   float max, sum;
-  float rescale;  // what the current tile multiplies the sums so far with
-  float factor;    // what scores are multiplied with: softmax_scale, and what the query was divided by
-  float constant;  // what is added to factor · score
+  float rescale;  // multiplies the sums so far in the current tile
+  float factor;    // multiplies scores: softmax_scale, times the divisor of the stored query
+  float constant;  // added to factor · score
 };
 
 // --- inner products --------------------------------------------------------------------------------------------------
 
-// query · key of kRows rows and `count` tokens. kWidth sums are kept at a time and added across lanes together: with 4
-// rows that is 4 tokens of AVX-512, so that each load of either side feeds 4 multiply-adds.
+// query · key of kRows rows and `count` tokens. kWidth sums are kept at a time and added across lanes together. With 4
+// rows and AVX-512 these are 4 tokens, so each load of either side feeds 4 multiply-adds.
 template <int kRows>
 void score_rows(const float* query, const float* key, int stride, int count, float* scores) {
   constexpr int kTokens = kWidth / kRows;
@@ -190,7 +191,7 @@ void add_values(const float* p, const float* value, int stride, int count, const
   for (; c < stride; c += kWidth) add_values_block<kRows, 1>(p, value + c, stride, count, rows, out + c);
 }
 
-// Calls kernel<4>, kernel<2> or kernel<1> for as many rows at a time as there are.
+// Covers all rows by calls of kernel<4>, kernel<2> and kernel<1>.
 template <class Kernel>
 inline void for_row_blocks(int num_rows, Kernel kernel) {
   int r = 0;
@@ -204,8 +205,8 @@ inline void for_row_blocks(int num_rows, Kernel kernel) {
 
 // --- softmax ---------------------------------------------------------------------------------------------------------
 
-// Scores of one row and tile to probabilities, in place, 0 up to the end of the tile; moves the row's maximum and sum
-// along. Scores past `count` may be anything.
+// Turns the scores of one row and tile into probabilities in place, 0 from `count` to the end of the tile, and updates
+// the row's maximum and sum. Scores past `count` may be anything.
 void softmax_row(const DecodeParams& params, Row& row, int begin, int count, float* scores) {
   constexpr int kVectors = kTile / kWidth;
   Float x[kVectors];
@@ -228,7 +229,7 @@ void softmax_row(const DecodeParams& params, Row& row, int begin, int count, flo
   Float largest = broadcast(row.max);
   for (int i = 0; i < kVectors; ++i) largest = max_of(x[i], largest);
   const float max = largest_of(largest);
-  // Where nothing finite has been seen, 0 takes the place of the maximum: e^(-inf - 0) is 0 and a NaN stays one.
+  // Before any score above -inf, 0 stands in for the maximum: e^(-inf - 0) is 0, and NaN stays NaN.
   const float base = max == -kInfinity ? 0.0f : max;
   row.rescale = 1.0f;
   if (row.max != max) {
@@ -248,7 +249,7 @@ void softmax_row(const DecodeParams& params, Row& row, int begin, int count, flo
 }
 
 // Replaces values that are not finite by 0 and makes the sums of the rows that see them NaN, channel by channel. The
-// tile is in natural order, channel c of the sums at place(c).
+// tile is in natural channel order; in the sums, channel c is at place(c).
 template <class Place>
 void poison(const Workspace& work, int head_dim, int begin, int count, const Row* rows, int num_rows, Place place) {
   for (int t = 0; t < count; ++t) {
@@ -264,8 +265,8 @@ void poison(const Workspace& work, int head_dim, int begin, int count, const Row
   }
 }
 
-// Whether the products of a side can be formed straight from its codes (attend_direct.h): whole vectors, one scale a
-// token, and few rows, for each four of them unpack the codes anew.
+// Whether the products of a side are computed directly from its codes (attend_direct.h). This needs whole vectors, one
+// scale per token, and few rows, since every four rows unpack the codes again.
 inline bool is_direct(const Side& side, int num_rows) {
   return num_rows <= 8 && side.num_groups == 1 && side.head_dim % kWidth == 0;
 }
@@ -302,8 +303,9 @@ void load_query(const DecodeParams& params, const AttendTask& task, const Row& r
   }
   work.query_constants[r] = params.softmax_scale * transform_query_row(params.key_transform, task.kv_head,
                                                                        params.key_side.head_dim, result);
-  // Codes are multiplied before their scale makes them small, up to 2^16 of them: a query near the end of float32 would
-  // overflow there, though not as a logit. An infinity stays one.
+  // Codes are multiplied before their scale makes them small, and they add up to as much as 2^16: for a query near the
+  // end of the float32 range the sum would overflow, though the logit would not. So such a query is divided first. An
+  // infinity stays one.
   constexpr float kHuge = 0x1p96f, kDivisor = 0x1p64f;
   Float sizes = zeros();
   for (int c = 0; c < work.key_stride; c += kWidth) sizes = max_of(abs_of(load(result + c)), sizes);
@@ -322,12 +324,13 @@ void load_query(const DecodeParams& params, const AttendTask& task, const Row& r
   }
 }
 
-// Few rows do little with each number that is dequantised, so it must still be in L1 then: 16 tokens at a time (8 KB at
-// head_dim 128) instead of all 64. Many rows would load and store their sums too often for that.
+// Few rows do little work with each dequantised number, so it should still be in L1: 16 tokens at a time (8 KB at
+// head_dim 128) instead of all 64. Many rows would load and store their sums too often that way.
 inline int tokens_at_once(const AttendTask& task) { return task.num_rows <= 8 ? 16 : kTile; }
 
-// Scores of all rows and some tokens of a side that has scales of tokens, or none, before softmax_scale: straight from
-// the codes of few rows or by dequantising. Written from `scores` on, rows kTile apart, up to the end of the tile.
+// Scores of all rows and some tokens, before softmax_scale: directly from the codes where is_direct, else by
+// dequantising. In granularity channel by dequantising only; see score_block. Written to `scores`, rows kTile apart, up
+// to the end of the tile.
 void score_tokens(const Side& side, const AttendTask& task, int begin, int count, const Workspace& work,
                   float* scores) {
   if (is_direct(side, task.num_rows)) {
@@ -352,7 +355,7 @@ void score_tokens(const Side& side, const AttendTask& task, int begin, int count
 
 #if KVQ_USE_AVX512
 
-// The rows of a task, `rows` in float32, in fixed point, four at a time.
+// Puts the rows of a task, which are `rows` in float32, into fixed point, four at a time.
 void make_query_sets(const DecodeParams& params, const AttendTask& task, const float* rows, const Workspace& work) {
   const Side& side = params.key_side;
   for (int r = 0; r < task.num_rows; r += 4) {
@@ -364,7 +367,7 @@ void make_query_sets(const DecodeParams& params, const AttendTask& task, const f
 
 #endif
 
-// The tail as a side that is stored as it comes; its tokens are the rows of the tail.
+// The tail as a side of storage type none, whose tokens are the rows of the tail.
 inline Side tail_of(const Side& side) {
   const int size = bytes_of(side.tail_dtype);
   Side tail{};
@@ -380,8 +383,8 @@ inline Side tail_of(const Side& side) {
   return tail;
 }
 
-// The rows of a task for the codes of one block: query · (scale · code + zero) = (query · scale) · code + query · zero,
-// codes being centred as in attend_direct.h.
+// Prepares the rows of a task for one block: query · (scale · code + zero) = (query · scale) · code + query · zero,
+// with codes centred as in attend_direct.h.
 void scale_queries(const Side& side, const AttendTask& task, int block, const Workspace& work) {
   const half_bits* scale = side.scale + task.b * side.scale_stride_b + task.kv_head * side.scale_stride_h +
                            block * side.scale_stride_g;
@@ -400,7 +403,7 @@ void scale_queries(const Side& side, const AttendTask& task, int block, const Wo
   }
 }
 
-// score_tokens for codes of one block where every channel has a scale.
+// score_tokens for the codes of one block of granularity channel.
 void score_block(const DecodeParams& params, const AttendTask& task, int begin, int count, const Workspace& work,
                  float* scores) {
   const Side& side = params.key_side;
@@ -418,7 +421,7 @@ void score_block(const DecodeParams& params, const AttendTask& task, int begin, 
     if (has_integer_keys) make_query_sets(params, task, work.scaled_query, work);
 #endif
   }
-  for (int t = 0; t < kTile; t += kWidth) {  // x · 1 + 1 · constant
+  for (int t = 0; t < kTile; t += kWidth) {  // for x · 1 + 1 · constant
     store(work.key_scale + t, broadcast(1.0f));
     store(work.key_zero + t, broadcast(1.0f));
   }
@@ -438,14 +441,14 @@ void score_block(const DecodeParams& params, const AttendTask& task, int begin, 
   });
 }
 
-// Scores of all rows and a tile of codes. Where every channel has a scale, a tile is taken block by block: it begins
-// anywhere, and may cross into another block.
+// Scores of all rows and a tile of codes. In granularity channel this goes block by block: a tile may begin anywhere
+// and cross into another block.
 void score_tile(const DecodeParams& params, const AttendTask& task, int begin, int count, const Workspace& work) {
   const Side& side = params.key_side;
   if (!side.has_channel_scales) return score_tokens(side, task, begin, count, work, work.scores);
   for (int token = begin, end; token < begin + count; token = end) {
     end = min_of((token / kBlockSize + 1) * kBlockSize, begin + count);
-    // Scores are written up to the end of a tile, so what does not begin one goes by another.
+    // Scores are written up to the end of a tile, so those of a second block go to a buffer first.
     float* scores = token == begin ? work.scores : work.block_scores;
     score_block(params, task, token, end - token, work, scores);
     if (token == begin) continue;
@@ -455,7 +458,7 @@ void score_tile(const DecodeParams& params, const AttendTask& task, int begin, i
   }
 }
 
-// add_tile straight from the codes. False, and nothing done, when something in the tile is not finite.
+// add_tile directly from the codes. Returns false and changes nothing if something in the tile is not finite.
 bool add_tile_directly(const Side& side, const AttendTask& task, int begin, int count, const Row* rows,
                        const Workspace& work) {
   if (!load_direct_scales(side, task.b, task.kv_head, begin, count, work.value_scale, work.value_zero)) return false;
@@ -464,7 +467,7 @@ bool add_tile_directly(const Side& side, const AttendTask& task, int begin, int 
     is_finite = is_finite &&
                 sum_directly<size>(side, codes_of(side, task.b, task.kv_head, begin), count, work.scores + r * kTile,
                                    work.value_scale, work.raw_scores, work.tile_out, work.value_stride);
-    if (!is_finite) return;  // found in the first block, before anything is added: all blocks see the same codes
+    if (!is_finite) return;  // found for the first rows, before anything is added: all rows use the same codes
     for (int i = r; i < r + size; ++i) {
       const float* p = work.scores + i * kTile;
       Float zero_sum = zeros();
@@ -482,7 +485,7 @@ bool add_tile_directly(const Side& side, const AttendTask& task, int begin, int 
   return is_finite;
 }
 
-// Adds p · value of a tile to the sums of all rows, straight from the codes or by dequantising. Token `begin` of the
+// Adds p · value of a tile to the sums of all rows, directly from the codes or by dequantising. Token `begin` of the
 // sequence is token `first` of the side.
 void add_tile(const Side& side, const AttendTask& task, int begin, int first, int count, Row* rows,
               const Workspace& work) {
@@ -524,7 +527,7 @@ void add_tile(const Side& side, const AttendTask& task, int begin, int first, in
 
 #if KVQ_USE_AVX512
 
-// score_tile and add_tile without leaving the integers.
+// score_tile and add_tile with integer products (attend_vnni.h).
 void score_tile_of_codes(const DecodeParams& params, const AttendTask& task, int begin, int count,
                          const Workspace& work) {
   const Side& side = params.key_side;
@@ -538,7 +541,7 @@ void score_tile_of_codes(const DecodeParams& params, const AttendTask& task, int
   }
 }
 
-// False, and nothing done, when a scale of the tile is not finite: add_tile knows what to do with that.
+// Returns false and changes nothing if a scale of the tile is not finite: add_tile handles that.
 bool add_tile_of_codes(const DecodeParams& params, const AttendTask& task, int begin, int count, const Row* rows,
                        const Workspace& work) {
   const Side& side = params.value_side;
@@ -577,12 +580,12 @@ bool add_tile_of_codes(const DecodeParams& params, const AttendTask& task, int b
 
 #endif
 
-// Tokens up to `end` that attention takes from the same places, each piece of memory in one.
+// A run of tokens, up to `end`, that attention reads from consecutive rows of the same planes or tails.
 struct Run {
   int end;
-  int offset;  // token t of the sequence is token t - offset of the codes; 0 but in a ring that has come round
+  int offset;  // token t of the sequence is in row t - offset of the codes; 0 except in a ring that has wrapped around
   bool has_dense_keys, has_dense_values;
-  int key_row, value_row;  // of the first one in the tails, where it is dense
+  int key_row, value_row;  // in the tails, of the first token of the run, if dense
 };
 
 Run run_from(const DecodeParams& params, int b, int token, int end) {
@@ -612,7 +615,7 @@ Run run_from(const DecodeParams& params, int b, int token, int end) {
   return run;
 }
 
-// Adds softmax over the tokens of a tail to that over tokens that have codes.
+// Merges the softmax over the tokens of a tail into that over tokens with codes.
 void merge_tail(const Row& dense, const float* dense_out, int value_dim, Row& row, float* out) {
   const float max = dense.max > row.max ? dense.max : row.max;
   const float base = max == -kInfinity ? 0.0f : max;
@@ -628,7 +631,7 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
   const bool has_value_tail = params.value_side.tail != nullptr;
   const Workspace tail_work = work.for_tail();
   const Side key_tail = tail_of(params.key_side), value_tail = tail_of(params.value_side);
-  Row rows[kMaxRows], dense_rows[kMaxRows];  // what has codes of values, and what has not
+  Row rows[kMaxRows], dense_rows[kMaxRows];  // for tokens whose values have codes, and for those whose have none
   for (int r = 0; r < task.num_rows; ++r) {
     rows[r] = make_row(params, task, r);
     if (!task.has_queries) load_query(params, task, rows[r], r, work);
@@ -640,7 +643,7 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
     std::memset(work.dense_out, 0, sizeof(float) * round_up(task.num_rows, 4) * work.dense_value_stride);
   }
 #if KVQ_USE_AVX512
-  // Where every channel has a scale, they are made anew for each block.
+  // In granularity channel, score_block makes query sets for each block instead.
   const bool has_integer_keys = work.has_integer_keys && !params.key_side.has_channel_scales;
   if (has_integer_keys && !task.has_queries) make_query_sets(params, task, work.query, work);
 #endif
@@ -720,7 +723,7 @@ void finish(const DecodeParams& params, const AttendTask& task, const Partial* p
     float max = sink;
     for (int s = 0; s < num_partials; ++s) max = partials[s].max[r] > max ? partials[s].max[r] : max;
     const float base = max == -kInfinity ? 0.0f : max;
-    // An infinite sink takes all the weight, and infinity - infinity would be NaN. (Of infinite scores it is.)
+    // An infinite sink takes all the weight: infinity - infinity would be NaN. (With infinite scores, NaN is right.)
     double sum = sink == kInfinity ? 1.0 : std::exp(sink - base);
     for (int c = 0; c < value_dim; ++c) scratch[c] = 0.0f;
     for (int s = 0; s < num_partials; ++s) {

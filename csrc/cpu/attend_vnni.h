@@ -1,29 +1,29 @@
 // The two inner products of attend.h on integer codes, with VNNI: no code is ever converted to float32. Included by
-// attend.h for AVX-512 only; serves int8 and int4 in every granularity whose groups fill whole chunks. What the
-// products mean and when they are used is decided in attend.h.
+// attend.h for AVX-512 only; serves int8 and int4 in every granularity whose groups fill whole chunks. attend.h decides
+// when to use these products.
 //
 // Keys. A query row is written in fixed point, relative to its largest channel: 16 bits (two limbs of 8) when the model
-// computes in 16 bits, 32 bits (four limbs) for float32: a unit is a power of two, so nearly every channel is exact.
-// vpdpbusd multiplies unsigned codes by signed limbs. Lanes hold *rows*: a chunk of 16 bytes of one token is broadcast
-// by the load itself and meets the same 16 channels of four query rows. So four heads share each load, and a sum
+// computes in 16 bits, 32 bits (four limbs) for float32. A unit is a power of two, so nearly every channel is exact.
+// vpdpbusd multiplies unsigned codes by signed limbs. Lanes hold *rows*: the load broadcasts a chunk of 16 bytes of one
+// token, which is multiplied by the same 16 channels of four query rows. So four heads share each load, and a sum
 // crosses only four lanes.
 //
-// A row of a 16-bit model takes four limbs as well where a channel is so large that others would be left few bits.
+// A row of a 16-bit model takes four limbs, too, if one channel is so large that others would have few bits left.
 //
 //     zmm of codes      | token t: bytes 0..15 | the same | the same | the same |
 //     zmm of limbs      | row 0                | row 1    | row 2    | row 3    |
 //
-// Values. Probabilities times scales become 15-bit integers relative to the largest of the tile, float32 takes a second
-// word of 15 bits for the remainder. vpdpwssd adds the products of two tokens. Codes of a token pair are brought side
-// by side with shifts and blends, which leaves the output transposed: in a block of 16 m channels, channel m j + i is
-// lane j of vector i (m = 4 for int8, 8 for int4). Sums stay in that order until the end of the task.
+// Values. Probabilities times scales become 15-bit integers relative to the largest of the tile; float32 takes a second
+// word of 15 bits for the remainder. vpdpwssd adds the products of two tokens. Shifts and blends bring the codes of a
+// token pair side by side, which leaves the output transposed: in a block of 16 m channels, channel m j + i is lane j
+// of vector i (m = 4 for int8, 8 for int4). Sums stay in that order until the end of the task.
 //
 //     dword of a token's codes, int8       c3 c2 c1 c0      two tokens a, b:   x = b1 b0 a1 a0   y = b3 b2 a3 a2
 //     int16 pairs of channels 0 and 1      x & 00FF00FF, x >> 8 per word
 //
 // Offsets of symmetric codes are exact: accumulators start at -offset times the sum of the limbs, or of the weights.
-// Keys with a zero are centred in the same way, at 128 or 8, and the zero takes up the rest: what rounding there is in
-// a query then meets smaller codes, and less cancels.
+// Keys with a zero are centred in the same way, at 128 or 8, and the zero is adjusted to match: rounding errors of a
+// query are then multiplied by smaller codes, and there is less cancellation.
 #pragma once
 
 #include "dequantize.h"
@@ -42,13 +42,13 @@ inline int code_offset(const Side& side) { return !side.is_symmetric ? 0 : side.
 // Up to four query rows as limbs. `limbs` is [chunk][nibble][limb][64 bytes]; the 64 bytes are num_rows parts, one for
 // each row's share of the chunk.
 struct QuerySet {
-  int num_rows;     // 1, 2 or 4; 3 rows are 4 with an empty one
+  int num_rows;     // 1, 2 or 4; 3 rows take 4, one of them empty
   int num_limbs;    // 2 or 4
   int chunk_bytes;  // 64 / num_rows
   int num_chunks;
   const int8_t* limbs;
   const int32_t* bias;  // [group][limb][16]
-  const float* steps;   // [16], in the lanes of the row: what one unit of fixed point is worth
+  const float* steps;   // [16]: what one unit of fixed point is worth in the row of each lane
 };
 
 inline bool serves_keys(const Side& side) {
@@ -62,9 +62,9 @@ inline int64_t query_set_bytes(const Side& side) {
   return kMaxLimbs * (static_cast<int64_t>(round_up(side.head_dim, 128)) * 4 + side.num_groups * 64) + 64;
 }
 
-// One row in fixed point: place(nibble, limb, byte) receives byte `byte` of a row of codes' counterpart and those behind
-// it, 8 or 16 at a time; sums[group][limb] the sums over each group. Returns what a unit is worth; NaN for a query that
-// is not finite, so that all of its scores are.
+// Writes one row in fixed point. place(nibble, limb, byte) is where the limbs go that belong to byte `byte` of a row of
+// codes and the bytes after it, 8 or 16 at a time. sums[group][limb] receives the sums over each group. Returns what a
+// unit is worth; NaN for a query that is not finite, so that all of its scores are NaN.
 template <class Place>
 inline float fix_row(const Side& side, const float* row, int num_limbs, Place place, int32_t* sums) {
   const bool is_int4 = side.storage == Storage::int4;
@@ -96,7 +96,7 @@ inline float fix_row(const Side& side, const float* row, int num_limbs, Place pl
         fixed = _mm512_srai_epi32(_mm512_sub_epi32(fixed, low), 8);
         totals[limb] = _mm512_add_epi32(totals[limb], low);
         const __m128i bytes = _mm512_cvtepi32_epi8(low);
-        if (is_int4) {  // even channels meet low nibbles, odd ones high nibbles
+        if (is_int4) {  // even channels are in low nibbles, odd ones in high nibbles
           _mm_storel_epi64(reinterpret_cast<__m128i*>(place(0, limb, c / 2)), _mm_cvtepi16_epi8(bytes));
           _mm_storel_epi64(reinterpret_cast<__m128i*>(place(1, limb, c / 2)),
                            _mm_cvtepi16_epi8(_mm_srli_epi16(bytes, 8)));
@@ -110,15 +110,15 @@ inline float fix_row(const Side& side, const float* row, int num_limbs, Place pl
   return is_finite ? unit : std::numeric_limits<float>::quiet_NaN();
 }
 
-// Whether a row has so large a channel that two limbs leave a quarter of the others, or more, fewer than 9 bits. They may
-// meet keys that make up for their size. Not where scales of channels are in the query already: what is small there
-// counts little.
+// Whether one channel of a row is so large that two limbs leave fewer than 9 bits to a quarter of the channels or more.
+// Keys may be large enough in those channels to make them matter. False where the query already contains the scales of
+// channels: small channels matter little there.
 inline bool needs_four_limbs(const Side& side, const float* row) {
   if (side.has_channel_scales) return false;
   __m512 sizes = zeros();
   for (int c = 0; c < side.head_dim; c += 16) sizes = max_of(abs_of(load(row + c)), sizes);
   const float largest = largest_of(sizes);
-  if (largest == kInfinity) return false;  // nothing is left of such a row; others in its set must not change by it
+  if (largest == kInfinity) return false;  // such a row becomes NaN, and must not change others in its set
   const __m512 few_bits = broadcast(largest * 0x1p-6f);
   int num_small = 0;
   for (int c = 0; c < side.head_dim; c += 16) {
@@ -129,7 +129,7 @@ inline bool needs_four_limbs(const Side& side, const float* row) {
   return 4 * num_small >= side.head_dim;
 }
 
-// Writes rows `rows` (float32, `count` of them, 1 to 4) in fixed point into `memory`.
+// Writes 1 to 4 float32 rows in fixed point to `memory`.
 inline QuerySet make_query_set(const Side& side, const float* rows, int stride, int count, bool is_float32,
                                uint8_t* memory) {
   QuerySet set;
@@ -167,7 +167,7 @@ inline QuerySet make_query_set(const Side& side, const float* rows, int stride, 
   return set;
 }
 
-// A chunk of one token, once for every row.
+// A chunk of one token, repeated for every row.
 template <int kRows>
 inline __m512i load_chunk(const uint8_t* p) {
   if constexpr (kRows == 4) return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -175,7 +175,7 @@ inline __m512i load_chunk(const uint8_t* p) {
   if constexpr (kRows == 1) return _mm512_loadu_si512(p);
 }
 
-// The last, shorter chunk of a row: nothing past the row is read.
+// The last, shorter chunk of a row. Reads nothing past the row.
 template <int kRows>
 inline __m512i load_part(const uint8_t* p, int bytes) {
   const __m512i part = _mm512_maskz_loadu_epi8((uint64_t{1} << bytes) - 1, p);
@@ -212,8 +212,8 @@ inline void store_rows(float* scores, __m512 x) {
   }
 }
 
-// Chunks first_chunk ... last_chunk - 1 of query · codes for `count` tokens, offsets removed, in units of the query.
-// 8 tokens at a time with two limbs and 4 with four: 16 accumulators, as vpdpbusd takes 4 clocks.
+// Chunks first_chunk ... last_chunk - 1 of query · centred codes for `count` tokens, in float32. 8 tokens at a time
+// with two limbs and 4 with four: 16 accumulators, as vpdpbusd takes 4 clocks.
 template <Storage kStorage, int kRows, int kLimbs>
 void score_codes(const Side& side, const QuerySet& set, int group, int first_chunk, int last_chunk,
                  const uint8_t* codes, int count, float* scores) {
@@ -226,13 +226,13 @@ void score_codes(const Side& side, const QuerySet& set, int group, int first_chu
   const __m512i mask = _mm512_set1_epi8(15);
   const int64_t ahead = kTokensAhead * side.codes_stride_t + first_chunk * set.chunk_bytes;
   const int bytes_used = (last_chunk - first_chunk) * set.chunk_bytes;
-  // Of groups that lie in one cache line the first asks for it.
+  // Of the groups in one cache line, the first prefetches it.
   const bool is_first_of_line = first_chunk * set.chunk_bytes % 64 == 0;
   for (int t = 0; t < count; t += kTokens) {
     const uint8_t* tokens = codes + t * side.codes_stride_t;
     int64_t stride = side.codes_stride_t;
     uint8_t copy[kTokens * kMaxRowBytes];
-    if (t + kTokens > count) {  // the last tokens, beyond which nothing may be read
+    if (t + kTokens > count) {  // nothing may be read after the last token
       for (int n = 0; n < count - t; ++n) std::memcpy(copy + n * kMaxRowBytes, tokens + n * stride, row_bytes);
       tokens = copy;
       stride = kMaxRowBytes;
@@ -300,8 +300,8 @@ inline void score_codes_of(const Side& side, const QuerySet& set, int group, int
   return run(score_codes<kStorage, 1, 4>);
 }
 
-// query · key for the rows of a set: codes by integers, then one scale and zero per token and group.
-//   scale, zero   [num_groups, kTile]; zero, nullptr when symmetric, belongs to centred codes
+// query · key for the rows of a set: integer products with codes, then one scale and zero per token and group.
+//   scale, zero   [num_groups, kTile]; zero is that of centred codes, nullptr when symmetric
 //   query_sums    [row, num_groups], sums of the query over the channels of a group
 //   raw           [4, kTile] scratch
 //   scores        [row, kTile]
@@ -331,10 +331,10 @@ inline void score_set(const Side& side, const QuerySet& set, int num_rows, const
 
 inline bool serves_values(const Side& side) { return side.storage == Storage::int8 || side.storage == Storage::int4; }
 
-// m of the file comment: channels that a dword of codes holds.
+// The m of the comment at the top: how many channels a dword of codes holds.
 inline int channels_per_lane(const Side& side) { return side.storage == Storage::int4 ? 8 : 4; }
 
-// Where channel c lies in the transposed blocks.
+// Where channel c is in the transposed blocks.
 inline int transposed_place(int c, int m) { return c / (16 * m) * (16 * m) + c % m * 16 + c % (16 * m) / m; }
 
 inline void interleave(__m512 a, __m512 b, __m512& low, __m512& high) {
@@ -343,7 +343,7 @@ inline void interleave(__m512 a, __m512 b, __m512& low, __m512& high) {
   high = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, _mm512_set1_epi32(8)), b);
 }
 
-// Natural order out of a transposed block: vectors of even i interleaved, then those of odd i, then both.
+// Restores natural order in a transposed block: interleaves vectors of even i, then those of odd i, then both.
 template <int kM>
 inline void restore_order(const __m512 (&x)[kM], __m512 (&result)[kM]) {
   if constexpr (kM == 1) {
@@ -373,12 +373,13 @@ inline void restore_row(const float* transposed, int head_dim, float* row) {
   }
 }
 
-// Probabilities of up to four rows and one tile in fixed point, and what turns sums of products into values.
+// Probabilities of up to four rows and one tile in fixed point, and the factors that turn sums of products into values.
 struct Weights {
-  // [word][row][pair], two tokens of 16 bits, when all channels share a scale; else [word][block][row][pair][16], in
-  // the lanes of the channels that they weigh.
+  // Pairs of tokens, 16 bits each. If all channels share a scale [word][row][pair], else [word][block][row][pair][16],
+  // in the lanes of the channels that they weigh.
   int32_t* pairs;
-  // [block][word][row][16]: the sum's start, and what a unit is worth; [block][row][16]: sum of p · zero.
+  // bias, units: [block][word][row][16], the start of each sum and what a unit is worth. zeros: [block][row][16], sums
+  // of p · zero.
   int32_t* bias;
   float *units, *zeros;
 };
@@ -430,14 +431,14 @@ struct GroupWeights {
     __m512i sums[kWords];
     for (int w = 0; w < kWords; ++w) sums[w] = _mm512_setzero_si512();
     for (int i = 0; i < 4; ++i) {
-      // NaN has no integer; the sum of p already makes all of its row NaN.
+      // NaN has no integer; it becomes 0, and the sum of p makes its whole row NaN.
       const __mmask16 is_number = _mm512_cmp_ps_mask(products[i], products[i], _CMP_ORD_Q);
       const __m512 rounded = round_even(mul(products[i], factor));
       __m512i word = _mm512_maskz_cvtps_epi32(is_number, rounded);
       sums[0] = _mm512_add_epi32(sums[0], word);
       _mm256_store_si256(reinterpret_cast<__m256i*>(words[0] + 16 * i), _mm512_cvtepi32_epi16(word));
       if constexpr (kWords == 2) {
-        // The product is exact inside the multiply-add, so this is what rounding took away, within half a unit.
+        // The product is exact inside the multiply-add, so this is the rounding error, at most half a unit.
         const __m512 rest = fma(products[i], factor, sub(zeros(), rounded));
         word = _mm512_maskz_cvtps_epi32(is_number, mul(rest, broadcast(32768.0f)));
         sums[1] = _mm512_add_epi32(sums[1], word);
@@ -501,7 +502,7 @@ void fill_group_weights(const Side& side, const Weights& weights, int r, const f
       _mm512_storeu_si512(weights.bias + place, bias[w]);
       store(weights.units + place, w == 0 ? unit : mul(unit, broadcast(0x1p-15f)));
       int32_t* target = weights.pairs + ((w * num_blocks + block) * 4 + r) * kPairs * 16;
-      for (int pair = 0; pair < kPairs; pair += 4) {  // four at a time, so that a mask and its group serve them all
+      for (int pair = 0; pair < kPairs; pair += 4) {  // four at a time, which share a mask and its group
         __m512i spread[4];
         for (int k = 0; k < 4; ++k) spread[k] = _mm512_set1_epi32(groups[0].pair(w, pair + k));
         for (int i = 1; i < count; ++i) {
@@ -514,8 +515,8 @@ void fill_group_weights(const Side& side, const Weights& weights, int r, const f
   }
 }
 
-// One block of 64 bytes of codes and one word of the weights: sums[i] of a row are channels m j + i. int4 takes its
-// eight vectors in two parts, so that 4 rows x 4 vectors of sums fit the registers.
+// One block of 64 bytes of codes and one word of the weights: sums[i] of a row are channels m j + i. int4 splits its
+// eight vectors into two parts, so that 4 rows x 4 vectors of sums fit the registers.
 template <Storage kStorage, int kPart, int kRows, bool kIsGrouped>
 inline void add_codes_block(const uint8_t* codes, int64_t stride_t, uint64_t mask, int count, const int32_t* pairs,
                             const int32_t* bias, const float* units, bool is_first_word, const float* rescales,
@@ -530,7 +531,7 @@ inline void add_codes_block(const uint8_t* codes, int64_t stride_t, uint64_t mas
   for (int t = 0; t < count; t += 2) {
     const uint8_t* row = codes + t * stride_t;
     const __m512i a = _mm512_maskz_loadu_epi8(mask, row);
-    // A token that is missing at the end has weight 0.
+    // If the last pair has only one token, the weight of the other is 0.
     const __m512i b = _mm512_maskz_loadu_epi8(mask, t + 1 < count ? row + stride_t : row);
     if (kPart == 0 && is_first_word) {
       prefetch(row + kTokensAhead * stride_t);

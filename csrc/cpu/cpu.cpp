@@ -1,9 +1,9 @@
-// The CPU side of the two ops: which instruction set, how work is cut into tasks, who runs them. Kernels are in the
-// headers that the tables of kernels.h are made of; threads are PyTorch's own, so torch.set_num_threads holds here too.
+// The CPU side of the two ops: chooses the instruction set, cuts the work into tasks and runs them on threads. Kernels
+// are called through the tables of kernels.h. Threads are PyTorch's own, so torch.set_num_threads applies here too.
 //
-// A task of decode is one block of query rows of one kv head against one split of the visible tokens. Splits depend on
-// lengths and num_splits only, never on threads, and are combined in order: a result does not change with the machine's
-// load or its number of cores.
+// A task of decode is one block of query rows of one kv head and one split of the visible tokens. Splits depend on
+// lengths and num_splits only, never on threads, and are combined in order, so results do not change with the machine's
+// load or number of cores.
 #include "cpu.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace {
 
 // --- instruction sets ------------------------------------------------------------------------------------------------
 
-// setup.py says which instruction sets were compiled for.
+// setup.py defines these macros for the instruction sets that it compiles.
 #ifdef HF_KVQUANT_AVX2
 bool supports_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -37,7 +37,7 @@ bool supports_avx512() {
 }
 #endif
 
-// The table of a name, nullptr when unknown or not available on this processor.
+// The table of a name; nullptr if the name is unknown or this processor does not support it.
 const Kernels* find_kernels(const char* name) {
   if (std::strcmp(name, "portable") == 0) return &kPortableKernels;
 #ifdef HF_KVQUANT_AVX2
@@ -63,10 +63,10 @@ std::atomic<const Kernels*>& current_kernels() {
 
 // --- threads ---------------------------------------------------------------------------------------------------------
 
-// Runs task(i) for i in 0 ... count - 1. A thread takes half of its share of what is left, in one run: neighbouring
-// tasks read neighbouring memory, and codes prefetched into a core's L2 must be used by that core (one task at a time
-// in turn cost int8 at 16k tokens a third of its speed). The runs get shorter, so that a slow core does not hold up the
-// rest.
+// Runs task(i) for i in 0 ... count - 1. A thread takes a run of consecutive tasks at a time, half of its share of
+// those left: consecutive tasks read neighbouring memory, and codes prefetched into a core's L2 must be used by that
+// core (taking single tasks in turn cost int8 at 16k tokens a third of its speed). Runs get shorter, so that a slow
+// core does not hold up the others.
 template <class Task>
 void run_tasks(int64_t count, bool is_small, const Task& task) {
   const int64_t num_threads = is_small ? 1 : std::min<int64_t>(torch::stable::get_num_threads(), count);
@@ -85,7 +85,7 @@ void run_tasks(int64_t count, bool is_small, const Task& task) {
   });
 }
 
-// Memory that stays with its thread and only grows: a decode step allocates nothing after the first.
+// Memory that a thread keeps and that only grows: decode steps after the first allocate nothing.
 class Scratch {
  public:
   float* reserve(int64_t count) {
@@ -108,7 +108,7 @@ class Scratch {
 // --- append ----------------------------------------------------------------------------------------------------------
 
 constexpr int kTokensPerTask = 64;
-// Below this many numbers one thread is done before a second one is awake (one token of 8 heads: 3 us).
+// Below this many numbers, one thread finishes before a second one is awake (one token of 8 heads: 3 us).
 constexpr int64_t kSmallAppend = 32768;
 
 constexpr half_bits kHalfNan = 0x7E00;
@@ -118,10 +118,10 @@ float* append_scratch(int64_t count) {
   return count == 0 ? nullptr : scratch.reserve(count);
 }
 
-// The first new token that gets codes. Those before it would be overwritten, and two tokens must not race for a row.
+// The first new token that gets codes. A ring would overwrite those before it, and two tokens must not race for a row.
 int first_kept(const QuantizeTask& task) { return task.is_ring ? std::max(0, task.q_len - task.capacity) : 0; }
 
-// A frozen scale serves all tokens of a sequence, so one number that is not finite takes it away from all of them.
+// All tokens of a sequence share a frozen scale, so one number that is not finite makes it NaN for all of them.
 void check_frozen(const Kernels& kernels, const QuantizeTask& task, int batch, bool is_small) {
   const Side& side = *task.side;
   const int64_t scratch_size = kernels.quantize_scratch(task);
@@ -139,7 +139,7 @@ void check_frozen(const Kernels& kernels, const QuantizeTask& task, int batch, b
   }
 }
 
-// Copies those new tokens of one head to the tail that attention takes from there: what stays of them in the windows.
+// Copies to the tail those new tokens of one head that attention will read from there: those in the dense windows.
 void keep_dense(const QuantizeTask& task, int b, int head) {
   const Side& side = *task.side;
   const Dense& source = *task.source;
@@ -172,7 +172,7 @@ void append_side(const Kernels& kernels, const AppendParams& params, const Dense
   if (side.tail != nullptr) {
     run_tasks(static_cast<int64_t>(params.batch) * params.num_kv_heads, is_small, [&](int64_t i) {
       const int head = static_cast<int>(i % params.num_kv_heads), b = static_cast<int>(i / params.num_kv_heads);
-      // A new token takes the place of one that may leave the window only now.
+      // First the blocks: in the tail, a new token overwrites one that may leave the window in this very call.
       if (side.has_channel_scales) kernels.quantize_blocks(task, b, head, append_scratch(scratch_size));
       keep_dense(task, b, head);
     });
@@ -203,7 +203,7 @@ struct Span {
   int begin, end;
 };
 
-// Tokens that any of the queries `first` ... `last` of a sequence sees.
+// The tokens visible to any of the query tokens `first` ... `last` of a sequence.
 Span visible_span(const DecodeParams& params, int b, int first, int last) {
   const int length = params.lengths[b];
   int begin = params.starts == nullptr ? 0 : std::max(params.starts[b], 0);
@@ -211,14 +211,14 @@ Span visible_span(const DecodeParams& params, int b, int first, int last) {
   return {begin, std::max(begin, length - params.q_len + last + 1)};
 }
 
-// Splits of 512 tokens as long as that makes no more than 256 tasks: enough for many cores and for balance between
-// unequal ones, while partial results stay below 2 % of the codes read.
+// Splits have 512 tokens, or more where that would make more than 256 tasks. 256 tasks are enough for many cores and to
+// balance unequal ones, while partial results stay below 2 % of the codes read.
 Plan make_plan(const DecodeParams& params, int max_rows) {
   Plan plan;
   plan.num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
   plan.rows_per_block = std::min(plan.num_rows, max_rows);
   plan.num_row_blocks = (plan.num_rows + plan.rows_per_block - 1) / plan.rows_per_block;
-  // More splits than there are tiles leave some without any, and the others as they are.
+  // More splits than tiles would only add empty splits.
   plan.num_splits = std::min(params.num_splits, std::max(1, params.capacity / kTokenAlignment));
   if (plan.num_splits <= 0) {
     int longest = 0;
@@ -233,7 +233,7 @@ Plan make_plan(const DecodeParams& params, int max_rows) {
   return plan;
 }
 
-// Split `split` of a span, in whole tiles of 64 tokens counted from its begin.
+// Split `split` of a span, in whole tiles of 64 tokens counted from the start of the span.
 Span split_span(const Span& span, int split, int num_splits) {
   const int64_t tiles = (static_cast<int64_t>(span.end - span.begin) + kTokenAlignment - 1) / kTokenAlignment;
   const auto border = [&](int64_t s) {
@@ -266,7 +266,7 @@ void decode(const DecodeParams& params) {
   const int64_t num_blocks = static_cast<int64_t>(params.batch) * params.num_kv_heads * plan.num_row_blocks;
   const int64_t attend_size = (kernels.attend_scratch(params) + 15) / 16 * 16;
 
-  // The last task of a block to arrive combines it, so no second round of threads is needed. Without splits the
+  // The last task of a block to finish combines its splits, so no second round of threads is needed. Without splits, a
   // partial result never leaves its thread.
   static thread_local Scratch partial_scratch;
   float* partials =
@@ -278,7 +278,7 @@ void decode(const DecodeParams& params) {
 
   run_tasks(num_blocks * plan.num_splits, false, [&](int64_t i) {
     static thread_local Scratch scratch;
-    static thread_local uint64_t last_call = 0;  // what scratch holds the queries of
+    static thread_local uint64_t last_call = 0;  // with last_block: the call and block whose queries scratch holds
     static thread_local int64_t last_block = 0;
     float* memory = scratch.reserve(attend_size + partial_size);
     const int split = static_cast<int>(i % plan.num_splits);
@@ -300,7 +300,7 @@ void decode(const DecodeParams& params) {
     if (plan.num_splits == 1) {
       const Partial partial = partial_at(memory + attend_size, task.num_rows, value_dim);
       kernels.attend(params, task, memory, partial);
-      kernels.finish(params, task, &partial, 1, memory);  // no other split will want the queries
+      kernels.finish(params, task, &partial, 1, memory);  // may overwrite the queries: there is no other split
       return;
     }
     float* block_memory = partials + block * plan.num_splits * partial_size;

@@ -1,6 +1,5 @@
-// Codes, scales and zeros of a tile of tokens as float32. Two forms: the whole values (dequantize_tile), and the parts,
-// centred codes with a scale and a zero a token (load_scales), for kernels that apply scales outside their
-// loop. Which form serves which call is decided in attend.h.
+// Loads a tile of tokens as float32: either whole values (dequantize_tile), or the scales and zeros of the tokens alone
+// (load_scales), for kernels that multiply centred codes and apply scales outside their loop. attend.h decides which.
 #pragma once
 
 #include "simd.h"
@@ -9,25 +8,25 @@ namespace hf_kvquant::cpu::KVQ_ISA {
 namespace {
 
 constexpr int kTile = 64;
-// Codes and scales are asked for two tiles before they are used, and into L2: L1 holds little more than two tiles, so
-// that they would push out what is in use (int8, 16k tokens, 2 threads: 1.76 ms a step; into L1 2.7, not at all 2.8,
-// one tile ahead 1.73, eight 1.82; Zen 4).
+// Codes and scales are prefetched two tiles ahead, into L2: L1 holds little more than two tiles, so a prefetch into it
+// would evict data in use (int8, 16k tokens, 2 threads: 1.76 ms a step; into L1 2.7, no prefetch 2.8, one tile ahead
+// 1.73, eight 1.82; Zen 4).
 constexpr int kTokensAhead = 2 * kTile;
 
 inline const uint8_t* codes_of(const Side& side, int b, int head, int token) {
   return side.codes + b * side.codes_stride_b + head * side.codes_stride_h + token * side.codes_stride_t;
 }
 
-// What is subtracted from integer codes before they are multiplied. Symmetric codes are then the numbers they stand
-// for; with a zero, less cancels.
+// Subtracted from integer codes before they are multiplied. Symmetric codes then are the numbers they stand for; with a
+// zero, there is less cancellation.
 inline float center_of(const Side& side) {
   return side.storage == Storage::int8 ? 128.0f : side.storage == Storage::int4 ? 8.0f : 0.0f;
 }
 
 // --- scales and zeros ------------------------------------------------------------------------------------------------
 
-// `count` tokens of a scale or zero plane as float32 [num_groups, kTile], the rest of the tile zero. Returns whether
-// all of them are finite.
+// Loads `count` tokens of a scale or zero plane as float32 [num_groups, kTile], and 0 for the rest of the tile. Returns
+// whether all of them are finite.
 inline bool load_plane(const half_bits* plane, int64_t stride_g, int64_t stride_t, int num_groups, int begin, int count,
                        float* result) {
   Float flaws = zeros();
@@ -49,7 +48,7 @@ inline bool load_plane(const half_bits* plane, int64_t stride_g, int64_t stride_
   return sum_of(flaws) == 0.0f;
 }
 
-// Scales and zeros of a tile, [num_groups, kTile]; `zero` is left alone when symmetric. Returns whether all are finite.
+// Scales and zeros of a tile, [num_groups, kTile]; no `zero` is written if symmetric. Returns whether all are finite.
 inline bool load_scales(const Side& side, int b, int head, int begin, int count, float* scale, float* zero) {
   bool is_finite = load_plane(side.scale + b * side.scale_stride_b + head * side.scale_stride_h, side.scale_stride_g,
                               side.scale_stride_t, side.num_groups, begin, count, scale);
@@ -60,7 +59,7 @@ inline bool load_scales(const Side& side, int b, int head, int begin, int count,
   return is_finite;
 }
 
-// The zeros that belong to centred codes: x = scale · (code - center) + (zero + center · scale).
+// Adjusts zeros for centred codes: x = scale · (code - center) + (zero + center · scale).
 inline void center_zeros(const Side& side, const float* scale, float* zero) {
   const Float center = broadcast(center_of(side));
   for (int i = 0; i < side.num_groups * kTile; i += kWidth) {
@@ -79,7 +78,7 @@ inline Float load_codes_at(const uint8_t* row, int c) {
 
 // --- whole values ----------------------------------------------------------------------------------------------------
 
-// One row of codes as float32: load(c) gives the codes from channel c, finish(codes, c) the values.
+// One row of codes as float32. load_codes(c) returns the codes from channel c on, finish(codes, c) their values.
 template <class Load, class LoadTail, class Finish>
 inline void expand_row(int head_dim, int stride, float* row, Load load_codes, LoadTail load_tail, Finish finish) {
   int c = 0;
@@ -93,8 +92,8 @@ inline void expand_row(int head_dim, int stride, float* row, Load load_codes, Lo
   for (; c < stride; ++c) row[c] = 0.0f;
 }
 
-// Codes are multiplied as integers and the zero added in float32, as reference.dequantize does: code · scale is exact.
-// kIsChecked: whether the caller wants to know if everything is finite.
+// Multiplies codes by scales and adds zeros in float32, as reference.dequantize does: code · scale is exact.
+// kIsChecked: whether the caller wants to know if all values are finite.
 template <Storage kStorage, bool kIsSymmetric, bool kIsChecked>
 bool dequantize_rows(const Side& side, int b, int head, int begin, int count, float* tile, int stride, float* scale_row,
                      float* zero_row) {
@@ -152,7 +151,7 @@ bool dequantize_rows(const Side& side, int b, int head, int begin, int count, fl
   return flaw == 0.0f && sum_of(flaws) == 0.0f;
 }
 
-// Where every channel has a scale: tokens of one block. Scales that are not finite need no check: keys are not added up.
+// For granularity channel: tokens of one block. Scales need no check for finiteness: keys are not summed over tokens.
 inline void dequantize_block(const Side& side, int b, int head, int begin, int count, float* tile, int stride,
                              float* scale_row, float* zero_row) {
   const int64_t block = begin / kBlockSize;
@@ -195,8 +194,8 @@ bool widen_rows(const Side& side, int b, int head, int begin, int count, float* 
   return sum_of(flaws) == 0.0f;
 }
 
-// Tokens begin ... begin + count - 1 of one side as float32 [kTile, stride]; rows up to a multiple of 16 are zeroed.
-// Returns whether all of it is finite, if that is checked.
+// Tokens begin ... begin + count - 1 of one side as float32 [kTile, stride]; further rows up to a multiple of 16 are 0.
+// Returns whether all values are finite, if kIsChecked.
 template <bool kIsChecked>
 bool dequantize_tile(const Side& side, int b, int head, int begin, int count, float* tile, int stride, float* scale_row,
                      float* zero_row) {

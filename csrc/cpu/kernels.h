@@ -1,4 +1,4 @@
-// What cpu.cpp asks of one instruction set: the table of its functions, and the unit of work they are handed. Each
+// The functions that cpu.cpp calls for one instruction set, as a table, and the tasks that they receive. Each
 // kernels_*.cpp fills one table; the kernels themselves are in attend.h, attend_vnni.h and quantize.h.
 #pragma once
 
@@ -8,17 +8,17 @@
 
 namespace hf_kvquant::cpu {
 
-// Some rows of one kv head of one sequence against some of its tokens. A row is one query of one head; the rows of a kv
-// head are numbered position by position, heads of the group within: row = position · num_q_per_kv + head. So a block
-// of rows spans few positions and its causal bound is tight.
+// Attention of some query rows of one kv head of one sequence to some of its tokens. A row is one query token of one
+// head. Rows are numbered by position, then by head: row = position · num_q_per_kv + head. So a block of rows spans few
+// positions and its causal bound is tight.
 struct AttendTask {
   int b, kv_head;
   int first_row, num_rows;
   int begin, end;    // tokens; may be empty
-  bool has_queries;  // scratch still holds these rows, prepared by the task before: another split of the same block
+  bool has_queries;  // scratch still holds these rows, prepared by the thread's last task, a split of the same block
 };
 
-// Softmax over a part of the tokens, before division: out = sum of p · value, sum = sum of p, p = e^(logit − max).
+// Unnormalised softmax over some of the tokens: out = sum of p · value, sum = sum of p, p = e^(logit − max).
 struct Partial {
   float* out;  // [num_rows, value head_dim]
   float* max;  // [num_rows], -inf when nothing was visible
@@ -29,7 +29,7 @@ struct Partial {
 struct QuantizeTask {
   const Dense* source;
   const Side* side;
-  const KeyTransform* transform;  // nullptr: the values as they come
+  const KeyTransform* transform;  // nullptr: none
   const int32_t* lengths;
   const int32_t* starts;  // nullptr: 0
   int num_heads, q_len, capacity, sink_length, residual_length;
@@ -38,7 +38,7 @@ struct QuantizeTask {
 
 struct Kernels {
   const char* name;
-  // Rows that share one dequantised tile, at most.
+  // The most rows that share one dequantised tile.
   int max_rows;
   // Floats of scratch that attend needs for max_rows rows, whatever the length of the cache.
   int64_t (*attend_scratch)(const DecodeParams& params);
@@ -50,15 +50,15 @@ struct Kernels {
   int64_t (*quantize_scratch)(const QuantizeTask& task);
   // Quantises tokens first ... last - 1 of `q_len` in one head, or in all heads where they share a scale.
   void (*quantize)(const QuantizeTask& task, int b, int head, int first, int last, float* scratch);
-  // Where every channel has a scale: quantises the blocks of one head that new tokens push out of the residual window,
-  // from the tail and from these tokens.
+  // For granularity channel: quantises the blocks of one head that new tokens push out of the residual window. Reads
+  // the tail and the new tokens.
   void (*quantize_blocks)(const QuantizeTask& task, int b, int head, float* scratch);
-  // Whether tokens first ... last - 1 of a head are finite. A frozen scale needs to know before any code is written.
+  // Whether tokens first ... last - 1 of a head are finite. A frozen scale needs this checked before codes are written.
   bool (*is_finite)(const QuantizeTask& task, int b, int head, int first, int last, float* scratch);
 };
 
 extern const Kernels kPortableKernels;
-extern const Kernels kAvx2Kernels;    // where they were compiled, like the next
+extern const Kernels kAvx2Kernels;    // defined only if compiled, like the next one
 extern const Kernels kAvx512Kernels;
 
 }  // namespace hf_kvquant::cpu

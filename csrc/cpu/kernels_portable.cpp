@@ -1,4 +1,4 @@
-// What every processor runs: no intrinsics, four numbers at a time.
+// Runs on every processor: no intrinsics, four numbers at a time.
 // The kernels are those of attend.h and quantize.h; this file gives them their namespace and their table.
 #define KVQ_ISA portable
 #define KVQ_USE_AVX2 0

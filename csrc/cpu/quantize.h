@@ -1,9 +1,9 @@
-// Quantises new tokens into codes, scales and zeros, bit for bit as reference.append does. One scale is computed at a
-// time: a pass over the values that share it for the range, a pass that divides. Nothing here is contracted or
+// Quantises new tokens into codes, scales and zeros, bit for bit as reference.append does. Each scale takes two passes
+// over the values that share it: one finds their range, one divides. Nothing is contracted or multiplied by a
 // reciprocal: x - zero, the division and the rounding are each one float32 operation, as in the reference.
 //
-// The comparisons of minimum and maximum drop a NaN, and x - x is 0 for every finite x and NaN otherwise: collected
-// beside them it says whether a scale may exist at all.
+// Minimum and maximum drop a NaN. So the first pass also collects x - x, which is 0 for every finite x and NaN
+// otherwise: if one value is not finite, the scale is NaN.
 #pragma once
 
 #include "kernels.h"
@@ -23,8 +23,8 @@ inline float levels_of(const Side& side) {
   return side.is_symmetric ? 7.0f : 15.0f;
 }
 
-// Channels `begin` ... `end` - 1 of a row, a vector at a time. The last one is filled up by repeating its first
-// channel, which no minimum, maximum or check notices.
+// Calls `use` for channels `begin` ... `end` - 1 of a row, a vector at a time. A last vector that is not full repeats
+// its first channel, which changes no minimum, maximum or check.
 template <Dtype kDtype, class Use>
 inline void for_channels(const void* row, int begin, int end, Use use) {
   int c = begin;
@@ -52,7 +52,7 @@ struct Range {
 
 inline Range empty_range() { return {broadcast(-kInfinity), broadcast(kInfinity), zeros()}; }
 
-// Scale and zero as stored, NaN where they cannot be.
+// Scale and zero as stored: both NaN if a value is not finite or one of them is too large for float16.
 inline void scale_of(const Side& side, const Range& range, half_bits& scale, half_bits& zero) {
   const float high = largest_of(range.high), low = smallest_of(range.low);
   const float span =
@@ -78,7 +78,7 @@ inline void store_codes(uint8_t* row, int c, int count, Float codes) {
   if (count < kWidth) std::memcpy(row + c / kPerByte, bytes, count / kPerByte);
 }
 
-// Codes of the channels that share a scale.
+// Writes the codes of the channels that share a scale: 0 where that is NaN.
 template <Storage kStorage, Dtype kDtype>
 void write_codes(const Side& side, const void* source, int begin, int end, half_bits scale, half_bits zero,
                  uint8_t* row) {
@@ -109,22 +109,22 @@ void write_codes(const Side& side, const void* source, int begin, int end, half_
   }
 }
 
-// Heads that share a scale are quantised together; with a frozen scale that is of no consequence.
+// Heads that share a scale are quantised together, from `head` up to this one. (A frozen scale would not need that.)
 inline int end_of_heads(const QuantizeTask& task, int head) {
   return task.side->storage != Storage::none && task.side->is_shared_by_heads ? task.num_heads : head + 1;
 }
 
-// A row of new tokens, in elements from the start of the source.
+// Where the row of new token `i` starts in the source, in elements.
 inline int64_t source_offset(const Dense& source, int b, int head, int i) {
   return b * source.stride_b + head * source.stride_h + i * source.stride_t;
 }
 
-// Where new token `i` goes.
+// The row of the planes that new token `i` is written to.
 inline int row_of_new(const QuantizeTask& task, int b, int i) {
   return row_of(task.lengths[b] - task.q_len + i, task.capacity, task.is_ring);
 }
 
-// New token `i`, transformed, in float32: the rows of heads `head` ... `head_end` - 1, one behind the other.
+// New token `i`, transformed, in float32: the rows of heads `head` ... `head_end` - 1, one after the other.
 const float* transform_token(const QuantizeTask& task, int b, int head, int head_end, int i, float* scratch) {
   const Dense& source = *task.source;
   const int head_dim = task.side->head_dim, size = padded_row(head_dim);
@@ -137,7 +137,7 @@ const float* transform_token(const QuantizeTask& task, int b, int head, int head
   return scratch;
 }
 
-// One token of a head, or of all heads that share a scale, into row `target`; `rows` are `stride` bytes apart.
+// Quantises a token of one head, or of all heads that share a scale, into row `target`. `stride` of `rows` is in bytes.
 template <Storage kStorage, Dtype kDtype>
 void quantize_token(const QuantizeTask& task, int b, int head, int64_t target, const void* rows, int64_t stride) {
   const Side& side = *task.side;
@@ -169,7 +169,7 @@ void quantize_token(const QuantizeTask& task, int b, int head, int64_t target, c
   }
 }
 
-// Tokens of one sequence, with the types known.
+// Quantises tokens of one sequence without a transform.
 template <Storage kStorage, Dtype kDtype>
 void quantize_tokens(const QuantizeTask& task, int b, int head, int first, int last) {
   const Dense& source = *task.source;
@@ -181,7 +181,7 @@ void quantize_tokens(const QuantizeTask& task, int b, int head, int first, int l
   }
 }
 
-// The same after a transform.
+// Quantises tokens of one sequence after their transform.
 template <Storage kStorage>
 void quantize_transformed(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
   const int64_t stride = padded_row(task.side->head_dim) * static_cast<int64_t>(sizeof(float));
@@ -191,7 +191,7 @@ void quantize_transformed(const QuantizeTask& task, int b, int head, int first, 
   }
 }
 
-// Storage type none: the values as they come, or rounded to the dtype of the planes.
+// Storage type none: copies values, rounded if the planes have another dtype.
 void copy_tokens(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
   const Side& side = *task.side;
   const Dense& source = *task.source;
@@ -232,8 +232,8 @@ void quantize_storage(const QuantizeTask& task, int b, int head, int first, int 
 
 // --- a scale for every channel ----------------------------------------------------------------------------------------
 
-// kWidth channels of a block of tokens: their scales and zeros, and then their codes. `rows` are float32, `stride`
-// numbers apart; tokens below `first` are padding and sinks, which get codes of 0.
+// Quantises kWidth channels of a block of tokens: finds their scales and zeros, then their codes. `rows` are float32,
+// `stride` numbers apart. Tokens below `first` are padding or sinks and get codes of 0.
 void quantize_channels(const float* rows, int stride, int first, int channels, float clip_ratio, half_bits* scale,
                        half_bits* zero, uint8_t* codes, int64_t codes_stride) {
   Float high = broadcast(-kInfinity), low = broadcast(kInfinity), flaws = zeros();
@@ -258,7 +258,7 @@ void quantize_channels(const float* rows, int stride, int first, int channels, f
     }
     scale[c] = s;
     zero[c] = z;
-    // Codes are 0 where there is no scale: 0 / infinity is.
+    // Codes must be 0 where there is no scale: x / infinity is, and `has_scale` makes sure below.
     divisors[c] = s == kHalfNan ? kInfinity : half_to_float(s);
     offsets[c] = s == kHalfNan ? 0.0f : half_to_float(z);
     is_flawed[c] = s == kHalfNan ? 0.0f : 1.0f;
@@ -271,7 +271,7 @@ void quantize_channels(const float* rows, int stride, int first, int channels, f
     Float code = zeros();
     if (t >= first) {
       code = div(sub(load(rows + t * stride), offset), divisor);
-      // What has no scale may be NaN here, which the comparisons of max_of drop in favour of 0.
+      // Without a scale, `code` may be NaN here; max_of then returns 0.
       code = mul(round_even(min_of(max_of(code, zeros()), upper)), has_scale);
     }
     uint8_t bytes[kWidth];
@@ -280,17 +280,17 @@ void quantize_channels(const float* rows, int stride, int first, int channels, f
   }
 }
 
-// Where every channel has a scale: the blocks of one head that leave the residual window. Their older tokens are in the
-// tail, where the new ones have not been written yet.
+// For granularity channel: quantises the blocks of one head that leave the residual window. Their older tokens are in
+// the tail, which the new tokens have not been written to yet.
 void quantize_blocks(const QuantizeTask& task, int b, int head, float* scratch) {
   const Side& side = *task.side;
   const Dense& source = *task.source;
   const int first_new = task.lengths[b] - task.q_len, stride = padded_row(side.head_dim);
-  // Padding may end anywhere, also where another token would be beyond what an int holds.
+  // In 64 bits: `starts` may be as large as an int can be, so adding sink_length could overflow it.
   const int64_t first_counted = (task.starts == nullptr ? int64_t{0} : task.starts[b]) + task.sink_length;
   const int end = tail_begin(side, task.lengths[b], task.residual_length);
   int begin = tail_begin(side, first_new, task.residual_length);
-  if (task.is_ring) begin = max_of(begin, end - task.capacity);  // what lies before would be overwritten
+  if (task.is_ring) begin = max_of(begin, end - task.capacity);  // older blocks would be overwritten
   for (; begin < end; begin += kBlockSize) {
     for (int t = 0; t < kBlockSize; ++t) {
       float* row = scratch + t * stride;
@@ -317,7 +317,7 @@ void quantize_blocks(const QuantizeTask& task, int b, int head, float* scratch) 
   }
 }
 
-// One token, transformed, of all heads that share a scale; or a block of tokens.
+// Room for one transformed token of all heads that share a scale, or for a block of tokens.
 int64_t quantize_scratch(const QuantizeTask& task) {
   if (task.side->has_channel_scales) return static_cast<int64_t>(kBlockSize) * padded_row(task.side->head_dim);
   return task.transform == nullptr ? 0 : static_cast<int64_t>(end_of_heads(task, 0)) * padded_row(task.side->head_dim);

@@ -1,7 +1,7 @@
-// Vectors of float32 in three instruction sets behind one set of names: loads of every code type, exp, tanh, rounding,
-// reductions. A kernels_*.cpp defines KVQ_ISA and includes the kernels, which are written once over these names.
+// Float32 vectors of three instruction sets under one set of names: loads of every code type, exp, tanh, rounding,
+// reductions. A kernels_*.cpp defines KVQ_ISA and includes the kernels, which are written once with these names.
 // Everything is in an anonymous namespace: a function compiled with AVX-512 must never be the copy that the linker
-// keeps for a processor without it. Which set runs is decided in cpu.cpp; what is computed, in attend.h and quantize.h.
+// keeps for a processor without it. cpu.cpp decides which set runs, attend.h and quantize.h what is computed.
 #pragma once
 
 #include <cmath>
@@ -75,8 +75,8 @@ inline half_bits float_to_half(float x) {
 
 // --- vectors ---------------------------------------------------------------------------------------------------------
 // Float is a vector of kWidth numbers. max_of(a, b) and min_of(a, b) return b where either is NaN, in every set.
-// Whether numbers are finite is found out by or_bits of x - x, which is 0 or NaN: adding instead would wait for every
-// addition.
+// To check that numbers are finite, or_bits collects x - x, which is 0 or NaN: collecting by addition would wait for
+// every addition.
 
 #if KVQ_USE_AVX512
 
@@ -135,11 +135,11 @@ inline Float load_u4(const uint8_t* p) {
   const __m128i odd = _mm_and_si128(_mm_srli_epi16(packed, 4), mask);
   return widen_bytes(_mm_unpacklo_epi8(even, odd));
 }
-// e4m3 times 2^-8, which the caller's scale makes up for: its exponent has one bit less than float16's, so that seven
-// bits moved up by seven are that number, and float16 holds its subnormals too. Only the NaN pattern needs a look.
+// e4m3 times 2^-8; callers multiply the scale by 2^8. The exponent of e4m3 has one bit less than that of float16, so
+// the seven lower bits moved up by seven are this number as a float16, subnormals included. Only NaN is a special case.
 inline Float load_fp8_scaled(const uint8_t* p) {
   const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  // The sign arrives at the top twice, and its copy is cleared.
+  // The shift to the right leaves two copies of the sign; the lower one is cleared.
   const __m256i half = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(wide, 8), 1), _mm256_set1_epi16(~0x4000));
   const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7F));
   const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7F));
@@ -324,8 +324,8 @@ inline Float sum_each(const Float (&x)[kWidth]) {
 
 #else
 
-// Vectors of four, in the language of GCC and Clang: what the target is sure to have (SSE2, NEON) comes out of it.
-// Plain loops over an array of four were not vectorised by GCC 12 and ran at a quarter of the speed.
+// Vectors of four, by an extension of GCC and Clang, which compile them to what the target always has (SSE2, NEON). GCC
+// 12 did not vectorise plain loops over an array of four, which ran at a quarter of the speed.
 constexpr int kWidth = 4;
 constexpr int kValueVectors = 2;
 typedef float Float __attribute__((vector_size(16)));
@@ -352,7 +352,7 @@ inline Float min_of(Float a, Float b) { return select(a < b, a, b); }
 inline Float abs_of(Float x) { return bit_cast<Float>(bit_cast<Int>(x) & 0x7FFFFFFF); }
 inline Float or_bits(Float a, Float b) { return bit_cast<Float>(bit_cast<Int>(a) | bit_cast<Int>(b)); }
 inline Float select_less(Float x, Float y, Float a, Float b) { return select(x < y, a, b); }
-// Adding 1.5 · 2^23 leaves no bits for a fraction; numbers beyond 2^22 here are only ever far out of range.
+// Adding 1.5 · 2^23 leaves no bits for a fraction. Numbers beyond 2^22, here always far out of range, are left as is.
 inline Float round_even(Float x) {
   const Float magic = broadcast(12582912.0f);
   return select(abs_of(x) < 4194304.0f, (x + magic) - magic, x);
@@ -434,10 +434,10 @@ inline Float sum_each(const Float (&x)[kWidth]) {
 
 #endif
 
-// --- functions over those names --------------------------------------------------------------------------------------
+// --- functions for all instruction sets ------------------------------------------------------------------------------
 
-// e^x for x <= 0 to about one unit in the last place; exactly 0 far below, NaN stays NaN. x = n ln 2 + r with ln 2 in
-// two parts, then a polynomial on |r| <= ln 2 / 2 (relative error 2^-28).
+// e^x for x <= 0 to about one unit in the last place; exactly 0 for x far below 0, NaN for NaN. x = n ln 2 + r with ln
+// 2 in two parts, then a polynomial on |r| <= ln 2 / 2 (relative error 2^-28).
 inline Float exp_of(Float x) {
   x = max_of(broadcast(-110.0f), x);
   const Float n = round_even(mul(x, broadcast(1.44269504f)));
@@ -451,7 +451,7 @@ inline Float exp_of(Float x) {
   return scale_by_power(poly, n);
 }
 
-// tanh, an odd polynomial near 0 and 1 - 2 / (e^2|x| + 1) elsewhere, written with a falling exponential.
+// tanh: an odd polynomial near 0, elsewhere 1 - 2 / (e^2|x| + 1), computed from e^-2|x|.
 inline Float tanh_of(Float x) {
   const Float size = abs_of(x);
   const Float square = mul(x, x);

@@ -1,7 +1,7 @@
-// What keys go through before they are quantised, and queries before they meet such keys: one row in float32 at a time,
-// bit for bit as reference.transform_key and transform_query do it. Nothing here may be contracted into a multiply-add;
-// only the constant of a query is a sum whose order is free. Who transforms which row is decided in quantize.h (keys)
-// and attend.h (queries, once per task, so that nothing of this is in the loop over tokens).
+// Transforms keys before they are quantised, and queries to match: one float32 row at a time, bit for bit as
+// reference.transform_key and transform_query do it. So nothing here may be contracted into a multiply-add; only the
+// constant of a query is a sum whose order is free. quantize.h transforms keys, attend.h queries (once per task,
+// outside the loop over tokens).
 #pragma once
 
 #include "simd.h"
@@ -9,7 +9,7 @@
 namespace hf_kvquant::cpu::KVQ_ISA {
 namespace {
 
-// Rows are padded to whole vectors, with zeros, which every step here leaves zero.
+// Rows are padded with zeros to whole vectors; every step here keeps the padding zero.
 inline int padded_row(int head_dim) { return round_up(head_dim, 16); }
 
 // row[c] = op(row[c], plane[c]) for the channels of a head; planes are not padded.
@@ -26,7 +26,7 @@ inline void combine_row(float* row, const float* plane, int head_dim, Op op) {
   }
 }
 
-// Multiplies by a Hadamard matrix over blocks of the largest power of two in head_dim.
+// Multiplies by a normalised Hadamard matrix over blocks of rotation_block(head_dim) channels.
 inline void rotate_row(float* row, int head_dim) {
   const int block = rotation_block(head_dim), size = padded_row(head_dim);
   for (int c = 0; c < size; c += kWidth) {
@@ -64,7 +64,7 @@ inline void transform_key_row(const KeyTransform& transform, int head, int head_
   if (transform.is_rotated) rotate_row(row, head_dim);
 }
 
-// A query for kv head `head`, in place. Returns query · center, which its logits lack.
+// A query for kv head `head`, in place. Returns query · center, which its scores with centred keys lack.
 inline float transform_query_row(const KeyTransform& transform, int head, int head_dim, float* row) {
   const int64_t offset = static_cast<int64_t>(head) * head_dim;
   float constant = 0.0f;
