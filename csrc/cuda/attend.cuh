@@ -1,22 +1,22 @@
 // Attention of the newest tokens over codes: the kernel template. One instantiation serves a pair of storage types, a
 // head dim (64, 128, 256; narrower heads run in the next larger one) and up to kRows query rows.
 //
-// A block of four or eight warps takes its share of a unit (schedule.cuh). Each warp is a worker of its own in the
-// manner of Flash-Decoding: it takes one step of every round, streams it through its ring (ring.cuh), and keeps its own
-// maximum, sum and output; the warps merge through shared memory at the end, and blocks through the workspace
-// (combine.cuh). In the loop there are no barriers, only unpacking, tensor-core products and an online softmax; scales,
-// zeros and offsets act on scores and probabilities, outside of the products (fragments.cuh). Tokens that are kept as
-// they came are taken afterwards (tails.cuh).
+// A block of four or eight warps takes its share of a unit (schedule.cuh). As in Flash-Decoding, each warp works on its
+// own: it takes one step of every round, streams it through its ring (ring.cuh), and keeps its own maximum, sum and
+// output. At the end, warps merge through shared memory, and blocks through the workspace (combine.cuh). In the loop
+// there are no barriers, only unpacking, tensor-core products and an online softmax; scales, zeros and offsets act on
+// scores and probabilities, outside of the products (fragments.cuh). Tokens of dense windows follow after the loop
+// (tails.cuh).
 //
-// Instructions are scarce: at 4.5 TB/s, an H200 has 3.7 thread instructions for an int4 code, and power is scarcer.
-// Reading alone takes all of its 700 W and lowers the clock to 1.65 to 1.85 GHz, depending on how few instructions read;
-// with this kernel it falls to 1.5 GHz (2026-11). Hence bytes instead of float16 for query · key, codes that a mask
-// alone unpacks for weights · values, and a fast body for steps that all rows see in whole; others (edges, windows,
-// causal bounds within a chunk, softcap, ALiBi) take a second body.
+// Instructions are scarce: at 4.5 TB/s, an H200 has 3.7 thread instructions for an int4 code. Power is scarcer: reading
+// alone takes all of its 700 W and lowers the clock to 1.65 to 1.85 GHz, depending on how few instructions read; with
+// this kernel it falls to 1.5 GHz (2026-11). Hence query · key uses bytes instead of float16, and weights · values uses
+// codes that a mask alone unpacks. Steps that all rows attend to in full take a fast body of the loop; others (edges,
+// windows, causal bounds within a chunk, softcap, ALiBi) take a second body.
 //
-// What a block does before its first and after its last copy counts, too: some thousand clocks of one instruction after
-// the other, four clocks each, and of waiting for memory. So it computes as little as it can before it copies, asks for
-// everything before it needs any of it, and the host prepares what is the same for all.
+// A block's work before its first and after its last copy counts, too: some thousand clocks of waiting for memory and
+// of instructions one after the other, four clocks each. So a block computes as little as it can before it copies and
+// starts all loads before it needs any of them, and the host prepares what is the same for all blocks.
 #pragma once
 
 #include "quantize.cuh"
@@ -25,8 +25,8 @@
 
 namespace hf_kvquant::cuda {
 
-// A lane's channels of new token `i` where keys and values go in pairs (Shape::kHasPairs): of the key in the first half of the
-// warp, of the value in the second.
+// A lane's channels of new token `i`, for keys and values in pairs (Shape::kHasPairs): of the key in the first half of
+// the warp, of the value in the second.
 __device__ __forceinline__ uint4 load_pair(const DecodeParams& params, const NewTokens& new_tokens,
                                            const Segment& segment, int i, int lane) {
   const Dense& dense = lane < kLanes / 2 ? new_tokens.key : new_tokens.value;
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint4 load_pair(const DecodeParams& params, const New
                                          segment.h * dense.stride_h + i * dense.stride_t + c);
 }
 
-// One warp quantises new token `i`, which is at position `t`; `pair` is what load_pair has of the first one.
+// One warp quantises new token `i`, which is at position `t`. `pair` is the result of load_pair for the first token.
 template <class Shape>
 __device__ __forceinline__ void append_token(const DecodeParams& params, const NewTokens& new_tokens,
                                              const DecodePlan& plan, const Segment& segment, const uint4& pair, int i,
@@ -55,7 +55,7 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
     return;
   }
   if constexpr (Shape::kIsBlocked) {
-    // The key stays as it is, in the tail, unless it fills a block; the value is quantised.
+    // The key goes to the tail unchanged, unless it fills a block; the value is quantised.
     const int64_t from = b * new_tokens.key.stride_b + h * new_tokens.key.stride_h;
     const Side& keys = params.key_side;
     const int64_t to = b * keys.tail_stride_b + h * keys.tail_stride_h + t % kBlockSize * keys.tail_stride_t;
@@ -78,11 +78,11 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
   append_row<Shape::kValue, !Shape::kHasValueZero>(params.value_side, value, b, h, row, lane);
 }
 
-// Eight warps on a multiprocessor, in one block or two, with as many registers as there are: each then has instructions
-// enough to hide its own latencies. Twice as many of 128 registers were slower (H200, 2026-11: int4 at 64 x 8k 88 % of
-// bandwidth against 90 %), and so were four blocks of two warps.
+// Eight warps run on a multiprocessor, in one block or two, with all of its registers, so each has enough independent
+// instructions to hide its own latencies. Twice as many warps of 128 registers were slower (H200, 2026-11: int4 at 64 x
+// 8k 88 % of bandwidth instead of 90 %), and so were four blocks of two warps.
 //
-// A short call waits for instructions and not for memory: at 1 x 1k tokens, 25 to 28 % of the samples of its warps wait
+// A short call waits for instructions, not for memory: at 1 x 1k tokens, 25 to 28 % of the samples of its warps wait
 // for the next instruction, 9 to 10 % for parameters, and hardly any for copies (H200, 2026-11, ncu). It executes some
 // 2,500 of its 9,000 instructions, nearly all of them once. Telling the compiler what is rare changed nothing.
 template <class Shape>
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     attend(const __grid_constant__ DecodeParams params, const __grid_constant__ NewTokens new_tokens,
            const __grid_constant__ DecodePlan plan, float* workspace) {
   using Ring = typename Shape::KeyRing;
-  constexpr int kRowsOfWarp = Shape::kRows / kMinAttendWarps;  // fewer with more warps
+  constexpr int kRowsOfWarp = Shape::kRows / kMinAttendWarps;  // at most; fewer with more warps
   extern __shared__ __align__(128) unsigned char memory[];
   unsigned char* planes = memory;
   float* factors = reinterpret_cast<float*>(memory + Shape::kFactorsAt);
@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   unsigned char* rings = memory + Shape::kRingsAt;
   unsigned char* stages = rings + warp * num_stages * Ring::kStageBytes;
 
-  // --- while the launch before is ending: what needs no memory, up to the place that most sequences start at, those
-  // without padding
+  // --- while the previous launch ends: everything that needs no memory. The ring is placed where sequences without
+  // padding start, which most are
   Segment segment = segment_of_block(plan);
   const uint32_t chunk_list = shared_address(rings + num_warps * num_stages * Ring::kStageBytes);
   if (!plan.is_dense) Ring::list_chunks(params, plan, chunk_list);
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   const int likely_step = (segment.share << plan.warps_log2) + warp;
   ring.seek(plan, segment, likely_step);
 
-  // --- ask for the length and the query
+  // --- load the length and the query
   wait_for_launch_before();
   const Bounds bounds(params, plan, segment.b);
   uint32_t query_bits[kRowsOfWarp][Query<Shape>::kPerLane];
@@ -128,10 +128,10 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   if (Shape::kHasPairs && plan.appends) pair = load_pair(params, new_tokens, segment, 0, lane);
   if (plan.has_gaps) Ring::fill_gaps(params, shared_address(stages), num_stages, lane, segment.b);
 
-  // --- start copying; write the new tokens, by the warp whose step they belong to, before that step is copied
+  // --- start copying; a new token is written by the warp of its step, before that step is copied
   const Span span = find_rounds<Ring::kStepTokens>(params, plan, bounds, segment);
   Held held = plan.appends ? find_held<Ring::kStepTokens>(params, plan, bounds, segment) : Held{};
-  // Where every channel has a scale, the one new token may fill its block, whose steps are of one round.
+  // In granularity channel, the one new token may fill its block, whose steps are in one round.
   const bool fills_block = Shape::kIsBlocked && held.is_own && held.end % kBlockSize == 0;
   if (fills_block) held.first_step = step_of<Ring::kStepTokens>(held.end - kBlockSize);
   if (!segment.has_rounds() && !held.is_own) return;
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     commit_copies();
   }
 
-  // --- prepare the query while the copies are under way
+  // --- prepare the query during the copies
 #pragma unroll
   for (int i = 0; i < kRowsOfWarp; ++i) {
     const int slot = i * num_warps + warp;
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     }
   }
 
-  // Every row sees the tokens from `all_from` to `all_until` - 1.
+  // All rows attend to the tokens from `all_from` to `all_until` - 1.
   const int first_row = segment.row_tile * Shape::kRows;
   const int last_row = min(first_row + Shape::kRows, plan.rows.num_rows) - 1;
   const int all_until = min(span.end, span.first_position + plan.rows.token(first_row) + 1);
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
       worker.template attend<true>(params, plan.rows, segment, span, constants, before, at, step);
     }
     __syncwarp();
-    // The stage before is free now.
+    // The previous stage is free now.
     if (step + (num_stages - 1) * stride < segment.last_step) {
       ring.fill(params, plan, chunk_list, stage == 0 ? num_stages - 1 : stage - 1,
                 step + (num_stages - 1) * stride);
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   if (first_step < segment.last_step) worker.add_values(before);
   worker.finish();
 
-  // --- merge the warps, then the parts. A warp's output takes the place of its ring.
+  // --- merge the warps, then the parts. A warp's output overwrites its ring.
   wait_for_copies<0>();
   __syncwarp();
   worker.share(reinterpret_cast<float*>(stages), sums + warp * Shape::kRows);

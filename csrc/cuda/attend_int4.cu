@@ -1,4 +1,4 @@
-// Attention kernels for int4 keys and values, one scale (and zero) a token.
+// Attention kernels for int4 keys and values with one scale (and zero) per token.
 #include "attend_table.cuh"
 
 namespace hf_kvquant::cuda {

@@ -1,5 +1,5 @@
-// Attention kernels for int4 keys whose channels have a scale (and zero) for every block of tokens, and int4 values with
-// one a token.
+// Attention kernels for int4 keys with one scale (and zero) per channel and block of tokens, and int4 values with one
+// per token.
 #include "attend_table.cuh"
 
 namespace hf_kvquant::cuda {

@@ -30,7 +30,7 @@ AttendKernel kernel_for_rows(int num_rows) {
     if (num_rows <= 4) return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, 4>>();
   }
   if (num_rows <= 8) return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, 8>>();
-  // Scaled queries of 16 rows of 256 channels do not fit registers.
+  // In granularity channel, scaled queries of 16 rows of 256 channels do not fit registers.
   constexpr int kMostRows = kScales == Scales::blocks && kHeadDim == 256 ? 8 : 16;
   return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, kMostRows>>();
 }

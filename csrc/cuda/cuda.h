@@ -1,8 +1,7 @@
-// The CUDA kernels, as the rest of the extension sees them. Arguments have been checked by csrc/args.cpp, except for
-// the lengths: those live on the device, and what they would put beyond the capacity (of a ring: beyond kMaxRingLength)
-// is left out, whereupon attention of the sequence is NaN. Nothing here waits for the device or allocates, so a CUDA
-// graph can capture every call; the grid follows from shapes and the GPU, and lengths are read by the kernels alone.
-// Results are defined by hf_kvquant/reference.py.
+// The interface of the CUDA kernels. csrc/args.cpp has checked all arguments except the lengths, which are on the
+// device: kernels skip tokens beyond the capacity (of a ring: beyond kMaxRingLength), and attention of that sequence
+// returns NaN. Nothing here waits for the device or allocates, so a CUDA graph can capture every call. The grid depends
+// on shapes and the GPU only; lengths are read by the kernels alone. hf_kvquant/reference.py defines the results.
 #pragma once
 
 #include <cstddef>
@@ -12,38 +11,38 @@
 
 namespace hf_kvquant::cuda {
 
-// An instantiation of the attention kernel (attend.cuh), with what the host has to know of it.
+// An instantiation of the attention kernel (attend.cuh), with what the host needs to know about it.
 struct AttendKernel {
   const void* function;
-  int fixed_bytes, stage_bytes;  // of shared memory; the latter a warp's
-  int num_stages, min_stages;    // of the rings, the latter where shared memory is short
+  int fixed_bytes, stage_bytes;  // of shared memory: per block, and per warp and stage
+  int num_stages, min_stages;    // of a warp's ring: usual number, and fewest if shared memory is short
   int head_dim;                  // the largest it serves
   int rows_per_tile;             // query rows (tokens times heads of a group) that a thread block serves
   int step_tokens;               // tokens that a warp takes at a time
   int slot_floats;               // of one block's partial result
   bool has_key_zero, has_value_zero, is_grouped, is_blocked;
-  bool has_pairs;  // it takes a new key and its value side by side in a warp, or none
+  bool has_pairs;  // a warp quantises a new key and its value side by side; this needs are_pairs in plan.cpp
 };
 
-// What shares a scale: channels of a token (all of them, or groups), or the keys of a channel in a block of tokens.
+// What shares a scale: all channels of a token, a group of them, or a channel of the keys in a block of tokens.
 enum class Scales { rows, groups, blocks };
 
-// Warps of its blocks: 4 or 8, by the plan.
+// Warps of a thread block of the attention kernel: the plan chooses 4 or 8.
 constexpr int kMinAttendWarps = 4, kMaxAttendWarps = 8;
 constexpr int kTailTileTokens = 16;  // tokens of dense windows that a warp takes at a time
-constexpr int kGroupChannels = 32;   // that have a scale of their own in the kernels for groups
+constexpr int kGroupChannels = 32;   // channels of a group in the kernels for groups
 
-// The kernels for a pair of storage types: of the smallest head dim (64, 128 or 256) that holds `head_dim`, and of the
-// fewest rows that hold `num_rows`, or else the most there are.
+// The kernel for a pair of storage types, with the smallest head dim (64, 128 or 256) that holds `head_dim` and the
+// fewest rows that hold `num_rows`, or else the most rows.
 AttendKernel attend_int8(int head_dim, int num_rows);
 AttendKernel attend_int4(int head_dim, int num_rows);
-AttendKernel attend_int4_groups(int head_dim, int num_rows);  // of 32 channels or multiples
+AttendKernel attend_int4_groups(int head_dim, int num_rows);  // of 32 channels or a multiple
 AttendKernel attend_int4_channel(int head_dim, int num_rows);
 AttendKernel attend_k8v4(int head_dim, int num_rows);
 AttendKernel attend_fp8(int head_dim, int num_rows);
 
-// Divides by a number that is known only at run time: a division costs some thirty instructions, so the host prepares
-// it.
+// Divides by a number that is known only at run time. A division costs some thirty instructions, so the host computes a
+// reciprocal.
 struct Divisor {
   unsigned value;
   unsigned reciprocal;  // ⌈2³¹ / value⌉, exact while x · value < 2³¹
@@ -67,14 +66,14 @@ struct Rows {
 #endif
 };
 
-// New keys and values for the attention kernel to quantise; the sides that they go to are those of DecodeParams.
+// New keys and values for the attention kernel to quantise, into the sides of DecodeParams.
 struct NewTokens {
   Dense key, value;
   int q_len;
 };
 
-// Where heads of something begin: in multiples of 16 bytes, so that 32 bits are enough and a product with them is one
-// instruction.
+// Where the heads of a plane begin. Strides are in multiples of 16 bytes, so 32 bits are enough and a product with them
+// is one instruction.
 struct Origin {
   const void* data;
   uint32_t stride_b, stride_h;
@@ -86,67 +85,67 @@ struct Origin {
 #endif
 };
 
-// How a warp copies rows of codes that are not as the kernel's: in chunks of 16, 8 or 4 bytes, a lane each.
+// How a warp copies rows of codes that are not dense (see DecodePlan): in chunks of 16, 8 or 4 bytes, one per lane.
 struct RowChunks {
   int bytes;
-  int num_chunks;  // of a step
+  int num_chunks;  // in a step
   Divisor per_row;
 };
-constexpr int kChunkPlaceBytes = 8;  // what a block remembers of each, see Ring::list_chunks
+constexpr int kChunkPlaceBytes = 8;  // of a chunk's entry in the list that Ring::list_chunks makes
 
-// Scales or zeros, as the attention kernel copies them: eight consecutive tokens at a time.
+// A plane of scales or zeros, as the attention kernel copies it: eight consecutive tokens at a time.
 struct PlaneOfScales {
   Origin heads;              // `data` nullptr: nothing to copy
-  uint32_t stride_g;         // in multiples of 16 bytes; of keys in blocks, from block to block
-  Divisor groups_per_group;  // of the kernel, which has 32 channels in each, in one of the cache
+  uint32_t stride_g;         // in multiples of 16 bytes; in granularity channel from block to block
+  Divisor groups_per_group;  // the kernel's groups, of 32 channels each, in one group of the cache
   int last_group;            // of the cache
 };
 
-// How the work of one decode call is cut and who does it.
+// How the work of one decode call is cut into thread blocks, and which kernel does it.
 struct DecodePlan {
   AttendKernel kernel;  // `function` is nullptr where the general kernel serves (decode_general.cu)
-  int num_stages;       // of the rings
+  int num_stages;       // of a warp's ring
   int warps_log2;
   int shared_bytes;
-  bool may_overlap;  // the launch before, for whose end the kernel waits itself
+  bool may_overlap;  // may start before the previous launch ends; the kernel waits for that itself
   Rows rows;
   int rows_per_tile;  // also for the general kernel
   int num_row_tiles;
   Divisor num_splits;  // thread blocks that share a result
-  int blocks_of_head;  // row tiles x splits; the grid is these x heads x sequences
-  bool is_dense;       // rows of codes are as wide as the kernel's, and without gaps
-  bool has_gaps;       // copies leave some of a stage as it is, see ring.cuh
+  int blocks_of_head;  // row tiles x splits; the grid is this x heads x sequences
+  bool is_dense;       // rows of codes are as wide as the kernel's and have no gaps between them
+  bool has_gaps;       // copies do not write all of a stage, see Ring::fill_gaps
   bool appends;        // the attention kernel quantises the new tokens too
   Laps laps;
   int max_length;      // see max_length_of
-  int plain_query_at;  // in shared memory: the query as it came, for dense windows; 0 where there are none
+  int plain_query_at;  // in shared memory: the untransformed query, for dense windows; 0: there are none
   Origin key_codes, value_codes;
   RowChunks key_chunks, value_chunks;
-  PlaneOfScales scales[4];  // in the order in which the kernel copies them, which may be fewer
+  PlaneOfScales scales[4];  // in the order in which the kernel copies them; it may have fewer
   uint32_t query_stride_b, query_stride_h, query_stride_t;  // in elements
-  int64_t num_counters;      // zeros needed at the place where parts meet; 0 when nothing is combined
+  int64_t num_counters;      // counters that must be zero; 0 when nothing is combined
   int64_t workspace_floats;  // partial results; 0 when there are none
 };
 
-// Makes a device current for this library's CUDA runtime, which is not torch's, and returns torch's stream on it.
+// Makes a device current for the extension's own CUDA runtime, which is not torch's, and returns torch's stream on it.
 void* current_stream(int device_index);
 
 // Throws std::invalid_argument for head dims and alignments without a kernel.
 void check_support(const char* where, const Side& side);
 
-// `new_tokens` are those to append first; nullptr: none.
+// `new_tokens` are appended first; nullptr: none.
 DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_tokens);
 
 void append(const AppendParams& params, void* stream);
 
-// Appends and attends as planned. `params.counters` are plan.num_counters zeros, and zeros again afterwards.
+// Appends and attends as planned. `params.counters` must be plan.num_counters zeros; they are zeros again afterwards.
 void decode(const DecodeParams& params, const AppendParams* new_tokens, const DecodePlan& plan, float* workspace,
             void* stream);
 
-// Whether a kernel may start while the launch before is ending, which it then has to wait for itself.
+// Whether a kernel may start before the previous launch ends; the kernel then has to wait for that itself.
 bool may_overlap(const void* function);
 
-// The kernel for what no other serves: float32 queries, storage type `none`, mixtures of formats.
+// The kernel for all calls that no other kernel serves: float32 queries, storage type `none`, mixtures of formats.
 void decode_general(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream);
 
 }  // namespace hf_kvquant::cuda

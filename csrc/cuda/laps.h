@@ -1,6 +1,6 @@
-// In which rows of the planes tokens are: that of their position or, where the planes are a ring, position mod
-// capacity, as row_of in format.h has it. Kernels ask here, since a division takes longer than most of what they do
-// before they copy. Plain arithmetic, the same on the host.
+// Finds the row of a token in the planes: its position or, in a ring, position mod capacity, like row_of in format.h.
+// Without the division of row_of, which takes longer than most of what kernels do before they copy. The arithmetic is
+// the same on the host.
 #pragma once
 
 #include <cstdint>
@@ -15,15 +15,15 @@
 
 namespace hf_kvquant::cuda {
 
-// Tokens take the rows of a ring again and again, in laps. Other planes have one lap, which does not end.
+// Tokens go through the rows of a ring in laps. Other planes have a single lap without end.
 struct Laps {
-  int num_rows;         // of a lap, a multiple of kBlockSize; INT32_MAX where there is one
-  unsigned reciprocal;  // ⌈2²³⁺ˢ / blocks of a lap⌉, s being `shift`; 0 where there is one
+  int num_rows;         // of a lap, a multiple of kBlockSize; INT32_MAX for a single lap
+  unsigned reciprocal;  // ⌈2²³⁺ˢ / blocks of a lap⌉, s being `shift`; 0 for a single lap
   int shift;            // ⌈log2 of the blocks of a lap⌉
 
   // The first position of the lap that a position is in; exact below kMaxRingLength, that is, 2²³ blocks.
   KVQ_BOTH int begin(int position) const {
-    // 2⁹ times the number of its block: below 2³².
+    // 2⁹ times the number of the position's block: below 2³².
     const uint32_t block = static_cast<uint32_t>(position) / kBlockSize << 9;
 #ifdef __CUDA_ARCH__
     const uint32_t product = __umulhi(block, reciprocal);
@@ -36,7 +36,7 @@ struct Laps {
   KVQ_BOTH int row(int position) const { return position - begin(position); }
 };
 
-// The laps of planes with so many rows.
+// The laps of planes with `capacity` rows.
 inline Laps laps_of(int capacity, bool is_ring) {
   if (!is_ring) return {INT32_MAX, 0, 0};
   const auto num_blocks = static_cast<uint32_t>(capacity) / kBlockSize;
@@ -46,7 +46,7 @@ inline Laps laps_of(int capacity, bool is_ring) {
   return {capacity, static_cast<unsigned>((unit + num_blocks - 1) / num_blocks), shift};
 }
 
-// What lengths say beyond is left out: there is no room for it.
+// The most tokens of a sequence that there is room for. Kernels skip tokens beyond it.
 KVQ_BOTH int max_length_of(int capacity, bool is_ring) { return is_ring ? kMaxRingLength : capacity; }
 
 }  // namespace hf_kvquant::cuda

@@ -1,6 +1,6 @@
-// Proves, when compiled, what fragments.cuh says of rows in shared memory: that every byte has a place of its own, that
-// the short ways to compute an address give the same as the long one, and that neither copies nor loads meet bank
-// conflicts. Nothing of this file is ever called.
+// Proves at compile time what fragments.cuh says about rows in shared memory: every byte has a place of its own, the
+// short ways to compute an address agree with the long one, and neither copies nor loads have bank conflicts. Nothing
+// in this file is ever called.
 #include "fragments.cuh"
 
 namespace hf_kvquant::cuda {
@@ -8,11 +8,11 @@ namespace {
 
 constexpr int kBanks = 32;  // of four bytes
 
-// The lanes that a memory instruction of `bytes` a lane serves at a time.
+// How many lanes a memory instruction of `bytes` per lane serves at a time.
 constexpr int lanes_at_a_time(int bytes) { return bytes == 16 ? 8 : bytes == 8 ? 16 : 32; }
 
-// Whether lanes that are served together, of which lane l reaches `bytes` at place(l), find all they want in one go: a
-// bank gives one word, to however many lanes.
+// Whether lanes that are served together have no bank conflict, where lane l accesses `bytes` at place(l): a bank
+// serves one word at a time, to any number of lanes.
 template <class Place>
 constexpr bool has_no_conflict(int bytes, Place place) {
   for (int first = 0; first < kLanes; first += lanes_at_a_time(bytes)) {
@@ -29,7 +29,7 @@ constexpr bool has_no_conflict(int bytes, Place place) {
   return true;
 }
 
-// Rows of a step of kHalves half tiles: places are distinct, and copies are what `offset` says, without conflicts.
+// Rows of a step of kHalves half tiles: places are distinct, and copies go where `offset` says, without conflicts.
 template <int kRowBytes, int kHalves>
 constexpr bool has_sound_rows() {
   using Layout = RowLayout<kRowBytes>;
@@ -54,7 +54,7 @@ constexpr bool has_sound_rows() {
   return true;
 }
 
-// Loads of a lane's words, at slot(lane) and byte(lane, load): what `at` says, without conflicts.
+// Loads of a lane's words, at slot(lane) and byte(lane, load): `at` agrees with `offset`, without conflicts.
 template <int kRowBytes, class Words, class Slot, class Byte>
 constexpr bool has_sound_loads(int num_halves, Slot slot, Byte byte) {
   using Layout = RowLayout<kRowBytes>;
@@ -79,7 +79,7 @@ constexpr bool has_sound_key_loads(int num_halves) {
       [](int lane, int load) { return Words::load_byte(lane % 4, load); });
 }
 
-// Loads of matrices: of every tile, two chunks of all rows.
+// Loads of matrices: two chunks of all rows of every tile.
 template <int kRowBytes>
 constexpr bool has_sound_matrix_loads(int num_halves) {
   using Layout = RowLayout<kRowBytes>;

@@ -1,4 +1,4 @@
-// Weights into the L2 cache, ahead of the launch that reads them.
+// Loads weights into the L2 cache, ahead of the launch that reads them.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 namespace hf_kvquant::cuda {
 namespace {
 
-// Of the L2 cache. One instruction asks for one.
+// A line of the L2 cache. One instruction prefetches one.
 constexpr int kLineBytes = 128;
-// Enough to be in time, few enough to leave attention, which runs at the same time, its multiprocessors: a captured step
-// takes 0.06 ms longer with 4 blocks, 0.1 ms with 64 or 128 (H200, 2026-11: Llama 3 8B, int4, 1 x 2k).
+// Enough blocks to be in time, and few enough to leave multiprocessors to attention, which runs at the same time: a
+// captured step takes 0.06 ms longer with 4 blocks, 0.1 ms with 64 or 128 (H200, 2026-11: Llama 3 8B, int4, 1 x 2k).
 constexpr int kThreads = 128, kMostBlocks = 16;
 constexpr int64_t kBlockBytes = kThreads * kLineBytes;
 

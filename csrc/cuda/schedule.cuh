@@ -1,19 +1,19 @@
 // Which tokens of which sequence a thread block attends to. Lengths are known on the device only, so blocks work this
 // out themselves, from a fixed grid.
 //
-// A unit is what one result needs: a sequence, a key-value head, and a tile of query rows. Its tokens are cut into
-// steps, aligned to multiples of `kStepTokens`, and as many steps as a block has warps are a round. Rounds are dealt to
-// `num_splits` blocks in turn, by their place in the sequence and by nothing else: so results repeat bit for bit, with a
-// fixed number of splits they are the same in every batch, and a block knows where it begins before it knows a length,
-// unless there is padding or a window. Blocks that share a unit leave partial results in the workspace; the last of them
-// to arrive combines (combine.cuh).
+// A unit is the work for one result: a sequence, a key-value head, and a tile of query rows. Its tokens are cut into
+// steps, aligned to multiples of `kStepTokens`; a round is as many steps as a block has warps. Rounds are assigned to
+// `num_splits` blocks in turn, by their place in the sequence alone. So results repeat bit for bit, and with a fixed
+// number of splits they are the same in every batch. A block also knows where it begins before it knows a length,
+// unless there is padding or a window. Blocks that share a unit write partial results to the workspace; the last one to
+// finish combines them (combine.cuh).
 //
-// Tried and no faster (H200, 2026-11): blocks that stay and fetch their next part, with its first copies started before
-// the last part is merged; an even deal of all steps to blocks or to warps, whatever the lengths: they do not hide what a
-// part costs beside its tokens, and cost instructions. Copying before the length is known saved 0.3 us of 7, but reads
-// what nobody needs wherever the cache has room for more than it holds. Clusters, whose blocks combine through each
-// other's shared memory, are packed onto few multiprocessors: of 8 blocks they saved 0.6 us of 7.9 at best, less than a
-// leaner combine, of 16 they cost 3.
+// Tried and no faster (H200, 2026-11): persistent blocks that fetch their next part, with its first copies started
+// before the last part is merged; an even distribution of all steps to blocks or to warps, whatever the lengths. These
+// do not hide the fixed cost of a part, and take instructions. Copying before the length is known saved 0.3 us of 7,
+// but reads unneeded memory wherever the cache is not full. Clusters, whose blocks combine through each other's shared
+// memory, are packed onto few multiprocessors: with 8 blocks they saved 0.6 us of 7.9 at best, less than a leaner
+// combine; with 16 they cost 3.
 #pragma once
 
 #include "../format.h"
@@ -22,8 +22,8 @@
 
 namespace hf_kvquant::cuda {
 
-// What is asked of the device first, since all else depends on it. Padding ends where lengths do at most, so that sums
-// fit an int.
+// The length and start of a sequence, which are loaded first, since all else depends on them. `start` is at most
+// max_length, so that sums fit an int.
 struct Bounds {
   int length, start;
 
@@ -36,9 +36,9 @@ struct Bounds {
   }
 };
 
-// The tokens that the rows of a unit see as codes.
+// The tokens that the rows of a unit attend to as codes.
 struct Span {
-  int first_position;  // of the chunk's first query; may be negative
+  int first_position;  // of the call's first query token; may be negative
   int begin, end;      // tokens that any row sees
 };
 
@@ -47,12 +47,12 @@ struct Segment {
   int b, h, row_tile;
   int share;                  // less than num_splits
   int part, num_parts;        // place among the shares that have rounds, in the order of the sequence
-  int first_step, last_step;  // of the block's first round, and of the sequence; last_step is not part of it
+  int first_step, last_step;  // of the block's first round, and one past the last of the sequence
 
   __device__ __forceinline__ bool has_rounds() const { return part < num_parts; }
 };
 
-// The unit and share of this block; what it has to do is known only with `find_rounds`.
+// The unit and share of this block. `find_rounds` finds its steps.
 __device__ __forceinline__ Segment segment_of_block(const DecodePlan& plan) {
   Segment segment;
   segment.row_tile = plan.num_splits.quotient(blockIdx.x);
@@ -72,20 +72,20 @@ __device__ __forceinline__ int share_of_step(const DecodePlan& plan, int step) {
   return plan.num_splits.rest(static_cast<unsigned>(step) >> plan.warps_log2);
 }
 
-// The new tokens that are written in the same launch, those for which there is room, and the steps that hold them.
+// The new tokens that this launch writes, as far as there is room, and the steps that hold them.
 struct Held {
   int begin = 0, end = 0;  // tokens
-  int first_step = 0;      // with what becomes codes because of them
+  int first_step = 0;      // of those tokens, or of the block that they fill
   bool is_own = false;     // some of them belong to this block
 };
 
-// Steps and rounds are counted without signs, so that a division by a power of two is one instruction.
+// Steps and rounds are counted unsigned, so that a division by a power of two is one instruction.
 template <int kStepTokens>
 __device__ __forceinline__ int step_of(int token) {
   return static_cast<unsigned>(token) / kStepTokens;
 }
 
-// They are few: at most two steps hold them.
+// New tokens are few: at most two steps hold them.
 template <int kStepTokens>
 __device__ __forceinline__ Held find_held(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds,
                                           const Segment& segment) {
@@ -100,12 +100,12 @@ __device__ __forceinline__ Held find_held(const DecodeParams& params, const Deco
   return held;
 }
 
-// The rounds of a block, and the span of its unit. Steps of a unit without tokens are one, so that somebody writes its
+// Finds the rounds of a block and the span of its unit. A unit without tokens has one step, so that a block writes its
 // result.
 template <int kStepTokens>
 __device__ __forceinline__ Span find_rounds(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds,
                                             Segment& segment) {
-  int first_token = 0, last_token = params.q_len - 1;  // of the chunk, in the row tile
+  int first_token = 0, last_token = params.q_len - 1;  // query tokens in the row tile
   if (plan.num_row_tiles > 1) {
     const int first_row = segment.row_tile * plan.rows_per_tile;
     first_token = plan.rows.token(first_row);
@@ -119,7 +119,7 @@ __device__ __forceinline__ Span find_rounds(const DecodeParams& params, const De
     span.begin = max(span.begin, span.first_position + first_token - params.sliding_window + 1);
   }
   if (plan.plain_query_at > 0) {
-    // Tokens of dense windows come later (tails.cuh).
+    // Tokens of dense windows follow later (tails.cuh).
     span.begin = max(span.begin, max(bounds.start, 0) + params.sink_length);
     span.end = min(span.end, max(span.first_position + params.q_len - params.residual_length, 0));
   }

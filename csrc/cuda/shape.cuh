@@ -1,5 +1,5 @@
-// What an instantiation of the attention kernel is made of: formats, head dim, query rows, and how shared memory is
-// laid out for them. Which instantiations there are is in attend_table.cuh, which of them serves a call in plan.cpp.
+// The constants of one instantiation of the attention kernel: formats, head dim, query rows, and the layout of shared
+// memory. attend_table.cuh lists the instantiations; plan.cpp chooses one for a call.
 #pragma once
 
 #include "combine.cuh"
@@ -7,7 +7,7 @@
 
 namespace hf_kvquant::cuda {
 
-// `kRows` 4 is its own form: the high and low bytes of an integer query share a column tile, which halves the work on
+// With `kRows` 4, the high and low bytes of an integer query share a column tile (kIsPaired), which halves the work on
 // scores.
 template <Storage kKey_, Storage kValue_, bool kHasKeyZero_, bool kHasValueZero_, Scales kScales_, int kHeadDim_,
           int kRows_>
@@ -18,14 +18,15 @@ struct Shape {
   static constexpr int kHeadDim = kHeadDim_, kRows = kRows_;
   static constexpr bool kIsPaired = kRows == 4;
   static_assert(!kIsPaired || kKey != Storage::fp8, "only integer queries come in two bytes");
-  // A warp quantises a new key and its value at once, in one copy of the code: both alike, a row in half the lanes.
+  // A warp quantises a new key and its value at once, with the same code: both have the same format, and each row takes
+  // half of the lanes.
   static constexpr bool kHasPairs =
       kKey == kValue && kHasKeyZero == kHasValueZero && !kIsBlocked && kHeadDim <= kLanes / 2 * kChunk;
 
   static constexpr int kKeyRowBytes = kHeadDim / (kKey == Storage::int4 ? 2 : 1);
   static constexpr int kValueRowBytes = kHeadDim / (kValue == Storage::int4 ? 2 : 1);
   static constexpr int kNumGroups = kIsGrouped ? kHeadDim / kGroupChannels : 1;
-  // Steps of about 4 KB (8 KB for head dim 256), three or four of them under way or in use.
+  // Steps of about 4 KB (8 KB for head dim 256), three or four of them being copied or in use.
   static constexpr int kTilesPerStep = kKeyRowBytes + kValueRowBytes > 192 ? 1 : 2;
   static constexpr int kNumStages = kKeyRowBytes + kValueRowBytes == 256 ? 4 : 3;
   using KeyRing = Ring<kKeyRowBytes, kValueRowBytes, kHasKeyZero, kHasValueZero, kNumGroups, kTilesPerStep,
@@ -35,7 +36,7 @@ struct Shape {
   static constexpr int kColumnsPerTile = kIsPaired ? 1 : 2;
   static constexpr int kColumns = kColumnsPerTile * kColumnTiles;  // query rows of a lane
 
-  // Shared memory: the query, small things, and the rings, whose place the outputs of the warps take in the end.
+  // Shared memory: the query, factors and sums, and the rings, which the outputs of the warps overwrite in the end.
   static constexpr int kOutputStride = kHeadDim + 4;              // floats
   static constexpr int kOutputBytes = kRows * kOutputStride * 4;  // of a warp
   static constexpr int kFactorsAt = 2 * kRows * kHeadDim;         // see Query
@@ -43,7 +44,7 @@ struct Shape {
   static constexpr int kSumsAt = kConstantsAt + kRows * 4;  // [warp][kRows] {maximum, sum}
   static constexpr int kRingsAt = (kSumsAt + kMaxAttendWarps * kRows * 8 + 127) / 128 * 128;
 
-  // For the host, which takes fewer stages where shared memory is short.
+  // For the host, which uses fewer stages if shared memory is short.
   static constexpr int kMinStages = 2 * KeyRing::kStageBytes >= kOutputBytes ? 2 : kNumStages;
   static_assert(kMinStages * KeyRing::kStageBytes >= kOutputBytes, "a ring holds the output");
 };

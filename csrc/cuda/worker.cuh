@@ -1,13 +1,13 @@
-// What one warp does with the steps it is given: scores, an online softmax, and the weighted sum of values, all in
-// registers. Copies are ring.cuh's, which steps they are attend.cuh's, operands fragments.cuh's.
+// What one warp does with each of its steps: scores, an online softmax, and the weighted sum of values, all in
+// registers. attend.cuh chooses the steps, ring.cuh copies them, fragments.cuh makes the operands.
 //
-// The softmax. Scores are in log2 units. A column (query row) keeps a shift near max(score + log2(scale of the value)),
-// so that P' = 2^(score - shift) · scale, rounded to float16, is at most 2^15; only when it would exceed that does the
-// warp take the branch that raises the shift. Since float16 keeps relative precision down to 2^-14 and something down
-// to 2^-24, nothing is lost by the shift lagging behind. A masked score is -inf and its P' is replaced, not multiplied:
-// scales there may be NaN. The maximum ignores NaN; the exponential does not, so whoever attends to a NaN gets one. With
-// groups of channels, weights are rounded before scales multiply them (groups.cuh). The body for what changes scores
-// takes the shift off last: slopes of ALiBi make the shift of far tokens so large that near ones would lose their bits.
+// Softmax. Scores are in log2 units. A column (query row) keeps a shift near max(score + log2(scale of the value)), so
+// that P' = 2^(score - shift) · scale, rounded to float16, is at most 2^15. Only when P' would exceed that, the warp
+// takes the branch that raises the shift. The shift may lag behind without loss, since float16 keeps relative precision
+// down to 2^-14 and some of it down to 2^-24. A masked score is -inf, and its P' is replaced, not multiplied, because
+// scales there may be NaN. The maximum ignores NaN; the exponential does not, so rows that attend to a NaN become NaN.
+// With groups of channels, weights are rounded before they are multiplied by scales (groups.cuh). The masked body
+// subtracts the shift last: slopes of ALiBi make the shift of far tokens so large that near ones would lose bits.
 #pragma once
 
 #include "blocks.cuh"
@@ -16,8 +16,8 @@
 namespace hf_kvquant::cuda {
 
 constexpr float kMaxWeight = 32768.f;  // of P', half of what float16 holds
-// With groups, weights become float16 before scales multiply them. Where all scales are below 2, weights up to 2^14 do,
-// and a shift leaves them 10 bits above 1, since small scales will make them smaller.
+// With groups, weights become float16 before they are multiplied by scales. If all scales are below 2, weights may reach
+// 2^14. A new shift brings the largest to about 2^10, since small scales will make weights smaller.
 constexpr float kMaxGroupedWeight = 16384.f, kGroupedWeightBits = 10.f;
 
 // The maximum, sum and output of the rows of a unit over the steps of one warp.
@@ -76,10 +76,10 @@ class Worker {
     }
   }
 
-  // Takes one step's scores and turns them into weights, and meanwhile adds what the step before has weighed: the two
-  // have nothing to do with each other, so one's latencies hide behind the other's instructions. `before` is the stage
-  // of the step before, for the first step any stage that is filled: its weights are zeros. The second body is for
-  // steps that not all rows see in whole, and for what changes scores.
+  // Turns one step's scores into weights, and in between adds the weighted values of the previous step: the two are
+  // independent, so the latencies of one hide behind the instructions of the other. `before` is the stage of the
+  // previous step; for the first step it is any filled stage, since its weights are zeros. kIsMasked is for steps that
+  // not all rows attend to in full, and for softcap and ALiBi, which change scores.
   template <bool kIsMasked>
   __device__ __forceinline__ void attend(const DecodeParams& params, const Rows& rows, const Segment& segment,
                                          const Span& span, const float* constants, const unsigned char* before,
@@ -87,7 +87,7 @@ class Worker {
     ValueMatrices values;
     load_values(before, values);
 
-    // --- scores, off their shift, which costs nothing here; masks take them whole
+    // --- scores minus their shift, which costs nothing here; the masked body subtracts it later
     float score[kTiles][2][kColumns], base[kColumns];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) base[c] = kIsMasked ? 0.f : -shift_[c];
@@ -130,7 +130,7 @@ class Worker {
     } else {
       uint32_t scales[kTiles], zeros[kTiles];
       load_scales<Shape::kHasValueZero>(stage + Ring::kValueScaleAt, stage + Ring::kValueZeroAt, scales, zeros);
-      bool is_beyond = false;  // or not a number, where the weight alone may be infinite
+      bool is_beyond = false;  // or NaN, where the weight alone may be infinite
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -146,7 +146,7 @@ class Worker {
         }
       }
       if (__any_sync(kAllLanes, is_beyond) || is_fresh_) {
-        // Where there is no scale, the score alone: lse does not see values.
+        // A scale that is NaN counts like the smallest one: lse does not depend on values.
         raise_shift<kIsMasked>(score, is_visible, weight,
                                [&](int i, int h) { return fmaxf(__log2f(half_of(scales[i], h)), -24.f); });
       }
@@ -158,14 +158,14 @@ class Worker {
     }
   }
 
-  // Adds the values of a step, weighed.
+  // Adds the weighted values of a step.
   __device__ __forceinline__ void add_values(const unsigned char* stage) {
     ValueMatrices values;
     load_values(stage, values);
     add_values(values);
   }
 
-  // When all steps are taken: adds up what the lanes of a row have summed, and adds zeros to the output.
+  // After the last step: adds up the sums of all lanes of a row, and adds zeros to the output.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
@@ -194,7 +194,7 @@ class Worker {
     }
   }
 
-  // Maximum, sum and output into shared memory, `outputs` being this warp's [kRows][kOutputStride].
+  // Writes maximum, sum and output to shared memory; `outputs` is this warp's [kRows][kOutputStride].
   __device__ __forceinline__ void share(float* outputs, float2* sums) const {
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
@@ -320,7 +320,7 @@ class Worker {
     } else {
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n) {
-        // int4: sums over low nibbles, and over high ones, which are left where they are and count sixteenfold.
+        // int4: sums over low nibbles, and over high ones, which stay in place and so count sixteenfold.
         int product[kParts][4] = {}, sixteenfold[kParts][4] = {};
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
@@ -384,7 +384,7 @@ class Worker {
     }
   }
 
-  // Softcap and ALiBi, and -inf for what a row does not see.
+  // Applies softcap and ALiBi, and sets the scores of tokens that a row does not attend to to -inf.
   __device__ __forceinline__ void mask(const DecodeParams& params, const Rows& rows, const Segment& segment,
                                        const Span& span, const float* constants, int step,
                                        float (&score)[kTiles][2][kColumns],
@@ -419,8 +419,8 @@ class Worker {
     return kIsMasked ? score : score + shift_[column];
   }
 
-  // Raises the shift of all columns to what this step asks for, lowers what has been summed so far accordingly, and
-  // computes the step's weights again. `room(tile, half)`: log2 of what a weight will be multiplied by.
+  // Raises the shift of all columns to what this step needs, scales the sums so far to match, and computes the step's
+  // weights again. `room(tile, half)` is log2 of the scale that a weight will be multiplied by.
   template <bool kIsMasked, class Room>
   __device__ __forceinline__ void raise_shift(float (&score)[kTiles][2][kColumns],
                                               const bool (&is_visible)[kTiles][2][kColumns],
@@ -449,7 +449,7 @@ class Worker {
       for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          // Beyond 2^24, the next float32 may be far from what the shift should be. A NaN stays one.
+          // Beyond 2^24, float32 may not hold the shift closely enough, hence the clamp. NaN stays NaN.
           const float x = whole_score<kIsMasked>(score[i][h][c], c) - shift, most = kHeadroom - room(i, h);
           weight[i][h][c] = exp2_approx(x > most ? most : x);
         }
@@ -473,7 +473,7 @@ class Worker {
     is_fresh_ = __any_sync(kAllLanes, is_unset);
   }
 
-  // The B operand of weights times values for one tile: P' = weight · scale in float16. Zeros add up on the side.
+  // The B operand of weights times values for one tile: P' = weight · scale in float16. Sums weight · zero as well.
   template <bool kIsMasked>
   __device__ __forceinline__ void weigh(const float (&weight)[2][kColumns], const bool (&is_visible)[2][kColumns],
                                         uint32_t scales, uint32_t zeros, uint32_t (&operand)[kColumnTiles][2]) {
@@ -496,8 +496,8 @@ class Worker {
                                                : pack_halves(scaled[2 * n % kColumns], scaled[(2 * n + 1) % kColumns]);
         operand[n][h] = transpose(pair);
         if constexpr (Shape::kValue == Storage::int4) {
-          // Codes are taken off their middle here, for weights as they were rounded: a rounding error then counts as
-          // often as the code differs from the middle, not as often as the code.
+          // Centres the codes, for weights as they were rounded: the rounding error of a weight is then multiplied by
+          // the code's distance from the middle, not by the code.
 #pragma unroll
           for (int i = 0; i < Shape::kColumnsPerTile; ++i) {
             zero_[2 * n + i] = fmaf(half_of(pair, i), -kMiddleCode, zero_[2 * n + i]);
@@ -511,13 +511,13 @@ class Worker {
   uint32_t values_at_, key_at_, scale_at_;  // in a stage: of the lane's first matrix row, words and scales
   QueryOperands<Shape> query_;              // without groups or blocks, like the next
   float key_offset_;
-  float value_center_;  // what is to be added to codes off their middle
+  float value_center_;  // what centred codes of values lack: the middle, 0 if symmetric
   float sum_of_query_[kColumns];
   Groups<Shape> groups_;  // with groups
   Blocks<Shape> blocks_;  // with blocks
   float factor_[kColumns];
   float maximum_[kColumns], shift_[kColumns], sum_[kColumns], zero_[kColumns];
-  uint32_t operand_[kTiles][kNumGroups][kColumnTiles][2];  // weights of the step before
+  uint32_t operand_[kTiles][kNumGroups][kColumnTiles][2];  // weights of the previous step
   float output_[kColumnTiles][Values::kTiles][4];
   bool is_fresh_ = true;
 };
