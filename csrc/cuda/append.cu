@@ -1,15 +1,17 @@
-// Appends the new keys and values of a layer to their planes: which warp takes which rows. What is done with a row is
-// in quantize.cuh, bit for bit as reference.append.
+// Appends the new keys and values of a layer to their planes, bit for bit as reference.append. This file decides which
+// warp takes which rows; quantize.cuh quantises a row.
 //
-// A row is one token of one head, eight channels a lane, so that a warp holds several rows at once. Where rows have
-// scales of their own, a lane also takes kRows consecutive tokens: their loads are under way together, and the scales
-// of a group leave in one store. These rows are a tile; a warp takes a few tiles of one head, to find its place only
-// once. Warps of a block take neighbouring heads, because the model's own layout, tokens before heads, then reads
-// contiguous memory. Where the heads of a token share a scale, a thread block takes the token; where the keys of a channel
-// do, it takes a block of tokens in one head.
-// Each of these ways is a kernel of its own: registers that one needs cost another no warps. Keys and values are one
-// launch where a kernel serves both, first the blocks of the keys. Lengths are read on the device; tokens for which there
-// is no room are left out. Of more new tokens than a ring has rows, the newest are taken, so that no two meet in a row.
+// A row is one token of one head, eight channels per lane, so a warp holds several rows at once. Where rows have their
+// own scales, a lane also takes kRows consecutive tokens: their loads overlap, and the scales of a group take one
+// store. These rows are a tile. A warp takes a few tiles of one head, to compute its place only once. Warps of a block
+// take neighbouring heads, which reads contiguous memory in the model's own layout, tokens before heads. Where the
+// heads of a token share a scale, a thread block takes the token; in granularity channel, it takes a block of tokens in
+// one head.
+//
+// Each of these ways is a separate kernel, so that registers that one needs do not cost another warps. Keys and values
+// share a launch if one kernel serves both, with the blocks of the keys first. Lengths are read on the device; tokens
+// without room are skipped. If there are more new tokens than a ring has rows, only the newest are written, so that no
+// two are written to the same row.
 #include <algorithm>
 #include <type_traits>
 
@@ -20,11 +22,11 @@ namespace hf_kvquant::cuda {
 namespace {
 
 constexpr int kNumWarps = 4;
-constexpr int kMinPromptTokens = 16;  // below, one token a lane: fewer instructions before the first store
+constexpr int kMinPromptTokens = 16;  // below, one token per lane: fewer instructions before the first store
 constexpr int kMaxTilesPerWarp = 4;
-constexpr int kMinWarps = 8192;  // below, fewer tiles a warp: three times what the largest GPUs hold at once
+constexpr int kMinWarps = 8192;  // below, fewer tiles per warp: three times what the largest GPUs hold at once
 
-// Tokens of a lane: as many as registers allow, since the work around them is the same for any number.
+// Tokens per lane: as many as registers allow, since the overhead is the same for any number.
 __host__ __device__ constexpr int rows_of_lane(bool is_prompt, Dtype dtype) {
   return !is_prompt ? 1 : dtype == Dtype::fp32 ? 4 : 8;
 }
@@ -48,7 +50,7 @@ struct Jobs {
   int max_length;  // see max_length_of
 };
 
-// How the 32 lanes of a warp lie on rows. Lanes that are left over belong to no row.
+// How the 32 lanes of a warp are assigned to rows. Spare lanes have no row.
 struct Lanes {
   int lanes_per_row, rows;               // rows side by side in a warp
   int lane, row, chunk;                  // of this lane: its row and place in it
@@ -72,7 +74,7 @@ struct Lanes {
 struct Tokens {
   unsigned b, h;
   int64_t row;     // of the first in the planes
-  int begin, end;  // which of them are of the chunk and have room
+  int begin, end;  // those that are new and have room
 
   __device__ bool has_room(int r) const { return r >= begin && r < end; }
 };
@@ -106,7 +108,7 @@ __device__ void store_values(uint8_t* row, Dtype target, int chunk, const Values
 
 // --- scales of rows
 
-// The scales of a group, or its zeros, from the first of these tokens on.
+// Stores the scales or zeros of a group, from the first of these tokens on.
 template <int kRows>
 __device__ void store_plane(half_bits* plane, int64_t stride_t, const half_bits (&values)[kRows],
                             const Tokens& tokens) {
@@ -161,7 +163,7 @@ __device__ void quantize_rows(const Side& side, const Lanes& lanes, const Tokens
   }
 }
 
-// The rows of one tile, from element `first` on.
+// Loads the rows of one tile, from element `first` on.
 template <bool kIsTransformed, Dtype kDtype, int kRows>
 __device__ void load_tile(const Job& job, const Lanes& lanes, const LaneTransform<kChunk>& inverted, int64_t first,
                           int num_rows, Values<kDtype> (&x)[kRows]) {
@@ -173,7 +175,7 @@ __device__ void load_tile(const Job& job, const Lanes& lanes, const LaneTransfor
   if constexpr (kIsTransformed) transform_rows(job.transform, inverted, job.side.head_dim, lanes.chunk, x);
 }
 
-// Values come, codes and scales go.
+// Loads one tile, and stores its codes and scales.
 template <bool kIsTransformed, Dtype kDtype, int kRows>
 __device__ void append_tile(const Job& job, const Lanes& lanes, const LaneTransform<kChunk>& inverted,
                             const Tokens& tokens, int64_t first, int num_rows) {
@@ -206,7 +208,7 @@ __device__ void append_tile(const Job& job, const Lanes& lanes, const LaneTransf
   }
 }
 
-// One warp's tiles of a side whose rows have scales of their own, or a frozen one, or none.
+// Appends one warp's tiles of a side whose rows have their own scales, a frozen one, or none.
 template <bool kIsTransformed, Dtype kDtype, int kRows>
 __device__ void append_rows(const Jobs& jobs, const Job& job, unsigned block) {
   const Dense& dense = job.dense;
@@ -218,7 +220,7 @@ __device__ void append_rows(const Jobs& jobs, const Job& job, unsigned block) {
   const int start = part * job.tiles_per_warp * tokens_per_tile;
   const int end = min(job.q_len, start + job.tiles_per_warp * tokens_per_tile);
 
-  // Tokens of the chunk that this lane may read, and those among them with a place in the cache.
+  // New tokens that this lane may read, and those among them with room in the cache.
   const int64_t before = int64_t{jobs.lengths[b]} - job.q_len;  // position of the first token
   const int count = lanes.has_row() ? job.q_len : 0;
   const int first_with_room = static_cast<int>(min(max(-before, int64_t{0}), int64_t{count}));
@@ -232,7 +234,7 @@ __device__ void append_rows(const Jobs& jobs, const Job& job, unsigned block) {
 #pragma unroll 1
   for (int tile = start; tile < end; tile += tokens_per_tile) {
     const int i = tile + lanes.row * kRows;
-    // Several tokens of a lane are in rows that follow each other, so none of a ring (see `append`).
+    // With several tokens per lane, their rows are consecutive, which excludes rings (see `append`).
     const int64_t row = kRows > 1 ? before + i : jobs.laps.row(static_cast<int>(before) + i);
     const Tokens tokens = {b, h, row, first_with_room - i, end_of_room - i};
     append_tile<kIsTransformed, kDtype, kRows>(job, lanes, inverted, tokens, origin + i * dense.stride_t, count - i);
@@ -243,7 +245,7 @@ __device__ void append_rows(const Jobs& jobs, const Job& job, unsigned block) {
 
 using Wide = Values<Dtype::fp32>;
 
-// One token of one side, as a thread block sees it: its heads, dealt to the warps.
+// One token of one side, for a thread block: its heads are divided among the warps.
 struct Token {
   const Jobs& jobs;
   const Job& job;
@@ -270,7 +272,7 @@ struct Token {
       const int64_t row = b * dense.stride_b + h * dense.stride_h + i * dense.stride_t;
       Values<Dtype::fp32> x = {};
       if (has_head) x = load_widened(dense, row + lanes.chunk * kChunk);
-      // Lanes without a head go along: a key is transformed by all of them together.
+      // Lanes without a head take part, too: all lanes transform a key together.
       if (!is_identity(job.transform)) {
         x = transformed(job.transform, job.side.head_dim, has_head ? h : 0, x, lanes.chunk);
       }
@@ -317,12 +319,12 @@ __device__ void append_token(const Jobs& jobs, const Job& job, unsigned block) {
 
 // --- scales of channels, and tails
 
-// What an append does to the tail of a sequence, in positions. Tokens for which there is no room do not count.
+// What an append does to the tail of a sequence, in positions. Tokens without room do not count.
 struct TailUpdate {
-  int start;        // the first token that is not padding; max_length where there is none, so that sums fit an int
+  int start;        // the first token that is not padding, at most max_length, so that sums fit an int
   int first_new;    // may be negative
   int old, length;  // tokens before and after
-  int begin, end;   // the newest tokens that attention took from the tail before began there, and do now
+  int begin, end;   // tail_begin before and after
 
   __device__ TailUpdate(const Jobs& jobs, const Job& job, unsigned b)
       : start(jobs.starts == nullptr ? 0 : min(max(jobs.starts[b], 0), jobs.max_length)),
@@ -333,7 +335,7 @@ struct TailUpdate {
         end(tail_begin(job.side, max(length, 0), jobs.residual_length)) {}
 };
 
-// All threads of a thread block copy the new tokens that belong to a tail now, in one head.
+// All threads of a block copy the new tokens of one head that now belong to the tail.
 __device__ void copy_to_tail(const Jobs& jobs, const Job& job, const TailUpdate& update, int64_t b, int64_t h) {
   const Side& side = job.side;
   const Dense& dense = job.dense;
@@ -356,7 +358,7 @@ __device__ void copy_to_tail(const Jobs& jobs, const Job& job, const TailUpdate&
   copy(max(update.start, update.old), min(update.start + jobs.sink_length, first));
 }
 
-// Quantises the tokens from `begin` on, a block of them, in one head. Sinks count as padding: nobody reads their codes.
+// Quantises the block of tokens from `begin` on, in one head. Sinks count as padding: their codes are never read.
 __device__ void quantize_block(const Jobs& jobs, const Job& job, const TailUpdate& update, int64_t b, int64_t h,
                                int begin) {
   const BlockOfTokens tokens = {begin, jobs.laps.row(begin), update.first_new, update.start + jobs.sink_length,
@@ -370,14 +372,14 @@ __device__ void quantize_block(const Jobs& jobs, const Job& job, const TailUpdat
   }
 }
 
-// One thread block's part of a head: the blocks that begin in the tail and become codes now, and then the new tail, which
-// takes the place of what was read for them; or one of the blocks of new tokens only.
+// One thread block's part of a head. The first quantises the blocks that begin in the tail, and then writes the new
+// tail over the rows that it has read for them. Each of the others quantises one block of new tokens only.
 __device__ void append_blocks(const Jobs& jobs, const Job& job, unsigned block) {
   const unsigned parts = job.q_len / kBlockSize + 1, head = block / parts, part = block - head * parts;
   const unsigned b = head / jobs.num_kv_heads, h = head - b * jobs.num_kv_heads;
   const TailUpdate update(jobs, job, b);
   if (update.length <= update.old) return;
-  // Older blocks would meet newer ones in a row of a ring.
+  // In a ring, older blocks would share rows with newer ones.
   const int oldest = max(update.begin, update.end - jobs.capacity);
   if (part > 0) {
     const int begin = max(update.begin, (update.old + kBlockSize - 1) / kBlockSize * kBlockSize) +
@@ -392,7 +394,7 @@ __device__ void append_blocks(const Jobs& jobs, const Job& job, unsigned block) 
   copy_to_tail(jobs, job, update, b, h);
 }
 
-// The tails of sides whose tokens have codes from the start: a thread block for every head of a sequence and side.
+// Writes the tails of sides that quantise every token at once: a thread block for every head of a sequence and side.
 __global__ void __launch_bounds__(kNumWarps* kLanes) append_tails(const __grid_constant__ Jobs jobs) {
   const Job& job = jobs.jobs[blockIdx.x % 2];
   const unsigned head = blockIdx.x / 2, b = head / jobs.num_kv_heads;
@@ -412,14 +414,14 @@ Way way_of(const Job& job) {
   return is_identity(job.transform) ? Way::rows : Way::transformed_rows;
 }
 
-// What rows are taken as. What comes out of a transform is float32, and so is what few tokens are widened to: they wait for
-// memory, whatever they are.
+// The dtype in which rows are held. A transform returns float32, and few tokens are widened to it: they wait for memory
+// in any dtype.
 Dtype dtype_of_rows(const Job& job, bool is_prompt) {
   return is_prompt && way_of(job) == Way::rows ? job.dense.dtype : Dtype::fp32;
 }
 
-// The sides of a launch go one way; beside transformed keys there may be values as they come, since those of a prompt take
-// 6 % longer in a launch of their own (H200, 2026-11).
+// Both sides of a launch go the same way, except that untransformed values may go with transformed keys: values of a
+// prompt take 6 % longer in a launch of their own (H200, 2026-11).
 template <Way kWay, bool kIsPrompt>
 __global__ void __launch_bounds__(kNumWarps* kLanes) append_sides(const __grid_constant__ Jobs jobs) {
   const bool is_value = blockIdx.x >= jobs.jobs[0].num_blocks;
@@ -452,8 +454,8 @@ AppendKernel kernel_of(Way way, bool is_prompt) {
   return append_sides<Way::blocks, false>;
 }
 
-// Before tokens are coded with a frozen scale: a value that is not finite makes the scale of its sequence NaN, and all
-// tokens of the sequence see that. A kernel of its own, so that the next one reads the scale as it has become.
+// Runs before tokens are quantised with a frozen scale: a value that is not finite makes the scale of its sequence NaN,
+// for all tokens of the sequence. A separate kernel, so that the next one reads the new scale.
 __global__ void __launch_bounds__(kNumWarps* kLanes) spoil_frozen_scales(const __grid_constant__ Jobs jobs) {
   const Job& job = jobs.jobs[blockIdx.x % 2];
   const Token token(jobs, job, blockIdx.x / 2);
@@ -465,7 +467,7 @@ __global__ void __launch_bounds__(kNumWarps* kLanes) spoil_frozen_scales(const _
   });
 }
 
-// The newest tokens of a job, at most so many.
+// A job with only its newest tokens, at most `most`.
 Job newest(Job job, int most) {
   const int num_left_out = std::max(job.q_len - most, 0);
   const int bytes = job.dense.dtype == Dtype::fp32 ? 4 : 2;
@@ -474,7 +476,7 @@ Job newest(Job job, int most) {
   return job;
 }
 
-// Whether every row starts at a multiple of 16 bytes. The stride of an axis of size 1 says nothing.
+// Whether every row starts at a multiple of 16 bytes. The stride of an axis of size 1 does not matter.
 bool has_aligned_rows(const Dense& dense, const AppendParams& params) {
   const int64_t elements = (params.batch > 1 ? dense.stride_b : 0) | (params.num_kv_heads > 1 ? dense.stride_h : 0) |
                            (params.q_len > 1 ? dense.stride_t : 0);
@@ -485,8 +487,8 @@ bool has_aligned_rows(const Dense& dense, const AppendParams& params) {
 }  // namespace
 
 void append(const AppendParams& params, void* stream) {
-  // A ring takes few tokens of a prompt. To look for its end among those of a lane took 2 to 8 % more of every prompt
-  // (H200, 2026-11).
+  // A ring never takes the prompt way, as it keeps few tokens of a prompt: looking for its end among the tokens of a
+  // lane made every prompt 2 to 8 % slower (H200, 2026-11).
   const bool is_prompt = !params.is_ring && params.q_len >= kMinPromptTokens && has_aligned_rows(params.key, params) &&
                          has_aligned_rows(params.value, params);
   const int q_len = params.q_len;
@@ -500,7 +502,7 @@ void append(const AppendParams& params, void* stream) {
                     params.residual_length,
                     laps_of(params.capacity, params.is_ring),
                     max_length_of(params.capacity, params.is_ring)};
-  // Rows are for so many of the newest tokens. Blocks of tokens and tails may take older ones.
+  // Only so many of the newest tokens get rows. Blocks of tokens and tails may take older ones.
   const int num_rows = params.is_ring ? std::min(q_len, params.capacity) : q_len;
   Jobs of_rows = all;
   for (Job& job : of_rows.jobs) job = newest(job, num_rows);

@@ -1,14 +1,14 @@
-// int4 keys whose channels have a scale and a zero for every block of tokens: what the worker does otherwise there.
+// What the worker does differently for int4 keys of granularity channel: one scale and zero per channel and block.
 //
-// Scores. Scales act on the query, once a step, instead of on products:
+// Scores. Scales multiply the query, once a step, instead of the products:
 //     query · key_t = Σ_c (query_c · scale_c) · (code_tc - 8) + Σ_c query_c · (zero_c + 8 · scale_c).
-// The scaled query is rounded to float16. Codes are taken off their middle for it as it was rounded, so a rounding error
-// counts as often as the code differs from the middle. The second sum is a product, too, of a tile whose row 0 is the
-// zeros and whose row 1 is the scales.
+// The scaled query is rounded to float16. Codes are centred for the query as rounded, so a rounding error is multiplied
+// by the code's distance from the middle. The second sum is a product, too, of a tile whose rows 0 and 1 are the zeros
+// and the scales.
 //
-// Tokens of the unfinished block have no codes: their keys are in the tail, as they came, and are read from there when
-// their step's turn comes. There are four steps of them at most, so each warp meets one, its last. (Where values are
-// dense too, in a window of the newest tokens, the block ends before it: tails.cuh.)
+// Tokens of the unfinished block have no codes: their keys are dense in the tail and are read from there. They take at
+// most four steps, so each warp has at most one of these, its last. (Where values are dense too, in a window of the
+// newest tokens, the block ends before that window: tails.cuh.)
 #pragma once
 
 #include "query.cuh"
@@ -23,7 +23,7 @@ class Blocks {
   static constexpr int kParts = Shape::kHeadDim / 32;
 
  public:
-  // Has the tail's rows of a warp, those tokens from `begin` to `end` - 1 that are of its step, brought nearer.
+  // Prefetches a warp's rows of the tail: those of tokens `begin` ... `end` - 1 that are in its step.
   static __device__ __forceinline__ void expect_tail(const DecodeParams& params, const DecodePlan& plan,
                                                      const Segment& segment, int begin, int end, int warp, int lane) {
     constexpr int kLineBytes = 128, kLines = (Shape::kHeadDim * 2 + kLineBytes - 1) / kLineBytes;
@@ -40,7 +40,7 @@ class Blocks {
     }
   }
 
-  // `tail_step`: the first step of the unfinished block, behind the last where there is none.
+  // `tail_step`: the first step of the unfinished block, after the last step if there is none.
   __device__ __forceinline__ void load(const unsigned char* planes, int tail_step, int lane) {
     g_ = lane >> 2, t_ = lane & 3;
     tail_step_ = tail_step;
@@ -98,10 +98,10 @@ class Blocks {
         uint32_t(&product)[4] = scaled[n][j];
 #pragma unroll
         for (int k = 0; k < 4; ++k) product[k] = multiply_halves(query[k], scales[k]);
-        // Rows 0 and 1; the others are nobody's.
+        // Rows 0 and 1 are used, the others are not.
         multiply_halves(even, terms[0], 0, terms[2], 0, query[0], query[2]);
         multiply_halves(odd, terms[1], 0, terms[3], 0, query[1], query[3]);
-        // -8 as low and as high nibbles.
+        // Codes of -8, as low and as high nibbles.
         multiply_halves(middle, 0x80088008u, 0x80088008u, 0x80808080u, 0x80808080u, product[0], product[1]);
         multiply_halves(middle, 0x80088008u, 0x80088008u, 0x80808080u, 0x80808080u, product[2], product[3]);
       }
@@ -140,8 +140,8 @@ class Blocks {
     }
   }
 
-  // bfloat16 keys meet the query as bfloat16 again, which it is a power of two away from: float16 would hold none beyond
-  // 65,504, and few bits of those below 2^-14.
+  // bfloat16 keys are multiplied by the query converted back to bfloat16, from which it differs by a power of two only:
+  // float16 would hold no keys beyond 65,504, and few bits of those below 2^-14.
   __device__ __forceinline__ void multiply_tail(const DecodeParams& params, const Segment& segment, int step, Sums& sum,
                                                 float (&constant)[kColumns]) const {
     const Side& side = params.key_side;

@@ -1,5 +1,5 @@
-// Reading and writing values and rows of codes on the device, and launching: what the kernels share. A lane takes eight
-// consecutive channels at a time, which lie in one group for every group size. Layouts are those of format.h.
+// What all kernels share: reading and writing values and rows of codes on the device, and launching. A lane takes eight
+// consecutive channels at a time, which are in one group for every group size. Layouts are those of format.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -48,7 +48,7 @@ __device__ inline void widen(const uint4& words, Dtype dtype, float (&x)[kChunk]
   }
 }
 
-// Eight values from element `first` on, at once where they lie at a multiple of 16 bytes.
+// Eight values from element `first` on, loaded at once if they start at a multiple of 16 bytes.
 __device__ inline void load_values(const void* data, Dtype dtype, int64_t first, float (&x)[kChunk]) {
   const char* from = static_cast<const char*>(data) + first * (dtype == Dtype::fp32 ? 4 : 2);
   if (reinterpret_cast<int64_t>(from) % 16 != 0) {
@@ -80,7 +80,7 @@ __device__ inline half_bits* zero_at(const Side& side, int64_t b, int64_t h, int
   return side.zero + b * side.zero_stride_b + h * side.zero_stride_h + g * side.zero_stride_g + t * side.zero_stride_t;
 }
 
-// What is added to a signed code before it is stored unsigned.
+// The offset that is added to a signed code before it is stored unsigned.
 __device__ inline float code_offset(const Side& side) {
   if (!side.is_symmetric || side.storage == Storage::fp8) return 0.f;
   return side.storage == Storage::int8 ? 128.f : 8.f;
@@ -92,7 +92,7 @@ __device__ inline void unpack_int4(uint32_t word, float offset, float (&x)[kChun
   for (int i = 0; i < kChunk; ++i) x[i] = static_cast<float>((word >> (4 * i)) & 15) - offset;
 }
 
-// Eight channels of a full block in which every channel has a scale.
+// Eight channels of a full block of granularity channel.
 __device__ inline void load_of_block(const Side& side, int64_t b, int64_t h, int64_t t, int c, float (&x)[kChunk]) {
   const half_bits *scale = scale_at(side, b, h, t / kBlockSize, 0) + c,
                   *zero = zero_at(side, b, h, t / kBlockSize, 0) + c;
@@ -126,8 +126,8 @@ __device__ inline void load_channels(const Side& side, int64_t b, int64_t h, int
   for (int i = 0; i < kChunk; ++i) x[i] = x[i] * scale + zero;
 }
 
-// cap · tanh(x / cap), as cap · (1 - 2 / (exp(2x / cap) + 1)). Far below the cap that is a difference of numbers near
-// 1, which errs by the cap's last bits whatever x is, so there a polynomial takes its place (relative error 2^-21).
+// cap · tanh(x / cap), as cap · (1 - 2 / (exp(2x / cap) + 1)). Far below the cap this is a difference of numbers near
+// 1, whose error is in the last bits of the cap, however small x is. There a polynomial is used (relative error 2^-21).
 __device__ __forceinline__ float capped(float x, float cap) {
   const float t = x * (1.f / cap), square = t * t;
   const float power = exp2f(t * (2.f * kLog2E));
@@ -142,7 +142,7 @@ inline void check_launch(const char* where, cudaError_t error) {
                            ". Was the extension built for this GPU (HF_KVQUANT_CUDA_ARCHS)?");
 }
 
-// Most kernels are launched here: grid size and launch errors are checked in one place.
+// Launches most kernels, so that grid size and launch errors are checked in one place.
 template <class... Parameters, class... Arguments>
 void launch(const char* where, void (*kernel)(Parameters...), int64_t num_blocks, int num_threads, size_t shared_bytes,
             void* stream, const Arguments&... arguments) {

@@ -1,9 +1,9 @@
-// Merging partial softmax results, of the warps of a block and of the blocks that share a unit, and writing the result.
+// Merges partial softmax results, of the warps of a block and of the blocks that share a unit, and writes the result.
 //
-// A partial result of a row is its maximum m (in log2 units), the sum l of 2^(score - m), and the sum of values under
-// the same weights; several merge as in online softmax. Blocks leave theirs in the workspace and count their arrival at
-// a counter that wraps to 0; whoever completes the count merges all parts, in the order of the sequence, so the result
-// does not depend on who that is.
+// A partial result of a row is its maximum m (in log2 units), the sum l of 2^(score - m), and the sum of values with
+// the same weights. They merge as in online softmax. Blocks write theirs to the workspace and increment a counter that
+// wraps to 0. The block that completes the count merges all parts, in the order of the sequence, so the result does not
+// depend on which block that is.
 #pragma once
 
 #include "codes.cuh"
@@ -29,21 +29,20 @@ struct Partial {
   }
 };
 
-// Where the result of a unit's part is in the workspace.
+// The place of a part's result in the workspace.
 template <class Partial>
 __device__ __forceinline__ float* slot_of(const DecodePlan& plan, int64_t unit, int part, float* workspace) {
   return workspace + (unit * plan.num_splits.value + part) * Partial::kFloats;
 }
 
-// Counts one more part of a unit that is in the workspace. By all threads of the block that wrote it, which learn
-// whether it was the last one; then all parts may be read.
+// Counts one more part of a unit as written to the workspace. All threads of the block that wrote it call this. Returns
+// whether it was the last part; if so, all parts may be read.
 __device__ __forceinline__ bool arrive(const DecodeParams& params, const Segment& segment, int64_t unit) {
   __syncthreads();
   unsigned before = 0;
   const unsigned last = segment.num_parts - 1;
   if (threadIdx.x == 0) {
-    // One instruction that releases what was written and acquires what others wrote; two fences around an atomic cost
-    // more.
+    // One instruction releases what was written and acquires what others wrote; two fences around an atomic cost more.
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                  : "=r"(before)
                  : "l"(params.counters + unit), "r"(last)
@@ -52,12 +51,12 @@ __device__ __forceinline__ bool arrive(const DecodeParams& params, const Segment
   return __syncthreads_or(threadIdx.x == 0 && before == last);
 }
 
-// Four channels of a row's output: where they go, found before anybody knows what they are.
+// Where four channels of a row's output go, found before their values are known.
 struct Output {
   uint2* values = nullptr;  // nullptr: not an output
-  float* lse = nullptr;     // of whoever has the row's first channels
+  float* lse = nullptr;     // only for the row's first channels
   float sink = -INFINITY;
-  float constant = 0.f;  // that all scores lack, as a sink does not; in log2 units
+  float constant = 0.f;  // missing from all scores, but not from a sink; in log2 units
   bool is_half = false;
 
   Output() = default;
@@ -72,17 +71,17 @@ struct Output {
     // Head dims are multiples of 8, so four channels lie at a multiple of 8 bytes.
     values = reinterpret_cast<uint2*>(static_cast<uint16_t*>(params.out) + first);
     if (c == 0) lse = params.lse + (int64_t{segment.b} * params.num_q_heads + head) * params.q_len + i;
-    // A softcap has taken it in already.
+    // With a softcap, scores contain it already.
     if (params.softcap == 0.f) constant = constants[row];
     if (params.sinks != nullptr) sink = params.sinks[head] * kLog2E - constant;
-    // Tokens are missing, and nobody on the host may know: a result without them would look like any other.
+    // Tokens are missing, and the host may not know. NaN, since a result without them would look like any other.
     if (params.lengths[segment.b] > plan.max_length) sink = NAN;
     is_half = params.query.dtype == Dtype::fp16;
   }
 
   __device__ __forceinline__ bool exists() const { return values != nullptr; }
 
-  // From the weighted sum, the maximum and the sum of weights.
+  // Writes the result of a weighted sum, the maximum and the sum of weights.
   __device__ __forceinline__ void write(float4 total, float maximum, float sum) const {
     constexpr float kLn2 = 0.6931471805599453f;
     if (sink != -INFINITY) {
@@ -90,7 +89,7 @@ struct Output {
       maximum = fmaxf(before, sink);
       const float kept = exp2_below(before, maximum);
       total.x *= kept, total.y *= kept, total.z *= kept, total.w *= kept;
-      // An infinite sink takes all the weight, and infinity - infinity would be NaN.
+      // An infinite sink takes all the weight: infinity - infinity would be NaN.
       sum = sum * kept + (sink == maximum ? 1.f : exp2_below(sink, maximum));
     }
     const float factor = sum == 0.f ? 0.f : 1.f / sum;
@@ -102,20 +101,20 @@ struct Output {
   }
 };
 
-// How the warps of a block merge, and how the last block combines parts. What waits for memory asks for all of it at
-// once: nothing else is left to do.
+// Merges the warps of a block, and in the last block all parts. Loads that wait for memory are all issued at once,
+// since nothing else is left to do.
 template <int kRows, int kHeadDim>
 class Combine {
   using Slot = Partial<kRows, kHeadDim>;
   static constexpr int kQuads = kHeadDim / 4, kAllItems = kRows * kQuads;  // of four channels
   static constexpr int kMinThreads = kMinAttendWarps * kLanes;
-  static constexpr int kItems = (kAllItems + kMinThreads - 1) / kMinThreads;  // a thread's, at most
+  static constexpr int kItems = (kAllItems + kMinThreads - 1) / kMinThreads;  // per thread, at most
   static constexpr int kAtOnce = kItems >= 8 ? 2 : 16 / kItems;               // parts
 
  public:
-  // Merges the results of the warps in shared memory, `values` being [warp][kRows][channels] and `sums` [warp][kRows]
-  // of (m, l), and writes the unit's output, or this block's part of it, and then the output if this part came last.
-  // After a barrier.
+  // Merges the results of the warps in shared memory: `values` is [warp][kRows][channels], `sums` [warp][kRows] of (m,
+  // l). Writes the unit's output, or this block's part of it, and then the output if this part is the last. To be
+  // called after a barrier.
   static __device__ __forceinline__ void merge(const DecodeParams& params, const DecodePlan& plan,
                                                const Segment& segment, const float* values, int warp_stride,
                                                int row_stride, const float2* sums, const float* constants,
@@ -130,7 +129,7 @@ class Combine {
       if (!output.exists()) continue;
       float maximum = -INFINITY, sum = 0.f;
       float4 total = {};
-      // Warps by fours, so that most is known when compiling.
+      // Four warps at a time, so that most is known at compile time.
 #pragma unroll 1
       for (int first = 0; first < 1 << plan.warps_log2; first += kMinAttendWarps) {
         float2 own[kMinAttendWarps];
@@ -156,7 +155,7 @@ class Combine {
     }
     if (is_whole) return;
 
-    // Threads that are left over help: `helpers` neighbours take the parts of an item in turn.
+    // Spare threads help: `helpers` neighbours take the parts of an item in turn.
     const int helpers_log2 = 31 - __clz(max(1, static_cast<int>(blockDim.x) / kAllItems));
     Output outputs[kItems];
 #pragma unroll
@@ -166,7 +165,8 @@ class Combine {
     }
     if (!arrive(params, segment, unit)) return;
     slot = slot_of<Slot>(plan, unit, 0, workspace);
-    // A thread with few items waits for memory, and not longer than it must: few parts have code of their own.
+    // A thread with few items mostly waits for memory, so there is separate code for few parts, which loads fewer at a
+    // time.
     if constexpr (kItems <= 2) {
       if (segment.num_parts <= kAtOnce / 2 << helpers_log2) {
         merge_parts<kAtOnce / 2>(outputs, slot, segment.num_parts, helpers_log2);
@@ -182,7 +182,7 @@ class Combine {
     sum *= factor;
   }
 
-  // Adds a result with maximum and sum `own` to one with maximum `maximum`, which is not smaller.
+  // Adds a result with maximum and sum `own` to one with `maximum`, which is not smaller.
   static __device__ __forceinline__ void add(float4& total, float& sum, float2 own, float4 values, float maximum) {
     const float weight = exp2_below(own.x, maximum);
     sum = fmaf(own.y, weight, sum);
@@ -192,7 +192,7 @@ class Combine {
     total.w = fmaf(values.w, weight, total.w);
   }
 
-  // `kCount` parts at a time are under way together.
+  // Loads `kCount` parts at a time.
   template <int kCount>
   static __device__ __forceinline__ void merge_parts(const Output (&outputs)[kItems], float* slots, int num_parts,
                                                      int helpers_log2) {

@@ -1,11 +1,11 @@
-// Attention of the newest tokens over codes, for every format, dtype and head dim up to 256: what attend.cuh has no
-// instantiation for (float32 queries, storage type `none`, mixtures) is served here, plainly. Keys and values are read
-// once for up to eight queries, straight from memory to registers, and dequantised there.
+// Attention of the newest tokens over codes, for every format, dtype and head dim up to 256. This simple kernel serves
+// what attend.cuh has no instantiation for: float32 queries, storage type `none`, mixtures. Keys and values are read
+// once for up to eight queries, directly from memory to registers, and dequantised there.
 //
-// A worker is the 1 to 32 lanes that together hold a row, eight channels each. Workers of a block take tokens in turn;
-// each keeps its own running maximum m, sum l and weighted values, in the manner of online softmax, and they merge at
-// the end of the block's part of the sequence. With several parts a second kernel combines their results. Not decided
-// here: how many parts there are (plan.cpp).
+// A worker is the 1 to 32 lanes that together hold a row, eight channels each. Workers of a block take tokens in turn.
+// Each keeps its own running maximum m, sum l and weighted values, as in online softmax; they merge at the end of the
+// block's split of the sequence. With several splits, a second kernel combines their results. plan.cpp decides how
+// many.
 #include <algorithm>
 #include <type_traits>
 
@@ -18,13 +18,13 @@ namespace {
 
 constexpr int kNumThreads = 128;
 
-// A position after the softmax scale: the softcap, then ALiBi's slope times the distance.
+// What follows the softmax scale: the softcap, then ALiBi's slope times the distance.
 __device__ float shape_logit(float logit, float softcap, float slope, int distance) {
   if (softcap > 0.f) logit = softcap * tanhf(logit / softcap);
   return logit + slope * static_cast<float>(distance);
 }
 
-// exp(x - maximum) where nothing has been seen yet (maximum = -inf) must be 0, not NaN.
+// exp(x - maximum), but 0 instead of NaN where nothing has been seen yet (maximum = -inf).
 __device__ float exp_below(float x, float maximum) { return expf(x - (maximum == -INFINITY ? 0.f : maximum)); }
 
 // Writes one row: `sum` is the weighted sum of values, `l` the sum of weights relative to exp(m).
@@ -40,7 +40,7 @@ struct Output {
       maximum = fmaxf(m, sink);
       const float weight = exp_below(m, maximum);
       sum *= weight;
-      // An infinite sink takes all the weight, and infinity - infinity would be NaN.
+      // An infinite sink takes all the weight: infinity - infinity would be NaN.
       l = l * weight + (sink == maximum && maximum != -INFINITY ? 1.f : exp_below(sink, maximum));
     }
     // As in combine.cuh.
@@ -51,11 +51,11 @@ struct Output {
   }
 };
 
-// Which tokens of a sequence attention takes from the tail of a side.
+// Which tokens of a sequence attention reads from the tail of a side.
 struct Tail {
   int start, sink_length, begin;
 
-  // `length` and `start` as there is room for them.
+  // `length` and `start` are clamped to what there is room for.
   __device__ Tail(const DecodeParams& params, const Side& side, int length, int start)
       : start(max(start, 0)),
         sink_length(params.sink_length),
@@ -65,19 +65,19 @@ struct Tail {
     return side.tail != nullptr && (token >= begin || is_sink(token, start, sink_length));
   }
 
-  // The place of channel `c` of such a token; of any other token, a place that exists.
+  // The place of channel `c` of a token that the tail has; for any other token, some valid place.
   __device__ int64_t place_of(const Side& side, int64_t b, int64_t h, int token, int c) const {
     const int64_t row = has(side, token) ? tail_row(side, token, start, sink_length) : 0;
     return b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c;
   }
 
-  // Eight channels of such a token.
+  // Loads eight channels of a token that the tail has.
   __device__ void load(const Side& side, int64_t b, int64_t h, int token, int c, float (&x)[kChunk]) const {
     load_values(side.tail, side.tail_dtype, place_of(side, b, h, token, c), x);
   }
 };
 
-// The place of one row's result of one part: head_dim sums, then m and l.
+// The place of one row's result of one split: head_dim sums, then m and l.
 __device__ float* partial_row(const DecodeParams& params, float* workspace, int64_t split, int64_t b, int64_t head,
                               int64_t i) {
   const int64_t row = ((split * params.batch + b) * params.q_len + i) * params.num_q_heads + head;
@@ -89,7 +89,7 @@ struct Place {
   int split, tile, h;
   int64_t b;
 
-  // From the number of the block, in 32 bits: a division of 64 takes longer than a token.
+  // From the number of the block, in 32 bits: a 64-bit division takes longer than a token.
   __device__ static Place of(const DecodeParams& params, int num_splits, int num_tiles) {
     const unsigned block = blockIdx.x, tile = block / num_splits, head = tile / num_tiles;
     return {static_cast<int>(block % num_splits), static_cast<int>(tile % num_tiles),
@@ -117,7 +117,7 @@ struct State {
   }
 };
 
-// Merges the workers of a block, and writes its part of the result to the workspace, or the result where there is none.
+// Merges the workers of a block. Writes its partial result to `workspace`, or the final result if that is nullptr.
 template <int kRows>
 __device__ void merge_workers(const DecodeParams& params, const State<kRows>& state, const Place& place,
                               int num_workers, int worker, int c, bool has_value, int num_rows, float* workspace) {
@@ -134,7 +134,7 @@ __device__ void merge_workers(const DecodeParams& params, const State<kRows>& st
     if (c == 0) mine[head_dim] = state.m[r], mine[head_dim + 1] = state.l[r];
   }
   __syncthreads();
-  // The maximum of a row, and what each worker's sums count, in the place of its maximum.
+  // Finds the maximum of each row, and replaces each worker's maximum by the weight of its sums.
   __shared__ float maxima[kRows];
   if (threadIdx.x < num_rows) {
     float* const first = shared + threadIdx.x * stride + head_dim;
@@ -165,13 +165,13 @@ __device__ void merge_workers(const DecodeParams& params, const State<kRows>& st
   }
 }
 
-// Tails take registers, above all for the query as it came, which their keys want. Rings are served along with them, so
-// that others need not ask for the rows of tokens.
+// Tails take registers, above all for the untransformed query that multiplies their keys. The same instantiation serves
+// rings, so that other calls need not look up the rows of tokens.
 template <int kRows, bool kHasTails>
 __global__ void __launch_bounds__(kNumThreads)
     attend(const __grid_constant__ DecodeParams params, int num_splits, int num_tiles, int lanes_per_worker, Laps laps,
            int max_length, float* workspace) {
-  // --- which part of which sequence, which queries
+  // --- which split of which sequence, which queries
   const Place place = Place::of(params, num_splits, num_tiles);
   const int split = place.split, tile = place.tile, h = place.h;
   const int64_t b = place.b;
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kNumThreads)
 
   // --- tokens
   State<kRows> state;
-  // All lanes of a warp go round equally often, since they shuffle together.
+  // All lanes of a warp take the same number of iterations, since they shuffle together.
 #pragma unroll 2
   for (int64_t base = split_begin; base < split_end; base += num_workers) {
     const int64_t t = base + worker;
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kNumThreads)
       for (int distance = lanes_per_worker / 2; distance > 0; distance /= 2) {
         logit += __shfl_xor_sync(kAllLanes, logit, distance);
       }
-      // What a query must not see is skipped, not multiplied by 0: it may be NaN.
+      // Tokens that a query must not see are skipped, not multiplied by 0: they may be NaN.
       const bool is_visible =
           is_in_range && t <= position[r] && (params.sliding_window == 0 || t > position[r] - params.sliding_window);
       if (!is_visible) continue;
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kNumThreads)
                        num_splits > 1 ? workspace : nullptr);
 }
 
-// One thread block merges the parts of one row.
+// One thread block merges the splits of one row.
 __global__ void combine(const __grid_constant__ DecodeParams params, int num_splits, float* workspace) {
   const int64_t i = blockIdx.x % params.q_len, head = blockIdx.x / params.q_len % params.num_q_heads;
   const int64_t b = blockIdx.x / params.q_len / params.num_q_heads;
@@ -287,7 +287,7 @@ __global__ void combine(const __grid_constant__ DecodeParams params, int num_spl
   }
 }
 
-// Lanes that hold a row: a power of two.
+// How many lanes hold a row: a power of two.
 int lanes_for(int head_dim) {
   int lanes = 1;
   while (lanes * kChunk < head_dim) lanes *= 2;

@@ -1,11 +1,11 @@
-// How rows of codes lie in shared memory, and how they become operands of the tensor cores. Natural rows (format.h)
-// need no special packing: which channel a lane's word holds is the same for keys and query, so the query is permuted
-// instead, once; and the channels of the output are put back in the epilogue.
+// The layout of rows of codes in shared memory, and how they become operands of the tensor cores. Rows in natural order
+// (format.h) need no special packing. The channels in a lane's word only have to agree between keys and query, so the
+// query is permuted instead, once; the channels of the output are put back in order at the end.
 //
-// Scores are S[token, query] = K · Qᵀ: keys are the A operand. Integer keys stay bytes: u8 codes times a query in 16
-// bits, split into a high and a low s8 byte, is exact and needs hardly any unpacking: int8 none, int4 one mask a nibble
-// (high nibbles are left in place and count sixteenfold). e4m3 keys become float16, keys in groups and blocks too. The
-// output is Oᵀ[channel, query] = Vᵀ · Pᵀ: value codes become float16, bytes by a permutation that puts them behind an
+// Scores are S[token, query] = K · Qᵀ: keys are the A operand. Integer keys stay bytes: u8 codes times a 16-bit query,
+// split into a high and a low s8 byte, is exact and needs hardly any unpacking: none for int8, one mask per nibble for
+// int4 (high nibbles stay in place and count sixteenfold). e4m3 keys and keys in groups or blocks become float16. The
+// output is Oᵀ[channel, query] = Vᵀ · Pᵀ. Value codes become float16: bytes by a permutation that puts them behind an
 // exponent, and an addition; nibbles by a mask, as subnormal numbers.
 //
 // A step is kTiles tiles of 16 tokens. Lane row g of a tile's half h (rows 8h + g) holds token
@@ -23,16 +23,16 @@
 namespace hf_kvquant::cuda {
 
 // The place of lane row g among the eight tokens of a half tile. Even rows are consecutive, so that the four lanes that
-// load values of rows 2t read neighbours; an even row and the next odd one differ in parity and in bit 1.
+// load values of rows 2t read neighbouring ones. An even row and the next odd one differ in parity and in bit 1.
 __host__ __device__ constexpr int slot_of_row(int g) { return g & 1 ? 4 + ((g >> 1) ^ 3) : g >> 1; }
 
-// Rows of kRowBytes (32, 64, 128 or 256) in shared memory. Rows 8 apart share banks. Where several rows fit a line of
-// 128 bytes, the slot is shifted so that a copy's neighbours (one slot, consecutive b) fall into different parts of the
-// line.
+// Rows of kRowBytes (32, 64, 128 or 256) in shared memory. Rows 8 apart share banks. Where several rows fit into a line
+// of 128 bytes, the slot is shifted so that neighbours in a copy (same slot, consecutive b) are in different parts of
+// the line.
 //
-// Addresses are cheap because of how the permutations combine: what a lane adds (its slot, its chunk) and what is known
-// when compiling (b, the number of a load or copy) meet in an exclusive or, so `offset` of their sum is
-// (offset of the lane's part ^ flip) + step, with constants `flip` and `step`.
+// Addresses are cheap because of how the permutations combine: the lane's part (its slot, its chunk) and the part known
+// at compile time (b, the number of a load or copy) meet in an exclusive or. So `offset` of both is (offset of the
+// lane's part ^ flip) + step, with constants `flip` and `step`.
 template <int kRowBytes>
 struct RowLayout {
   static constexpr int kChunks = kRowBytes / 16;
@@ -42,13 +42,13 @@ struct RowLayout {
   static __host__ __device__ constexpr int swizzle(int row) {
     return ((row >> 2) & 1) | (kRowBytes == 32 ? 0 : kRowBytes == 64 ? row & 2 : (row & 3) << 1);
   }
-  // Where byte `byte` of the token at (slot, b) is.
+  // The place of byte `byte` of the token at (slot, b).
   static __host__ __device__ constexpr int offset(int slot, int b, int byte) {
     return row(slot, b) * kRowBytes + ((((byte >> 4) ^ swizzle(row(slot, b))) << 4) | (byte & 15));
   }
 
-  // The same, from the offset of a lane's (slot, 0, byte): half tile b, and `further` bytes on, a multiple of 16 whose
-  // bits are not in the lane's byte.
+  // The same for half tile b and `further` bytes on, from the offset of a lane's (slot, 0, byte). `further` is a
+  // multiple of 16 whose bits are not set in the lane's byte.
   static __host__ __device__ constexpr uint32_t at(uint32_t lane_offset, int b, int further) {
     return (lane_offset ^ static_cast<uint32_t>((b & kShift) * kRowBytes | further)) + b * 8 * kRowBytes;
   }
@@ -64,12 +64,12 @@ struct RowLayout {
 
 // --- keys -------------------------------------------------------------------------------------------------------------
 
-// Where lane t finds the words (4 bytes) of its share of a row, for keys without groups. The lanes of a row share it
-// evenly.
+// Where lane t finds the words (4 bytes) of its share of a row, for keys without groups. The lanes of a row have equal
+// shares.
 template <int kRowBytes>
 struct KeyWords {
-  static constexpr int kWords = kRowBytes / 16;                // of a lane and row
-  static constexpr int kLoadBytes = kRowBytes == 32 ? 8 : 16;  // of one load
+  static constexpr int kWords = kRowBytes / 16;                // per lane and row
+  static constexpr int kLoadBytes = kRowBytes == 32 ? 8 : 16;  // per load
   static constexpr int kWordsPerLoad = kLoadBytes / 4;
   static constexpr int kLoads = kWords / kWordsPerLoad;
 
@@ -81,9 +81,9 @@ struct KeyWords {
 
 // --- values -----------------------------------------------------------------------------------------------------------
 
-// How value rows become operands. A load is two chunks of 16 bytes of a tile's 16 tokens, as four matrices of 8 tokens by
-// 8 pairs of bytes, transposed: lane row g receives pair g of tokens 2t and 2t + 1. Output tile j has rows g and g + 8 of
-// a lane at channels `channel(g, j)` and one more.
+// How value rows become operands. A load takes two chunks of 16 bytes of a tile's 16 tokens, as four matrices of 8
+// tokens by 8 pairs of bytes, transposed: lane row g receives pair g of tokens 2t and 2t + 1. In output tile j, rows g
+// and g + 8 of a lane are channels `channel(g, j)` and the next one.
 template <Storage kStorage, int kRowBytes>
 struct ValueWords {
   static constexpr int kTilesPerChunk = kStorage == Storage::int4 ? 2 : 1;
@@ -95,7 +95,7 @@ struct ValueWords {
   }
 };
 
-// The matrix row whose address lane l gives: of token row l % 8 in half tile l / 8 % 2, chunk l / 16.
+// The matrix row whose address lane l passes: chunk l / 16 of token row l % 8 in half tile l / 8 % 2.
 template <int kRowBytes>
 __host__ __device__ constexpr uint32_t matrix_row(int lane) {
   return RowLayout<kRowBytes>::offset(slot_of_row(lane & 7), lane >> 3 & 1, lane >> 4 << 4);
@@ -115,30 +115,31 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
   return product;
 }
 
-// Two e4m3 codes, in the lower half of a word, as float16 numbers.
+// The two e4m3 codes in the lower half of a word, as float16 numbers.
 __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
 #if __CUDA_ARCH__ >= 890
   const __half2_raw halves = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
   return static_cast<uint32_t>(halves.x) | static_cast<uint32_t>(halves.y) << 16;
 #else
-  // By hand, since the header decodes number by number, with branches: the bits are those of a float16 number that is 2^8
-  // times smaller, subnormal ones included. NaN, which is no code, becomes 480.
+  // By hand, since the header decodes number by number, with branches. The bits are those of a float16 number that is
+  // 2^8 times smaller, subnormals included. NaN, which is never stored as a code, becomes 480.
   const uint32_t high = __byte_perm(pair, 0, 0x1404);
   return multiply_halves((high & 0x80008000u) | (high & 0x7f007f00u) >> 1, 0x5c005c00u);
 #endif
 }
 
-// A nibble in the lowest or second lowest bits of a float16 is a subnormal number, this many times smaller: one mask
-// unpacks two codes.
+// A nibble in the lowest or second lowest four bits of a float16 is a subnormal number, this many times smaller than
+// the code: one mask unpacks two codes.
 constexpr float kLowNibbleUnit = 0x1p24f, kHighNibbleUnit = 0x1p20f;
 constexpr uint32_t kLowNibbles = 0x000f000fu, kHighNibbles = 0x00f000f0u;
 
 // The A operands of one chunk, tokens 2t and 2t + 1 of half tile 0 (`e`) and 1 (`f`): | second: 2 bytes | first: 2 |.
-// `use(index, a0, a1, a2, a3)` receives one output tile each.
-// Bytes come out exact and centred, code - 128; nibbles as they are, in units of their own: rows g of all tiles are low
-// nibbles. What is to be taken off their sum is small. With an offset of 64 or 1024, as masks alone would give bytes,
-// sums would be large, tensor cores truncate what they add up, and half a unit in the last place, lost again and again,
-// is a bias that shows in long sequences.
+// `use(index, a0, a1, a2, a3)` is called for one output tile after the other.
+//
+// Bytes come out exact and centred, code - 128. Nibbles come out as they are, in the units above; rows g of all tiles
+// are low nibbles. So what has to be subtracted from sums is small. With masks alone, bytes would have an offset of 64
+// or 1024 and large sums. Tensor cores truncate their sums, and losing half a unit in the last place again and again is
+// a bias that shows in long sequences.
 template <Storage kStorage, class Use>
 __device__ __forceinline__ void for_value_operands(uint32_t e, uint32_t f, Use use) {
   if constexpr (kStorage == Storage::int4) {

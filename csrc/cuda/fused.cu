@@ -1,14 +1,14 @@
-// What a decode step computes between its linear layers, in one launch each: RMSNorm, with the addition before it where
-// there is one, rotary embedding, silu · up. Every rounding is that of the separate PyTorch kernels that they replace;
-// fusion.py uses them only where they give the same bits, so that a captured step chooses the tokens of an uncaptured
-// one.
+// The fused ops between the linear layers of a decode step, one launch each: RMSNorm, with the addition before it if
+// there is one, rotary embedding, silu(gate) · up. Every rounding is that of the separate PyTorch kernels that these
+// replace. fusion.py uses them only where they give the same bits, so that a captured step chooses the same tokens as
+// an uncaptured one.
 //
-// Products and sums are spelled as intrinsics, since the compiler would contract them. That leaves the order in which a
-// row is summed. PyTorch (2.10 and later, ATen/native/cuda/Reduce.cuh) has a row of squares read by `width` x `height`
-// threads: thread t takes vectors t, t + width · height, ... of four numbers, each into a sum of its own; the four are
-// added from the first to the last, then threads by halves along the width, then along the height. How many threads
-// follows from the shape, see `summing_threads`. A thread block here has one row and at least as many threads; those
-// left over help to load and to write.
+// Products and sums are written as intrinsics, since the compiler would contract them. That leaves the order in which a
+// row is summed. In PyTorch (2.10 and later, ATen/native/cuda/Reduce.cuh), `width` x `height` threads read a row of
+// squares: thread t takes vectors t, t + width · height, ... of four numbers, and sums each of the four separately. The
+// four are added from the first to the last, then threads by halves along the width, then along the height. The shape
+// determines how many threads there are, see `summing_threads`. Here, a thread block has one row and at least as many
+// threads; spare threads help to load and to write.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace hf_kvquant::cuda {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kMaxThreads = 512;  // of PyTorch's reductions, and of a row's block here
+constexpr int kMaxThreads = 512;  // in PyTorch's reductions, and in a row's block here
 constexpr int kMaxHeight = kMaxThreads / kWarp;
 constexpr int kElementwiseThreads = 128;
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ Element<kDtype> narrowed(float x) {
   }
 }
 
-// What a kernel of its own would have written and the next one read.
+// Rounds as a separate kernel would that writes the number for the next one to read.
 template <Dtype kDtype>
 __device__ __forceinline__ float rounded(float x) {
   return widened<kDtype>(narrowed<kDtype>(x));
@@ -67,7 +67,7 @@ struct alignas(kFusedVector * sizeof(Element<kDtype>)) Vector {
 
 // --- launches
 
-// Blocks may start while the launch before is ending: every kernel here calls `wait_for_launch_before`.
+// Blocks may start before the previous launch ends: every kernel here calls `wait_for_launch_before`.
 template <class Kernel, class Params, class... Others>
 void launch_early(const char* where, Kernel kernel, dim3 grid, int num_threads, void* stream, const Params& params,
                   const Others&... others) {
@@ -96,7 +96,7 @@ void for_dtype(Dtype dtype, Use use) {
 // --- RMSNorm
 
 struct SummingThreads {
-  int width, height;  // powers of two, the former at least a warp
+  int width, height;  // powers of two; width is at least a warp
 };
 
 int floor_power_of_two(int64_t x) {
@@ -105,19 +105,19 @@ int floor_power_of_two(int64_t x) {
   return power;
 }
 
-// The threads of PyTorch's block that share a row, from setReduceConfig. Rows of at least 128 numbers, a multiple of 4;
-// long ones would be shared by several blocks, which needs 256 numbers a thread.
+// The threads of PyTorch's block that share a row, as in setReduceConfig. For rows of at least 128 numbers, a multiple
+// of 4, and too short to be shared by several blocks, which takes 256 numbers per thread.
 SummingThreads summing_threads(int64_t num_rows, int num_channels) {
   const int most_wide = std::min(floor_power_of_two(num_channels / kFusedVector), kMaxThreads);
   const int most_high = std::min(floor_power_of_two(std::min<int64_t>(num_rows, kMaxThreads)), kMaxThreads);
   const int height = std::min(most_high, kMaxThreads / std::min(most_wide, kWarp));
   const int width = std::min(most_wide, kMaxThreads / height);
-  // Rows stay apart where that leaves a thread fewer than 16 numbers for each row of the block.
+  // Rows are not split along the height if a thread would have fewer than 16 numbers for each row of the block.
   const int per_thread = (num_channels + width - 1) / width;
   return {width, per_thread >= std::min(16 * height, 256) ? height : 1};
 }
 
-// The sum of a block's partial sums, those of its first width · height threads, in every thread.
+// The sum of the partial sums of a block's first width · height threads, returned in every thread.
 __device__ __forceinline__ float summed(float sum, SummingThreads threads) {
   __shared__ float of_threads[kMaxThreads];
   __shared__ float of_rows[kMaxHeight];
@@ -145,7 +145,7 @@ __device__ __forceinline__ float summed(float sum, SummingThreads threads) {
   return __shfl_sync(0xffffffffu, sum, 0);
 }
 
-// kPerThread: vectors, at most.
+// kPerThread: the most vectors per thread.
 template <Dtype kDtype, int kPerThread, bool kAdds>
 __global__ void __launch_bounds__(kMaxThreads)
     norm_row(const __grid_constant__ RmsNormParams params, SummingThreads threads, float factor) {
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     return x;
   };
 
-  // Weights come from memory, what the launch before has written from the L2 cache.
+  // Weights are loaded first, from memory; what the previous launch has written is in the L2 cache.
   Vector<kDtype> weight[kPerThread], x[kPerThread];
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   if (params.mean != nullptr) {
     mean = params.mean[blockIdx.x];
   } else {
-    // What others have just loaded comes from the L1 cache.
+    // Other threads have just loaded these, so they come from the L1 cache.
     float sums[kFusedVector] = {};
     const int num_summing = threads.width * threads.height;
     if (t < num_summing) {
@@ -218,15 +218,15 @@ __device__ __forceinline__ const Element<kDtype>* row_of(const Dense& x, int b, 
   return static_cast<const Element<kDtype>*>(x.data) + (b * x.stride_b + h * x.stride_h + t * x.stride_t);
 }
 
-// A thread has one channel of the first half of a head and the one that is turned with it.
+// A thread has one channel of the first half of a head and the channel of the second half that is rotated with it.
 template <Dtype kDtype>
 __global__ void __launch_bounds__(kMaxRotaryHeadDim / 2) rotate_heads(const __grid_constant__ RotaryParams params,
                                                                       int heads_per_block) {
   const int half = params.head_dim / 2, c = threadIdx.x % half, slot = threadIdx.x / half;
   const int head = blockIdx.x * heads_per_block + slot, t = blockIdx.y, b = blockIdx.z;
   wait_for_launch_before();
-  // Attention comes next, and has hundreds of instructions before it reads what this writes: a captured step of 32
-  // layers takes 5.31 ms instead of 5.33 (H200, 2026-11: Llama 3 8B, int4, 1 x 2k).
+  // Attention comes next, and runs hundreds of instructions before it reads what this kernel writes: a captured step of
+  // 32 layers takes 5.31 ms instead of 5.33 (H200, 2026-11: Llama 3 8B, int4, 1 x 2k).
   start_launch_behind();
   if (head >= params.num_q_heads + params.num_kv_heads) return;
   const bool is_query = head < params.num_q_heads;
@@ -265,13 +265,13 @@ __global__ void __launch_bounds__(kElementwiseThreads) multiply_by_silu(const __
 }  // namespace
 
 void rms_norm(const RmsNormParams& params, void* stream) {
-  constexpr int kFew = 2, kMany = 8;  // vectors of a thread: rows of 4096 numbers, and the longest
+  constexpr int kFew = 2, kMany = 8;  // vectors per thread: for rows of up to 4096 numbers, and for the longest
   static_assert(kMany * kMaxThreads * kFusedVector >= kMaxNormChannels);
   const int num_vectors = params.num_channels / kFusedVector;
   const int num_threads = std::min((num_vectors + kWarp - 1) / kWarp * kWarp, kMaxThreads);
   SummingThreads threads = {kWarp, 1};
   if (params.mean == nullptr) threads = summing_threads(params.num_rows, params.num_channels);
-  // As PyTorch computes it, from the numbers of outputs and of inputs.
+  // As PyTorch computes it: number of outputs / number of inputs.
   const float factor = static_cast<float>(params.num_rows) / static_cast<float>(params.num_rows * params.num_channels);
   for_dtype(params.dtype, [&](auto dtype) {
     constexpr Dtype kDtype = decltype(dtype)::value;

@@ -1,18 +1,18 @@
-// Keys and values whose scales belong to groups of 32 channels: what the worker does otherwise there. Scales and zeros of
-// four groups are as many numbers as a word of codes, so they go through the tensor cores too wherever they can.
+// What the worker does differently where scales belong to groups of 32 channels. Scales and zeros of four groups are as
+// many numbers as a word of codes, so they go through the tensor cores too wherever they can.
 //
-// Scores. Codes become float16 by a mask, one accumulator a group, and a scale multiplies each:
+// Scores. A mask turns codes into float16. Each group has its own accumulator, which is multiplied by its scale:
 //     score = factor · Σ_j scale_j · (query_j · codes_j) + Σ_j zero_j · Σ query_j.
-// The second sum is one product with a 16-bit query sum in two float16 (GroupedQueryOperands); symmetric formats, which
-// have no zero but codes with an offset, take their scales in its place.
+// The second sum is one product with the query sums, each as two float16 numbers (GroupedQueryOperands). Symmetric
+// formats have no zero, but codes with an offset, so their scales take its place.
 //
-// Values. Weights are rounded to float16 once, P, and once more as the operand of each group, P'_j = P · scale_j. What
-// is the same for the channels of a group goes into its `center`:
-//     Σ_t P_t · zero_tj + middle · Σ_t P_t · scale_tj - 8 · Σ_t P'_tj,
-// an output tile whose rows are groups. Codes are taken off their middle for weights as they were rounded, so a rounding
-// error counts as often as the code differs from the middle; P is the same in all three sums, so its rounding counts as
-// it would in float16 attention. Tensor cores truncate what they add up: a step's sum starts from zero and is added in
-// float32, or a long sequence would collect half a unit in the last place each time.
+// Values. Weights are rounded to float16 once, P, and once more as the operand of each group, P'_j = P · scale_j. Terms
+// that are the same for all channels of a group go into its `center`, an output tile whose rows are groups:
+//     Σ_t P_t · zero_tj + middle · Σ_t P_t · scale_tj - 8 · Σ_t P'_tj.
+// The last sum centres the codes with the weights as rounded, so a rounding error is multiplied by the code's distance
+// from the middle. P is the same in all three sums, so its rounding counts as it would in float16 attention. Tensor
+// cores truncate their sums. So a step's sum starts at zero and is added in float32; else a long sequence would lose
+// half a unit in the last place at every step.
 #pragma once
 
 #include "query.cuh"
@@ -41,7 +41,7 @@ class Groups {
                (t & 1) * 2 % kNumGroups * Ring::kScaleBytes;
     even_at_ = Ring::kValueScaleAt + slot_of_row(2 * t) * kWordBytes;
     odd_at_ = Ring::kValueScaleAt + slot_of_row(2 * t + 1) * kWordBytes;
-    // Rows of the center: zeros of the groups, then scales. Up to four groups they share the eight rows of one half.
+    // Rows of the center: zeros of the groups, then scales. Up to four groups share the eight rows of one half.
     center_plane_ = kNumGroups == 8 ? Ring::kPlaneBytes + g * Ring::kScaleBytes
                                     : ((g & 4) == 0 ? Ring::kPlaneBytes : 0) + (g & 3) % kNumGroups * Ring::kScaleBytes;
     keep(codes_at_), keep(scale_at_), keep(term_at_), keep(even_at_), keep(odd_at_), keep(center_plane_);
@@ -121,11 +121,11 @@ class Groups {
     }
   }
 
-  // Scales of values of a step, of the tokens of rows 2t and 2t + 1.
+  // Scales of the values of a step, for the tokens of rows 2t and 2t + 1.
   struct Scales {
     uint32_t even[kNumGroups][kTiles], odd[kNumGroups][kTiles];
 
-    // Whether one is 2 or more, or not a number.
+    // Whether one is 2 or more, or NaN.
     __device__ __forceinline__ bool is_any_large() const {
       uint32_t bits = 0;
 #pragma unroll
@@ -147,7 +147,7 @@ class Groups {
     return scales;
   }
 
-  // log2 of the largest scale of value groups of the token of lane row g, at least 0: what weights must leave room for.
+  // log2 of the largest value scale of the token of lane row g, at least 0: weights must leave room for it.
   __device__ __forceinline__ float room(const unsigned char* stage, int tile, int half) const {
     float largest = 1.f;
 #pragma unroll
@@ -159,7 +159,7 @@ class Groups {
     return __log2f(largest);
   }
 
-  // The operands of weights times values, and what the step adds to the centers.
+  // Makes the operands of weights times values, and adds the step's part of the centers.
   template <bool kIsMasked>
   __device__ __forceinline__ void weigh(const unsigned char* stage, const Scales& scales,
                                         const float (&weight)[kTiles][2][kColumns],
@@ -216,13 +216,13 @@ class Groups {
     }
   }
 
-  // Lowers what has been summed so far of a column.
+  // Scales down the sums of a column so far.
   __device__ __forceinline__ void lower(int n, int i, float kept) {
     center_[n][i] *= kept;
     center_[n][2 + i] *= kept;
   }
 
-  // What all channels of a group have in common, of column i of a tile. For all lanes at once.
+  // The center of a group, for column i of a tile. All lanes call this together.
   __device__ __forceinline__ float center(int n, int i, int group) const {
     const float zeros = __shfl_sync(kAllLanes, center_[n][i], group * 4 + t_);
     const float scales = kNumGroups == 8 ? __shfl_sync(kAllLanes, center_[n][2 + i], group * 4 + t_)
@@ -238,8 +238,8 @@ class Groups {
     return i == 0 ? __low2float(halves) : __high2float(halves);
   }
 
-  // In steps that not all rows see in whole, what is not a number must not meet rows that do not see it. Those that do
-  // get one from the scale, which is none then, either.
+  // In steps that not all rows attend to in full, a NaN must not reach rows that do not attend to it, so it is replaced
+  // here. Rows that do attend to it become NaN by the scale, which is NaN, too.
   template <bool kIsMasked>
   static __device__ __forceinline__ uint32_t number(uint32_t halves) {
     if constexpr (kIsMasked) asm("min.f16x2 %0, %0, %1;" : "+r"(halves) : "r"(0x7bff7bffu));
@@ -249,7 +249,7 @@ class Groups {
   int g_, t_;
   GroupedQueryOperands<Shape> query_;
   uint32_t codes_at_, scale_at_, term_at_, even_at_, odd_at_, center_plane_;  // in a stage
-  float middle_;  // what is to be added to codes off their middle
+  float middle_;  // what centred codes lack: the middle, 0 if symmetric
   float center_[kColumnTiles][4];
 };
 

@@ -1,10 +1,10 @@
-// The machine instructions behind the attention kernels, one thin function each, with the layout that the PTX manual
-// gives them ("Matrix Fragments for mma.m16n8k16", "mma.m16n8k32", "movmatrix", "cp.async"). What is multiplied with
-// what is decided in fragments.cuh.
+// The machine instructions of the attention kernels, one thin function each, with the layouts of the PTX manual
+// ("Matrix Fragments for mma.m16n8k16", "mma.m16n8k32", "movmatrix", "cp.async"). fragments.cuh decides what they
+// multiply.
 //
-// A lane is called (g, t) with g = lane / 4 and t = lane % 4. An A operand is 16 rows; registers 0 and 2 belong to row
-// g, 1 and 3 to row g + 8. A B operand is column g. Of a result, registers 0 and 1 are row g, columns 2t and 2t + 1; 2
-// and 3 are row g + 8.
+// A lane is called (g, t) with g = lane / 4 and t = lane % 4. An A operand has 16 rows: registers 0 and 2 belong to row
+// g, 1 and 3 to row g + 8. A B operand is column g. In a result, registers 0 and 1 are row g, columns 2t and 2t + 1;
+// registers 2 and 3 are row g + 8.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -34,7 +34,7 @@ __device__ __forceinline__ void multiply_halves(float (&c)[4], uint32_t a0, uint
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// The same of bfloat16 numbers.
+// The same with bfloat16 numbers.
 __device__ __forceinline__ void multiply_bfloats(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                                  uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -57,8 +57,8 @@ __device__ __forceinline__ uint32_t transpose(uint32_t x) {
   return y;
 }
 
-// Four 8 × 8 matrices of 16-bit elements out of shared memory: lane l gives the address of row l % 8 of matrix l / 8, 16
-// bytes, and receives row g, elements 2t and 2t + 1 of each; transposed: rows 2t and 2t + 1 of column g.
+// Loads four 8 × 8 matrices of 16-bit elements from shared memory. Lane l passes the address of row l % 8 of matrix l /
+// 8, 16 bytes, and receives row g, elements 2t and 2t + 1 of each; transposed: rows 2t and 2t + 1 of column g.
 template <bool kIsTransposed>
 __device__ __forceinline__ void load_matrices(uint32_t row, uint32_t (&x)[4]) {
   if constexpr (kIsTransposed) {
@@ -98,8 +98,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Copies kBytes (4, 8 or 16) to shared memory in the background; of these the first `valid` are read, the rest become
-// 0.
+// Copies kBytes (4, 8 or 16) to shared memory in the background. Only the first `valid` are read; the rest become 0.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int valid = kBytes) {
   if constexpr (kBytes == 16) {
@@ -115,28 +114,28 @@ __device__ __forceinline__ void prefetch(const void* line) { asm volatile("prefe
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most kPending groups of this thread's copies are under way.
+// Waits until at most kPending groups of this thread's copies are unfinished.
 template <int kPending>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until what was launched before on the stream is done, where the launch did not (sm_90 and later).
+// Waits until earlier launches on the stream are done, if the launch itself did not wait (sm_90 and later).
 __device__ __forceinline__ void wait_for_launch_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets blocks of the launch behind this one start, as far as there is room; they wait for this launch before they read.
+// Lets blocks of the next launch start, as far as there is room; they wait for this launch before they read.
 __device__ __forceinline__ void start_launch_behind() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Makes the compiler hold x in a register from here on, instead of computing it anew wherever it is used: a loop that
-// is bound by instructions loses more by that than a register is worth.
+// Makes the compiler keep x in a register from here on, instead of computing it again wherever it is used: in a loop
+// limited by instructions, that costs more than a register.
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
 // kBytes (2 to 16) of shared memory into 32-bit words. Plain loads, so that the compiler may start them early.

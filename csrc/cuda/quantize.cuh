@@ -1,17 +1,17 @@
-// Quantising on the device: from eight channels in a lane to scale, zero and codes, bit for bit as reference.quantize.
-// Every operation whose rounding matters is spelled as an intrinsic, so that a file compiled with contraction or fast
-// math gets the same bits. `append_row` is the whole of it for one warp and one row; the loops of prompts, and scales
-// that several heads share, are in append.cu. Layouts are those of format.h.
+// Quantises on the device: from eight channels in a lane to scale, zero and codes, bit for bit as reference.quantize.
+// Every operation whose rounding matters is written as an intrinsic, so that a file compiled with contraction or fast
+// math gets the same bits. `append_row` does all of it for one warp and one row; append.cu has the loops for prompts,
+// and scales that several heads share. Layouts are those of format.h.
 //
-// Division. All channels of a row are divided by one scale, so the division is a multiplication by y ≈ 1 / scale, good
-// to 2^-22, and one Newton step: with q = x·y and the remainder q·scale - x, which is exact, q - remainder·y is
-// x / scale within 2^-43 of itself before its own rounding. That is enough. A float16 scale has 11 significant bits, so
-// a point where the code changes, n + 1/2 or halfway between two values of e4m3, has a product with the scale that
-// float32 holds exactly; an x that differs from this product differs by a float32 step at least, and its quotient is
-// then farther from the point than the rounding of a float32 by more than 2^-35. So the quotient lands on the point
-// exactly when x / scale, correctly rounded, does, and on the same side of it otherwise. The step is written with the
-// sign that keeps the -0 of x = -0. By the same argument span / L is correctly rounded for each L.
-// test_append_rounds_as_a_division_does tries every significand of a scale with every such point and its neighbours; an
+// Division. All channels of a row are divided by one scale. So the division is a multiplication by y ≈ 1 / scale,
+// accurate to 2^-22, and one Newton step: with q = x·y and the remainder q·scale - x, which is exact, q - remainder·y
+// is x / scale to within a relative 2^-43, before its own rounding. That is enough. Call a point where the code changes
+// a border: n + 1/2, or halfway between two values of e4m3. A float16 scale has 11 significant bits, so float32 holds
+// the product of a border and the scale exactly. An x that differs from this product differs by a float32 step at
+// least, and its quotient is then farther from the border than the rounding of a float32 by more than 2^-35. So the
+// quotient lands on the border exactly when x / scale, correctly rounded, does, and on the same side of it otherwise.
+// The sign in the step is chosen to keep the -0 of x = -0. By the same argument span / L is correctly rounded for each
+// L. test_append_rounds_as_a_division_does tries every significand of a scale with every border and its neighbours; an
 // emulation (2026-11) has also tried reciprocals up to three steps off, and every span.
 #pragma once
 
@@ -19,13 +19,13 @@
 
 namespace hf_kvquant::cuda {
 
-// The code that the largest magnitude, or the whole range, maps to.
+// The code that the largest magnitude maps to (asymmetric: the top of the range).
 template <Storage kStorage, bool kIsSymmetric>
 constexpr float kMaxCode = kStorage == Storage::fp8    ? 448.f
                            : kStorage == Storage::int8 ? (kIsSymmetric ? 127.f : 255.f)
                                                        : (kIsSymmetric ? 7.f : 15.f);
 
-// Unlike fminf and fmaxf these hand on a NaN, as torch's amin and amax do.
+// Unlike fminf and fmaxf, these propagate NaN, as torch's amin and amax do.
 __device__ inline float min_or_nan(float a, float b) {
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -50,7 +50,7 @@ __device__ inline int divide_lanes(int a, int b) {
   return static_cast<int>((static_cast<float>(a) + 0.5f) * approximate_reciprocal(static_cast<float>(b)));
 }
 
-// x / y where `reciprocal` is about 1 / y, as the head of this file has it.
+// x / y where `reciprocal` is about 1 / y, as explained at the top of this file.
 __device__ inline float divide(float x, float y, float reciprocal) {
   const float quotient = __fmul_rn(x, reciprocal);
   const float remainder = __fmaf_rn(quotient, y, -x);
@@ -59,8 +59,8 @@ __device__ inline float divide(float x, float y, float reciprocal) {
 
 // --- loading
 
-// Eight channels as they were loaded. Staying in 16 bits until they are divided keeps registers free and lets one
-// instruction compare two of them.
+// Eight channels as loaded. Keeping them in 16 bits until the division saves registers and lets one instruction compare
+// two of them.
 template <Dtype kDtype>
 struct Values {
   static constexpr int kNumWords = kDtype == Dtype::fp32 ? kChunk : kChunk / 2;
@@ -76,8 +76,8 @@ struct Values {
   }
 };
 
-// Channels of the first `num_rows` of kRows tokens, the others 0: from element `first` on, then stride_t apart. A
-// single row may start anywhere, several must start at multiples of 16 bytes.
+// Loads channels of the first `num_rows` of kRows tokens, from element `first` on and stride_t apart; the other rows
+// are 0. A single row may start anywhere, several must start at multiples of 16 bytes.
 template <Dtype kDtype, int kRows>
 __device__ inline void load_rows(const Dense& dense, int64_t first, int num_rows, Values<kDtype> (&x)[kRows]) {
   constexpr int kSize = kDtype == Dtype::fp32 ? 4 : 2;
@@ -120,7 +120,7 @@ __device__ inline Values<Dtype::fp32> widen(const uint32_t (&words)[kChunk / 2],
   return wide;
 }
 
-// Rows of any dtype as float32, for code that should be compiled once.
+// Loads rows of any dtype as float32, for code that should be compiled only once.
 template <int kRows>
 __device__ inline void load_widened(const Dense& dense, int64_t first, int num_rows, Values<Dtype::fp32> (&x)[kRows]) {
   if (dense.dtype == Dtype::fp32) return load_rows(dense, first, num_rows, x);
@@ -136,8 +136,8 @@ __device__ inline Values<Dtype::fp32> load_widened(const Dense& dense, int64_t f
   return x[0];
 }
 
-// A lane's eight channels of new keys become what their transform makes of them, `position` being the lane's place in
-// the row and `inverted` its numbers. All lanes of the warp ask together.
+// Transforms a lane's eight channels of new keys. `position` is the lane's place in the row, `inverted` holds its
+// numbers. All lanes of the warp call this together.
 template <int kRows>
 __device__ inline void transform_rows(const KeyTransform& transform, const LaneTransform<kChunk>& inverted,
                                       int head_dim, int position, Values<Dtype::fp32> (&rows)[kRows]) {
@@ -151,7 +151,7 @@ __device__ inline void transform_rows(const KeyTransform& transform, const LaneT
   }
 }
 
-// One key after its transform, where the numbers are used once.
+// One key after its transform, for numbers that are used once only.
 __device__ inline Values<Dtype::fp32> transformed(const KeyTransform& transform, int head_dim, int h,
                                                   const Values<Dtype::fp32>& key, int position) {
   LaneTransform<kChunk> inverted(transform, head_dim, h, position * kChunk);
@@ -163,14 +163,14 @@ __device__ inline Values<Dtype::fp32> transformed(const KeyTransform& transform,
 
 // --- ranges and scales
 
-// Smallest and largest of the values that share a scale; NaN as soon as one of them is.
+// Smallest and largest of the values that share a scale; NaN if one of the values is.
 template <bool kIsSymmetric>
 struct Range {
   float low, high;  // symmetric: `high` is the largest magnitude and `low` is not used
 };
 
-// A range that is still growing. For 16-bit values the high half holds the largest and the low half the largest negated
-// value, or both the largest magnitude, so that a shuffle and a maximum join two of them.
+// A range that is still growing. For 16-bit values, the high half holds the largest value and the low half the largest
+// negated value (symmetric: both hold the largest magnitude), so that a shuffle and a maximum join two of them.
 template <Dtype kDtype, bool kIsSymmetric>
 struct Extent {
   uint32_t pair;
@@ -214,7 +214,7 @@ struct Extent {
 
   __device__ void include(Extent other) { pair = max_of(pair, other.pair); }
 
-  // That of another lane; all lanes of the warp must ask.
+  // The extent of another lane. All lanes of the warp call this together.
   __device__ Extent from_lane(int lane) const { return {__shfl_sync(kAllLanes, pair, lane)}; }
 
   __device__ Range<kIsSymmetric> range() const {
@@ -226,7 +226,7 @@ template <bool kIsSymmetric>
 struct Extent<Dtype::fp32, kIsSymmetric> {
   float low, high;
 
-  // What leaves every other extent as it is.
+  // Including this changes no other extent.
   __device__ static Extent empty() { return {INFINITY, kIsSymmetric ? 0.f : -INFINITY}; }
 
   __device__ static Extent of(const Values<Dtype::fp32>& x) {
@@ -254,8 +254,8 @@ struct Extent<Dtype::fp32, kIsSymmetric> {
   __device__ Range<kIsSymmetric> range() const { return {low, high}; }
 };
 
-// Joins the extents of `width` neighbouring lanes, of which this is number `position`. Each step asks the lane that is
-// one, two, four ... further round the ring of the `width` lanes: values may be included twice, so any width will do.
+// Joins the extents of `width` neighbouring lanes, of which this is number `position`. The lanes form a ring; in each
+// step a lane includes the one that is 1, 2, 4 ... further on. Values may be included twice, so any width works.
 template <class AnyExtent, int kRows>
 __device__ inline void join_lanes(AnyExtent (&extents)[kRows], int lane, int position, int width) {
   const int first = lane - position;
@@ -268,7 +268,7 @@ __device__ inline void join_lanes(AnyExtent (&extents)[kRows], int lane, int pos
   }
 }
 
-// Scale and zero as stored, both NaN when one cannot be represented, and what they stand for.
+// Scale and zero as stored: both NaN if one of them cannot be represented.
 struct StoredScale {
   half_bits scale, zero;
 
@@ -276,7 +276,7 @@ struct StoredScale {
   __device__ float offset() const { return half_to_float(zero); }
   __device__ bool is_bad() const { return !is_finite_half(scale); }
 
-  // That of another lane; all lanes of the warp must ask.
+  // The scale of another lane. All lanes of the warp call this together.
   __device__ StoredScale from_lane(int lane) const {
     const uint32_t pair = __shfl_sync(kAllLanes, scale | static_cast<uint32_t>(zero) << 16, lane);
     return {static_cast<half_bits>(pair), static_cast<half_bits>(pair >> 16)};
@@ -297,12 +297,13 @@ __device__ inline StoredScale compute_scale(Range<kIsSymmetric> range, float cli
           is_finite ? __half_as_ushort(__high2half(stored)) : kHalfNan};
 }
 
-// The scale of each of a lane's rows, whose values in `width` neighbouring lanes share it, this lane being number
-// `position` of them. All lanes of the warp ask together.
+// Finds the scale of each of a lane's rows. The values of a row in `width` neighbouring lanes share it; this lane is
+// number `position` of them. All lanes of the warp call this together.
 //
-// `width` is a power of two and at least kOwned. Each step halves the rows that a lane goes on with, instead of joining
-// all of them in all lanes; in the end a lane owns every kOwned-th row, computes its scale, and tells the others. An int4
-// prompt takes 102 us instead of 121, where a copy takes 81 (H200, 2026-11: 8 x 8k tokens, 8 heads of 128).
+// `width` is a power of two and at least kOwned. Each step halves the rows that a lane continues with, instead of
+// joining all rows in all lanes. In the end a lane owns every kOwned-th row, computes its scale, and passes it to the
+// others. An int4 prompt takes 102 us instead of 121, where a copy takes 81 (H200, 2026-11: 8 x 8k tokens, 8 heads of
+// 128).
 template <Storage kStorage, int kOwned, Dtype kDtype, bool kIsSymmetric, int kRows>
 __device__ inline void share_scales(Extent<kDtype, kIsSymmetric> (&extents)[kRows], float clip_ratio, int lane,
                                     int position, int width, StoredScale (&values)[kRows]) {
@@ -367,9 +368,8 @@ __device__ inline uint32_t encode_fp8(float a, float b) {
 #if __CUDA_ARCH__ >= 890
   return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
 #else
-  // By hand, since the header goes through float64, of which consumer GPUs have little. Steps are 2^-9 below 2^-6:
-  // adding 2^14 rounds to them. Above, 20 of 23 bits are rounded away, half to even, and the exponent's bias falls by
-  // 120.
+  // By hand, since the header uses float64, which is slow on consumer GPUs. Below 2^-6, steps are 2^-9, and adding 2^14
+  // rounds to them. Above, 20 of 23 bits are rounded away, half to even, and the exponent's bias is lowered by 120.
   uint32_t codes[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -382,7 +382,7 @@ __device__ inline uint32_t encode_fp8(float a, float b) {
 #endif
 }
 
-// The codes of eight channels, as they lie in a row.
+// The codes of eight channels, as stored in a row.
 template <Storage kStorage>
 struct Codes {
   static constexpr int kBits = kStorage == Storage::int4 ? 4 : 8;
@@ -403,8 +403,8 @@ template <Storage kStorage, bool kIsSymmetric, Dtype kDtype>
 __device__ inline Codes<kStorage> encode(const Values<kDtype>& x, StoredScale value) {
   constexpr float kLimit = kMaxCode<kStorage, kIsSymmetric>;
   const float scale = value.factor(), reciprocal = approximate_reciprocal(scale);
-  // Clamped before the division, whose steps a large value would take out of the range of float32. These limits are
-  // exact. They matter where a scale is frozen, or was rounded a lot as a subnormal float16, or a zero was rounded.
+  // Values are clamped before the division, in whose steps large ones would overflow float32. These limits are exact.
+  // They matter if a scale is frozen or is a subnormal float16, which is rounded coarsely, or if a zero was rounded.
   const float upper = __fmul_rn(kLimit, scale), lower = kIsSymmetric ? -upper : 0.f;
   float quotients[kChunk];
 #pragma unroll
@@ -420,8 +420,8 @@ __device__ inline Codes<kStorage> encode(const Values<kDtype>& x, StoredScale va
     if constexpr (kStorage == Storage::fp8) {
       word = encode_fp8(of_word[0], of_word[1]) | encode_fp8(of_word[2], of_word[3]) << 16;
     } else {
-      // Adding 1.5 · 2^23 rounds half to even and leaves the integer in the low bits, the offset of symmetric codes
-      // included. The bits above it are the same for all, and are taken off the whole word at once.
+      // Adding 1.5 · 2^23 rounds half to even and leaves the integer in the low bits, with the offset of symmetric
+      // codes. The bits above it are the same for all codes, and are subtracted from the whole word at once.
       constexpr float kRound = 12582912.f + (kIsSymmetric ? kLimit + 1.f : 0.f);
       constexpr uint32_t kRoundBits = 0x4b400000u * (kStorage == Storage::int4 ? 0x11111111u : 0x01010101u);
 #pragma unroll
@@ -435,9 +435,9 @@ __device__ inline Codes<kStorage> encode(const Values<kDtype>& x, StoredScale va
   return codes;
 }
 
-// A row quantised to row `t` of the planes, in one head. All lanes of one warp call this together, each with its place
-// `chunk` in the row and the values there, zeros beyond its end; granularities head and group, and `t` within the
-// capacity. They may also take two rows side by side, of sides with the same number of channels and groups.
+// Quantises one row of one head to row `t` of the planes, which must be within the capacity; for granularities head and
+// group. All lanes of a warp call this together, each with its place `chunk` in the row and the values there, zeros
+// beyond the end. They may also take two rows side by side, of sides with the same number of channels and groups.
 template <Storage kStorage, bool kIsSymmetric>
 __device__ inline void append_row(const Side& side, const Values<Dtype::fp32>& x, int64_t b, int64_t h, int64_t t,
                                   int chunk) {
@@ -454,16 +454,16 @@ __device__ inline void append_row(const Side& side, const Values<Dtype::fp32>& x
 
 // --- scales of channels
 
-constexpr int kColumnsOfWarp = 32;  // channels: eight in a lane, four lanes beside each other, on eight rows
+constexpr int kColumnsOfWarp = 32;  // channels: eight per lane, four lanes side by side, on eight rows
 
-// A block of tokens that becomes codes, from row `row` of the planes on. Those before `first_new` come from rows of the
-// tail, others are new; those before `first_counted` have no part in scales, and codes of 0.
+// A block of tokens to quantise, from row `row` of the planes on. Tokens before `first_new` are read from the tail,
+// others are new. Tokens before `first_counted` do not count for scales and get codes of 0.
 struct BlockOfTokens {
   int begin, row, first_new, first_counted, tail_row;
 };
 
-// One warp quantises channels `first` ... of a block, `dense` beginning with token `first_new`. The tail and new tokens
-// have kIsWide numbers: float32, or else 16 bits. What is loaded for the codes is in the cache since it was for the range.
+// One warp quantises channels `first` ... of a block. `dense` begins with token `first_new`. kIsWide: the tail and new
+// tokens are float32, else 16 bits. Values are loaded twice: for the range, then from the cache for the codes.
 template <bool kIsWide>
 __device__ __noinline__ void quantize_columns(const Side& side, const Dense& dense, int64_t b, int64_t h,
                                               const BlockOfTokens& tokens, int first) {
@@ -477,7 +477,7 @@ __device__ __noinline__ void quantize_columns(const Side& side, const Dense& den
   const int64_t from_tail = b * tail.stride_b + h * tail.stride_h + tokens.tail_row * tail.stride_t + c;
   const int64_t from_new =
       b * dense.stride_b + h * dense.stride_h + int64_t{begin - tokens.first_new} * dense.stride_t + c;
-  // Calls `use(row, x)` for the rows of this lane, those of padding left out.
+  // Calls `use(row, x)` for the rows of this lane, except padding.
   const auto for_rows = [&](auto use) {
 #pragma unroll 1
     for (int batch = first_row; batch < kBlockSize; batch += kAtOnce * kRows) {

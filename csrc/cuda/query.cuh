@@ -1,5 +1,5 @@
-// The query, as the products with keys want it: 16-bit integers in two bytes for integer keys with one scale a row,
-// float16 for e4m3 keys and for keys in groups, in the order in which the words of keys meet it (fragments.cuh).
+// Prepares the query for the products with keys: as 16-bit integers in two bytes for integer keys with one scale per
+// row, as float16 for e4m3 keys and keys in groups or blocks, in the order of the words of keys (fragments.cuh).
 #pragma once
 
 #include "schedule.cuh"
@@ -9,8 +9,9 @@
 namespace hf_kvquant::cuda {
 
 // Query rows in shared memory. Integer keys: 16 bits, q ≈ factor · (256 · high + low), as two planes of bytes
-// [kRows][kHeadDim] in the order in which key words meet them: for int4 even channels first, then odd ones. e4m3 keys
-// and keys in groups or blocks: float16, q = factor · half, factor a power of two. Factors include the softmax scale and log2(e).
+// [kRows][kHeadDim] in the order of key words: for int4 even channels first, then odd ones. e4m3 keys and keys in
+// groups or blocks: float16, q = factor · half, the factor a power of two. Stored factors are also multiplied by the
+// softmax scale and log2(e).
 template <class Shape>
 struct Query {
   static constexpr int kHeadDim = Shape::kHeadDim, kRows = Shape::kRows, kNumGroups = Shape::kNumGroups;
@@ -23,7 +24,7 @@ struct Query {
   static constexpr int kPerLane = kHeadDim / kLanes;  // 2, 4 or 8 channels
   using Transform = LaneTransform<kPerLane>;
 
-  // A lane's channels of one row, as the bits of 16-bit numbers; rows and channels beyond the last are zeros.
+  // Loads a lane's channels of one row, as the bits of 16-bit numbers. Rows and channels beyond the last are 0.
   static __device__ __forceinline__ void load_row(const DecodeParams& params, const DecodePlan& plan,
                                                   const Segment& segment, int slot, int lane,
                                                   uint32_t (&bits)[kPerLane]) {
@@ -39,7 +40,7 @@ struct Query {
     for (int k = 0; k < kPerLane; ++k) bits[k] = is_held ? values[k] : 0;
   }
 
-  // One warp writes one row as it came, for dense windows: [kRows][kHeadDim] of 16 bits.
+  // One warp writes one untransformed row, for dense windows: [kRows][kHeadDim] of 16 bits.
   static __device__ __forceinline__ void write_plain_row(const uint32_t (&bits)[kPerLane], int slot,
                                                          unsigned char* plain, int lane) {
 #pragma unroll
@@ -48,8 +49,8 @@ struct Query {
     }
   }
 
-  // One warp writes one row. `sums` are factor · Σ query, or for each group Σ of its float16 numbers; `constants` is what
-  // keys that are stored without their center lack in every logit, in log2 units.
+  // One warp writes one row. `sums` are factor · Σ query, or Σ of the float16 numbers of each group. `constants` are
+  // what every logit lacks because keys are stored without their center, in log2 units.
   static __device__ __forceinline__ void write_row(const DecodeParams& params, bool is_transformed,
                                                    const Transform& transform, const uint32_t (&bits)[kPerLane],
                                                    int slot, unsigned char* planes, float* factors, float* constants,
@@ -67,16 +68,16 @@ struct Query {
     for (int k = 0; k < kPerLane; ++k) {
       magnitude = max(magnitude, __float_as_uint(x[k]) & 0x7fffffffu);
     }
-    // As integers, magnitudes of numbers are below infinity, and that is below NaN.
+    // Compared as integers, finite magnitudes are below infinity, and infinity is below NaN.
     constexpr uint32_t kInfinity = 0x7f800000u;
     magnitude = __reduce_max_sync(kAllLanes, magnitude);
     const float largest = __uint_as_float(magnitude);
     const float scale = magnitude < kInfinity ? params.softmax_scale * kLog2E : NAN;
-    // Below, every logit is zero in float32 anyway, and the reciprocal might not be finite.
+    // For smaller queries every logit is zero in float32 anyway, and the reciprocal might not be finite.
     const bool is_zero = !(largest >= 1e-30f);
     if constexpr (kIsInteger) {
       constexpr float kLargest = 32512.f;  // 127 · 256: the high byte stays within ±127
-      // A quarter of both: for divisors beyond 2^126 the fast division gives 0, and all tokens would weigh the same.
+      // Both divided by 4: for divisors beyond 2^126 the fast division gives 0, and all tokens would weigh the same.
       const float to_integer = is_zero ? 0.f : __fdividef(kLargest / 4, largest / 4);
       const float factor = scale * (largest * (1.f / kLargest));
       int q[kPerLane], sum = 0;
@@ -98,12 +99,13 @@ struct Query {
         factors[slot] = factor;
       }
     } else {
-      // The power of two that brings the largest to 2^kExponent ... 2^(kExponent + 1), by its exponent bits. Rounding
-      // may reach the upper end, so that must be less than 2^16. Numbers that the scale of a channel multiplies are at
-      // most 1, so that no scale makes an infinity of them; by scales below 2^-9 they lose bits, which counts where the
-      // keys of all channels are so small. (Scales near 1, by a power of two for each block, cost 3 to 6 % of the time.)
+      // Multiplies by the power of two that brings the largest number to 2^kExponent ... 2^(kExponent + 1), found from
+      // its exponent bits. Rounding may reach the upper end, so that must be less than 2^16. In granularity channel,
+      // where scales of channels multiply the query, numbers are at most 1, so that no scale makes them infinite.
+      // Scales below 2^-9 lose bits, which matters if the keys of all channels are so small. (Bringing scales near 1,
+      // by a power of two for each block, cost 3 to 6 % of the time.)
       constexpr uint32_t kExponent = Shape::kIsGrouped ? 14 : Shape::kIsBlocked ? 1 : 7;
-      constexpr float kFit = Shape::kIsBlocked ? 0.25f : 1.f;  // on its own, for exponents up to the last
+      constexpr float kFit = Shape::kIsBlocked ? 0.25f : 1.f;  // separate, so that the largest exponents work, too
       const uint32_t exponent = magnitude >> 23;
       const float to_half = is_zero ? 0.f : kFit * __uint_as_float((254 + kExponent - exponent) << 23);
       float sum = 0.f;
@@ -126,7 +128,7 @@ struct Query {
   }
 
  private:
-  // The low bytes of every kStep-th number from `first` on, one after the other.
+  // Stores the low bytes of every kStep-th number from `first` on, one after the other.
   template <int kStep, class Byte>
   static __device__ __forceinline__ void store_bytes(unsigned char* to, const int (&q)[kPerLane], int first,
                                                      Byte byte) {
@@ -186,14 +188,14 @@ struct QueryOperands {
 // a / 16 in float16, both halves.
 __device__ __forceinline__ uint32_t sixteenth(uint32_t halves) { return multiply_halves(halves, 0x2c002c00u); }
 
-// Eight float16 numbers in the order in which masks take a word of keys apart: pairs (0, 4), (1, 5), (2, 6), (3, 7).
+// Eight float16 numbers in the order in which masks unpack a word of keys: pairs (0, 4), (1, 5), (2, 6), (3, 7).
 __device__ __forceinline__ void in_pairs(const uint4& x, uint32_t (&pairs)[4]) {
   pairs[0] = __byte_perm(x.x, x.z, 0x5410), pairs[1] = __byte_perm(x.x, x.z, 0x7632);
   pairs[2] = __byte_perm(x.y, x.w, 0x5410), pairs[3] = __byte_perm(x.y, x.w, 0x7632);
 }
 
-// The query for 32 channels of int4 keys from 32 `part` on: float16, four words. A lane's word of keys, channels
-// 8t ... 8t + 7 of the part, comes apart in pairs, of which the second and fourth count sixteenfold.
+// The query for 32 channels of int4 keys, from channel 32 · `part` on: float16, four words. A lane's word of keys,
+// channels 8t ... 8t + 7 of the part, is unpacked in pairs, of which the second and fourth count sixteenfold.
 template <class Shape>
 __device__ __forceinline__ void load_query_words(const unsigned char* planes, int row, int part, int t, bool is_held,
                                                  uint32_t (&words)[4]) {
@@ -208,8 +210,8 @@ template <class Shape>
 struct GroupedQueryOperands {
   static constexpr int kNumGroups = Shape::kNumGroups;
   uint32_t words[Shape::kColumnTiles][kNumGroups][4];
-  // The product with zeros (or, where there are none, with scales, for what codes are offset by): B operands of eight
-  // rows, of which 0 ... 3 are the sums of the query over four groups, rows 4 ... 7 what these sums lose as float16.
+  // For the product with zeros (or with scales, where there are no zeros but codes have an offset): B operands of eight
+  // rows. Rows 0 ... 3 are the sums of the query over four groups, rows 4 ... 7 what these sums lose as float16.
   static constexpr int kQuads = (kNumGroups + 3) / 4;
   uint32_t sums[Shape::kColumnTiles][kQuads];
   static constexpr float kSumUnit = 0x1p-8f;  // sums of 32 numbers up to 2^15, eightfold for an offset, fit in float16

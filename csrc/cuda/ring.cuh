@@ -1,12 +1,12 @@
-// The copies of one warp: a ring of stages in shared memory, each with the codes and scales of one step, filled by
-// asynchronous copies while earlier stages are computed on. Every warp has its own ring and waits for nobody else.
+// The copies of one warp: a ring of stages in shared memory, each with the codes and scales of one step. Asynchronous
+// copies fill stages while the warp computes on earlier ones. Every warp has its own ring and waits for no other.
 //
 // A stage is [key codes][value codes][key scales][key zeros][value scales][value zeros], codes in the order of
-// RowLayout, scales in token order, group by group. Tokens that no query of the block sees are filled with zeros: what
-// lies there in memory may be anything, even unwritten.
+// RowLayout, scales in token order, group by group. Tokens that no query of the block sees become zeros: their memory
+// may hold anything, even uninitialised data.
 //
-// Where the planes are a ring, too, tokens go on from their first rows (laps.h). Steps are never cut by that, since
-// they are aligned and the rows are a multiple of them.
+// If the planes themselves are a ring, tokens continue at their first rows (laps.h). This never splits a step, since
+// steps are aligned and the number of rows is a multiple of a step.
 #pragma once
 
 #include "codes.cuh"
@@ -14,9 +14,9 @@
 
 namespace hf_kvquant::cuda {
 
-// `kBlockChannels`: where every channel of the keys has a scale for each block of tokens, the channels; else 0. A stage
-// then has the scales and zeros of the step's block, channel by channel, in place of those of its tokens, and keys end
-// where blocks do: those of the unfinished one have no codes (blocks.cuh).
+// `kBlockChannels`: the channels of the keys in granularity channel, else 0. A stage then has the keys' scales and
+// zeros of the step's block, channel by channel, instead of those of its tokens. Codes of keys end with the last full
+// block: the unfinished one has none (blocks.cuh).
 template <int kKeyRowBytes, int kValueRowBytes, bool kHasKeyZero, bool kHasValueZero, int kNumGroups, int kTilesPerStep,
           int kBlockChannels>
 class Ring {
@@ -35,7 +35,7 @@ class Ring {
   static constexpr int kValueZeroAt = kValueScaleAt + kPlaneBytes;
   static constexpr int kStageBytes = kValueScaleAt + (1 + kHasValueZero) * kPlaneBytes;
 
-  // `memory` is shared, num_stages · kStageBytes; `stride` is in steps. To be bound, and to be sent to a step.
+  // `memory` is shared, num_stages · kStageBytes; `stride` is in steps. Call `seek` and `bound` before use.
   __device__ __forceinline__ Ring(const DecodePlan& plan, unsigned char* memory, int stride, int lane)
       : memory_(shared_address(memory)), stride_(stride * kStepTokens), lane_(lane), is_dense_(plan.is_dense) {
     key_place_ = place_of_chunk<kKeyRowBytes>(lane), value_place_ = place_of_chunk<kValueRowBytes>(lane);
@@ -47,7 +47,7 @@ class Ring {
     }
   }
 
-  // Where chunks of rows that are not as the kernel's go, once for all warps of a block; all its threads call this.
+  // Lists where the chunks of rows go that are not dense, once for all warps of a block. All threads of it call this.
   static __device__ __noinline__ void list_chunks(const DecodeParams& params, const DecodePlan& plan, uint32_t list) {
     list_chunks<kKeyRowBytes>(params.key_side, plan.key_chunks, list);
     list_chunks<kValueRowBytes>(params.value_side, plan.value_chunks,
@@ -55,8 +55,8 @@ class Ring {
     __syncthreads();
   }
 
-  // Zeros where no copy writes (the rest of rows narrower than the kernel's, zeros of formats without them), and the
-  // scales of formats with one for all tokens.
+  // Fills what no copy writes: with zeros where rows are narrower than the kernel's or a format has no zeros, and with
+  // the scale of formats that have one for all tokens.
   static __device__ __noinline__ void fill_gaps(const DecodeParams& params, uint32_t memory, int num_stages, int lane,
                                                 int b) {
     const Side &keys = params.key_side, &values = params.value_side;
@@ -78,8 +78,8 @@ class Ring {
     __syncwarp();
   }
 
-  // Leaves out all tokens but begin ... end - 1, and of keys those from `key_end` on, which is not beyond `end`. After
-  // the last `seek`.
+  // Limits copies to tokens begin ... end - 1, and of keys to those before `key_end`, which is at most `end`. To be
+  // called after the last `seek`.
   __device__ __forceinline__ void bound(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
                                         int begin, int end, int key_end) {
     begin_ = begin, end_ = end, key_end_ = kIsBlocked ? key_end : end;
@@ -91,7 +91,7 @@ class Ring {
     }
   }
 
-  // Goes to a step.
+  // Moves to a step.
   __device__ __forceinline__ void seek(const DecodePlan& plan, const Segment& segment, int step) {
     first_ = step * kStepTokens;
     const int lap = plan.laps.begin(first_), row = first_ - lap;
@@ -122,7 +122,7 @@ class Ring {
     }
   }
 
-  // Starts copying `step`, which is the next one, into a stage, and goes a stride on. Callers commit.
+  // Starts copying `step`, which must be the next one, into a stage, and moves on by a stride. The caller commits.
   __device__ __forceinline__ void fill(const DecodeParams& params, const DecodePlan& plan, uint32_t list, int stage,
                                        int step) {
     first_ = step * kStepTokens;
@@ -153,7 +153,7 @@ class Ring {
  private:
   static constexpr int kChunkTokens = 8;  // scales in 16 bytes
   static constexpr int kScaleChunks = kScaleBytes / 16;
-  // Planes of scales of tokens, and before them those of blocks.
+  // Planes with scales of tokens come after those with scales of blocks.
   static constexpr int kFirstPlane = kIsBlocked ? 1 + kHasKeyZero : 0, kNumTokenPlanes = kNumPlanes - kFirstPlane;
   static constexpr int kTokenScalesAt = kIsBlocked ? kValueScaleAt : kScalesAt;
   static constexpr int kScaleCopies = (kNumTokenPlanes * kNumGroups * kScaleChunks + kLanes - 1) / kLanes;
@@ -164,11 +164,11 @@ class Ring {
     return reinterpret_cast<const uint8_t*>(chunk);
   }
 
-  // From row to row of codes, in bytes: kRowBytes where rows are dense. plan.cpp has seen that 32 bits hold it.
+  // Stride of rows of codes, in bytes: kRowBytes where rows are dense. plan.cpp has checked that it fits 32 bits.
   static __device__ __forceinline__ int row_stride(const Side& side) { return static_cast<int>(side.codes_stride_t); }
 
-  // Where a step is the first of the next lap: pointers go back by as many rows as a lap has. It counts as a step that
-  // is not whole, so that whole ones, which are nearly all, need not ask.
+  // At the first step of a lap, moves pointers back by the rows of a lap. `fill` does not take this step as a whole
+  // one, so whole steps, which are nearly all, need no check.
   __device__ __forceinline__ void start_lap(const DecodeParams& params, const Laps& laps) {
     lap_end_ = lap_end() + laps.num_rows;
     whole_end_ = min(key_end_, lap_end_);
@@ -178,7 +178,7 @@ class Ring {
     for (int i = 0; i < kScaleCopies; ++i) scales_[i] -= laps.num_rows;
   }
 
-  // Known from `whole_end_` where laps still matter: a register less in the loop, and there are few left.
+  // Derived from `whole_end_` where laps still matter: this saves a register in the loop, where few are left.
   __device__ __forceinline__ int lap_end() const {
     if constexpr (kIsBlocked) return lap_end_;
     return whole_end_ < end_ ? whole_end_ : INT32_MAX;
@@ -201,8 +201,7 @@ class Ring {
     return RowLayout<kRowBytes>::offset(token / kHalves, token % kHalves, chunk % (kRowBytes / 16) * 16);
   }
 
-  // Rows that follow each other without gaps and are as wide as the kernel's: a step is one block of memory, and lanes
-  // copy neighbouring chunks.
+  // Copies dense rows: a step is contiguous memory, and lanes copy neighbouring chunks.
   template <int kRowBytes, bool kIsEdge>
   __device__ __forceinline__ void fill_dense(uint32_t to, uint32_t lane_place, const uint8_t* from, int end) const {
     constexpr int kChunks = kRowBytes / 16;
@@ -214,9 +213,9 @@ class Ring {
     }
   }
 
-  // Any other rows: narrower than the kernel's, or with gaps between them. An entry of the list is a chunk's place in the
-  // stage, with its token above bit 16, and its distance from the first in memory: to work them out anew in every step
-  // took as long as attending (H200, 2026-11).
+  // Other rows: narrower than the kernel's, or with gaps between them. An entry of the list is a chunk's place in the
+  // stage, with its token from bit 16 on, and its distance from the first chunk in memory. Computing these in every
+  // step took as long as attention itself (H200, 2026-11).
   template <int kRowBytes>
   static __device__ __forceinline__ void list_chunks(const Side& side, const RowChunks& chunks, uint32_t list) {
     for (int chunk = threadIdx.x; chunk < chunks.num_chunks; chunk += blockDim.x) {
@@ -236,7 +235,7 @@ class Ring {
                    : "r"(list + chunk * kChunkPlaceBytes));
     };
     if (chunks.bytes == 16 && first_ >= begin_ && first_ + kStepTokens <= end) {
-      constexpr int kAtOnce = 3;  // asked of the list before the first copy; all there are with a head_dim of 96
+      constexpr int kAtOnce = 3;  // entries read before the first copy; with a head_dim of 96 these are all
 #pragma unroll 1
       for (int first = lane_; first < chunks.num_chunks; first += kAtOnce * kLanes) {
         uint32_t place[kAtOnce], distance[kAtOnce];
@@ -273,12 +272,12 @@ class Ring {
     for (int i = 0; i < kScaleCopies; ++i) {
       const int chunk = i * kLanes + lane_, token = first_ + chunk % kScaleChunks * kChunkTokens;
       if (!has_scales_[i]) continue;
-      // Scales before `begin` may be read: they are never unwritten, and those tokens are masked.
+      // Scales before `begin` may be read: they are always initialised, and those tokens are masked.
       copy_async<16>(to + kTokenScalesAt + chunk * 16, scales_[i], kIsEdge ? min(max(2 * (end_ - token), 0), 16) : 16);
     }
   }
 
-  // The scales and zeros of the block that the step is in, which is at `row`. Nobody reads those of the unfinished one.
+  // Copies the scales and zeros of the step's block, which is at `row`. Those of the unfinished block are not read.
   __device__ __forceinline__ void fill_block(int head_dim, uint32_t row, uint32_t to) const {
     if (first_ >= key_end_) return;
     const uint32_t block = row / kBlockSize;
@@ -296,7 +295,7 @@ class Ring {
   bool is_dense_;
   int begin_ = 0, end_ = 0, key_end_ = 0;
   int lap_end_ = 0;    // of the lap that the pointers are in; see lap_end
-  int whole_end_ = 0;  // of steps that are copied without a look at their tokens
+  int whole_end_ = 0;  // of steps that are copied without checking their tokens
   int first_ = 0;      // token of the step
   const uint8_t *key_codes_ = nullptr, *value_codes_ = nullptr;  // its rows; where they are dense, the lane's first chunk
   const half_bits* scales_[kScaleCopies];                        // the lane's chunks of it

@@ -1,10 +1,11 @@
-// Dense windows: tokens that attention takes as they came, from the tail of a side. What the warps of the attention kernel
-// do with them when they are done with codes: `attend_to_windows`.
+// Dense windows: tokens kept unquantised in the tail of a side. After the codes, the warps of the attention kernel
+// attend to them with `attend_to_windows`.
 //
-// A warp takes 16 tokens at a time: keys meet the query as it came on tensor cores, weights stay float32. There are few
-// such tokens, and what takes time is waiting, for memory and for instructions that are in no cache. So everything is asked
-// for at once, and there is little code. Windows of 32 tokens take 13 us beside 135 at 64 x 8k, and 5 beside 9 at 1 x 8k
-// (H200, int4, 2026-11). As thread blocks of their own they took 24 and 2.5: blocks that wait keep others from reading.
+// A warp takes 16 tokens at a time: tensor cores multiply keys by the untransformed query, weights stay float32. There
+// are few such tokens, and the time goes into waiting for memory and for instructions that are in no cache. So
+// everything is loaded at once, and there is little code. Windows of 32 tokens add 13 us to 135 at 64 x 8k, and 5 to 9
+// at 1 x 8k (H200, int4, 2026-11). As separate thread blocks they added 24 and 2.5: blocks that wait keep others from
+// reading.
 #pragma once
 
 #include "schedule.cuh"
@@ -12,10 +13,10 @@
 
 namespace hf_kvquant::cuda {
 
-// The dense tokens of a sequence, counted in this order: the sinks, as far as they have left the window of the newest
-// tokens, then these, padding included.
+// The dense tokens of a sequence, numbered in this order: sinks that have left the window of the newest tokens, then
+// that window, padding included.
 struct DenseTokens {
-  int num_sinks, start, newest;  // where sinks begin, and the newest tokens
+  int num_sinks, start, newest;  // the last two: the first sink, and the first token of the window
   int count;
 
   __device__ __forceinline__ DenseTokens(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds)
@@ -33,12 +34,12 @@ struct DenseTokens {
   }
 };
 
-// The first of a warp's tiles of dense tokens; they are dealt to the warps of all parts in turn.
+// The first of a warp's tiles of dense tokens. Tiles are assigned to the warps of all parts in turn.
 __device__ __forceinline__ int first_tile(const DecodePlan& plan, const Segment& segment, int warp) {
   return (segment.part << plan.warps_log2) + warp;
 }
 
-// Has the rows of a warp's first tile brought nearer.
+// Prefetches the rows of a warp's first tile.
 static __device__ __noinline__ void expect_window(const DecodeParams& params, const DecodePlan& plan,
                                                   const Segment& segment, const Bounds& bounds, int warp, int lane) {
   constexpr int kLineBytes = 128;
@@ -67,10 +68,10 @@ __device__ __forceinline__ void load_words(const uint16_t* from, uint32_t (&word
   }
 }
 
-// The rows of a side that a warp takes: a lane of each half of the warp knows where one of its tokens is.
+// The rows of a side that a warp takes: each lane of a half of the warp knows the place of one token.
 struct DenseRows {
-  const uint16_t* row;  // of this lane's token; where it is new, as the model made it, else in the tail
-  uint16_t* target;     // in the tail, for a token that is new
+  const uint16_t* row;  // of this lane's token: in the new keys or values if it is new, else in the tail
+  uint16_t* target;     // of a new token, in the tail
 
   __device__ DenseRows(const Side& side, const Dense& dense, const Segment& segment, int token, int start,
                        int sink_length, int first_new) {
@@ -83,7 +84,7 @@ struct DenseRows {
     }
   }
 
-  // Of the token of another lane; all lanes ask.
+  // For the token of another lane. All lanes call this together.
   __device__ __forceinline__ const uint16_t* row_of(int lane) const { return from_lane(row, lane); }
   __device__ __forceinline__ uint16_t* target_of(int lane) const { return from_lane(target, lane); }
 
@@ -94,9 +95,9 @@ struct DenseRows {
   }
 };
 
-// Adds 16 dense tokens, from number `first` on, to what a warp has of a unit: the output of every row, and its maximum
-// and sum, in log2 units and without the constants of rows, as for codes. `queries` are [kRows][kHeadDim] of 16 bits as
-// they came. Writes those of the tokens that are new to the tails, where the plan says so.
+// Adds 16 dense tokens, from number `first` on, to a warp's partial result of a unit: the output of every row, and its
+// maximum and sum, in log2 units and without the constants of rows, as for codes. `queries` are untransformed,
+// [kRows][kHeadDim] of 16 bits. Writes new tokens among these to the tails, if the plan appends.
 template <class Shape>
 __device__ __forceinline__ void attend_to_tile(const DecodeParams& params, const NewTokens& new_tokens,
                                                const DecodePlan& plan, const Segment& segment, const Bounds& bounds,
@@ -109,7 +110,7 @@ __device__ __forceinline__ void attend_to_tile(const DecodeParams& params, const
   const int first_position = bounds.num_tokens(plan) - params.q_len;
   const int first_new = plan.appends ? bounds.length - new_tokens.q_len : INT32_MAX;
 
-  // --- ask for keys, lanes as for a product, and for values, a lane's channels of all tokens
+  // --- load keys, in the lanes that multiply them, and values, a lane's channels of all tokens
   const int own = tokens.token(first + lane % kTailTileTokens), exists = max(own, 0);
   const DenseRows key_rows(keys, new_tokens.key, segment, exists, tokens.start, params.sink_length, first_new);
   const DenseRows value_rows(values, new_tokens.value, segment, exists, tokens.start, params.sink_length, first_new);
@@ -157,7 +158,8 @@ __device__ __forceinline__ void attend_to_tile(const DecodeParams& params, const
     }
   }
 
-  // --- weights, below the maximum of this and what there was; -1 for what a row does not see, which may be NaN
+  // --- weights, relative to the maximum of these tokens and earlier ones; -1 where a row does not attend: values there
+  // may be NaN
   float kept[kColumnTiles][2];
 #pragma unroll
   for (int n = 0; n < kColumnTiles; ++n) {
@@ -166,7 +168,7 @@ __device__ __forceinline__ void attend_to_tile(const DecodeParams& params, const
       const int column = 8 * n + 2 * t + k, row = segment.row_tile * kRows + column, i = plan.rows.token(row);
       const bool is_row = column < kRows && row < plan.rows.num_rows;
       const int position = is_row ? first_position + i : -1;
-      // A softcap is of scores that have their constants, and so are results.
+      // A softcap applies to scores that contain their constants, and so do results.
       const float constant = is_row && params.softcap == 0.f ? constants[column] : 0.f;
       const float2 before = is_row ? sums[column] : make_float2(-INFINITY, 0.f);
       float maximum = before.x, sum = 0.f;
@@ -198,7 +200,7 @@ __device__ __forceinline__ void attend_to_tile(const DecodeParams& params, const
 #pragma unroll
       for (int distance = 4; distance < kLanes; distance *= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
       kept[n][k] = exp2_below(before.x, maximum);
-      __syncwarp();  // all lanes of a column have read what one of them writes
+      __syncwarp();  // all lanes of a column have read what one of them overwrites
       if (g == 0 && is_row) sums[column] = make_float2(maximum, fmaf(before.y, kept[n][k], sum));
     }
   }
@@ -216,7 +218,7 @@ __device__ __forceinline__ void attend_to_tile(const DecodeParams& params, const
 #pragma unroll
       for (int c = 0; c < kPerLane; ++c) output[k][c] = to[k * Shape::kOutputStride + c] * factor;
     }
-    // Tokens by eights: all at once would take more registers than codes do.
+    // Eight tokens at a time: all at once would take more registers than codes do.
 #pragma unroll 1
     for (int h = 0; h < 2; ++h) {
       float of_lane[2];

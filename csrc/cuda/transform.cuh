@@ -1,7 +1,7 @@
-// What keys go through before they are quantised, and queries before they meet such keys, where the channels of a row are
-// spread over neighbouring lanes: rounding by rounding as reference.transform_key and transform_query, which is why every
-// operation is an intrinsic that the compiler does not contract. Whose rows these are is decided in append.cu and
-// attend.cuh (keys), query.cuh and decode_general.cu (queries); nothing of this is in a loop over stored tokens.
+// Transforms keys before they are quantised, and queries to match, where the channels of a row are spread over
+// neighbouring lanes. Every rounding is that of reference.transform_key and transform_query, so every operation is an
+// intrinsic that the compiler does not contract. append.cu and attend.cuh call this for keys, query.cuh and
+// decode_general.cu for queries, never in a loop over stored tokens.
 #pragma once
 
 #include "codes.cuh"
@@ -9,8 +9,9 @@
 namespace hf_kvquant::cuda {
 
 // Multiplies rows by a Hadamard matrix over blocks of rotation_block(head_dim) channels. This lane, at `position` in
-// its row, has kChannels of each, a power of two of at most 8. All lanes of the warp call this; what those beyond a row
-// receive means nothing. Rows go together through each step, because a step waits for what the lanes tell each other.
+// its row, has kChannels of each row, a power of two of at most 8. All lanes of the warp call this together; results of
+// lanes beyond a row are meaningless. All rows go through a step together, because each step waits for shuffles between
+// lanes.
 template <int kRows, int kChannels>
 __device__ inline void rotate(float (&x)[kRows][kChannels], int head_dim, int lane, int position) {
 #pragma unroll
@@ -36,7 +37,7 @@ __device__ inline void rotate(float (&x)[kRows][kChannels], int head_dim, int la
       own = __fmaf_rn(own, sign, __shfl_sync(kAllLanes, own, partner));
     }
   }
-  // 1 / sqrt(block), of which an odd power of two leaves 1 / sqrt(2): a factor of two more does not change how it rounds.
+  // 1 / sqrt(block): a power of two, times 1 / sqrt(2) for odd powers. The power of two does not change the rounding.
   const int log2_block = 31 - __clz(block);
   const float power = __uint_as_float(static_cast<uint32_t>(127 - (log2_block >> 1)) << 23);
   const float factor = log2_block % 2 == 0 ? power : power * 0.70710678118654752f;
@@ -47,21 +48,21 @@ __device__ inline void rotate(float (&x)[kRows][kChannels], int head_dim, int la
   }
 }
 
-// The same of a single row.
+// The same for a single row.
 template <int kChannels>
 __device__ inline void rotate(float (&x)[kChannels], int head_dim, int lane, int position) {
   rotate(reinterpret_cast<float(&)[1][kChannels]>(x), head_dim, lane, position);
 }
 
-// The numbers of a transform that belong to the channels of one lane. Reading them apart from using them lets a kernel
-// ask early: a step finds none of them in any cache.
+// The numbers of a transform for the channels of one lane. They are loaded apart from their use, so that a kernel can
+// load them early: at the start of a step none of them are in any cache.
 template <int kChannels>
 struct LaneTransform {
   float center[kChannels], smoothing[kChannels];
 
   LaneTransform() = default;
 
-  // Of the channels from `c` on of key-value head `h`; rows may end before.
+  // For the channels of key-value head `h` from `c` on, which may be beyond the row.
   __device__ __forceinline__ LaneTransform(const KeyTransform& transform, int head_dim, int h, int c) {
     const int first = h * head_dim + c;
 #pragma unroll
@@ -71,7 +72,7 @@ struct LaneTransform {
     }
   }
 
-  // What keys are multiplied by takes the place of the factors.
+  // Replaces the factors by their inverses, which multiply keys.
   __device__ __forceinline__ void invert(const KeyTransform& transform) {
     if (transform.smoothing == nullptr) return;
 #pragma unroll
@@ -79,7 +80,7 @@ struct LaneTransform {
   }
 };
 
-// A lane's channels of new keys, `inverted` being their numbers for keys. All lanes of the warp together.
+// Transforms a lane's channels of new keys; `inverted` holds their numbers. All lanes of the warp call this together.
 template <int kRows, int kChannels>
 __device__ __forceinline__ void transform_keys(const KeyTransform& transform, const LaneTransform<kChannels>& inverted,
                                                int head_dim, int lane, int position, float (&x)[kRows][kChannels]) {
@@ -100,8 +101,8 @@ __device__ __forceinline__ void transform_keys(const KeyTransform& transform, co
   if (transform.is_rotated) rotate(x, head_dim, lane, position);
 }
 
-// A lane's channels of a query, `own` being their numbers. Returns query · center, summed over the `width` neighbouring
-// lanes of a row, a power of two. All lanes of the warp together.
+// Transforms a lane's channels of a query; `own` holds their numbers. Returns query · center, summed over the `width`
+// neighbouring lanes of a row, a power of two. All lanes of the warp call this together.
 template <int kChannels>
 __device__ __forceinline__ float transform_query(const KeyTransform& transform, const LaneTransform<kChannels>& own,
                                                  int head_dim, int lane, int position, int width,

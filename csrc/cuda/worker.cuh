@@ -16,8 +16,8 @@
 namespace hf_kvquant::cuda {
 
 constexpr float kMaxWeight = 32768.f;  // of P', half of what float16 holds
-// With groups, weights become float16 before they are multiplied by scales. If all scales are below 2, weights may reach
-// 2^14. A new shift brings the largest to about 2^10, since small scales will make weights smaller.
+// With groups, weights become float16 before they are multiplied by scales. If all scales are below 2, weights may
+// reach 2^14. A new shift brings the largest to about 2^10, since small scales will make weights smaller.
 constexpr float kMaxGroupedWeight = 16384.f, kGroupedWeightBits = 10.f;
 
 // The maximum, sum and output of the rows of a unit over the steps of one warp.
