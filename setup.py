@@ -1,27 +1,27 @@
-"""Builds `hf_kvquant/_C.abi3.so` out of `csrc/` with ninja, for every Python from 3.10 and every torch from 2.10 on.
+"""Builds `hf_kvquant/_C.abi3.so` from `csrc/` with ninja, for every Python from 3.10 and every torch from 2.10 on.
 
-An editable build (`pip install -e .`, `setup.py build_ext --inplace`) compiles what this machine can run: the CPU
-kernels of its instruction sets, and CUDA kernels for the GPUs that it has. A wheel, as `pip install .` makes one,
-compiles everything. CUDA needs nvcc, but no torch that is built for it.
+An editable build (`pip install -e .`, `setup.py build_ext --inplace`) compiles only what this machine can run: CPU
+kernels for its instruction sets, and CUDA kernels for its GPUs. A wheel (`pip install .`) compiles everything. CUDA
+needs nvcc, but no torch that was built for CUDA.
 
-torch is never imported: its headers are found next to the interpreter that installs, also from inside pip's isolated
-build, so that an isolated build downloads a torch of its own only when there is none to look at. One binary serves all
-versions because the sources use nothing but the torch stable ABI and Python's limited API. What is compiled is whatever
-lies in `csrc/`; metadata and tool settings are in `pyproject.toml`.
+torch is never imported. Its headers are found next to the interpreter that installs, even from inside pip's isolated
+build, which downloads a torch of its own only if none is installed. One binary serves all versions because the sources
+use only the torch stable ABI and Python's limited API. All sources in `csrc/` are compiled. Metadata and tool settings
+are in `pyproject.toml`.
 
 Environment:
     HF_KVQUANT_CUDA_ARCHS   compute capabilities without dots, separated by `;` (in a wheel `80;86;89;90`); the last
                             one is also stored as PTX, which newer GPUs compile when they first load it
     HF_KVQUANT_SKIP_CUDA=1  compile no CUDA source
     HF_KVQUANT_SANITIZE=1   compile the CPU kernels under the address and undefined-behaviour sanitizers, into
-                            build/sanitized: `make sanitize-cpu` says how to build and run that
-    HF_KVQUANT_MANYLINUX=1  link for manylinux_2_28, as `make wheel` does: with zig's linker, which knows the symbols of
-                            glibc 2.28, whatever glibc this machine has. Compilers stay the same, and no other build
+                            build/sanitized; `make sanitize-cpu` builds and runs it
+    HF_KVQUANT_MANYLINUX=1  link for manylinux_2_28, as `make wheel` does, with zig's linker, which knows the symbols of
+                            glibc 2.28 whatever glibc this machine has. The compilers stay the same; no other build
                             needs zig.
-    MAX_JOBS                compiler processes at a time (default: as many as there are processors)
+    MAX_JOBS                compiler processes at a time (default: the number of processors)
     CUDA_HOME, CXX          where CUDA is, which C++ compiler to use
-    HF_KVQUANT_NAMESPACE    what the namespace of the ops and the library are called, for a build that is loaded beside
-                            the package: `make hub`
+    HF_KVQUANT_NAMESPACE    name of the op namespace and of the library, for a build that is loaded together with the
+                            package: `make hub`
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ ROOT = Path(__file__).resolve().parent
 IS_SANITIZED = os.environ.get("HF_KVQUANT_SANITIZE", "0") not in ("", "0")
 NAMESPACE = os.environ.get("HF_KVQUANT_NAMESPACE", "")
 LIBRARY = NAMESPACE or "_C"
-# Relative to ROOT. Fixed, not setuptools' temporary folder, so that ninja finds its objects again and compiles only
-# what has changed.
+# Relative to ROOT. A fixed folder, not setuptools' temporary one, so that ninja finds its objects again and compiles
+# only what has changed.
 OBJECTS = Path("build", "sanitized" if IS_SANITIZED else "ninja")
-# Where the package goes with a sanitized extension, which only a Python with libasan preloaded can load.
+# Where the package with a sanitized extension goes. Only a Python with libasan preloaded can load that extension.
 SANITIZED_LIB = Path("build", "sanitized", "lib")
 
-# Headers of this version for isolated builds on a machine without torch. The binary does not depend on it.
+# Isolated builds use the headers of this version if no torch is installed. The binary does not depend on it.
 FALLBACK_TORCH = "torch==2.13.0"
 # The linker of HF_KVQUANT_MANYLINUX, and the glibc that its output runs on.
 ZIG = "ziglang==0.17.1"
@@ -58,9 +58,9 @@ ZIG_TARGET = f"{platform.machine()}-linux-gnu.2.28"
 
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x03090000"]
 # Neither fast-math nor contraction: codes and scales are bitwise those of reference.py. No -march either: a wheel runs
-# on any processor of its kind, and the files below are entered only after a look at what the processor can do.
+# on any processor of its architecture, and the code of X86_SETS below runs only if the processor supports it.
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra"]
-# The first error ends the run. What torch allocates has bounds too, though torch itself is not instrumented.
+# The first error ends the run. Memory that torch allocates is checked too, though torch itself is not instrumented.
 SANITIZE_FLAGS = [
     "-O1",
     "-g",
@@ -68,15 +68,16 @@ SANITIZE_FLAGS = [
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",
 ]
-# The instruction sets of x86 that have kernels of their own, csrc/cpu/kernels_*.cpp, and what gcc calls their parts.
+# The x86 instruction sets that have their own kernels, csrc/cpu/kernels_*.cpp, and gcc's names for their parts.
 X86_SETS = {
     "avx2": ("avx2", "fma", "f16c"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni", "fma", "f16c"),
 }
 WHEEL_CUDA_ARCHS = "80;86;89;90"
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-# Only these sources have code of their own for 8.9, which converts fp8 by instructions (`__CUDA_ARCH__ >= 890`). The
-# others are the same PTX for 8.x, of which ptxas makes the same bytes for 8.6 and 8.9: GPUs of 8.9 run those for 8.6.
+# Only these sources have separate code for 8.9, which has instructions to convert fp8 (`__CUDA_ARCH__ >= 890`). The
+# others have the same PTX for all of 8.x, and ptxas makes the same bytes for 8.6 and 8.9, so GPUs of 8.9 run those for
+# 8.6.
 FP8_SOURCES = ("append", "attend_fp8")
 
 NINJA_RULES = """
@@ -99,9 +100,9 @@ rule link
 
 
 def torch_folder() -> Path | None:
-    """The installed torch, without importing it.
+    """The folder of the installed torch, found without importing it.
 
-    pip's isolated builds run the same interpreter with the environment's packages hidden; their folder is still known.
+    pip's isolated builds run the same interpreter and hide the environment's packages, but their folder is still known.
     """
     spec = importlib.util.find_spec("torch")
     found = [] if spec is None or spec.origin is None else [Path(spec.origin).parent]
@@ -119,14 +120,14 @@ def is_set(variable: str) -> bool:
 
 
 def find_cuda() -> tuple[Path, Path] | None:
-    """The CUDA toolkit and its folder of libraries, or `None` when there is none."""
+    """The CUDA toolkit and its folder of libraries, or `None` if there is none."""
     on_path = shutil.which("nvcc")
     beside_nvcc = Path(on_path).resolve().parents[1] if on_path else None
     for candidate in (os.environ.get("CUDA_HOME"), beside_nvcc, "/usr/local/cuda"):
         if not candidate or not (Path(candidate) / "bin" / "nvcc").is_file():
             continue
         for libraries in (Path(candidate) / "lib64", Path(candidate) / "lib"):
-            # An nvcc on the PATH may be a mere link to the toolkit, with no libraries beside it.
+            # An nvcc on the PATH may be only a link to the toolkit, without libraries.
             if (libraries / "libcudart_static.a").is_file():
                 return Path(candidate), libraries
     missing = "no CUDA toolkit at CUDA_HOME, nvcc on PATH or /usr/local/cuda"
@@ -137,7 +138,7 @@ def find_cuda() -> tuple[Path, Path] | None:
 
 
 def visible_archs() -> str:
-    """The compute capabilities of this machine's GPUs, such as `"86;90"`; empty where the driver shows none."""
+    """The compute capabilities of this machine's GPUs, such as `"86;90"`; empty if the driver shows none."""
     if shutil.which("nvidia-smi") is None:
         return ""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
@@ -146,7 +147,7 @@ def visible_archs() -> str:
 
 
 def cuda_archs(is_native: bool) -> list[str]:
-    """The compute capabilities to compile for, such as `["80", "90"]`; none: no CUDA kernels."""
+    """The compute capabilities to compile for, such as `["80", "90"]`; empty: no CUDA kernels."""
     if IS_SANITIZED or is_set("HF_KVQUANT_SKIP_CUDA"):
         say("HF_KVQUANT_SKIP_CUDA or HF_KVQUANT_SANITIZE is set: compiling the CPU kernels only.")
         return []
@@ -154,7 +155,7 @@ def cuda_archs(is_native: bool) -> list[str]:
     if named is None:
         named = visible_archs() if is_native else WHEEL_CUDA_ARCHS
         if not named:
-            say('no GPU is visible: compiling the CPU kernels only. For others too: HF_KVQUANT_CUDA_ARCHS="80;90"')
+            say('no GPU is visible: compiling the CPU kernels only. For CUDA too: HF_KVQUANT_CUDA_ARCHS="80;90"')
             return []
     archs = [arch.strip().replace(".", "") for arch in named.replace(",", ";").split(";") if arch.strip()]
     if not archs:
@@ -166,7 +167,7 @@ def cuda_archs(is_native: bool) -> list[str]:
 
 
 def cuda_targets(stem: str, archs: list[str]) -> str:
-    """Options that have nvcc compile a source for some architectures, and store the PTX of the last one too."""
+    """Options for nvcc to compile a source for some architectures, and to store the PTX of the last one too."""
     code: dict[str, list[str]] = {}
     for arch in archs:
         has_own_ptx = not arch.startswith("8") or (arch == "89" and stem in FP8_SOURCES)
@@ -203,11 +204,11 @@ def ninja_command() -> str:
 
 
 def jobs_option(ninja: str) -> list[str]:
-    """ninja's option for the number of compilers that run at a time: `MAX_JOBS`, else as many as there are processors.
+    """ninja's option for the number of compilers that run at a time: `MAX_JOBS`, else the number of processors.
 
-    By itself ninja runs one or two more, which only share the caches: on 2 cores of one machine, the whole build took
-    404, 467 and 469 s with three, and 320, 362 and 370 s with two. How many it counted is in its help; it reads
-    affinities and cgroups for that.
+    By default ninja runs one or two more, which then compete for caches: on 2 cores of one machine, the whole build
+    took 404, 467 and 469 s with three, and 320, 362 and 370 s with two. ninja counts processors by affinities and
+    cgroups, and shows in its help how many it counted.
     """
     if os.environ.get("MAX_JOBS"):
         return ["-j", os.environ["MAX_JOBS"]]
@@ -219,7 +220,7 @@ def jobs_option(ninja: str) -> list[str]:
 
 
 def write_ninja(torch: Path, output: Path, is_native: bool) -> str:
-    """The build file that turns `csrc/` into `output`. Paths in it are relative to this folder.
+    """The ninja file that builds `output` from `csrc/`. Paths in it are relative to this folder.
 
     Args:
         torch: The folder of torch, for its headers and libraries.
@@ -235,8 +236,8 @@ def write_ninja(torch: Path, output: Path, is_native: bool) -> str:
     sources = sorted(ROOT.glob("csrc/*.cpp")) + sorted(ROOT.glob("csrc/cpu/*.cpp"))
     if is_set("HF_KVQUANT_MANYLINUX"):
         linker = f'"{sys.executable}" -m ziglang cc -target {ZIG_TARGET}'
-        # Not zig's own: exceptions cross from here into torch, which uses gcc's C++ library and unwinder; and what the
-        # processor can do is asked of libgcc.a, in place of which zig has one that knows nothing.
+        # gcc's libraries instead of zig's: exceptions cross into torch, which uses gcc's C++ library and unwinder. And
+        # libgcc.a detects what the processor supports, which zig's replacement for it does not.
         gcc_libraries = ("libstdc++.so", "libgcc.a", "libgcc_s.so.1")
         link_flags += [f"$$($cxx -print-file-name={name})" for name in gcc_libraries]
         link_flags += ["-Wl,--version-script=csrc/manylinux/exports.map", "-Wl,--strip-debug"]
@@ -246,7 +247,7 @@ def write_ninja(torch: Path, output: Path, is_native: bool) -> str:
     sources = [
         path for path in sources if path.stem not in {f"kernels_{name}" for name in X86_SETS if name not in sets}
     ]
-    # Of single files, so that objects are the same in an editable build and in a wheel.
+    # Flags of single files, so that objects are the same in an editable build and in a wheel.
     flags_of = {f"kernels_{name}": " ".join(f"-m{part}" for part in X86_SETS[name]) for name in sets}
     flags_of["module"] = f"-DTORCH_EXTENSION_NAME={NAMESPACE}" if NAMESPACE else ""
     flags_of["cpu"] = " ".join(f"-DHF_KVQUANT_{name.upper()}" for name in sets)
@@ -255,21 +256,21 @@ def write_ninja(torch: Path, output: Path, is_native: bool) -> str:
         cuda, libraries = found_cuda
         includes.append(f'-isystem "{cuda / "include"}"')
         flags_of["module"] += f" '-DHF_KVQUANT_CUDA_ARCHS={';'.join(archs)}'"
-        # ninja starts them in this order: what takes minutes comes first, so that no core is idle at the end.
+        # ninja starts them in this order: sources that take minutes come first, so that no core is idle at the end.
         sources = sorted(ROOT.glob("csrc/cuda/*.cu")) + sorted(ROOT.glob("csrc/cuda/*.cpp")) + sources
         lines += [f'nvcc = "{cuda / "bin" / "nvcc"}"', f"nvcc_flags = {' '.join([*NVCC_FLAGS, '-Icsrc'])}"]
-        # Linked statically, so that the binary does not care which CUDA runtime torch brings, or whether it brings one.
+        # Linked statically, so that the binary works with any CUDA runtime of torch, or with none.
         link_flags += [f'-L"{libraries}"', "-lcudart_static", "-ldl", "-lrt"]
     flags = list(CXX_FLAGS)
     if IS_SANITIZED:
-        flags += SANITIZE_FLAGS  # behind -O3, which the last -O overrides
+        flags += SANITIZE_FLAGS  # after -O3, as the last -O counts
         link_flags += SANITIZE_FLAGS
     lines.append(f"flags = {' '.join(flags + DEFINES + includes)}")
     lines += [f"linker = {linker}", f"link_flags = {' '.join(link_flags)}", NINJA_RULES]
     objects = []
     for source in sources:
         source = source.relative_to(ROOT)
-        # All namespaces share the other objects, so that only this one is compiled for another.
+        # Only this object depends on the namespace; builds for all namespaces share the others.
         suffix = f".{LIBRARY}.o" if source.stem == "module" else ".o"
         target = OBJECTS / source.with_suffix(source.suffix + suffix)
         if source.suffix == ".cu":
@@ -282,7 +283,7 @@ def write_ninja(torch: Path, output: Path, is_native: bool) -> str:
 
 
 class NinjaBuild(build_ext):
-    """Runs ninja instead of setuptools' compiler classes, which know neither nvcc nor incremental builds."""
+    """Runs ninja instead of setuptools' compiler classes, which support neither nvcc nor incremental builds."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -299,7 +300,7 @@ class NinjaBuild(build_ext):
             raise SystemExit("setup: torch >= 2.10 must be installed for its headers, found none. pip install torch")
         (ROOT / OBJECTS).mkdir(parents=True, exist_ok=True)
         output = OBJECTS / f"{LIBRARY}.abi3.so"
-        # Two installs at a time, of an editable and a wheel for example, would run two ninjas in one folder.
+        # Two installs at a time, such as of an editable and a wheel, would run two ninjas in one folder.
         with open(ROOT / OBJECTS / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             (ROOT / OBJECTS / "build.ninja").write_text(write_ninja(torch, output, self.is_native))
@@ -312,7 +313,7 @@ class NinjaBuild(build_ext):
                 raise SystemExit("setup: compiling csrc/ must succeed, got the errors above.")
             target = Path(self.get_ext_fullpath(ext.name))
             target.parent.mkdir(parents=True, exist_ok=True)
-            # Renamed into place: overwriting a library that a running process has mapped would crash that process.
+            # Renamed into place: overwriting a library would crash the processes that have it mapped.
             shutil.copy2(ROOT / output, target.with_suffix(".new"))
             os.replace(target.with_suffix(".new"), target)
 
@@ -321,6 +322,6 @@ setup(
     ext_modules=[Extension(f"hf_kvquant.{LIBRARY}", sources=[], py_limited_api=True)],
     cmdclass={"build_ext": NinjaBuild},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
-    # pip asks for these before an isolated build and installs them there; no torch where one has been found.
+    # pip installs these before an isolated build; torch only if none has been found.
     setup_requires=([] if torch_folder() else [FALLBACK_TORCH]) + ([ZIG] if is_set("HF_KVQUANT_MANYLINUX") else []),
 )

@@ -15,9 +15,9 @@
 #include "cuda/cuda.h"
 #endif
 
-// The op namespace, the same as in hf_kvquant/_ops.py, and the name of the Python module. For the kernels hub,
-// kernel-builder defines TORCH_EXTENSION_NAME, a name unique to the build, which replaces both, so that several such
-// builds and the package can be loaded together.
+// The op namespace, the same as in hf_kvquant/_ops.py, and the name of the Python module. Builds for the kernels hub
+// define TORCH_EXTENSION_NAME, as kernel-builder does: a name unique to the build, which replaces both, so that several
+// such builds and the package can be loaded together.
 #ifdef TORCH_EXTENSION_NAME
 #define KVQ_NAMESPACE TORCH_EXTENSION_NAME
 #define KVQ_MODULE TORCH_EXTENSION_NAME
