@@ -1,12 +1,12 @@
-"""Builds the ops alone as a kernel of the Hugging Face hub, for its `kernels` package: `make hub`.
+"""Builds the ops alone as a kernel for the Hugging Face kernels hub and its `kernels` package: `make hub`.
 
     python hub/build.py                     # into build/hub
 
-There is no second copy of anything in the repository. From `hf_kvquant/` come `ops.py` and what it imports, from
-`csrc/` the sources, from `setup.py` their flags, and from this folder the few files that only the hub wants. Together
-they are a project for `kernel-builder build`, which needs Nix. Without it, this script puts what kernel-builder would
-build for this machine into the project's `build/<variant>`: for CPU and CUDA where nvcc is, else for the CPU alone.
-The environment is that of setup.py.
+Nothing is kept twice in the repository: `ops.py` and the modules that it imports come from `hf_kvquant/`, the sources
+from `csrc/`, their flags from `setup.py`, and the few files that only the hub needs from this folder. Together they are
+a project for `kernel-builder build`, which needs Nix. Without Nix, this script builds for this machine what
+kernel-builder would, into the project's `build/<variant>`: for CPU and CUDA if there is an nvcc, else for the CPU only.
+The environment variables are those of setup.py.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_kvquant"
 PYTHON = Path("torch-ext", PACKAGE.name)  # where kernel-builder looks for the Python files of a project
-# Of torch, and how variants name it: all later versions run them.
+# The oldest torch that runs the variants; they carry it in their names.
 STABLE_ABI = "2.10"
 
 
 def build_rules() -> dict[str, Any]:
-    """What setup.py defines, without a build."""
+    """The definitions in setup.py, without running a build."""
     with mock.patch("setuptools.setup"):
         return runpy.run_path(str(ROOT / "setup.py"))
 
 
 def needed_modules() -> list[Path]:
-    """The files that `ops.py` imports, and those that they import; not the package's own `__init__.py`."""
+    """`ops.py` and all files that it imports, directly or not, except the package's own `__init__.py`."""
     found: set[Path] = set()
     waiting = [PACKAGE / "ops.py"]
     while waiting:
@@ -59,7 +59,7 @@ def needed_modules() -> list[Path]:
 
 
 def capabilities(archs: list[str]) -> list[str]:
-    """Architectures as the hub spells them, such as `["8.0", "9.0+PTX"]`. The last one is stored as PTX too."""
+    """Architectures in the hub's spelling, such as `["8.0", "9.0+PTX"]`. The last one is stored as PTX too."""
     numbers = [f"{arch[:-1]}.{arch[-1]}" for arch in archs]
     return [*numbers[:-1], f"{numbers[-1]}+PTX"]
 
@@ -67,7 +67,7 @@ def capabilities(archs: list[str]) -> list[str]:
 def kernel_sections(rules: dict[str, Any]) -> str:
     """The sections of build.toml that name sources and flags. The CUDA backend has the CPU kernels too, as in a wheel.
 
-    kernel-builder links for old libraries by itself and needs nothing of what setup.py links for that.
+    kernel-builder itself links for old libraries, so `csrc/manylinux` is left out.
     """
     folders = [ROOT / "csrc", ROOT / "csrc" / "cpu", ROOT / "csrc" / "cuda"]
     sources = sorted(
@@ -96,7 +96,7 @@ def kernel_sections(rules: dict[str, Any]) -> str:
 
 
 def assemble(project: Path) -> None:
-    """Make a folder a project for kernel-builder. What it built there before stays.
+    """Make a folder a project for kernel-builder. Earlier builds in it stay.
 
     Args:
         project: The folder, which may exist.
@@ -114,10 +114,10 @@ def assemble(project: Path) -> None:
 
 
 def namespace_of(project: Path, backend: str) -> str:
-    """The namespace of the ops, and the name of the library: unique to what a project is built from.
+    """The namespace of the ops, and the name of the library: unique to the contents of a project.
 
     Args:
-        project: Assembled.
+        project: As `assemble` made it.
         backend: `"cpu"` or `"cuda"`.
     """
     digest = hashlib.sha256()
@@ -129,14 +129,14 @@ def namespace_of(project: Path, backend: str) -> str:
 
 
 def lay_out(project: Path, variant: Path, namespace: str, archs: list[str], library: Path | None) -> None:
-    """Make a folder what `kernels` loads.
+    """Write a folder that `kernels` can load.
 
     Args:
-        project: Assembled.
+        project: As `assemble` made it.
         variant: The folder, which is replaced.
-        namespace: Of the ops, by which `kernels` also imports it.
-        archs: What the CUDA kernels were compiled for; empty for a build without.
-        library: The extension, registered in that namespace; `None` leaves all to the reference.
+        namespace: Of the ops; `kernels` also imports the folder by this name.
+        archs: The architectures of the CUDA kernels; empty for a build without.
+        library: The extension, registered in that namespace; with `None`, the reference runs all ops.
     """
     shutil.rmtree(variant, ignore_errors=True)
     shutil.copytree(project / PYTHON, variant)
@@ -165,10 +165,10 @@ def lay_out(project: Path, variant: Path, namespace: str, archs: list[str], libr
 
 
 def variant_name(cuda: Path | None) -> str:
-    """What the hub calls a build for this kind of machine, such as `torch-stable-abi210-cu130-x86_64-linux`.
+    """The hub's name for a build for this kind of machine, such as `torch-stable-abi210-cu130-x86_64-linux`.
 
     Args:
-        cuda: The toolkit, whose version counts; `None` for the CPU.
+        cuda: The toolkit, whose version is part of the name; `None` for the CPU.
     """
     compute = "cpu"
     if cuda is not None:
@@ -182,12 +182,12 @@ def variant_name(cuda: Path | None) -> str:
 
 
 def compile_library(namespace: str, archs: list[str], folder: Path) -> Path:
-    """The extension under a namespace, compiled as for a wheel. All builds here share their objects.
+    """Compile the extension for a namespace, as for a wheel. Builds share all objects that do not depend on it.
 
     Args:
-        namespace: Of the ops; the library is called so too.
-        archs: What CUDA kernels are compiled for; empty for none.
-        folder: Where it goes.
+        namespace: Of the ops, and the name of the library.
+        archs: The architectures of the CUDA kernels; empty for none.
+        folder: Where the library goes.
     """
     chosen = {"HF_KVQUANT_CUDA_ARCHS": ";".join(archs)} if archs else {"HF_KVQUANT_SKIP_CUDA": "1"}
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(folder)]
@@ -196,8 +196,8 @@ def compile_library(namespace: str, archs: list[str], folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Build the ops alone as a kernel of the Hugging Face hub.")
-    parser.add_argument("--output", type=Path, default=ROOT / "build" / "hub", help="the project, made anew")
+    parser = argparse.ArgumentParser(description="Build the ops alone as a kernel for the Hugging Face kernels hub.")
+    parser.add_argument("--output", type=Path, default=ROOT / "build" / "hub", help="the project; old builds stay")
     project = parser.parse_args().output
 
     rules = build_rules()

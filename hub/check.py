@@ -1,9 +1,9 @@
-"""Checks a project that hub/build.py made by what the hub's own packages say of it, without a network: `make hub`.
+"""Checks a project that hub/build.py made with the hub's own packages, without a network: `make hub`.
 
     PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 python hub/check.py build/hub
 
-Bytecode would be more than a digest lists. Loading comes last, as the hub's users do it. CONTRIBUTING.md says what is
-not checked.
+Bytecode must not be written, since the digest does not list it. The last check loads the kernel as the hub's users do.
+CONTRIBUTING.md says what is not checked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import kernels
 from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
 from kernels.variants import parse_variant
 
-# What the hub's page "Kernel requirements" asks for.
+# From the hub's page "Kernel requirements".
 PYTHON_ABI, MANYLINUX = "3.9", "manylinux_2_28"
 
 

@@ -1,4 +1,4 @@
-# What kernel-builder needs beside build.toml.
+# The file that kernel-builder needs besides build.toml.
 {
   description = "Attention over quantised key-value caches";
 

@@ -1,4 +1,4 @@
-"""The extension, under the name that ops.py imports. kernel-builder names it after the namespace of the ops."""
+"""The extension, under the name that ops.py imports. kernel-builder gives it the name of the op namespace."""
 
 import importlib
 import sys

@@ -1,7 +1,8 @@
 """Attention over quantised key-value caches, and appending to them: the ops of hf_kvquant, without transformers.
 
-A cache of one layer is `Planes` for its keys and `Planes` for its values, which a `KVFormat` allocates. `Operands`
-takes both and has the two calls of a step: `append` and `decode`. The functions of these names are for a single call.
+The cache of one layer is a `Planes` for its keys and a `Planes` for its values, both allocated by a `KVFormat`.
+`Operands` takes both and has the two calls of a step, `append` and `decode`. The functions `append` and `decode` are
+for single calls.
 """
 
 from .formats import KVFormat, Planes
