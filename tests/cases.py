@@ -1,4 +1,4 @@
-"""The one list of formats, shapes and data that tests run over, the planes they run on, and how much is drawn."""
+"""The formats, shapes, data and planes that all tests share, and how many examples hypothesis draws."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ REFUSED = (ValueError,) if torch.__version__ < (2, 15) else (ValueError, Runtime
 
 
 def times(count: int, **options: Any) -> settings:
-    """How a hypothesis test draws: `count` examples with `--all`, half of them in the quick tier.
+    """Settings of a hypothesis test: `count` examples with `--all`, half of them in the quick tier.
 
-    Everything else is in the profiles of `conftest.py`. `HF_KVQUANT_FUZZ` multiplies the number of examples.
+    All other settings are in the profiles of `conftest.py`. `HF_KVQUANT_FUZZ` multiplies the number of examples.
     """
     share = settings.default.max_examples / 100 * float(os.environ.get("HF_KVQUANT_FUZZ", "1"))
     return settings(max_examples=max(1, round(count * share)), **options)
 
 
 def engines() -> list[str]:
-    """What can run the ops here: every instruction set of the CPU kernels, and CUDA where there is a GPU."""
+    """What can run the ops here: every supported instruction set of the CPU kernels, and CUDA if there is a GPU."""
     names = ["cpu"]
     module = ops.extension()
     if not isinstance(module, ImportError):
@@ -43,7 +43,7 @@ def engines() -> list[str]:
 
 
 def make_formats(head_dim: int = 64) -> list[KVFormat]:
-    """Every storage type, granularity and symmetry, and clipped ones, in groups as large as is common in `head_dim`."""
+    """Every storage type, granularity and symmetry, and clipped formats, with a group size that divides `head_dim`."""
     group_size = next(size for size in (32, 40, 16, 8) if head_dim % size == 0)
     formats = [KVFormat("none")]
     for storage in ("int8", "int4", "fp8"):
@@ -58,7 +58,7 @@ def make_formats(head_dim: int = 64) -> list[KVFormat]:
 
 
 def name_of(value: object) -> str:
-    """A part of a test id: formats and dtypes by name, numbers as they are."""
+    """A part of a test id: formats and dtypes by name, anything else as it is."""
     if isinstance(value, KVFormat):
         return value.describe()
     return str(value).removeprefix("torch.")
@@ -106,11 +106,11 @@ class Case:
 
     @property
     def windows(self) -> dict[str, Any]:
-        """Tokens that stay dense, as ops and reference take them."""
+        """The numbers of tokens that stay dense, as arguments of ops and reference."""
         return {"sink_length": self.sink_length, "residual_length": self.residual_length}
 
     def head_dims(self) -> tuple[int, int]:
-        """Of keys and of values."""
+        """The head dims of keys and of values."""
         return self.head_dim, self.value_dim or self.head_dim
 
     def lengths_tensor(self) -> Tensor:
@@ -141,7 +141,7 @@ def poisoned(
     device: str = "cpu",
     **windows: int,
 ) -> Planes:
-    """Planes whose every element is what reads must never turn into output: NaN, or random bytes under a NaN scale."""
+    """Planes full of numbers that must never reach an output: NaN, or random codes with NaN scales."""
     planes = kv_format.allocate(batch, heads, head_dim, capacity, dtype=dtype, device=torch.device(device), **windows)
     if not kv_format.is_quantized:
         planes.codes.fill_(torch.nan)
@@ -158,13 +158,13 @@ def poisoned(
 def filled(case: Case, side: int, x: Tensor | None = None, key_transform: KeyTransform | None = None) -> Planes:
     """Planes with tokens `starts … lengths - 1` of `x` (random by default), everything else poisoned.
 
-    Where there is a tail, padding is held too, and its keys are in no scale.
+    With a tail, padding is stored too, but its keys do not count for scales.
 
     Args:
         case: Gives format, shapes and lengths.
         side: 0 for keys, 1 for values.
-        x: `[batch, num_kv_heads, capacity, head_dim]`, on the device that the planes are to be on.
-        key_transform: What keys go through; on the same device.
+        x: `[batch, num_kv_heads, capacity, head_dim]`, on the device where the planes will be.
+        key_transform: Applied to keys; on the same device.
     """
     kv_format, head_dim = case.formats[side], case.head_dims()[side]
     if x is None:
@@ -195,7 +195,7 @@ def filled(case: Case, side: int, x: Tensor | None = None, key_transform: KeyTra
 
 
 def merged(case: Case, inside: Planes, outside: Planes) -> Planes:
-    """Planes with what is held of `inside`, and with what `outside` has everywhere else. A frozen scale is held."""
+    """Planes with stored tokens and frozen scales from `inside`, and everything else from `outside`."""
     column = torch.arange(case.capacity, device=inside.codes.device)
     lengths = case.lengths_tensor().to(column.device).unsqueeze(1)
     is_held = column < lengths  # [batch, capacity]
@@ -206,7 +206,7 @@ def merged(case: Case, inside: Planes, outside: Planes) -> Planes:
     def merge(plane: Tensor | None, poison: Tensor | None) -> Tensor | None:
         if plane is None or poison is None or plane.shape[3] == 1:
             return plane
-        # Laid out as a storage has it: kernels may serve other strides in another way.
+        # Contiguous, as in a storage: other strides may take another path in kernels.
         return torch.where(is_held[:, None, None, :], plane, poison).contiguous()
 
     codes = torch.where(is_held[:, None, :, None], inside.codes, outside.codes)

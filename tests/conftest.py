@@ -1,13 +1,13 @@
 """The two tiers of the tests, and fixtures that all tests share: seeds, unpatched models, devices, engines of ops.
 
-`pytest` runs the quick tier: every test function, but not every case of it. `pytest --all` runs every case. A case is
-left to `--all` for one of three reasons, and each is decided in one place:
+`pytest` runs the quick tier: every test function, but not all of its cases. `pytest --all` runs every case. A case is
+left to `--all` for one of three reasons, each decided in one place:
 
-- It repeats on a slower instruction set what runs on the best one: a sixth of such cases stays quick (`SHARE` below).
-- Its mark says so: `@pytest.mark.full(when=..., reason=...)` holds beside the parameters that it is about.
+- It repeats a case of the best instruction set on a slower one: a sixth of these stay quick (`SHARE` below).
+- Its test has a mark next to the parameters: `@pytest.mark.full(when=..., reason=...)`.
 - It is drawn by hypothesis: the quick tier draws half of the examples (`times` in `cases.py`).
 
-Whoever names a test gets all of it: `pytest tests/test_ops.py::test_opcheck`.
+A test that is named on the command line runs in full: `pytest tests/test_ops.py::test_opcheck`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from transformers.utils import logging
 from hf_kvquant import ops, unpatch
 from hf_kvquant.patching import state_of
 
-# The tensors of the tests are small: a second thread costs more than it computes, five times the run time on a busy
-# machine. Where threads are what is tested, the test asks for them.
+# The tensors of the tests are small: a second thread costs more than it saves, up to five times the run time on a busy
+# machine. Tests of threads ask for more.
 torch.set_num_threads(1)
-# What tests look for on stderr is ours, without the bars of the models that they save themselves.
+# Tests that read stderr look for our output, without the progress bars of the models that they save.
 logging.disable_progress_bar()
 
-# Of the cases on every instruction set but the best one, one in so many is quick. What they have for themselves, how
-# they load, round and store, every case goes through; what the cases are about is written once, above `simd.h`.
+# On every instruction set but the best one, one case in this many is in the quick tier. Instruction sets differ only in
+# how they load, round and store, which every case covers; all else is written once, on top of `simd.h`.
 SHARE = 6
 
 
@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Examples are the same on every machine and in every run, and no file remembers them.
+    # Examples are the same on every machine and in every run, and are not kept in a file.
     checks = {"suppress_health_check": list(HealthCheck)}
     for tier, count in (("all", 100), ("quick", 50)):
         settings.register_profile(tier, derandomize=True, deadline=None, database=None, max_examples=count, **checks)
@@ -57,7 +57,7 @@ def _is_all(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is for `--all`."""
+    """Leave out the cases that are only for `--all`."""
     if _is_all(config):
         return
     best = [engine for engine in engines() if engine.startswith("cpu")][-1]
@@ -72,7 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if when(**{name: params[name] for name in inspect.signature(when).parameters}):
                 left_out.add(item.nodeid)
     for names in repeats.values():
-        # By a hash, which is the same in every run and follows no order of the parameters; one of each test at least.
+        # Chosen by a hash, which is the same in every run and independent of the order of parameters; at least one of
+        # each test.
         names.sort(key=lambda name: zlib.crc32(name.encode()))
         left_out.update(names[-(-len(names) // SHARE) :])
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
@@ -80,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # Modules and tests stay for good: a collection of garbage need not look at them, several times a second.
+    # Modules and tests stay for good, so garbage collection, several times a second, need not look at them.
     gc.freeze()
 
 
@@ -92,7 +93,7 @@ def seed() -> None:
 
 @pytest.fixture(autouse=True)
 def unpatched() -> Iterator[None]:
-    """No test leaves a model that others use patched: which of them then fails depends on the order."""
+    """No test leaves a shared model patched: else which test fails would depend on their order."""
     yield
     left = [model for model in models.SHARED if state_of(model) is not None]
     for model in left:
@@ -102,13 +103,13 @@ def unpatched() -> Iterator[None]:
 
 @pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 def device(request: pytest.FixtureRequest) -> str:
-    """`"cpu"` always, `"cuda"` where there is a GPU."""
+    """`"cpu"` always, `"cuda"` if there is a GPU."""
     return str(request.param)
 
 
 @pytest.fixture(params=engines())
 def engine(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The device to put tensors on, once for each implementation of the ops on it."""
+    """The device for tensors, once for each implementation of the ops on it."""
     device, _, capability = str(request.param).partition("-")
     module = ops.extension()
     # Without this, every test below would compare the reference with itself.

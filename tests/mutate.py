@@ -1,14 +1,14 @@
-"""Breaks the package in one line at a time, and says which test notices: `make mutate`. For developers, not for CI.
+"""Breaks one line of the package at a time, and reports which test fails: `make mutate`. For developers, not for CI.
 
-Each mutation is a mistake that somebody could make, and names the tests of its subject. They run first, the others only
-where these notice nothing, so that a mutation that is caught costs seconds. Everything happens in a copy of the tree, a
-git worktree in a temporary folder. Run it after a change to what the quick tier leaves out: what `--all` catches, the
-quick tier has to catch too.
+Each mutation is a mistake that somebody could make, and names the tests of its subject. These run first, and the other
+tests only if they all pass, so that a mutation that is caught costs seconds. Everything happens in a copy of the tree,
+a git worktree in a temporary folder. Run this after changing what the quick tier leaves out: the quick tier has to
+catch every mutation that `--all` catches.
 
-    python tests/mutate.py                      # the quick tier, and all tests for what it lets through
-    python tests/mutate.py storage lengths      # of files with one of these in their names
-    python tests/mutate.py csrc/cpu --first     # without the other tests
-    python tests/mutate.py --cuda               # those of CUDA sources, on a machine with a GPU and nvcc
+    python tests/mutate.py                      # the quick tier, and all tests if it catches nothing
+    python tests/mutate.py storage lengths      # only files with one of these in their names
+    python tests/mutate.py csrc/cpu --first     # only the tests of the subject
+    python tests/mutate.py --cuda               # CUDA sources, on a machine with a GPU and nvcc
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch  # noqa: F401  (see `catcher`)
 import transformers  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 1800  # a run that takes longer hangs, and is caught
+SECONDS = 1800  # a run that takes longer counts as hanging, and so as caught
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Mutation:
     """A mistake.
 
     Attributes:
-        path: Of the file.
-        old: A piece of it that is there once.
-        new: What takes its place.
-        why: What goes wrong.
+        path: The file to change.
+        old: Text that the file contains exactly once.
+        new: The text that replaces it.
+        why: What goes wrong then.
         tests: Test files of the subject, without `test_` and `.py`.
     """
 
@@ -55,12 +55,12 @@ class Mutation:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether it takes a GPU."""
+        """Whether testing it needs a GPU."""
         return self.path.startswith("csrc/cuda")
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it takes a compiler."""
+        """Whether testing it needs a compiler."""
         return self.path.startswith("csrc")
 
 
@@ -507,7 +507,7 @@ MUTATIONS = [
 
 @contextmanager
 def copied_tree() -> Iterator[Path]:
-    """A worktree of what is tracked here, changes included, with the extension."""
+    """A worktree of the tracked files with their uncommitted changes, and with the extension."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
@@ -524,14 +524,14 @@ def copied_tree() -> Iterator[Path]:
 
 
 def build(tree: Path, with_cuda: bool) -> bool:
-    """Compile what has changed. Returns whether that worked."""
+    """Compile what has changed. Returns whether that succeeded."""
     skip = {} if with_cuda else {"HF_KVQUANT_SKIP_CUDA": "1"}
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
     return subprocess.run(command, cwd=tree, env={**os.environ, **skip}, capture_output=True).returncode == 0
 
 
 def catcher(tree: Path, arguments: list[str]) -> str | None:
-    """Run tests until one fails. Returns its name, `None` where none does."""
+    """Run tests until one fails. Returns its name, or `None` if all pass."""
     log = tree / "pytest.log"
     child = os.fork()  # torch and transformers are imported already
     if child == 0:
@@ -543,9 +543,9 @@ def catcher(tree: Path, arguments: list[str]) -> str | None:
             for descriptor in (1, 2):
                 os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
             options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
-            options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what transformers has imported
+            options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # about modules that transformers imported
             code = pytest.main([*options, *arguments])
-        finally:  # never back into what the parent does
+        finally:  # the child must not go on as the parent would
             sys.stdout.flush()
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -558,7 +558,7 @@ def catcher(tree: Path, arguments: list[str]) -> str | None:
 
 
 def check(tree: Path, mutation: Mutation, jobs: list[str], only_first: bool) -> tuple[str, str | None]:
-    """Which tier catches a mutation, and by which test."""
+    """Which tier catches a mutation, and which test."""
     first = [f"tests/test_{name}.py" for name in mutation.tests.split()]
     others = [f"--ignore={path}" for path in first]
     stages = [("quick", first), ("quick", [*others, *jobs]), ("all", ["--all", *first]), ("all", ["--all", *others])]
@@ -571,10 +571,10 @@ def check(tree: Path, mutation: Mutation, jobs: list[str], only_first: bool) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="parts of the names of files; all files without")
-    parser.add_argument("--first", action="store_true", help="run the tests of the subject alone")
+    parser.add_argument("names", nargs="*", help="parts of file names; default: all files")
+    parser.add_argument("--first", action="store_true", help="run only the tests of the subject")
     parser.add_argument("--cuda", action="store_true", help="mutate CUDA sources")
-    parser.add_argument("-n", dest="jobs", default="2", help="processes for the other tests (2)")
+    parser.add_argument("-n", dest="jobs", default="2", help="processes for the other tests (default: 2)")
     options = parser.parse_args()
     chosen = [
         mutation
