@@ -13,7 +13,7 @@ namespace hf_kvquant {
 constexpr int kOpsVersion = 8;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
-constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::tail
+constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::has_channel_scales
 constexpr int kMaxCudaHeadDim = 256;  // above it, ops.py runs the reference
 constexpr int kMaxRingLength = 1 << 30;  // the most tokens that a ring counts, so that sums of positions fit an int
 

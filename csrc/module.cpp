@@ -25,8 +25,8 @@
 #define KVQ_NAMESPACE hf_kvquant
 #define KVQ_MODULE _C
 #endif
-// The second macro of each pair lets the preprocessor expand the arguments first. A list of architectures may contain
-// commas.
+// Each of these passes its arguments on to another macro, so that the preprocessor expands them first. `...`, since a
+// list of architectures may contain commas.
 #define KVQ_STRING(...) KVQ_AS_IT_IS(__VA_ARGS__)
 #define KVQ_AS_IT_IS(...) #__VA_ARGS__
 #define KVQ_OPS(ns, device, library) STABLE_TORCH_LIBRARY_IMPL(ns, device, library)

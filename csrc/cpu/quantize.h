@@ -109,7 +109,7 @@ void write_codes(const Side& side, const void* source, int begin, int end, half_
   }
 }
 
-// Heads that share a scale are quantised together, from `head` up to this one. (A frozen scale would not need that.)
+// The end of the heads that are quantised together from `head` on, because they share a scale.
 inline int end_of_heads(const QuantizeTask& task, int head) {
   return task.side->storage != Storage::none && task.side->is_shared_by_heads ? task.num_heads : head + 1;
 }
@@ -258,7 +258,7 @@ void quantize_channels(const float* rows, int stride, int first, int channels, f
     }
     scale[c] = s;
     zero[c] = z;
-    // Codes must be 0 where there is no scale: x / infinity is, and `has_scale` makes sure below.
+    // Codes must be 0 where there is no scale: x / infinity is, and multiplying by `has_scale` below makes sure.
     divisors[c] = s == kHalfNan ? kInfinity : half_to_float(s);
     offsets[c] = s == kHalfNan ? 0.0f : half_to_float(z);
     is_flawed[c] = s == kHalfNan ? 0.0f : 1.0f;

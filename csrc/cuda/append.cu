@@ -487,8 +487,8 @@ bool has_aligned_rows(const Dense& dense, const AppendParams& params) {
 }  // namespace
 
 void append(const AppendParams& params, void* stream) {
-  // A ring never takes the prompt way, as it keeps few tokens of a prompt: looking for its end among the tokens of a
-  // lane made every prompt 2 to 8 % slower (H200, 2026-11).
+  // Rings do not use the kernels for prompts: they keep few tokens of a prompt, and looking for their end among the
+  // tokens of a lane made every prompt 2 to 8 % slower (H200, 2026-11).
   const bool is_prompt = !params.is_ring && params.q_len >= kMinPromptTokens && has_aligned_rows(params.key, params) &&
                          has_aligned_rows(params.value, params);
   const int q_len = params.q_len;

@@ -9,10 +9,10 @@
 // (tails.cuh).
 //
 // Instructions are scarce: at 4.5 TB/s, an H200 has 3.7 thread instructions for an int4 code. Power is scarcer: reading
-// alone takes all of its 700 W and lowers the clock to 1.65 to 1.85 GHz, depending on how few instructions read; with
-// this kernel it falls to 1.5 GHz (2026-11). Hence query · key uses bytes instead of float16, and weights · values uses
-// codes that a mask alone unpacks. Steps that all rows attend to in full take a fast body of the loop; others (edges,
-// windows, causal bounds within a chunk, softcap, ALiBi) take a second body.
+// alone takes all of its 700 W and lowers the clock to 1.65 to 1.85 GHz, depending on how few instructions do the
+// reading; with this kernel it falls to 1.5 GHz (2026-11). Hence query · key uses bytes instead of float16, and weights
+// · values uses codes that a mask alone unpacks. Steps that all rows attend to in full take a fast body of the loop;
+// others (edges, windows, causal bounds within a chunk, softcap, ALiBi) take a second body.
 //
 // A block's work before its first and after its last copy counts, too: some thousand clocks of waiting for memory and
 // of instructions one after the other, four clocks each. So a block computes as little as it can before it copies and

@@ -42,7 +42,7 @@ __device__ __forceinline__ void multiply_bfloats(float (&c)[4], uint32_t a0, uin
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// c = a · b over 8 float16 numbers: registers 0 and 1 of `a` hold numbers 2t and 2t + 1 of rows g and g + 8.
+// c += a · b over 8 float16 numbers: registers 0 and 1 of `a` hold numbers 2t and 2t + 1 of rows g and g + 8.
 __device__ __forceinline__ void multiply_halves(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -109,7 +109,7 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int va
   }
 }
 
-// Brings a line of memory into the L2 cache.
+// Loads a line of memory into the L2 cache.
 __device__ __forceinline__ void prefetch(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -1,5 +1,5 @@
 // Finds the row of a token in the planes: its position or, in a ring, position mod capacity, like row_of in format.h.
-// Without the division of row_of, which takes longer than most of what kernels do before they copy. The arithmetic is
+// It avoids the division of row_of, which takes longer than most of what kernels do before they copy. The arithmetic is
 // the same on the host.
 #pragma once
 

@@ -37,7 +37,7 @@ __device__ inline void rotate(float (&x)[kRows][kChannels], int head_dim, int la
       own = __fmaf_rn(own, sign, __shfl_sync(kAllLanes, own, partner));
     }
   }
-  // 1 / sqrt(block): a power of two, times 1 / sqrt(2) for odd powers. The power of two does not change the rounding.
+  // 1 / sqrt(block) is a power of two, times 1 / sqrt(2) if log2(block) is odd. The power of two changes no rounding.
   const int log2_block = 31 - __clz(block);
   const float power = __uint_as_float(static_cast<uint32_t>(127 - (log2_block >> 1)) << 23);
   const float factor = log2_block % 2 == 0 ? power : power * 0.70710678118654752f;
