@@ -19,7 +19,7 @@ OLDEST_TESTS := $(addprefix tests/test_,cache.py generate.py patching.py attenti
 CUDA_ARCHS ?= 90
 # Packages of `make hub`, besides the virtual environment.
 HUB_TOOLS := build/hub-tools
-# What `make lint-workflows` checks with: an environment of its own, for runners without the packages of `make lint`.
+# The environment of `make lint-workflows`, apart so that it runs without the packages of `make lint`.
 WORKFLOW_TOOLS := build/workflow-tools
 SANITIZER ?= compute-sanitizer
 SANITIZE_TOOLS ?= memcheck racecheck initcheck
@@ -122,7 +122,7 @@ lint: $(PACKAGES)  ## check errors and format with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-lint-workflows: $(WORKFLOW_TOOLS)/stamp  ## schemas of workflows, issue forms and CITATION.cff, an audit of the workflows
+lint-workflows: $(WORKFLOW_TOOLS)/stamp  ## check schemas of workflows, issue forms and CITATION.cff, and audit the workflows
 	$(call step,checking schemas,check() { $(WORKFLOW_TOOLS)/bin/check-jsonschema --builtin-schema vendor.$$@; } && \
 	    check github-workflows .github/workflows/*.yml && \
 	    check github-issue-config .github/ISSUE_TEMPLATE/config.yml && \
@@ -147,9 +147,9 @@ headers: $(PACKAGES)  ## compile against the headers of the oldest and the newes
 wheel: $(WHEEL_TOOLS)  ## build a manylinux_2_28 wheel in dist/, with CUDA kernels if there is an nvcc (Linux)
 	rm -rf build/wheel dist/hf_kvquant-*.whl
 	$(call step,building the wheel,HF_KVQUANT_MANYLINUX=1 $(BIN)/pip wheel --quiet --no-deps --wheel-dir build/wheel .)
-	$(call step,giving it the tag $(WHEEL_TAG),PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --only-plat \
+	$(call step,tagging it $(WHEEL_TAG),PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --only-plat \
 	    --plat $(WHEEL_TAG) --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist build/wheel/hf_kvquant-*.whl)
-	$(call step,checking its use of the stable ABI,$(BIN)/abi3audit --strict dist/hf_kvquant-*.whl)
+	$(call step,checking that it uses the stable ABI only,$(BIN)/abi3audit --strict dist/hf_kvquant-*.whl)
 	@du -h dist/hf_kvquant-*.whl
 
 docs: $(DOCS)  ## build docs/ as a site in build/docs and check links (Python 3.11 or later; no network)
@@ -169,7 +169,7 @@ distclean: clean  ## remove .venv too
 $(TOOLS): requirements.txt
 	@$(PYTHON) -c "import sys; raise SystemExit(sys.version_info < (3, 10) and \
 	    f'make: PYTHON must be Python 3.10 or later, got {sys.version.split()[0]}. make PYTHON=python3.11 ...')"
-	$(call step,installing torch and what compiles,$(PYTHON) -m venv $(VENV) && \
+	$(call step,installing torch and build tools,$(PYTHON) -m venv $(VENV) && \
 	    $(BIN)/pip install --quiet --constraint requirements.txt torch ninja setuptools wheel)
 	@touch $@
 
@@ -181,16 +181,16 @@ $(INSTALLED): $(TOOLS) $(BUILD_INPUTS)
 	@touch $@
 
 $(PACKAGES): $(TOOLS)
-	$(call step,installing what tests and checks need,$(BIN)/pip install --quiet --requirement requirements.txt)
+	$(call step,installing packages for tests and checks,$(BIN)/pip install --quiet --requirement requirements.txt)
 	@touch $@
 
 $(DOCS): docs/requirements.txt $(PACKAGES)
-	$(call step,installing what the pages need,$(BIN)/pip install --quiet --constraint requirements.txt \
+	$(call step,installing packages for the documentation,$(BIN)/pip install --quiet --constraint requirements.txt \
 	    --requirement docs/requirements.txt)
 	@touch $@
 
 $(WHEEL_TOOLS): requirements-wheel.txt $(TOOLS)
-	$(call step,installing what makes wheels,$(BIN)/pip install --quiet --constraint requirements.txt \
+	$(call step,installing packages for wheels,$(BIN)/pip install --quiet --constraint requirements.txt \
 	    --requirement requirements-wheel.txt)
 	@touch $@
 
@@ -201,12 +201,12 @@ $(OLDEST)/stamp: pyproject.toml | $(READY)
 
 $(HUB_TOOLS)/stamp: hub/requirements.txt | $(TOOLS)
 	rm -rf $(HUB_TOOLS)
-	$(call step,installing what checks for the hub,$(BIN)/pip install --quiet --target $(HUB_TOOLS) \
+	$(call step,installing packages for the hub,$(BIN)/pip install --quiet --target $(HUB_TOOLS) \
 	    --requirement hub/requirements.txt)
 	@touch $@
 
 $(WORKFLOW_TOOLS)/stamp: .github/requirements.txt
 	rm -rf $(WORKFLOW_TOOLS)
-	$(call step,installing what checks workflows,$(PYTHON) -m venv $(WORKFLOW_TOOLS) && \
+	$(call step,installing packages for checks of workflows,$(PYTHON) -m venv $(WORKFLOW_TOOLS) && \
 	    $(WORKFLOW_TOOLS)/bin/pip install --quiet --requirement $<)
 	@touch $@
