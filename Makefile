@@ -122,7 +122,7 @@ lint: $(PACKAGES)  ## check errors and format with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-lint-workflows: $(WORKFLOW_TOOLS)/stamp  ## check schemas of workflows, issue forms and CITATION.cff, and audit the workflows
+lint-workflows: $(WORKFLOW_TOOLS)/stamp  ## validate workflows, issue forms and CITATION.cff, and audit the workflows
 	$(call step,checking schemas,check() { $(WORKFLOW_TOOLS)/bin/check-jsonschema --builtin-schema vendor.$$@; } && \
 	    check github-workflows .github/workflows/*.yml && \
 	    check github-issue-config .github/ISSUE_TEMPLATE/config.yml && \
