@@ -1,10 +1,10 @@
 """One layer's buffers: planes of codes, scales and zeros, and how many tokens they hold. Knows nothing of transformers.
 
-A storage is *growing* (buffers grow geometrically) or *static* (buffers of `max_cache_len` tokens at fixed addresses,
-so that a captured or compiled step can be replayed). How many tokens it holds is counted in `lengths.py`, for all
-storages of a cache together. New tokens come in two strokes: `extend` makes room and advances the length at once, the
-codes are written later by the op that also attends to them (`flush`, or `attend` for both in one call). Until then they
-are *pending*, and whatever else reads or moves the planes writes them first, so that a token is appended exactly once.
+A storage is *growing* (buffers grow geometrically) or *static* (buffers for `max_cache_len` tokens at fixed addresses,
+so that a captured or compiled step can be replayed). `lengths.py` counts the tokens of all storages of a cache. New
+tokens are stored in two steps. `extend` makes room and advances the length; the tokens are then *pending*. `attend`
+writes their codes and attends to them in one op, `flush` only writes them. Everything else that reads or moves the
+planes flushes first, so each token is appended exactly once.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclasses.dataclass(frozen=True)
 class BufferKind:
-    """What a layer's buffers depend on: those of another layer or cache fit where it is equal.
+    """Everything that a layer's buffers depend on. Two layers of equal kind can use each other's buffers.
 
     Attributes:
         formats: Of keys and values.
         shape: Batch, key-value heads, head_dim of keys and of values.
         max_cache_len: Tokens that the buffers hold.
         dtype: The model's.
-        device: Where they are.
+        device: Of the buffers.
         transform: Whether keys are centred, smoothed, rotated.
     """
 
@@ -61,14 +61,15 @@ class LayerStorage:
     Args:
         formats: Of keys and of values.
         max_cache_len: Tokens that a static storage holds; `None` makes a growing one.
-        name: What error messages call this storage, such as `layer 3`.
-        key_transform: What keys go through before they are quantised; moved to the device of the keys.
-        lengths: Shared by the storages of one cache, which take the same tokens; `None` counts alone.
-        pool: Where the buffers of a static storage come from and, when the storage dies, go to. `None` makes new ones.
+        name: Name of this storage in error messages, such as `layer 3`.
+        key_transform: Applied to keys before they are quantised; moved to the device of the keys.
+        lengths: Shared by all storages of one cache, which take the same tokens. `None`: this storage counts alone.
+        pool: Provides the buffers of a static storage, and gets them back when the storage is garbage-collected. `None`
+            allocates new ones.
 
     Raises:
-        TypeError: `key_transform` is something else.
-        ValueError: `key_transform` is for keys that have a scale for every channel.
+        TypeError: `key_transform` is not a KeyTransform.
+        ValueError: `key_transform` is given although each channel of the keys has its own scale.
     """
 
     def __init__(
@@ -86,32 +87,31 @@ class LayerStorage:
         self.max_cache_len = max_cache_len
         self.name = name
         self._pool = pool
-        self._loan: weakref.finalize[..., Any] | None = None  # in force while the pool expects our buffers back
+        self._loan: weakref.finalize[..., Any] | None = None  # returns our buffers to the pool when we die
         self.key_transform = self._checked(key_transform)
         self.key_planes: Planes | None = None
         self.value_planes: Planes | None = None
-        # [batch] int32: first position that is not padding; `None` for 0. Set by whoever knows, before tokens are
-        # written; padding must not widen the scales of channels. Attention is told again, with every call.
+        # [batch] int32: first position that is not padding; `None` for 0. Must be set before tokens are written, so
+        # that padding does not widen the scales of channels. Attention passes it again with every call.
         self.starts: Tensor | None = None
-        # Scratch of the CUDA kernel, zero between calls. Ours and nobody else's: two streams that must not write the
-        # same planes at the same time must not share it either.
+        # Scratch of the CUDA kernel, zero between calls. Not shared: two streams may work on two storages at once.
         self.counters: Tensor | None = None
-        self._operands: ops.Operands | None = None  # of the planes and the transform that there are
+        self._operands: ops.Operands | None = None  # built from the current planes and transform
         self._shared_lengths = Lengths() if lengths is None else lengths
-        self._group: LengthGroup | None = None  # where our length is kept, once there are buffers ...
-        self._member = 0  # ... and what we are called there
+        self._group: LengthGroup | None = None  # keeps our length once buffers exist ...
+        self._member = 0  # ... under this number
         self.is_empty = True
         self.pending: tuple[Tensor, Tensor] | None = None
         self.dtype: torch.dtype | None = None
-        self._device: torch.device | None = None  # of the planes; not asked of them, which compiled steps would guard
+        self._device: torch.device | None = None  # of the planes; kept here because compiled steps would guard theirs
         self.num_kv_heads = self.key_head_dim = self.value_head_dim = self.batch = 0
         self.window = 0  # positions visible to a query, itself included; 0 for all
-        # The same where a model computes attention by itself, and its cache keeps what it no longer sees (GPT-Neo).
+        # The window of a model that computes attention itself. The cache then keeps all tokens (GPT-Neo).
         self.masked_window = 0
         self.fallbacks: Counter[str] = Counter()  # reason -> steps that attended to dequantised tensors ...
-        self.tally: Counter[str] | None = None  # ... and where they are counted for longer than there is this storage
-        self.pairs_dequantized = 0  # (query, token) pairs of such steps, padding included; of growing storages alone
-        self.pairs_read: int | None = None  # those of steps that `attend` served, where somebody counts (`pairs.py`)
+        self.tally: Counter[str] | None = None  # ... counted here, too, by a caller that outlives this storage
+        self.pairs_dequantized = 0  # (query, token) pairs of those steps, padding included; growing storages only
+        self.pairs_read: int | None = None  # pairs of the steps that `attend` served; None: not counted (`pairs.py`)
 
     def _checked(self, key_transform: KeyTransform | None) -> KeyTransform | None:
         if key_transform is not None and not isinstance(key_transform, KeyTransform):
@@ -119,7 +119,7 @@ class LayerStorage:
                 f"{self.name}: `key_transform` must be a KeyTransform or None, got {type(key_transform).__name__}. "
                 "hf_kvquant.key_transforms makes those of a model."
             )
-        # The identity is kept as nothing, which ops serve without a look at the keys.
+        # The identity is stored as None, so that ops skip the transform.
         if key_transform is None or key_transform.is_identity:
             return None
         if self.formats.key.granularity == "channel":
@@ -129,7 +129,7 @@ class LayerStorage:
             )
         return key_transform
 
-    # --- what is there ------------------------------------------------------------------------------------------------
+    # --- what it holds ------------------------------------------------------------------------------------------------
 
     @property
     def is_static(self) -> bool:
@@ -138,7 +138,7 @@ class LayerStorage:
 
     @property
     def is_ring(self) -> bool:
-        """Whether rows of the planes come round again, so that tokens overwrite others (see `rings.py`)."""
+        """Whether the rows of the planes are reused, so that new tokens overwrite old ones (see `rings.py`)."""
         return False
 
     @property
@@ -148,7 +148,7 @@ class LayerStorage:
 
     @property
     def capacity(self) -> int:
-        """Tokens there is room for."""
+        """Tokens that the buffers have room for."""
         return 0 if self.key_planes is None else self.key_planes.codes.shape[2]
 
     @property
@@ -169,28 +169,28 @@ class LayerStorage:
 
     @property
     def mask_offset(self) -> int:
-        """Position of the first of them in the sequence."""
+        """Position in the sequence of the first token that `dequantize` returns."""
         return 0
 
     @property
     def length_group(self) -> LengthGroup | None:
-        """Where our length is kept, with those of other storages; `None` before there are buffers."""
+        """The group that keeps our length and those of other storages; `None` before buffers exist."""
         return self._group
 
     @property
     def lengths(self) -> Tensor | None:
-        """The same on the device: `[batch]` int32, to be read only. Mostly a tensor that other storages share."""
+        """`length` on the device: `[batch]` int32. Read only: it is usually shared with other storages."""
         return None if self._group is None else self._group.tensor_of(self._member)
 
     @property
     def room(self) -> int:
-        """Tokens that a static storage takes before it is full. Waits for the device after a compiled static step."""
+        """Tokens that still fit into a static storage. Waits for the device after a compiled static step."""
         assert self.max_cache_len is not None
         return self.max_cache_len - self.length
 
     @property
     def has_tail(self) -> bool:
-        """Whether tokens stay dense that later have codes, so that a crop cannot give back what they were."""
+        """Whether some tokens are dense now and get codes later. A crop cannot restore their dense values."""
         return any(kv_format.tail_rows(**self._windows()) > 0 for kv_format in self._formats())
 
     @property
@@ -212,7 +212,7 @@ class LayerStorage:
 
     @property
     def num_bytes_held(self) -> int:
-        """Bytes of the tokens held, without unused capacity; tails, which serve any token, are there as a whole."""
+        """Bytes of the tokens held, without unused capacity. Tails count in full, however few tokens they hold."""
         assert self.dtype is not None
         tail_bytes = sum(
             kv_format.tail_bytes(self.num_kv_heads, head_dim, self.dtype, **self._windows())
@@ -229,12 +229,12 @@ class LayerStorage:
         """Create the buffers for tokens like these.
 
         Args:
-            key: `[batch, num_kv_heads, tokens, head_dim]`; `tokens` may be 0. Shape, dtype and device count.
-            value: The same.
+            key: `[batch, num_kv_heads, tokens, head_dim]`; `tokens` may be 0. Only shape, dtype and device are read.
+            value: Likewise.
 
         Raises:
-            TypeError: The dtype is not served.
-            ValueError: A shape is not served.
+            TypeError: The dtype is not supported.
+            ValueError: A shape is not supported.
         """
         self._check_served(key, value)
         self._part_with_buffers()
@@ -259,9 +259,9 @@ class LayerStorage:
         )
 
     def _borrow(self, pool: BufferPool, max_cache_len: int, device: torch.device) -> None:
-        """Take buffers of a storage that has died, or make some, for the pool to have when we do.
+        """Take free buffers from the pool or make new ones; the pool gets them when this storage is garbage-collected.
 
-        What they hold needs no clearing: like what a reset leaves behind, it lies beyond the length.
+        Old contents need no clearing: as after a reset, they lie beyond the length.
         """
         assert self.dtype is not None
         transform = self.key_transform
@@ -273,7 +273,7 @@ class LayerStorage:
         buffers = pool.take(self.name, kind)
         if buffers is None:
             if transform is not None:
-                # The numbers of the next cache are written here, so it cannot be the tensors of a model.
+                # The next cache overwrites these tensors with its own numbers, so they must not belong to a model.
                 self.key_transform = transform.clone(device)
             self._make_buffers(max_cache_len, device)
             buffers = self.key_planes, self.value_planes, self.counters, self.key_transform
@@ -284,17 +284,17 @@ class LayerStorage:
         self._loan = pool.expect(self, self.name, kind, buffers)
 
     def _part_with_buffers(self) -> None:
-        """Keep the pool from what is ours no longer, or not all of it."""
+        """Do not return our buffers to the pool: we are about to replace or drop some of them."""
         if self._loan is not None:
             self._loan.detach()
             self._loan = None
 
     def set_key_transform(self, key_transform: KeyTransform | None) -> None:
-        """Replace the transform of keys, while there are none.
+        """Replace the key transform. Only possible while the storage is empty.
 
         Raises:
-            TypeError: It is something else.
-            ValueError: It is for other keys, or tokens are held, whose keys went through the one before.
+            TypeError: `key_transform` is not a KeyTransform.
+            ValueError: The transform does not fit the keys, or the storage holds tokens.
         """
         key_transform = self._checked(key_transform)
         if not self.is_empty:
@@ -331,9 +331,10 @@ class LayerStorage:
             self.key_transform.check_fits(self.name, key.shape[1], key.shape[3])
 
     def _planes_changed(self) -> None:
-        """Spell out what steps will need of the planes and the transform that there are now.
+        """Rebuild what steps use, after the planes or the transform have changed.
 
-        And tell the compiler that static buffers stay: it would not put a step that mutates others into a CUDA graph.
+        Also tell the compiler that static buffers keep their addresses; otherwise it refuses to put a step that mutates
+        them into a CUDA graph.
         """
         self._operands = ops.Operands(
             *self._planes(), self._formats(), self.key_transform, is_ring=self.is_ring, **self._windows()
@@ -343,16 +344,16 @@ class LayerStorage:
                 torch._dynamo.mark_static_address(tensor)
 
     def _step_tensors(self) -> list[Tensor]:
-        """Every tensor of ours that a decode step reads or writes."""
+        """Every tensor of this storage that a decode step reads or writes."""
         transform = [] if self.key_transform is None else self.key_transform.tensors()
         return [*self._tensors(), *([] if self.counters is None else [self.counters]), *transform]
 
     def addresses(self) -> tuple[tuple[int, torch.Size], ...]:
-        """Where a step finds its tensors: a captured one serves whatever storage has the same."""
+        """Addresses and shapes of the tensors of a step. A captured step can serve any storage with the same."""
         return tuple((tensor.data_ptr(), tensor.shape) for tensor in self._step_tensors())
 
     def _tensors(self) -> list[Tensor]:
-        """What has a row for every sequence of the batch."""
+        """The tensors that have a row for every sequence of the batch."""
         key_planes, value_planes = self._planes()
         return [*key_planes.tensors(), *value_planes.tensors(), self._lengths()]
 
@@ -363,7 +364,7 @@ class LayerStorage:
         )
 
     def _windows(self) -> dict[str, Any]:
-        """The dense windows, as everything that knows tails takes them."""
+        """The dense windows, as keyword arguments of functions that handle tails."""
         return {"sink_length": self.formats.sink_length, "residual_length": self.formats.residual_length}
 
     def extend(self, key: Tensor, value: Tensor) -> None:
@@ -374,7 +375,8 @@ class LayerStorage:
             value: The same for values.
 
         Raises:
-            TypeError, ValueError: They do not fit what is stored, or a static storage is full. Nothing has changed.
+            TypeError, ValueError: The tokens do not fit what is stored, or a static storage is full. Nothing has
+                changed then.
         """
         if self._group is None:
             self._check_served(key, value)
@@ -396,7 +398,7 @@ class LayerStorage:
         self.pending = (key, value)
 
     def _fits(self, key: Tensor, value: Tensor) -> bool:
-        """Whether tokens are like those that are held; the short way, for every layer and step."""
+        """Whether tokens match those held. Runs in every layer and step, so it only compares; `_refuse` explains."""
         batch, num_kv_heads, dtype, device = self.batch, self.num_kv_heads, self.dtype, self._device
         shape = key.shape
         return (
@@ -410,7 +412,7 @@ class LayerStorage:
         )
 
     def _refuse(self, key: Tensor, value: Tensor) -> None:
-        """Say what does not fit."""
+        """Raise for the first thing that `_fits` found wrong."""
         expected = (self.batch, self.num_kv_heads)
         for name, x, head_dim in (("key", key, self.key_head_dim), ("value", value, self.value_head_dim)):
             if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (*expected, head_dim):
@@ -431,10 +433,10 @@ class LayerStorage:
         """Refuse new tokens that a static storage has no room for.
 
         Raises:
-            ValueError: It is full.
+            ValueError: The tokens do not fit.
         """
         if self.max_cache_len is None or torch.compiler.is_compiling():
-            # A compiled step does not know the length, and must not wait for it. See `KVQuantCache`.
+            # The host does not know the length in a compiled step, and must not wait for it. See `KVQuantCache`.
             return
         needed = self.length + q_len
         if needed > self.max_cache_len:
@@ -452,13 +454,13 @@ class LayerStorage:
             self._resize(capacity)
 
     def _wanted(self, tokens: int) -> int:
-        """The capacity of a growing storage for so many tokens: what there is, or more."""
+        """The capacity that a growing storage needs to hold `tokens`: the present one if that is enough."""
         if tokens <= self.capacity:
             return self.capacity
         return self._aligned(tokens if self.is_empty else max(tokens, int(self.capacity * GROWTH)))
 
     def _resize(self, capacity: int) -> None:
-        """Go on in other buffers."""
+        """Copy the tokens into new buffers of this capacity."""
         key_planes, value_planes = self._planes()
         self._set_planes(
             self._resized(key_planes, self.formats.key, self.key_head_dim, capacity),
@@ -467,7 +469,7 @@ class LayerStorage:
         self._planes_changed()
 
     def _set_planes(self, key_planes: Planes | None, value_planes: Planes | None) -> None:
-        """Have other planes, of both sides at once: memory that runs out before leaves both as they were."""
+        """Replace the planes of both sides at once, so that running out of memory before leaves both as they were."""
         self.key_planes, self.value_planes = key_planes, value_planes
 
     def _resized(self, planes: Planes, kv_format: KVFormat, head_dim: int, capacity: int) -> Planes:
@@ -478,12 +480,12 @@ class LayerStorage:
         return grown
 
     def _aligned(self, tokens: int) -> int:
-        """The capacity for so many tokens: whole tiles, and whole blocks, of both sides."""
+        """`tokens` rounded up to whole tiles and whole blocks of both sides; at least one."""
         alignment = max(self.formats.key.token_alignment, self.formats.value.token_alignment)
         return max(1, -(-tokens // alignment)) * alignment
 
     def _freeze_scales(self, key: Tensor, value: Tensor) -> None:
-        """Granularity `tensor`: these, the first tokens of a sequence, decide its scale for good."""
+        """Granularity `tensor`: fix the scale from these tokens, the first of each sequence."""
         for x, planes, kv_format, transform in (
             (key, self.key_planes, self.formats.key, self.key_transform),
             (value, self.value_planes, self.formats.value, None),
@@ -497,15 +499,15 @@ class LayerStorage:
                     planes.zero.copy_(zero)
 
     def set_starts(self, starts: Tensor | None) -> None:
-        """Note the first position of each sequence that is not padding (`[batch]` int32; `None` for 0)."""
+        """Set the first position of each sequence that is not padding (`[batch]` int32; `None` for 0)."""
         self.starts = starts
 
     def forget_pending(self) -> None:
-        """Let go of tokens that only a capture that failed half-way has taken: nothing has run on the device."""
+        """Drop pending tokens that came from a failed capture: nothing has run on the device."""
         self.pending = None
 
     def flush(self) -> None:
-        """Write pending tokens into the planes, if there are any."""
+        """Write pending tokens into the planes."""
         if self.pending is None:
             return
         key, value = self.pending
@@ -535,13 +537,13 @@ class LayerStorage:
             **options,
         )
         if not torch.compiler.is_compiling():
-            self.starts = starts  # what is dense at the beginning goes by it
-        self.pending = None  # only now: a query that is refused must not lose tokens that `lengths` counts already
+            self.starts = starts  # decides which first tokens are dense
+        self.pending = None  # only now: a refused query must not lose tokens that `lengths` already counts
         self._note_read(query, options.get("sliding_window", 0))
         return result
 
     def _note_read(self, query: Tensor, window: int) -> None:
-        """Count what `attend` has served, where somebody wants to know."""
+        """Count the (query, token) pairs that `attend` has served, if counting is on."""
         if self.pairs_read is not None and not torch.compiler.is_compiling():
             batch, _, q_len, _ = query.shape
             self.pairs_read += batch * causal_pairs(self.length, self.length - q_len, window)
@@ -550,9 +552,9 @@ class LayerStorage:
         """Dense keys and values in the model's dtype and basis.
 
         Returns:
-            `[batch, num_kv_heads, tokens, head_dim]` each, `tokens` being the length (growing) or the capacity asked
-            for (static, whose length the host does not know; what lies beyond it is zero). Views of the planes where
-            nothing is quantised and the storage grows.
+            `[batch, num_kv_heads, tokens, head_dim]` each. `tokens` is the length in a growing storage and
+            `max_cache_len` in a static one, whose length the host does not know; rows beyond the length are zero there.
+            Views of the planes where nothing is quantised and the storage grows.
         """
         self.flush()
         tokens = self.max_cache_len if self.max_cache_len is not None else self.length
@@ -572,7 +574,7 @@ class LayerStorage:
             )
         ]
         if self.is_static:
-            # A NaN that was cropped away would still reach whoever multiplies it with a probability of 0.
+            # Rows beyond the length get a probability of 0, but 0 times a NaN left there by a crop would be NaN.
             is_beyond = torch.arange(tokens, device=self.device) >= self._lengths().unsqueeze(1)  # [batch, tokens]
             dense = [x.masked_fill(is_beyond[:, None, :, None], 0.0) for x in dense]
         return dense[0], dense[1]
@@ -584,7 +586,7 @@ class LayerStorage:
         return self.length - q_len
 
     def note_fallback(self, reason: str) -> None:
-        """Count a step that attends to dequantised tensors, and say so once in the log."""
+        """Count a step that attends to dequantised tensors, and log each reason once."""
         if not torch.compiler.is_compiling():
             self.fallbacks[reason] += 1
             if self.pending is not None and not self.is_static:
@@ -606,7 +608,7 @@ class LayerStorage:
         return self._group
 
     def _join(self, length: int) -> None:
-        """Count `length` tokens with the storages that are where this one is now, and no longer where it was."""
+        """Leave the present length group and join the one for our batch and device, with `length` tokens."""
         if self._group is not None:
             self._group.leave(self._member)
         self._group, self._member = self._shared_lengths.join(length, self.batch, self.device)
@@ -617,7 +619,7 @@ class LayerStorage:
     # --- what is saved ------------------------------------------------------------------------------------------------
 
     def num_coded(self, kv_format: KVFormat, length: int) -> int:
-        """How many of so many tokens have codes: all of them, or those in blocks that have left the window."""
+        """How many of `length` tokens have codes: all, or with blocks those in blocks that have left the window."""
         return length if kv_format.block_size is None else kv_format.tail_begin(length, self.formats.residual_length)
 
     def _coded(self, planes: Planes, kv_format: KVFormat, length: int) -> Planes:
@@ -625,13 +627,13 @@ class LayerStorage:
         return planes.narrow(min(self.num_coded(kv_format, length), planes.codes.shape[2]), kv_format.block_size)
 
     def held_planes(self) -> tuple[Planes, Planes]:
-        """The planes of keys and of values, cut to the tokens held; views, but for the tail.
+        """The planes of keys and of values, cut to the tokens held. Views, except for the tail.
 
-        Rows of a tail that stand for no token are zero: what is there belongs to tokens that were cropped, or to
-        whoever had the buffers before, and is nobody's business.
+        Unused rows of the tail are zeroed: they may hold cropped tokens, or those of a cache that had the buffers
+        before, and these must not be disclosed.
 
         Returns:
-            Planes of `num_coded` tokens each, of a ring at most its rows, with the whole tail.
+            Planes of `num_coded` tokens each (of a ring at most its rows) with the whole tail.
         """
         length, lengths, held = self.length, self._lengths(), []
         for planes, kv_format in zip(self._planes(), self._formats(), strict=True):
@@ -651,16 +653,16 @@ class LayerStorage:
     def planned_planes(
         self, shape: tuple[int, int, int, int], length: int, capacity: int, dtype: torch.dtype
     ) -> tuple[Planes, Planes]:
-        """What `held_planes` of a storage like this one would be, without memory (on the device `meta`).
+        """What `held_planes` of a storage like this one would return, on the device `meta`, which takes no memory.
 
         Args:
             shape: Batch, key-value heads, head_dim of keys and of values.
             length: Tokens held.
-            capacity: Tokens there is room for, as `self.capacity` says.
+            capacity: As in `self.capacity`.
             dtype: The model's.
 
         Raises:
-            ValueError: There is no such storage: a format does not fit, or `capacity` is not one that a storage has.
+            ValueError: No such storage can exist: a format does not fit, or no storage has this capacity.
         """
         if not self._can_hold(length, capacity):
             raise ValueError(f"{self.name} cannot hold {length} tokens in buffers for {capacity}")
@@ -671,12 +673,12 @@ class LayerStorage:
         return planned[0], planned[1]
 
     def _can_hold(self, length: int, capacity: int) -> bool:
-        """Whether buffers for `capacity` are such as a storage like this one has, and hold `length` tokens."""
+        """Whether a storage like this one can have this capacity and hold `length` tokens in it."""
         expected = self._aligned(capacity if self.max_cache_len is None else self.max_cache_len)
         return capacity == expected and 0 < length <= (self.max_cache_len or capacity)
 
     def planned_bytes(self, shape: tuple[int, int, int, int], capacity: int, dtype: torch.dtype) -> int:
-        """Bytes of the buffers that such a storage has. See `planned_planes`."""
+        """Bytes of the buffers of a storage like this one. See `planned_planes`."""
         return sum(planes.num_bytes for planes in self._without_memory(shape, capacity, dtype))
 
     def _without_memory(self, shape: tuple[int, int, int, int], capacity: int, dtype: torch.dtype) -> list[Planes]:
@@ -698,22 +700,23 @@ class LayerStorage:
         device: torch.device,
         starts: Tensor | None,
     ) -> None:
-        """Hold what another storage of these formats, transforms and `max_cache_len` held. For one without buffers.
+        """Take over the contents of another storage of equal formats, transforms and `max_cache_len`.
 
-        The capacity is part of it: kernels go by it when they split a sequence, and so sum in another order.
+        This storage must have no buffers yet. It gets the same capacity too: kernels split a sequence by capacity, and
+        another split would sum in another order.
 
         Args:
-            held: Its `held_planes`, shaped as `planned_planes` says, on any device; copied.
+            held: The other's `held_planes`, shaped as `planned_planes` says, on any device; copied.
             shape: Batch, key-value heads, head_dim of keys and of values.
             length: Tokens it held.
             capacity: Its `capacity`.
             dtype: The model's.
-            device: Where to.
+            device: Where the new buffers go.
             starts: `[batch]` int32: its `starts`, on any device.
         """
         assert not self.is_allocated
         self.batch, self.num_kv_heads, self.key_head_dim, self.value_head_dim = shape
-        device = torch.empty(0, device=device).device  # with its index: those of tokens are compared with it
+        device = torch.empty(0, device=device).device  # adds the index, because devices of tokens are compared with it
         self.dtype, self._device = dtype, device
         self.starts = None if starts is None else starts.to(device)
         self._make_buffers(capacity, device)
@@ -728,18 +731,18 @@ class LayerStorage:
     # --- what transformers does to caches -----------------------------------------------------------------------------
 
     def check_crop(self, num_tokens: int) -> None:
-        """Refuse a crop that cannot be served; whoever holds all tokens serves every one."""
+        """Refuse a crop that cannot be served. This class holds all tokens, so it serves every crop."""
 
     def crop(self, num_tokens: int) -> None:
         """Forget the newest `num_tokens` tokens of every sequence, at most all of them.
 
-        Tokens that had codes and now are among the newest, which are kept dense, go on dequantised.
+        Tokens that had codes and move into the dense window of newest tokens enter it dequantised.
         """
         if num_tokens > 0 and self.is_allocated:
             self._take_back(num_tokens)
 
     def _take_back(self, num_tokens: int) -> None:
-        """What a crop does that is not refused."""
+        """Crop, without the check."""
         self.flush()
         length = max(0, self.length - num_tokens)
         sides = zip(self._planes(), self._formats(), (self.key_transform, None), strict=True) if self.has_tail else ()
@@ -749,14 +752,14 @@ class LayerStorage:
         self._place(length)
 
     def check_undo(self, num_tokens: int) -> None:
-        """Refuse to undo a step of so many tokens where others have lost their place to them.
+        """Refuse to undo a step of `num_tokens` tokens that has overwritten other tokens.
 
         Raises:
-            RuntimeError: They have.
+            RuntimeError: It has.
         """
 
     def rounds(self, num_tokens: int) -> bool:
-        """Whether a crop of so many tokens leaves others dequantised that were dense before those came."""
+        """Whether undoing a step of `num_tokens` leaves some tokens dequantised that were dense before that step."""
         if not self.has_tail or self.pending is not None:
             return False
         length, residual_length = self.length, self.formats.residual_length
@@ -768,7 +771,7 @@ class LayerStorage:
         return any(before < min(after, length - num_tokens) for before, after in begins)
 
     def undo(self, num_tokens: int) -> None:
-        """Forget the newest tokens, those of a step that ended early, of which pending ones were never written."""
+        """Forget the tokens of a step that ended early. If they are still pending, the planes need no change."""
         if self.pending is None:
             self._take_back(num_tokens)
         else:
@@ -780,7 +783,7 @@ class LayerStorage:
         self.is_empty = length == 0
 
     def _num_written(self) -> int | None:
-        """See `reference.reopen`."""
+        """See `num_written` of `reference.reopen`."""
         return None
 
     def reset(self) -> None:
@@ -792,7 +795,7 @@ class LayerStorage:
             self._group.place(self._member, 0)
 
     def release(self) -> None:
-        """Forget all tokens and the buffers, so that the next tokens may have another batch, dtype or device."""
+        """Forget all tokens and drop the buffers, so that the next tokens may have another batch, dtype or device."""
         self.reset()
         self._part_with_buffers()
         if self._group is not None:
@@ -801,9 +804,9 @@ class LayerStorage:
         self.counters = self._group = self._operands = None
 
     def select(self, indices: Tensor) -> None:
-        """Keep the sequences `indices` (`[new batch]`, int64 or bool mask) of the batch, in that order.
+        """Keep the sequences `indices` (`[new batch]` int64, or a bool mask) of the batch, in that order.
 
-        A static storage whose batch does not change is rewritten in place, so that its addresses stay.
+        A static storage whose batch size stays the same is rewritten in place, so its addresses do not change.
         """
         if not self.is_allocated:
             return
@@ -822,7 +825,7 @@ class LayerStorage:
             return tensor.index_select(0, index)
 
         def selected_planes(planes: Planes, kv_format: KVFormat) -> Planes:
-            # Only what is held is worth moving: a growing buffer is cut to its length and grows again when needed.
+            # Copy only what is held: a growing buffer is cut to its length and grows again when needed.
             tokens = planes.codes.shape[2] if self.is_static else min(self._aligned(self.length), self.capacity)
             return planes.narrow(tokens, kv_format.block_size).map(selected)
 
@@ -845,7 +848,7 @@ class LayerStorage:
 
     def move(self, device: torch.device | str) -> None:
         """Move the buffers to another device."""
-        device = torch.empty(0, device=device).device  # "cuda" is one of them
+        device = torch.empty(0, device=device).device  # adds the index that "cuda" lacks
         if not self.is_allocated:
             self.starts = None if self.starts is None else self.starts.to(device)
             return
@@ -856,7 +859,7 @@ class LayerStorage:
         key_planes, value_planes = self._planes()
 
         def moved(tensor: Tensor) -> Tensor:
-            # Towards a GPU the copy is ordered with the kernels that read it; nothing orders the CPU's own reads.
+            # Kernels that read a copy to the GPU are queued behind it; reads by the CPU would not wait for a copy.
             return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
 
         self._set_planes(key_planes.map(moved), value_planes.map(moved))
@@ -869,14 +872,14 @@ class LayerStorage:
         self._planes_changed()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: pending tokens are written, and a static copy gets buffers of its own."""
+        """For pickle and deepcopy: write pending tokens; the copy has its own buffers and no pool."""
         self.flush()
         return {**self.__dict__, "_pool": None, "_loan": None, "_operands": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.is_allocated:
-            self._planes_changed()  # kernels may be other ones where a pickle is opened
+            self._planes_changed()  # the kernels may differ where a pickle is loaded
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerStorage:
         twin = type(self).__new__(type(self))
@@ -891,5 +894,5 @@ def _log_fallback(reason: str) -> None:
 
 
 def _new_counters(device: torch.device) -> Tensor | None:
-    """See `ops.decode`; only the CUDA kernel wants them."""
+    """See `ops.decode`; only the CUDA kernel needs them."""
     return torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=device) if device.type == "cuda" else None
