@@ -1,10 +1,11 @@
 """`KVQuantCache`: the transformers `Cache` contract over `storage.py`.
 
-A cache is a list of layers. Full-attention layers become `KVQuantLayer`s here, those with a sliding window the rings of
-`rings.py`, those with a state besides the layers of `hybrids.py`; what transformers keeps in other ways (chunks, linear
-attention) stays with transformers' own layer classes, and what cannot be quantised per head (latent caches) is refused.
-The first chunk of tokens comes back from `update` as it was given, so that prefill runs as before and the first token
-is exact; afterwards `update` returns handles (`handle.py`) that `attention.py` serves from codes.
+A cache is a list of layers. Full-attention layers become `KVQuantLayer`s here, sliding-window layers become rings
+(`rings.py`), and layers that also have a recurrent state become hybrid layers (`hybrids.py`). Other layers (chunked or
+linear attention) keep transformers' own classes. Caches that cannot be quantised per head (latent caches) are refused.
+
+For the first chunk, `update` returns the tensors it was given, so prefill runs as usual and the first token is exact.
+After that, `update` returns handles (`handle.py`), and `attention.py` computes attention from their codes.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _Cache = TypeVar("_Cache", bound="KVQuantCache")
 
 logger = logging.getLogger(__name__)
 
-# transformers' own cache layers serve these as they are: nothing in them grows with the sequence, or not by keys. Those
-# with a sliding window only where `quantized_layers` leaves them out.
+# Layers that keep transformers' own cache layers: they do not grow with the sequence, or hold no keys and values.
+# Sliding windows are among them only where `quantized_layers` leaves them out.
 _LEFT_TO_TRANSFORMERS = (
     "sliding_attention",
     "chunked_attention",
@@ -50,25 +51,25 @@ _LEFT_TO_TRANSFORMERS = (
     "mlp",
 )
 
-# Layers without keys and values. Models that have nothing else are not for us.
+# Layers without keys and values. Models with no other layers are refused.
 _RECURRENT = frozenset(("conv", "linear_attention"))
 
-# Layers whose keys and values are quantised whatever the config says, ...
+# Layers whose keys and values are quantised whatever the config says ...
 _FULL_ATTENTION = ("full_attention", "hybrid")
-# ... and those among them that have a state besides, which transformers keeps.
+# ... and those among them that also have a state, which transformers keeps.
 _WITH_STATE = frozenset(("hybrid",))
 
-# Layers that have no state. A CUDA graph may be captured over them and ours, whose state is all on the device.
+# Layers that have no state. CUDA graphs can capture these layers and ours, whose state is all on the device.
 STATELESS = frozenset(("dummy", "moe", "mlp"))
 
 _OTHER_MODEL = "Was it made for another model? KVQuantCache(model.config, ...) makes one for this."
 
-# Models that pick the keys to attend to by computing on the mask themselves, where ours means nothing to them.
+# Models that select keys by computing with the mask themselves. They cannot use our masks.
 _PICK_KEYS = ("doge", "minimax_m3_vl", "minimax_m3_vl_text")
 
 
 class KVQuantLayer(CacheLayerMixin):
-    """One layer of a `KVQuantCache`, but for sliding windows of growing ones (`rings.py`).
+    """One quantised layer of a `KVQuantCache`. Sliding windows of growing caches have a subclass (`rings.py`).
 
     Args:
         storage: The buffers.
@@ -76,14 +77,14 @@ class KVQuantLayer(CacheLayerMixin):
     """
 
     is_croppable = True
-    # Whether there is more to the layer than keys and values (`hybrids.py`).
+    # Whether the layer also has a state besides keys and values (`hybrids.py`).
     holds_state = False
 
     def __init__(self, storage: LayerStorage, notes: MaskNotes) -> None:
-        # CacheLayerMixin.__init__ would assign `keys` and `values`, which are computed on demand here.
+        # Not CacheLayerMixin.__init__: it assigns `keys` and `values`, which are computed on demand here.
         self.storage = storage
         self.notes = notes
-        self.home: torch.device | None = None  # where the layer lives when it is not offloaded
+        self.home: torch.device | None = None  # the layer's device when it is not offloaded
 
     def __repr__(self) -> str:
         transform, window = self.storage.key_transform, self.storage.window
@@ -127,7 +128,7 @@ class KVQuantLayer(CacheLayerMixin):
         return self.storage.dequantize()[1] if self.storage.is_allocated else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate buffers for tokens like these, of which there may be none."""
+        """Allocate buffers for tokens like these; the tensors may hold no tokens."""
         self.storage.allocate(key_states, value_states)
 
     def update(  # type: ignore[override]
@@ -140,12 +141,11 @@ class KVQuantLayer(CacheLayerMixin):
             value_states: The same for values.
 
         Returns:
-            The very tensors that were given for the first chunk (contiguous where nothing is quantised); afterwards two
-            handles over one step, to which the new tokens belong, and through which they are written when attention
-            runs.
+            For the first chunk, the tensors that were given (made contiguous where nothing is quantised). Afterwards
+            two handles that share one step, which includes the new tokens. These are written when attention runs.
 
         Raises:
-            RuntimeError: Gradients are wanted of tokens behind others. Nothing has changed then.
+            RuntimeError: Tokens after the first chunk require gradients. Nothing has changed then.
             TypeError, ValueError: See `LayerStorage.extend`. Nothing has changed then.
         """
         storage = self.storage
@@ -154,23 +154,23 @@ class KVQuantLayer(CacheLayerMixin):
             _check_no_gradients(storage.name, key_states, value_states)
         storage.extend(key_states, value_states)
         if is_first_chunk:
-            # Later chunks come with a call that says it. The mask is where the first layer is, not always this one.
+            # Later chunks get `starts` from attention. The mask may be on another device: that of the first layer.
             starts = self.notes.starts
             storage.set_starts(None if starts is None else starts.to(storage.device))
             storage.flush()
             if not storage.is_quantized:
-                # What transformers' own layers return, so that matrix products are summed in the same order.
+                # Contiguous like the tensors of transformers' own layers, so that products sum in the same order.
                 return key_states.contiguous(), value_states.contiguous()
             return key_states, value_states
         step = KVStep(storage)
         return KVHandle(step, 0), KVHandle(step, 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset for the mask: of the chunk itself while empty, else of everything held."""
+        """Length and offset for the mask: of the chunk itself while empty, else of all tokens held and the chunk."""
         if self.storage.is_empty:
             if self.notes.has_seen_mask and torch.compiler.is_compiling():
-                # The compiler traces no integer with attributes. Nor is one needed here: transformers has made the mask
-                # of this chunk before, found that it can do without one, and asks again within the step.
+                # The compiler cannot trace an integer with attributes, and none is needed here: transformers has
+                # already made the mask of this chunk, found that it needs none, and asks again within the step.
                 return query_length, 0
             return KVLength(query_length, self.notes, is_first_chunk=True), 0
         max_cache_len = self.storage.max_cache_len
@@ -180,7 +180,7 @@ class KVQuantLayer(CacheLayerMixin):
         return KVLength(length, self.notes, is_first_chunk=False, window=self.storage.window), 0
 
     def get_seq_length(self) -> int | Tensor:  # type: ignore[override]
-        """Tokens held: an integer, or a 0-d int32 tensor of a static layer, so that no step waits for the device."""
+        """Tokens held: an integer; in a static layer a 0-d int32 tensor, so that no step waits for the device."""
         if not self.storage.is_static:
             return self.storage.length
         return 0 if self.storage.lengths is None else self.storage.lengths[0]
@@ -203,7 +203,7 @@ class KVQuantLayer(CacheLayerMixin):
         self.storage.crop(-tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget all tokens. A static layer keeps its buffers, and so its addresses."""
+        """Forget all tokens. A static layer keeps its buffers and their addresses."""
         if self.storage.is_static:
             self.storage.reset()
         else:
@@ -235,27 +235,28 @@ class KVQuantLayer(CacheLayerMixin):
 
 
 class KVQuantCache(QuantizedCache):
-    """A key-value cache that keeps codes and attends to them.
+    """A key-value cache that stores quantised keys and values and attends to them without dequantising whole tensors.
 
-    Pass it as `past_key_values` to a patched model (`hf_kvquant.patch`). On a model that is not patched it works as
-    well, through dequantised tensors: correct, slower, said once in the log.
+    Pass it as `past_key_values` to a patched model (`hf_kvquant.patch`). It also works on a model that is not patched:
+    attention then runs on dequantised tensors, which is correct but slower, and is logged once.
 
-    A full static cache refuses further tokens before anything changes. Only a compiled step cannot do that, since the
-    host does not know the length then, and asking for it would stop every step. `generate` sizes its caches so that it
-    cannot happen; a loop of your own has to count. On a CPU the op raises when it runs out of buffers, after which the
-    cache is of no use until it is reset. On a GPU tokens without room are left out, and the next step that is not
-    compiled raises.
+    A full static cache refuses further tokens before anything changes. A compiled step cannot: the host does not know
+    the length then, and asking the device would stall every step. `generate` sizes its caches so that they cannot
+    overflow; your own loop must count. On overflow in a compiled step, the op raises on a CPU, and the cache is
+    unusable until it is reset. On a GPU the tokens that do not fit are dropped, and the next step that is not compiled
+    raises.
 
     Args:
         config: The model's config (for a multi-modal model, its own or the text model's).
         preset_or_config: A preset's name, a dictionary or a `KVQuantConfig`.
         max_cache_len: Overrides the config's; makes the cache static.
-        key_transforms: Per layer index, what keys go through before they are quantised; layers that are absent stay as
-            they are. `hf_kvquant.key_transforms(model, preset_or_config)` gives what `generate` of a patched model
-            uses. `None` leaves them to the patched model whose `generate` gets the cache while it is empty. Until then,
-            and in a forward without `generate`, keys go through what the config alone can tell: rotation, but neither
-            centres nor smoothing factors. That is exact too, but less close on models that have either.
-        pool: Where the buffers of a static cache come from and go to; `generate` of a patched model has one.
+        key_transforms: By layer index, the transform of keys before they are quantised. Layers that are absent have
+            none. `hf_kvquant.key_transforms(model, preset_or_config)` returns those that `generate` of a patched model
+            uses. With `None`, a patched model sets them when its `generate` gets the cache while it is empty. Before
+            that, and in a forward without `generate`, only what the config alone determines is applied: rotation, but
+            neither centres nor smoothing factors. Results are then correct too, but quantisation errors are larger on
+            models that have centres or factors.
+        pool: Provides the buffers of a static cache and gets them back. `generate` of a patched model passes one.
 
     Raises:
         NotImplementedError: The model's cache cannot be quantised per head.
@@ -354,7 +355,7 @@ class KVQuantCache(QuantizedCache):
 
         Raises:
             RuntimeError: The step before ended early, so that only some layers have its tokens. Nothing has changed.
-            ValueError: There is no such layer. Patched models are refused before their first layer (`check_layers`).
+            ValueError: There is no such layer. A patched model is refused before its first layer (`check_layers`).
         """
         if layer_idx >= len(self.layers):
             raise ValueError(
@@ -370,10 +371,11 @@ class KVQuantCache(QuantizedCache):
         self._steps.leave(layer_idx)
         return result
 
-    # States that transformers keeps have no length. The ways to them are watched, of which models go some once a step.
+    # The states that transformers keeps have no length. So `Steps` watches the methods by which models reach them; a
+    # model calls most of these once a step.
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether a layer has a state, or the last of them that may have one."""
+        """Whether a layer has a state already; without an index, the last layer that can have one."""
         if layer_idx is not None:
             self._watch_state(layer_idx, "has_previous_state", is_once=False)
         return bool(super().has_previous_state(layer_idx, state_idx))
@@ -403,26 +405,26 @@ class KVQuantCache(QuantizedCache):
     def _watch_state(self, layer_idx: int, what: str, *, is_once: bool = True) -> None:
         if not torch.compiler.is_compiling():
             self._steps.enter(layer_idx, what, is_once=is_once)
-            if not isinstance(self.layers[layer_idx], KVQuantLayer):  # else its keys and values are to come
+            if not isinstance(self.layers[layer_idx], KVQuantLayer):  # a hybrid layer still gets its keys and values
                 self._steps.leave(layer_idx)
 
     def undo_step(self) -> None:
-        """Undo the newest step if it ended early, so that only some layers have its tokens; `generate` begins so.
+        """Undo the newest step if it ended early and only some layers have its tokens. `generate` calls this first.
 
         Raises:
-            RuntimeError: It cannot be undone to the bit.
+            RuntimeError: It cannot be undone bit for bit.
         """
         self._steps.undo()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest `-tokens_to_remove` tokens in all layers, or in none.
 
-        Tokens of a step that ended early, which only some layers have, are among them, and go first: `crop(0)` undoes
-        such a step, and so does a crop of as many tokens as it had.
+        If the newest step ended early, only some layers have its tokens. They count as removed, and go first: `crop(0)`
+        undoes such a step, and so does a crop of as many tokens as it had.
 
         Raises:
-            RuntimeError: Tokens that the window of a layer would see again are gone. See `activate_past_recording`. Or
-                a step that ended early cannot be undone.
+            RuntimeError: A layer's sliding window would have to show tokens again that are already overwritten (see
+                `activate_past_recording`), or a step that ended early cannot be undone.
             ValueError: `tokens_to_remove` is positive.
         """
         if tokens_to_remove <= 0:
@@ -438,23 +440,23 @@ class KVQuantCache(QuantizedCache):
         self._steps.forget()
 
     def save(self, path: str | os.PathLike[str], model: PreTrainedModel, *, overwrite: bool = False) -> None:
-        """Write what the cache holds to a file, from which `load` goes on to the same bits.
+        """Save the cache to a file. A cache that `load` reads from it continues bit for bit like this one.
 
-        The file is as large as `num_bytes_held`, and holds the conversation as plainly as its text does. It is written
-        beside its place first, so that there is the whole file or what was there before.
+        The file has about `num_bytes_held` bytes. Treat it as confidential as the text itself: the conversation can be
+        read from it. It is written under a temporary name and then moved, so `path` is never half written.
 
         Args:
             path: Of the file; its folder must exist.
-            model: Whose tokens they are: the file will be for this model only.
-            overwrite: Whether a file that is there may be replaced.
+            model: The model that made the tokens. The file can be loaded for this model only.
+            overwrite: Whether to replace an existing file.
 
         Raises:
-            FileExistsError: There is something, and `overwrite` is False or it is no file.
+            FileExistsError: `path` exists, and `overwrite` is False or `path` is not a file.
             NotImplementedError: The model has layers whose state transformers keeps (chunks, linear attention, sliding
                 windows that are not quantised), or is sharded over ranks.
             OSError: The file cannot be written.
             RuntimeError: A step is being compiled or captured.
-            TypeError, ValueError: `model` is another one, or the cache is empty or within a step.
+            TypeError, ValueError: The cache was made for another model, is empty, or is in the middle of a step.
 
         Example:
             >>> cache.save("chat.safetensors", model)
@@ -473,29 +475,30 @@ class KVQuantCache(QuantizedCache):
         *,
         device: torch.device | str | None = None,
     ) -> _Cache:
-        """The cache that `save` wrote: the model goes on as it would have with the one that was saved.
+        """Load a cache that `save` wrote. The model continues as it would have with the saved cache.
 
-        Bit for bit so where device, processor and versions are the same. Nothing in the file is executed, and every
-        number in it is checked before memory is taken. A growing cache grows on, a static one has the room it had.
+        The continuation is bit for bit the same where device, processor and versions are the same. Nothing in the file
+        is executed, and every number in it is checked before memory is allocated. A growing cache can keep growing; a
+        static one has the `max_cache_len` it was saved with.
 
         Args:
             path: Of the file.
             model: The model that it was saved with, patched or not.
-            preset_or_config: What the cache must have been made with; `None` takes what the file says.
-            device: Where all of it goes. `None` puts each layer where the model's is.
+            preset_or_config: The config that the file must have been saved with; `None` accepts any.
+            device: Where to put all layers. `None` puts each where the model has that layer.
 
         Raises:
             FileNotFoundError, IsADirectoryError: There is no such file.
-            RuntimeError: Of torch: the buffers do not fit into what is free of the device's memory.
-            TypeError, ValueError: It is another kind of file, damaged, of a version that is not known, or of another
-                model or config; the message says which.
+            RuntimeError: Raised by torch when the device has too little free memory for the buffers.
+            TypeError, ValueError: The file is of another kind, damaged, of an unknown version, or of another model or
+                config; the message says which.
         """
         from .cache_file import load_cache  # which imports this module
 
         return load_cache(cls, path, model, preset_or_config, device)
 
     def adopt(self, key_transforms: Mapping[int, KeyTransform]) -> None:
-        """Take the transforms of a model, unless the cache was given its own or holds tokens."""
+        """Use the transforms of a model, unless the cache was given its own or holds tokens."""
         if self.has_transforms or not all(storage.is_empty for storage in self.storages):
             return
         for index, layer in enumerate(self.layers):
@@ -503,35 +506,35 @@ class KVQuantCache(QuantizedCache):
                 layer.storage.set_key_transform(key_transforms.get(index))
 
     def count_fallbacks_in(self, tally: dict[int, Counter[str]]) -> None:
-        """Count steps that attend to dequantised tensors for longer than there is this cache: by layer, by reason."""
+        """Count fallbacks in `tally` too, by layer and reason, for a caller that outlives this cache."""
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KVQuantLayer):
                 layer.storage.tally = tally.setdefault(index, Counter())
 
     def check_in_step(self) -> None:
-        """Refuse a captured step over layers of different lengths.
+        """Refuse to capture a step while layers have different lengths.
 
         Raises:
-            ValueError: They are.
+            ValueError: They have.
         """
         for group in self._length_groups():
             group.check_level()
 
     def note_replayed(self, q_len: int) -> None:
-        """Count on the host tokens that a replayed CUDA graph has appended and counted on the device."""
+        """Count on the host the tokens that a replayed CUDA graph has appended and counted on the device."""
         for group in self._length_groups():
             group.note_replayed(q_len)
 
     def ask_device(self) -> None:
-        """Have the host ask the device how many tokens there are: a replay was interrupted, before or behind it."""
+        """Read the lengths from the device when next needed: a replay was interrupted, and may have run or not."""
         for group in self._length_groups():
             group.ask_device()
 
     def forget_capture(self, length: int) -> None:
-        """Undo on the host what a capture that failed half-way did there; nothing has run on the device.
+        """Undo the host's bookkeeping after a capture that failed half-way; nothing has run on the device.
 
         Args:
-            length: Tokens held before.
+            length: Tokens held before the capture.
         """
         for group in self._length_groups():
             group.forget_capture(length)
@@ -551,7 +554,7 @@ class KVQuantCache(QuantizedCache):
     def pairs_dequantized(self) -> int:
         """(Query, token) pairs of fallbacks so far, summed over the layers of this package, padding included.
 
-        Those of growing caches alone: a static one does not know its length without waiting for the device.
+        Only counted in growing caches: a static one does not know its length without waiting for the device.
         """
         return sum(storage.pairs_dequantized for storage in self.storages)
 
@@ -569,50 +572,49 @@ class KVQuantCache(QuantizedCache):
     def bytes_per_token(self) -> int:
         """Bytes that one more token of one sequence takes in all layers of this package. 0 before the first tokens.
 
-        Layers with a sliding window take no more once it is full, and do not count.
+        Layers with a sliding window do not count: they stop growing once the window is full.
         """
         return sum(storage.bytes_per_token for storage in self.storages if storage.is_allocated and not storage.window)
 
 
 def _check_no_gradients(name: str, key: Tensor, value: Tensor) -> None:
-    """Refuse tokens whose gradients would be lost: a cache keeps numbers. A first chunk comes back as it was given.
+    """Refuse tokens whose gradients the cache would lose. Not called for the first chunk, which `update` returns.
 
     Raises:
-        RuntimeError: One of them requires gradients.
+        RuntimeError: Keys or values require gradients.
     """
     if key.requires_grad or value.requires_grad:
         raise RuntimeError(
-            f"{name}: `key_states` and `value_states` behind other tokens must not require gradients, got "
-            f"{'keys' if key.requires_grad else 'values'} that do: a quantised cache keeps no graph, so those of the "
-            "model's weights would be wrong. Call the model under torch.no_grad(), or train it with use_cache=False."
+            f"{name}: `key_states` and `value_states` after the first chunk must not require gradients, got "
+            f"{'keys' if key.requires_grad else 'values'} that do: a quantised cache keeps no autograd graph, "
+            "so gradients would be wrong. Call the model under torch.no_grad(), or train it with use_cache=False."
         )
 
 
 def _own_transforms(config: KVQuantConfig, num_layers: int) -> dict[int, KeyTransform]:
-    """What a config says about keys without a model."""
+    """The transforms that a config determines without the model: rotation only."""
     rotated = [index for index in range(num_layers) if "rotate" in config.formats(index).transforms]
     return {index: KeyTransform(is_rotated=True) for index in rotated}
 
 
 def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
-    """The types of a decoder's cache layers, as transformers names them, and what each is built with.
+    """The types of a decoder's cache layers, as transformers names them, and the keyword arguments of each.
 
-    To transformers, Mllama's layers that attend to pictures are like any other. They hold other tokens, as many as
-    there are of the pictures, without the padding of the text and never more: those are `cross_attention` here.
+    transformers treats Mllama's layers that attend to pictures like any other. They hold the pictures' tokens instead
+    of the text's, without its padding, and do not grow. Here their type is `cross_attention`.
 
     Raises:
-        NotImplementedError: The config is of something without layers of one kind, such as several models behind each
-            other (BLT).
+        NotImplementedError: The config has no number of layers, such as that of several models in sequence (BLT).
     """
     if not isinstance(getattr(text_config, "num_hidden_layers", None), int):
         raise NotImplementedError(
-            f"KVQuantCache: {text_config.model_type} has no `num_hidden_layers` in its config, by which a cache has "
-            "its layers. Leave the model unpatched."
+            f"KVQuantCache: {text_config.model_type} has no `num_hidden_layers` in its config, so the number of cache "
+            "layers is unknown. Leave the model unpatched."
         )
     layer_types, layer_kwargs = cache_utils.get_layer_types_and_kwargs(text_config)
     if isinstance(layer_kwargs, dict):  # transformers 5.17 has one dictionary for all layers
         layer_kwargs = [layer_kwargs] * len(layer_types)
-    # Early exit lowers the number of layers for a while, and leaves their types as they are.
+    # Early exit lowers the number of layers for a while, but not the list of their types.
     layer_types = layer_types[: len(layer_kwargs)]
     across = getattr(text_config, "cross_attention_layers", None) or ()
     layer_types = ["cross_attention" if index in across else each for index, each in enumerate(layer_types)]
@@ -620,19 +622,19 @@ def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, 
 
 
 def count_layers(config: PreTrainedConfig) -> int:
-    """How many layers the caches of a model have, by its own config or its text model's.
+    """How many layers the caches of a model have, given its own config or its text model's.
 
-    Layers that use the keys of others may have none of their own.
+    Can be fewer than the model has: layers that share the keys of others may have no cache layer.
     """
     return len(layers_of(config.get_text_config(decoder=True))[0])
 
 
 def check_layers(where: str, argument: str, num_layers: int, expected: int) -> None:
-    """Refuse a cache that was made for a model of other layers.
+    """Refuse a cache that was made for a model with another number of layers.
 
     Args:
-        where: Opens the message.
-        argument: What the cache came as.
+        where: Begins the message.
+        argument: Name of the argument that holds the cache.
         num_layers: Of the cache.
         expected: Of the model's own caches. See `count_layers`.
 
@@ -658,7 +660,7 @@ def quantized_layers(layer_types: Sequence[str], quant_config: KVQuantConfig) ->
 
 
 def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
-    """Where the weights of each layer are, by index of the layer; where the model's are, if a layer cannot be found."""
+    """The device of each layer's weights, by layer index; the model's device for layers that are not found."""
     layer_types, _ = layers_of(text_config_of(model))
     found: dict[int, torch.device] = {}
     for module in (model.get_decoder() or model).modules():
@@ -673,11 +675,11 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
 
     Args:
         text_config: Of the decoder.
-        layer_types: Of its layers, as transformers names them.
+        layer_types: As `layers_of` returns them.
         quant_config: What the user asks for.
 
     Raises:
-        NotImplementedError: The model keeps something else than keys and values per head.
+        NotImplementedError: The model's cache is not keys and values per head, or an option does not work for it.
         ValueError: The config names layers that do not exist, or a format that head_dim does not fit.
     """
     model_type = text_config.model_type
@@ -689,8 +691,8 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
         )
     if model_type in _PICK_KEYS:
         raise NotImplementedError(
-            f"KVQuantCache: {model_type} picks the keys that it attends to, which codes cannot serve. "
-            "Leave the model unpatched."
+            f"KVQuantCache: {model_type} selects the keys that it attends to, which attention over codes does not "
+            "support. Leave the model unpatched."
         )
     unknown = sorted(set(layer_types) - {*_FULL_ATTENTION, *_LEFT_TO_TRANSFORMERS})
     if unknown:
@@ -700,13 +702,13 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
         )
     if set(layer_types) <= _RECURRENT | STATELESS:
         raise NotImplementedError(
-            f"KVQuantCache: {model_type} has layers of type {sorted(set(layer_types))} alone, which keep a state of "
+            f"KVQuantCache: {model_type} has only layers of type {sorted(set(layer_types))}, which keep a state of "
             "fixed size and no keys and values. Leave the model unpatched."
         )
     if quant_config.static and "cross_attention" in layer_types:
         raise NotImplementedError(
-            f"KVQuantCache: `static` must be False for {model_type}, got True: nobody knows how long pictures are, "
-            "which some of its layers attend to. Leave out static, max_cache_len and capture."
+            f"KVQuantCache: `static` must be False for {model_type}, got True: some of its layers attend to pictures, "
+            "whose length is not known in advance. Leave out static, max_cache_len and capture."
         )
     quantized = quantized_layers(layer_types, quant_config)
     ours = {layer_types[index] for index in quantized} - _WITH_STATE
@@ -732,7 +734,7 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
 
 
 def _transformers_layer(layer_type: str, kwargs: dict[str, Any], max_cache_len: int | None) -> Any:
-    """A cache layer of transformers' own, growing or static like ours."""
+    """One of transformers' own cache layers, growing or static like ours."""
     if layer_type == "cross_attention":
         layer_type = "full_attention"
     if max_cache_len is None:
@@ -743,5 +745,6 @@ def _transformers_layer(layer_type: str, kwargs: dict[str, Any], max_cache_len: 
 @functools.cache
 def _log_nothing_to_quantize(layer_types: tuple[str, ...]) -> None:
     logger.warning(
-        "KVQuantCache: no layer of the model has a cache that is quantised (its layers are %s).", list(layer_types)
+        "KVQuantCache: nothing is quantised: this config quantises none of the model's layer types, %s.",
+        list(layer_types),
     )

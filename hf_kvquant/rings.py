@@ -1,15 +1,16 @@
-"""Layers with a sliding window: their newest tokens as codes, in rings that do not grow with the sequence.
+"""Sliding-window layers: the codes of their newest tokens are kept in a ring that does not grow with the sequence.
 
-A query sees the last `window` positions, so a layer needs `window - 1` tokens and those of the step. The token at
-position t is in row t mod capacity, and the ops are told so (`is_ring` in `ops.py`): nothing moves, and positions and
-lengths are those of the sequence. A ring has room for `BLOCK_SIZE` tokens more than a window leaves, so that steps of
-several tokens find what their first query sees. With less room rows are positions: buffers of growing caches start
-small, and those of static ones may never need more. A chunk too long for the ring is written like any other, but
-attended to in buffers of its own, made for the step: the tokens that its first query sees, in order, and those of the
-chunk. Where the past is recorded, until a crop brings some of it back, the ring is larger.
+A query sees the last `window` positions, so a layer needs `window - 1` old tokens and those of the step. The token at
+position t is in row t mod capacity. The ops know this (`is_ring` in `ops.py`), so nothing is moved, and positions and
+lengths are those of the whole sequence. A ring has room for `BLOCK_SIZE` more tokens than that, so that in a step of
+several tokens the first query still finds its window. Buffers smaller than a ring are plain rows, one per position:
+growing caches start with them, and some static caches never need more.
 
-What attention computes is, to the bit of every code, what it would be over the whole sequence with the window as its
-mask. Nothing here waits for the device where the cache is static. Which layers are rings is decided in `cache.py`.
+A chunk too long for the ring is written like any other. Attention to it runs on temporary buffers, which hold the
+tokens that its first query sees and those of the chunk, in order. A ring grows while it records the past for a crop.
+
+The codes that attention reads are bit for bit those that it would read from the whole sequence with the window as its
+mask. With a static cache, nothing here waits for the device. `cache.py` decides which layers are rings.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from .storage import LayerStorage
 
 @dataclasses.dataclass(frozen=True)
 class _Unrolled:
-    """The step of a long chunk, with its past in order.
+    """Temporary buffers for a chunk too long for the ring: its past and the chunk, in order.
 
     Attributes:
-        planes: Of keys and of values: tokens from `begin` on.
+        planes: Of keys and of values, with the tokens from position `begin` on.
         operands: Of these planes.
-        begin: 0-d int64, a multiple of `BLOCK_SIZE`: position of the first of them.
+        begin: 0-d int64, a multiple of `BLOCK_SIZE`: position of the first token.
         lengths: `[batch]` int32: tokens from there on, those of the chunk included.
     """
 
@@ -45,16 +46,15 @@ class _Unrolled:
     lengths: Tensor
 
     def starts(self, starts: Tensor | None) -> Tensor | None:
-        """First positions that are not padding, from `begin` on."""
+        """First positions that are not padding, counted from `begin`."""
         return None if starts is None else (starts - self.begin).clamp(min=0).to(torch.int32)
 
 
 class RingStorage(LayerStorage):
-    """Keys and values of one layer, as far as its window sees them.
+    """Keys and values of one sliding-window layer.
 
     Args:
-        formats: Of keys and of values. The first `sink_length` tokens get codes too: they leave the window like all
-            others.
+        formats: Of keys and of values. `sink_length` is ignored: the first tokens leave the window like all others.
         window: Positions visible to a query, itself included.
         **options: As in `LayerStorage`.
     """
@@ -63,51 +63,51 @@ class RingStorage(LayerStorage):
         super().__init__(dataclasses.replace(formats, sink_length=0), **options)
         self.window = window
         self.ring_capacity = _whole_blocks(window - 1 + BLOCK_SIZE)  # unless the past is recorded
-        self.most_held = 0  # tokens before a crop, which have overwritten others that it does not bring back
-        self.kept_from: int | None = None  # first position that a crop may show again, while the past is recorded
-        # Of the newest chunk, whose first query sees `window - 1` tokens before it; 0 of a first one, attended to raw.
+        self.most_held = 0  # longest length before a crop; those tokens overwrote others, which a crop cannot restore
+        self.kept_from: int | None = None  # first position that a crop may bring back; None: the past is not recorded
+        # Tokens of the newest chunk; 0 for a first chunk, whose attention runs on the model's own tensors.
         self._q_len = 0
-        self._has_long_chunk = False  # whether the newest chunk is attended to apart ...
-        self._unrolled: _Unrolled | None = None  # ... and where, once it has been written
+        self._has_long_chunk = False  # whether attention to the newest chunk runs on temporary buffers ...
+        self._unrolled: _Unrolled | None = None  # ... which these are, once it has been written
 
     @property
     def is_ring(self) -> bool:
-        """Whether rows come round again. Not where there is a row for every token that a static cache takes."""
+        """Whether rows are reused. False in a static storage with a row for every token, and in buffers still small."""
         comes_round = self.max_cache_len is None or self.max_cache_len > self.capacity
         return comes_round and self.capacity >= self.ring_capacity
 
     @property
     def longest_chunk(self) -> int:
-        """Tokens behind others that one call of the op takes: its first query still finds the window before it."""
+        """The longest later chunk that attention can serve from the ring: its first query still finds its window."""
         return self.capacity + 1 - self.window
 
     @property
     def num_visible(self) -> int:
-        """Of a growing cache, the tokens that some query of the newest chunk sees. See `LayerStorage.num_visible`."""
+        """In a growing cache, the tokens that queries of the newest chunk see. See `LayerStorage.num_visible`."""
         if self.max_cache_len is not None:
             return self.max_cache_len
         return min(self.length, self.window - 1 + self._q_len)
 
     @property
     def mask_offset(self) -> int:
-        """Position of the first of them."""
+        """Position of the first of these tokens."""
         return 0 if self.is_static else self.length - self.num_visible
 
     @property
     def num_bytes_held(self) -> int:
-        """Bytes of the tokens held, those that have been overwritten left out. See `LayerStorage.num_bytes_held`."""
+        """Bytes of the tokens held, without overwritten ones. See `LayerStorage.num_bytes_held`."""
         overwritten = max(0, self.length - self.capacity)
         return super().num_bytes_held - self.batch * self.bytes_per_token * overwritten
 
     def record_past(self, is_recorded: bool) -> None:
-        """Keep, or do not, tokens that leave the window from now on until the next crop, which may bring them back."""
+        """Whether to keep tokens that leave the window until the next crop, so that it can bring them back."""
         if not is_recorded:
             self.kept_from = None
         elif self.kept_from is None:
             self.kept_from = max(0, self.length - self.window + 1)
 
     def _aligned(self, tokens: int) -> int:
-        # A ring has whole blocks, whatever its format. A growing one that is larger than others records the past.
+        # A ring has whole blocks, whatever its format. Only one that records the past grows beyond `ring_capacity`.
         aligned = super()._aligned(tokens)
         if aligned <= self.ring_capacity:
             return aligned
@@ -123,7 +123,7 @@ class RingStorage(LayerStorage):
         self.most_held = 0
 
     def _resized(self, planes: Planes, kv_format: KVFormat, head_dim: int, capacity: int) -> Planes:
-        # Rows whose token is not held get those of others, which no query sees.
+        # Rows whose token is no longer held get the row of another token; no query sees them.
         position = reference.ring_positions(self._lengths()[:1], capacity)[0]
         return planes.rows(position % self.capacity, kv_format.block_size)
 
@@ -136,18 +136,18 @@ class RingStorage(LayerStorage):
         self._unrolled = None
 
     def flush(self) -> None:
-        """Write pending tokens; a long chunk to where it is attended to as well."""
+        """Write pending tokens; a long chunk also to its temporary buffers."""
         if self.pending is not None and self._has_long_chunk:
             self._unrolled = self._unroll(*self.pending)
         super().flush()
 
     def _unroll(self, key: Tensor, value: Tensor) -> _Unrolled:
-        """The newest tokens in order, and behind them those of a chunk that has not been written to the ring yet."""
+        """Copy the newest tokens in order into temporary buffers, and append a chunk not yet written to the ring."""
         q_len, lengths = key.shape[2], self._lengths()
         begin = (lengths[0].long() - q_len - self.capacity).clamp(min=0) // BLOCK_SIZE * BLOCK_SIZE
         capacity = self.capacity + _whole_blocks(BLOCK_SIZE + q_len)
         row = torch.arange(capacity, device=self.device)
-        source = (begin + row) % self.capacity  # what is behind the past is overwritten, or hidden by lengths
+        source = (begin + row) % self.capacity  # rows after the past are overwritten by the chunk or beyond lengths
 
         def unrolled(planes: Planes, kv_format: KVFormat) -> Planes:
             tail = planes.tail
@@ -164,7 +164,7 @@ class RingStorage(LayerStorage):
     def attend(
         self, query: Tensor, *, softmax_scale: float, starts: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """See `LayerStorage.attend`; the window is that of the cache, which masks are made for."""
+        """See `LayerStorage.attend`. Uses the window of the cache, for which masks are made, not the caller's."""
         options["sliding_window"] = self.window
         if not self._has_long_chunk:
             return super().attend(query, softmax_scale=softmax_scale, starts=starts, **options)
@@ -185,9 +185,9 @@ class RingStorage(LayerStorage):
         return result
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
-        """Dense keys and values: of a growing cache, of the `num_visible` newest tokens.
+        """Dense keys and values of the `num_visible` newest tokens (growing cache).
 
-        Of a static one, of all positions up to `max_cache_len`; zero where the newest chunk does not see.
+        In a static cache, of all positions up to `max_cache_len`; zero where no query of the newest chunk sees them.
         """
         offset, num_shown = self.mask_offset, self.num_visible
         if not self.is_ring:
@@ -225,10 +225,11 @@ class RingStorage(LayerStorage):
         return length > 0 and capacity % BLOCK_SIZE == 0
 
     def check_crop(self, num_tokens: int) -> None:
-        """Refuse to forget so many tokens that what the next query sees is gone.
+        """Refuse a crop after which the next query would see tokens that are already overwritten.
 
         Raises:
-            RuntimeError: It is, or would be for some number of tokens.
+            RuntimeError: It would. In a growing cache with a full window, every crop is refused while the past is not
+                recorded, even one that could be served.
         """
         length, window = self.length, self.window
         if num_tokens == 0 or num_tokens >= length:
@@ -253,15 +254,15 @@ class RingStorage(LayerStorage):
             )
 
     def _most_to_take_back(self) -> int:
-        """Newest tokens that have overwritten none that the next query sees once they are gone."""
+        """How many of the newest tokens can be removed so that the next query still finds its whole window."""
         written = max(self.most_held, self.length)
         return self.longest_chunk - (written - self.length) if written > self.capacity else self.length
 
     def check_undo(self, num_tokens: int) -> None:
-        """See `LayerStorage.check_undo`. A growing ring, too, has room for more tokens than a query sees.
+        """See `LayerStorage.check_undo`. Works without recording: a ring has room for more tokens than a query sees.
 
         Raises:
-            RuntimeError: Tokens that the next query sees have been overwritten.
+            RuntimeError: Tokens that the next query would see have been overwritten.
         """
         if self.pending is None and num_tokens > self._most_to_take_back():
             raise RuntimeError(
@@ -275,7 +276,7 @@ class RingStorage(LayerStorage):
         self._forget_chunk()
 
     def crop(self, num_tokens: int) -> None:
-        """Forget the newest `num_tokens` tokens of every sequence, at most all of them; then what no query sees.
+        """Forget the newest `num_tokens` tokens of every sequence, at most all; then those that no query sees any more.
 
         Raises:
             RuntimeError: See `check_crop`.
@@ -310,14 +311,14 @@ class RingStorage(LayerStorage):
         self._q_len, self._has_long_chunk, self._unrolled = 0, False, None
 
     def __getstate__(self) -> dict[str, Any]:
-        """See `LayerStorage.__getstate__`; buffers of one step stay behind."""
+        """See `LayerStorage.__getstate__`; temporary buffers are left out."""
         return {**super().__getstate__(), "_has_long_chunk": False, "_unrolled": None}
 
 
 class KVQuantRingLayer(KVQuantLayer):
-    """One sliding-window layer of a growing `KVQuantCache`, sized for masks as `DynamicSlidingWindowLayer`.
+    """One sliding-window layer of a growing `KVQuantCache`, with the mask sizes of `DynamicSlidingWindowLayer`.
 
-    In static caches masks are for all positions, as in other layers, so that such a layer is a plain `KVQuantLayer`.
+    Static caches use a plain `KVQuantLayer` over a `RingStorage`: their masks cover all positions, as in other layers.
 
     Args:
         storage: The buffers.
@@ -328,7 +329,7 @@ class KVQuantRingLayer(KVQuantLayer):
 
     @property
     def record_past(self) -> bool:
-        """Whether tokens that leave the window stay until the next crop, which may bring them back."""
+        """Whether tokens that leave the window are kept until the next crop, so that it can bring them back."""
         return self.storage.kept_from is not None
 
     @record_past.setter
@@ -336,12 +337,12 @@ class KVQuantRingLayer(KVQuantLayer):
         self.storage.record_past(record_past)
 
     def activate_past_recording(self) -> None:
-        """Keep all tokens between crops, for whoever takes steps back."""
+        """Keep tokens that leave the window between crops, for callers that crop (such as assisted decoding)."""
         self.record_past = True
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """Dense keys that a next query sees, dequantised at every access; `None` before the first tokens."""
+        """Dense keys that the next query will see, dequantised at every access; `None` before the first tokens."""
         return self._newest(super().keys)
 
     @property
@@ -353,7 +354,7 @@ class KVQuantRingLayer(KVQuantLayer):
         return None if dense is None else dense[:, :, max(0, dense.shape[2] - self.storage.window + 1) :]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset for the mask: of the chunk itself while empty, else of what its queries see."""
+        """Length and offset for the mask: of the chunk itself while empty, else of the tokens that its queries see."""
         storage = self.storage
         if storage.is_empty:
             return super().get_mask_sizes(query_length)
@@ -362,7 +363,7 @@ class KVQuantRingLayer(KVQuantLayer):
         return length, storage.length - num_before
 
     def get_max_length(self) -> int:
-        """Tokens of the window."""
+        """Size of the window in tokens."""
         return self.storage.window
 
 

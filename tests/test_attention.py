@@ -477,8 +477,8 @@ def test_chunks_behind_others_have_no_gradients(preset: str, trained: str) -> No
         model.requires_grad_(False)
         getattr(model.model.layers[0].self_attn, trained).requires_grad_(True)
     message = (
-        f"layer {layer}: `key_states` and `value_states` behind other tokens must not require gradients, got {side} "
-        f"that do: a quantised cache keeps no graph, so those of the model's weights would be wrong. {remedy}"
+        f"layer {layer}: `key_states` and `value_states` after the first chunk must not require gradients, got {side} "
+        f"that do: a quantised cache keeps no autograd graph, so gradients would be wrong. {remedy}"
     )
     if trained == "q_proj" and preset == "none":  # the layer itself attends to tensors; the next one has lost them
         message = message.replace("layer 0", "layer 1")

@@ -520,14 +520,15 @@ REFUSALS: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
         "int8",
         {},
         NotImplementedError,
-        "KVQuantCache: doge picks the keys that it attends to, which codes cannot serve. Leave the model unpatched.",
+        "KVQuantCache: doge selects the keys that it attends to, which attention over codes does not support. "
+        "Leave the model unpatched.",
     ),
     "parts": (
         lambda: AutoConfig.for_model("blt"),
         "int8",
         {},
         NotImplementedError,
-        "KVQuantCache: blt has no `num_hidden_layers` in its config, by which a cache has its layers. "
+        "KVQuantCache: blt has no `num_hidden_layers` in its config, so the number of cache layers is unknown. "
         "Leave the model unpatched.",
     ),
     "layer_types": (
@@ -722,7 +723,8 @@ def test_a_model_whose_layers_are_all_left_out_is_not_quantised(caplog: pytest.L
         output = greedy(model, inputs)
     compare.assert_same(logits(output), logits(expected), "logits")
     assert [record.message for record in caplog.records if record.name == "hf_kvquant.cache"] == [
-        "KVQuantCache: no layer of the model has a cache that is quantised (its layers are ['sliding_attention'])."
+        "KVQuantCache: nothing is quantised: this config quantises none of the model's layer types, "
+        "['sliding_attention']."
     ]
 
 

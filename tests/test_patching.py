@@ -334,7 +334,7 @@ REFUSALS: dict[str, tuple[Any, Any, type[Exception], str]] = {
         lambda: models.build("mamba"),
         "int8",
         NotImplementedError,
-        "KVQuantCache: mamba has layers of type ['linear_attention'] alone, which keep a state of fixed size and no "
+        "KVQuantCache: mamba has only layers of type ['linear_attention'], which keep a state of fixed size and no "
         "keys and values. Leave the model unpatched.",
     ),
     "no_cache_of_transformers": (
@@ -444,7 +444,7 @@ def test_several_models_in_one_are_refused() -> None:
     parts = {f"{part}_config": size for part in ("patcher", "encoder", "decoder", "global")}
     model = BltForCausalLM(BltConfig(**parts, encoder_hash_byte_group_vocab=8))
     before = visible_state(model)
-    message = "KVQuantCache: blt has no `num_hidden_layers` in its config, by which a cache has its layers. Leave"
+    message = "KVQuantCache: blt has no `num_hidden_layers` in its config, so the number of cache layers is"
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         patch(model, "int8")
     assert visible_state(model) == before

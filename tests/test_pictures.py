@@ -193,7 +193,7 @@ def test_cross_attention_among_the_layers_stays_with_transformers() -> None:
 @pytest.mark.parametrize("config", [{"static": True}, {"max_cache_len": 64}], ids=["static", "max_cache_len"])
 def test_static_caches_are_refused_for_cross_attention_among_the_layers(config: dict[str, Any]) -> None:
     model = model_of("mllama")
-    message = re.escape("`static` must be False for mllama_text_model, got True: nobody knows how long pictures are")
+    message = re.escape("`static` must be False for mllama_text_model, got True: some of its layers")
     with pytest.raises(NotImplementedError, match=message):
         patch(model, config)
     with pytest.raises(NotImplementedError, match=message):
