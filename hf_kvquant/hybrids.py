@@ -1,7 +1,7 @@
-"""Layers that are attention and a state of fixed size at once, as those of Falcon-H1 and Zamba 2.
+"""Layers that have both attention and a state of fixed size, such as those of Falcon-H1 and Zamba 2.
 
-transformers keeps both in one cache layer of type `hybrid`. Here keys and values are in a storage of ours, like those
-of any other layer, and the state is what transformers' own class makes of it.
+transformers keeps both in one cache layer of type `hybrid`. Here keys and values are quantised like those of any other
+layer, and transformers' own class keeps the state.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .storage import LayerStorage
 
 
 class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
-    """A hybrid layer of a `KVQuantCache`, growing or static. transformers finds the layers of its kind by the class.
+    """A hybrid layer of a `KVQuantCache`, growing or static. Inherits from transformers' class to be recognised as one.
 
     Args:
         storage: The buffers for keys and values.
         notes: What the masks of the cache have shown, shared by its layers.
-        **kwargs: Of the state, as transformers gives them.
+        **kwargs: Passed to transformers' class for the state.
     """
 
     holds_state = True
@@ -34,11 +34,11 @@ class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  #
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether a crop puts everything back: a recurrent state has no past."""
+        """Whether a crop can restore the layer. It cannot once there is a recurrent state."""
         return bool(LinearAttentionLayer.is_croppable.__get__(self))
 
     def lazy_initialization(self, *args: Tensor, **kwargs: Any) -> None:  # type: ignore[override]
-        """Allocate buffers for keys and values like two that are given, or for a state that is given by name."""
+        """Allocate buffers: for keys and values like two given by position, or for a state given by keyword."""
         if args:
             KVQuantLayer.lazy_initialization(self, *args)
         else:
@@ -48,7 +48,7 @@ class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  #
         """Forget the newest `-tokens_to_remove` tokens.
 
         Raises:
-            RuntimeError: The layer has not been told to keep past states. See `Cache.activate_past_recording`.
+            RuntimeError: Past states were not recorded. See `Cache.activate_past_recording`.
             ValueError: `tokens_to_remove` is positive.
         """
         if tokens_to_remove <= 0:
@@ -87,6 +87,6 @@ class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  #
         LinearAttentionLayer.offload(self)
 
     def prefetch(self) -> None:
-        """Move them back to the layer's device."""
+        """Move codes and state back to the layer's device."""
         KVQuantLayer.prefetch(self)
         LinearAttentionLayer.prefetch(self)

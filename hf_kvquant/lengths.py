@@ -1,14 +1,14 @@
-"""How many tokens the storages of one cache hold: one tensor for all of them on a device, advanced once a step.
+"""How many tokens the storages of one cache hold: one tensor for all storages on a device, advanced once a step.
 
-In a forward the layers take the same tokens one after the other. If each counted them on the device, a step would
-launch a kernel per layer for nothing. So storages share a tensor: the first that takes the tokens of a step advances
-it, which leaves the others behind until their turn comes, when they catch up without a launch. The host keeps book of
-who is where, so that a storage that is out of step (a layer that is never called, one that was cropped alone) still
-gets its own length, at the price of a launch.
+In a forward the layers take the same tokens one after the other. If each counted them on the device, every layer would
+launch a kernel per step for nothing. So storages share a tensor. The first storage that takes the tokens of a step
+advances it; the others are then behind, and catch up without a launch when their turn comes. The host records which
+storage is level with the tensor. A storage that is not (a layer that is never called, or was cropped alone) still gets
+its own length, at the cost of a launch.
 
-A compiled step advances the device's copy and nothing that the host could be asked for: the book it finds and the book
-it leaves are equal, so that nothing in it makes the compiler look again. This file knows neither codes nor layers.
-How many pairs of query and token so many tokens make, which all that count attention agree on, is here too.
+A compiled step advances only the length on the device. The host's record is the same before and after the step, so
+nothing in it triggers a recompilation. This file knows neither codes nor layers. It also has `causal_pairs`, so that
+everything that counts attended pairs counts them alike.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor
 
 from .pool import BufferPool
 
-# Where a storage stands that is behind the tensor by an amount the host does not know in tokens: by the step that is
-# being taken, or by more than that, so that nobody can tell any more.
+# Marks for a storage that is behind the tensor in a compiled step, where the host does not know lengths: behind by the
+# step being taken, or by more, in which case its length is lost.
 _ONE_STEP_BEHIND = -1
 _LOST = -2
 
 
 class LengthGroup:
-    """The lengths of storages that are on one device and have one batch.
+    """The lengths of storages that are on the same device and have the same batch size.
 
     Args:
-        length: Tokens that its first member holds.
-        tensor: `[batch]` int32, overwritten and kept.
+        length: Tokens that the first member holds.
+        tensor: `[batch]` int32. Overwritten; becomes the shared tensor.
     """
 
     def __init__(self, length: int, tensor: Tensor) -> None:
@@ -39,17 +39,17 @@ class LengthGroup:
         self.tensor = tensor.fill_(length)
         self._value: int | None = length  # the same on the host; None after a compiled step
         self._newest = 0  # tokens of the newest step
-        # Of each member: None while it is level with the tensor, else the tokens it holds, or one of the two above.
+        # By member: None while it is level with the tensor, else the tokens it holds or one of the two marks above.
         self._behind: list[int | None] = []
-        self._free: list[int] = []  # names of members that have left
+        self._free: list[int] = []  # numbers of members that have left
 
     @property
     def num_members(self) -> int:
-        """Storages that have joined and not left."""
+        """Members now in the group."""
         return len(self._behind) - len(self._free)
 
     def join(self, length: int) -> int:
-        """Add a member that holds `length` tokens. Returns what it is called by the other methods."""
+        """Add a member that holds `length` tokens. Returns its number, which the other methods take."""
         if not self._free:
             self._free.append(len(self._behind))
             self._behind.append(_LOST)
@@ -58,7 +58,7 @@ class LengthGroup:
         return member
 
     def leave(self, member: int) -> None:
-        """Forget a member."""
+        """Remove a member."""
         self._behind[member] = _LOST
         self._free.append(member)
 
@@ -66,7 +66,7 @@ class LengthGroup:
         """Tokens that a member holds. Waits for the device after a compiled step.
 
         Raises:
-            RuntimeError: Nobody knows.
+            RuntimeError: The length is lost.
         """
         behind = self._behind[member]
         if behind is None:
@@ -77,10 +77,10 @@ class LengthGroup:
         return behind
 
     def tensor_of(self, member: int) -> Tensor:
-        """`[batch]` int32: tokens that a member holds. The shared tensor wherever that is level with it.
+        """`[batch]` int32: tokens that a member holds. The shared tensor itself if the member is level with it.
 
         Raises:
-            RuntimeError: Nobody knows.
+            RuntimeError: The length is lost.
         """
         behind = self._behind[member]
         if behind is None:
@@ -91,10 +91,10 @@ class LengthGroup:
         return torch.full_like(self.tensor, behind)
 
     def advance(self, member: int, tokens: int) -> None:
-        """A member takes new tokens: the first of a step advances the tensor, the others catch up with it.
+        """Count new tokens of a member: the first member of a step advances the tensor, the others catch up with it.
 
         Raises:
-            RuntimeError: The step is compiled, and the member did not start from where the others did.
+            RuntimeError: The step is compiled, and the member had another length than the others before it.
         """
         behind = self._behind[member]
         if behind is None:
@@ -107,17 +107,17 @@ class LengthGroup:
         elif torch.compiler.is_compiling():
             raise RuntimeError(
                 "lengths: a compiled step must find all layers of a cache at one length, got a layer that was left out "
-                "of steps before. Reset the cache, or run this step eagerly."
+                "of earlier steps. Reset the cache, or run this step eagerly."
             )
         else:
             self.place(member, self.length(member) + tokens)
             self._newest = tokens
 
     def check_level(self) -> None:
-        """Refuse a captured step: for a member that is not level with the tensor, it would hold numbers of its own.
+        """Refuse to capture a step while a member is not level with the tensor: the graph would contain its length.
 
         Raises:
-            ValueError: A member is not.
+            ValueError: A member is not level.
         """
         if sum(behind is None for behind in self._behind) != self.num_members:
             raise ValueError(
@@ -126,25 +126,25 @@ class LengthGroup:
             )
 
     def note_replayed(self, tokens: int) -> None:
-        """Count what a replayed CUDA graph has added to the tensor, for members that are all level with it."""
+        """Count on the host what a replayed CUDA graph has added to the tensor. All members must be level with it."""
         self._value = self._known() + tokens
         self._newest = tokens
 
     def ask_device(self) -> None:
-        """Forget what the host knows of members that are all level: only the device can tell."""
+        """Read the length from the device when next needed. All members must be level with the tensor."""
         self._value = None
 
     def forget_capture(self, length: int) -> None:
-        """Undo what a capture that failed half-way counted; all members were level, and the tensor is as it was.
+        """Undo what a failed capture counted on the host. Before it, all members were level; the tensor is unchanged.
 
         Args:
-            length: What it holds.
+            length: Tokens that the tensor says.
         """
         self._value = length
         self._behind = [behind if behind == _LOST else None for behind in self._behind]
 
     def place(self, member: int, length: int) -> None:
-        """Set a member's length, not in a compiled step."""
+        """Set a member's length. Not for compiled steps."""
         if length != self._value:
             self._leave_behind(member)
             self.tensor.fill_(length)
@@ -153,7 +153,7 @@ class LengthGroup:
         self._behind[member] = None
 
     def _leave_behind(self, member: int) -> None:
-        """Note where the others are before the tensor changes."""
+        """Record the lengths of all other members before the tensor changes."""
         is_compiling = torch.compiler.is_compiling()
         for other, behind in enumerate(self._behind):
             if other == member:
@@ -166,7 +166,7 @@ class LengthGroup:
                 self._behind[other] = self.length(other)
 
     def _known(self) -> int:
-        """What the tensor holds. Waits for the device after a compiled step."""
+        """The tensor's value on the host. Waits for the device after a compiled step."""
         if self._value is None:
             self._value = int(self.tensor[0].item())
         return self._value
@@ -176,15 +176,15 @@ class LengthGroup:
         if behind == _LOST:
             raise RuntimeError(
                 "lengths: a layer must have been called in every compiled step of its cache, got one that was left "
-                "out, so that nobody knows its length. Reset the cache."
+                "out, so its length is unknown. Reset the cache."
             )
 
 
 class Lengths:
-    """The length groups of one cache: one for each device and batch that its storages have.
+    """The length groups of one cache: one for each device and batch size of its storages.
 
     Args:
-        pool: Where tensors come from and go to; `None` makes new ones.
+        pool: Provides the tensors and gets them back; `None` allocates new ones.
     """
 
     def __init__(self, pool: BufferPool | None = None) -> None:
@@ -192,15 +192,15 @@ class Lengths:
         self._groups: dict[tuple[torch.device, int], LengthGroup] = {}
 
     def join(self, length: int, batch: int, device: torch.device) -> tuple[LengthGroup, int]:
-        """The group for a storage, and what it is called there.
+        """Add a storage to the group for its batch size and device. Returns the group and the storage's number there.
 
         Args:
             length: Tokens that the storage holds.
-            batch: Its sequences.
-            device: Where it is.
+            batch: Its batch size.
+            device: Its device.
         """
         if torch.compiler.is_compiling():
-            # Whoever allocates in a compiled step counts alone: it could not tell others that it has come.
+            # A storage allocated in a compiled step counts alone: the host's record cannot change there.
             alone = LengthGroup(length, _new_tensor(batch, device))
             return alone, alone.join(length)
         group = self._groups.get((device, batch))
@@ -218,7 +218,7 @@ class Lengths:
         return group
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: copies have tensors of their own."""
+        """For pickle and deepcopy: copies have their own tensors and no pool."""
         return {**self.__dict__, "_pool": None}
 
 
@@ -227,11 +227,11 @@ def _new_tensor(batch: int, device: torch.device) -> Tensor:
 
 
 def causal_pairs(tokens: int, first_chunk: int, window: int = 0) -> int:
-    """(Query, token) pairs that one layer serves from codes for a text fed in chunks, however large they are.
+    """(Query, token) pairs that one layer serves from codes for a text fed in chunks, whatever their size.
 
     Args:
         tokens: Of the text.
-        first_chunk: Tokens of the first chunk.
+        first_chunk: Tokens of the first chunk, which is not served from codes.
         window: Positions visible to a query; 0 for all.
     """
 

@@ -1,20 +1,20 @@
-"""Layers whose codes are in CPU memory, and on the GPU while attention reads them: `offloading=True` in a config.
+"""Keep codes in CPU memory, and on the GPU only while attention reads them: `offloading=True` in a config.
 
-What grows with the sequence travels: codes, scales, zeros. What does not (dense windows, frozen scales, transforms,
-lengths) stays on the GPU. Codes of a token never change, so a step reads a layer's once over the bus and writes those
-of the new token back; it is codes that travel, so that int4 moves a quarter of what transformers' own offloading does.
+Codes, scales and zeros, which grow with the sequence, are moved. The rest (dense windows, frozen scales, transforms,
+lengths) stays on the GPU. The codes of a token never change, so in each step a layer's codes are copied to the GPU
+once, and only those of the new token back. With int4 that is a quarter of what transformers' own offloading moves.
 
-When a layer's turn comes, those before it go, and the next one starts to come on a stream of its own, so that it
-travels while this one attends. At any time at most two layers of a cache are on a device. Whatever touches a layer
-takes a turn: attention, but also a reorder, a crop that needs codes, a save, a copy.
+When a layer's turn comes, the layers before it are sent to CPU memory, and the next layer is fetched on a separate
+stream, while this one attends. So at most two layers of a cache are on a device at a time. Everything that touches a
+layer's planes takes a turn: attention, but also a reorder, a crop that needs codes, a save, a copy.
 
-Order on the GPU: what goes away is copied by the stream that attends, behind the writes of its tokens and before its
-memory is given back to that stream. What comes waits for that stream first, so for everything that reads the memory it
-comes into, and for the copies that it reads from; attention waits for what comes. The host waits for nothing.
+Order on the GPU: sending runs on the attention stream, after the layer's tokens are written and before its memory is
+given back to that stream. Fetching first waits for the attention stream, and so for everything that still reads the
+target memory and for the CPU copies it reads. Attention waits for the fetch. The host never waits.
 
-Copies in CPU memory are pinned, with tokens first, so that those of a range of tokens are in one piece, as copies that
-overlap with kernels must be; they are turned into planes on the GPU. What the bytes of a plane are is decided in
-`formats.py`, when tokens are written in `storage.py`; which layers are offloaded in `cache.py`.
+CPU copies are pinned and have the token axis first. So any range of tokens is one contiguous piece, which is needed for
+copies that overlap with kernels; the planes' own layout is restored on the GPU. `formats.py` decides the layout of a
+plane, `storage.py` when tokens are written, `cache.py` which layers are offloaded.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from .config import LayerFormats
 from .formats import KVFormat, Planes
 from .storage import LayerStorage
 
-# Devices whose memory is worth sparing. Only tests put others here.
+# Devices that layers can be offloaded from. Tests add others.
 HOMES = frozenset(("cuda",))
 
-# Of keys and of values: the planes that travel, by name.
+# The planes of keys and of values that are moved, by name.
 Slot = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def check_home(where: str, device: torch.device) -> None:
-    """Refuse a device that nothing is offloaded from.
+    """Refuse a device that codes cannot be offloaded from.
 
     Args:
-        where: Opens the message.
+        where: Begins the message.
         device: Of a layer.
 
     Raises:
-        ValueError: It is one.
+        ValueError: The device is not a GPU.
     """
     if device.type not in HOMES:
         raise ValueError(
@@ -57,13 +57,14 @@ def check_home(where: str, device: torch.device) -> None:
 
 
 class Offloader:
-    """Decides which layers of one cache are on their device. Pickled and copied as an empty one, which storages join.
+    """Decides which layers of one cache are on their device.
 
-    Between turns it keeps the memory that layers come into, two slots of each kind that there is on a device.
+    Pickles and copies are empty; the copied storages join them. Between turns an offloader keeps the memory that layers
+    are fetched into: two slots for each kind of layer on a device.
     """
 
     def __init__(self) -> None:
-        # Weak, so that a cache dies, with its memory, as soon as nobody has it.
+        # Weak references, so that a cache and its memory are freed as soon as the user drops it.
         self._members: list[weakref.ref[OffloadedStorage]] = []
         self._residents: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -73,13 +74,13 @@ class Offloader:
         return type(self), ()
 
     def join(self, storage: OffloadedStorage) -> int:
-        """Add a storage behind those that are there. Returns its place in their order."""
+        """Add a storage after those that have joined. Returns its place in the order."""
         self._members.append(weakref.ref(storage))
         return len(self._members) - 1
 
     @torch.compiler.disable(reason="codes that are offloaded come and go")
     def take_turn(self, storage: OffloadedStorage) -> None:
-        """Have a storage on its device, the next one on its way, and no other."""
+        """Bring a storage to its device, start fetching the next one, and send away all others."""
         device, following = storage.device, self._after(storage)
         for other in list(self._residents):
             if other is not storage and other is not following and other.device == device:
@@ -90,7 +91,7 @@ class Offloader:
             following.fetch()
 
     def _after(self, storage: OffloadedStorage) -> OffloadedStorage | None:
-        """The storage that comes next on the same device; `None` while a first chunk is on its way through them."""
+        """The next storage on the same device; `None` during the first chunk, while later layers have no buffers."""
         begin = storage.place + 1
         for member in (*self._members[begin:], *self._members[: storage.place]):
             other = member()
@@ -102,11 +103,11 @@ class Offloader:
         return None
 
     def note(self, storage: OffloadedStorage, *, is_resident: bool) -> None:
-        """Keep book of who is on its device."""
+        """Record whether a storage is on its device."""
         (self._residents.add if is_resident else self._residents.discard)(storage)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """On which layers come; `None` where nothing runs beside anything."""
+        """The stream that fetches layers; `None` on devices without streams."""
         if device.type != "cuda":
             return None
         if device not in self._streams:
@@ -114,10 +115,10 @@ class Offloader:
         return self._streams[device]
 
     def take_slot(self, kind: Hashable, like: Slot, device: torch.device) -> Slot:
-        """Memory for tensors of these shapes and dtypes: what a layer of this kind has left, or new."""
+        """Memory for tensors of these shapes and dtypes: a free slot of this kind, or a new one."""
         if self._free.get(kind):
             return self._free[kind].pop()
-        # Layers have grown or changed: what none of them would fit any more is let go.
+        # Layers have grown or changed: free the slots that fit none of them any more.
         members = [member() for member in self._members]
         kinds = {member.kind() for member in members if member is not None and member.is_allocated}
         self._free = {each: slots for each, slots in self._free.items() if each in kinds}
@@ -129,45 +130,45 @@ class Offloader:
         for side in slot:
             for plane in side.values():
                 if stream is not None:
-                    # It belongs to the stream that attends. Should it die while something comes into it, it is kept.
+                    # Allocated on the attention stream. If it is freed during a fetch, its memory is not reused yet.
                     plane.record_stream(stream)
         return slot[0], slot[1]
 
     def leave_slot(self, kind: Hashable, slot: Slot) -> None:
-        """Give memory back for the next layer of this kind."""
+        """Return a slot, for the next layer of this kind."""
         self._free.setdefault(kind, []).append(slot)
 
 
 class OffloadedStorage(LayerStorage):
     """A growing storage that an `Offloader` sends to CPU memory and fetches.
 
-    To everything that `LayerStorage` does its planes are there whenever it asks for them: asking takes a turn.
+    Code of `LayerStorage` always finds the planes on the device: reading the attribute takes a turn first.
 
     Args:
         formats: Of keys and of values.
-        offloader: Shared by the storages of one cache, in the order of its layers.
+        offloader: Shared by the storages of one cache, which join it in the order of the layers.
         **options: Of `LayerStorage`.
     """
 
     def __init__(self, formats: LayerFormats, *, offloader: Offloader, **options: Any) -> None:
         self._offloader = offloader
-        self._sides: list[Planes | None] = [None, None]  # while away, with copies in place of what travels
+        self._sides: list[Planes | None] = [None, None]  # keys, values; while away, with the CPU copies in them
         self._copies: list[Planes] | None = None  # in CPU memory, tokens first, made when first sent
         self._num_copied = [0, 0]  # tokens of keys and of values that the copies hold
         self._is_away = False
-        self._is_coming = False  # on its way, to be waited for
+        self._is_coming = False  # being fetched, not yet waited for
         self._arrival: torch.cuda.Event | None = None
-        self._slot: Slot | None = None  # where it is, unless in memory of its own
+        self._slot: Slot | None = None  # the slot it is in; None: away, or in its own memory
         self._found_operands: Any = None
         super().__init__(formats, **options)
         assert not self.is_static
         self.place = offloader.join(self)
 
-    # --- what the base class finds ------------------------------------------------------------------------------------
+    # --- attributes of the base class ---------------------------------------------------------------------------------
 
     @property
     def key_planes(self) -> Planes | None:
-        """Of keys, on the device."""
+        """Planes of keys, on the device."""
         self._be_here()
         return self._sides[0]
 
@@ -177,7 +178,7 @@ class OffloadedStorage(LayerStorage):
 
     @property
     def value_planes(self) -> Planes | None:
-        """Of values, on the device."""
+        """Planes of values, on the device."""
         self._be_here()
         return self._sides[1]
 
@@ -196,7 +197,7 @@ class OffloadedStorage(LayerStorage):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated for codes, scales and zeros, wherever they are; once, where they are in both places."""
+        """Bytes allocated for codes, scales and zeros, on the GPU or the CPU. Planes that are on both count once."""
         return sum(planes.num_bytes for planes in self._sides if planes is not None)
 
     def _be_here(self) -> None:
@@ -204,9 +205,9 @@ class OffloadedStorage(LayerStorage):
             self._offloader.take_turn(self)
 
     def _set_planes(self, key_planes: Planes | None, value_planes: Planes | None) -> None:
-        """Take planes that the base class has made: copies are those of others, and memory is our own."""
+        """Use planes that the base class has made, in their own memory. CPU copies of the old planes are dropped."""
         if key_planes is not None:
-            self._offloader.take_turn(self)  # first: others come and go, for which memory may be short
+            self._offloader.take_turn(self)  # first, because moving other layers may run out of memory and raise
         super()._set_planes(key_planes, value_planes)
         self._copies = self._slot = self._arrival = None
         self._is_away = self._is_coming = False
@@ -215,7 +216,7 @@ class OffloadedStorage(LayerStorage):
     # --- to CPU memory and back ---------------------------------------------------------------------------------------
 
     def send(self) -> None:
-        """Write to the copies in CPU memory what they lack, and let the planes go."""
+        """Copy to CPU memory what its copies lack, and free the planes on the device."""
         self.flush()
         if self._copies is None:
             is_pinned = self.device.type == "cuda"
@@ -231,7 +232,7 @@ class OffloadedStorage(LayerStorage):
             for old, new in _rows(planes, copies, kv_format, begin, end):
                 new.copy_(old.contiguous(), non_blocking=True)
             self._num_copied[side] = end
-        # Only now: where memory for a copy is short, the planes are still what counts.
+        # Only now: if memory for a copy ran out above, the planes are still in place.
         self._sides = [*self._copies]
         if self._slot is not None:
             self._offloader.leave_slot(kind, self._slot)
@@ -240,7 +241,7 @@ class OffloadedStorage(LayerStorage):
         self._offloader.note(self, is_resident=False)
 
     def fetch(self) -> None:
-        """Start to bring the planes back, if they are away. `receive` waits for them."""
+        """Start copying the planes to the device, if they are away. `receive` waits for them."""
         if not self._is_away:
             return
         assert self._copies is not None
@@ -262,7 +263,7 @@ class OffloadedStorage(LayerStorage):
         self._offloader.note(self, is_resident=True)
 
     def receive(self) -> None:
-        """Have what runs from now on wait for planes that are on their way."""
+        """Make the current stream wait for planes that are being fetched."""
         if not self._is_coming:
             return
         if self._arrival is not None:
@@ -271,7 +272,7 @@ class OffloadedStorage(LayerStorage):
         self._planes_changed()
 
     def _here(self) -> tuple[Planes, Planes]:
-        """The planes, wherever what travels is."""
+        """The planes, wherever they are."""
         key, value = self._sides
         assert key is not None and value is not None
         return key, value
@@ -284,7 +285,7 @@ class OffloadedStorage(LayerStorage):
         return key, value
 
     def kind(self) -> Hashable:
-        """Layers of one kind come into the same memory, one after the other."""
+        """Device, shapes and dtypes of the planes that are moved. Layers of one kind can use the same slots."""
         sides = [tuple((name, plane.shape, plane.dtype) for name, plane in side.items()) for side in self._travelling()]
         return self.device, *sides
 
@@ -296,12 +297,12 @@ class OffloadedStorage(LayerStorage):
 
         Raises:
             RuntimeError: The step is being captured. Nothing has changed.
-            TypeError, ValueError: As there, and for keys on a device that nothing is offloaded from.
+            TypeError, ValueError: As there, and for keys on a device that codes cannot be offloaded from.
         """
         if key.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{self.name}: `offloading` must be False in a step that is captured, got True: codes come and go, and "
-                "a graph would replay where they were. Run the step as it is, or leave offloading out."
+                f"{self.name}: `offloading` must be False in a step that is captured, got True: offloaded "
+                "codes change addresses, which a graph cannot follow. Run the step uncaptured, or leave offloading out."
             )
         super().extend(key, value)
 
@@ -310,7 +311,7 @@ class OffloadedStorage(LayerStorage):
         check_home(self.name, key.device)
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
-        """See `LayerStorage.dequantize`; never views, since another layer comes into the same memory."""
+        """See `LayerStorage.dequantize`. Never views, because other layers are fetched into the same memory."""
         key, value = (
             dense if kv_format.is_quantized else dense.clone()
             for dense, kv_format in zip(super().dequantize(), self._formats(), strict=True)
@@ -318,12 +319,12 @@ class OffloadedStorage(LayerStorage):
         return key, value
 
     def held_planes(self) -> tuple[Planes, Planes]:
-        """See `LayerStorage.held_planes`; never views, likewise."""
+        """See `LayerStorage.held_planes`. Never views either."""
         key, value = super().held_planes()
         return key.map(torch.clone), value.map(torch.clone)
 
     def _take_back(self, num_tokens: int) -> None:
-        """See `LayerStorage.crop`. Without a tail nothing travels."""
+        """See `LayerStorage.crop`. Without a tail, nothing is moved."""
         super()._take_back(num_tokens)
         self._forget_copies()
 
@@ -333,12 +334,12 @@ class OffloadedStorage(LayerStorage):
         self._forget_copies()
 
     def _forget_copies(self) -> None:
-        """Tokens that take the place of others have other codes."""
+        """Count cropped tokens as not copied, since other tokens will take their rows."""
         kept = [self.num_coded(kv_format, self.length) for kv_format in self._formats()]
         self._num_copied = [min(counts) for counts in zip(self._num_copied, kept, strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """As of a storage that is away, whose copies have all been written."""
+        """Send the storage to CPU memory and wait for its copies first."""
         if self.is_allocated and not self._is_away:
             self.send()
         if self.is_allocated and self.device.type == "cuda":
@@ -351,7 +352,7 @@ class OffloadedStorage(LayerStorage):
         self.__dict__.update(state)
         self.place = self._offloader.join(self)
         if self._copies is not None and self.device.type == "cuda":
-            # Neither a copy nor a pickle of pinned memory is pinned.
+            # Pinned memory is no longer pinned after a copy or a pickle.
             fresh = [
                 _copied(planes, kv_format, is_pinned=True)
                 for planes, kv_format in zip(self._copies, self._formats(), strict=True)
@@ -366,7 +367,7 @@ class OffloadedStorage(LayerStorage):
 
 
 def _copied(planes: Planes, kv_format: KVFormat, is_pinned: bool) -> Planes:
-    """Planes with room in CPU memory in place of what travels, laid out with tokens first."""
+    """The planes with empty CPU tensors, tokens first, in place of those that are moved."""
     room = {}
     for name, axis in planes.token_axes(kv_format.block_size).items():
         plane = getattr(planes, name)
@@ -376,7 +377,7 @@ def _copied(planes: Planes, kv_format: KVFormat, is_pinned: bool) -> Planes:
 
 
 def _rows(source: Planes, target: Planes, kv_format: KVFormat, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
-    """What belongs to tokens `begin … end - 1` in each plane that travels, tokens first. `begin` is a block's first."""
+    """Views of tokens `begin … end - 1` in each plane that is moved, tokens first. `begin` starts a block."""
     if begin == end:
         return []
     size = kv_format.block_size
@@ -384,6 +385,6 @@ def _rows(source: Planes, target: Planes, kv_format: KVFormat, begin: int, end: 
     rows = []
     for name, axis in source.token_axes(size).items():
         old, new = (getattr(planes, name).movedim(axis, 0) for planes in pairs)
-        # Four bytes at a time: a kernel that turns axes takes as long for one.
+        # Four bytes at a time: the kernel that reorders axes takes as long for an element of one byte.
         rows.append((old.view(torch.int32), new.view(torch.int32)) if old.dtype == torch.uint8 else (old, new))
     return rows

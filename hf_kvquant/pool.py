@@ -1,10 +1,10 @@
-"""Buffers of static caches that outlive their cache, so that the next `generate` finds them at the same addresses.
+"""Reuse the buffers of static caches, so that the next `generate` finds them at the same addresses.
 
-A captured step replays what it did to certain addresses. `generate` makes a cache for every call; with new buffers, its
-compiled step would be captured anew every time. So a model whose `generate` uses static caches has a pool: what dies
-leaves its buffers there, and what is born next takes them if they fit. What is alive shares them with nobody, however
-long somebody keeps it. What a buffer is, and when one fits, is decided by those who come here (`storage.py`,
-`lengths.py`); this file knows only who has which.
+A captured step always works on the addresses it was captured with. `generate` makes a new cache for every call; with
+new buffers, its compiled step would be captured anew each time. So a model whose `generate` uses static caches has a
+pool. A cache that is garbage-collected leaves its buffers there, and the next cache takes them if they fit. Live caches
+never share buffers. What a buffer is, and when it fits, is decided by the callers (`storage.py`, `lengths.py`); this
+file only records which buffers are free.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 from torch import nn
 
-# Beside the models, not on them: copies of a model, by `copy` or `pickle`, are to have buffers of their own.
+# Not an attribute of the model: copies made by `copy` or `pickle` must not share its buffers.
 _pools: weakref.WeakKeyDictionary[nn.Module, BufferPool] = weakref.WeakKeyDictionary()
 
 
 class BufferPool:
-    """Idle buffers, at most one for each use.
+    """Free buffers, at most one set for each use.
 
-    Between calls a model so keeps the buffers of one cache, that of the largest batch and length being no exception:
-    what does not fit is let go before new buffers are made, and the last to die is what stays.
+    So between calls a model keeps the buffers of one cache, the last one that was garbage-collected, however large.
+    Buffers that do not fit a new cache are freed before new ones are allocated.
     """
 
     def __init__(self) -> None:
@@ -34,41 +34,41 @@ class BufferPool:
         self._num_graphs = _num_graphs()
 
     def take(self, use: Hashable, kind: Hashable) -> Any:
-        """Buffers that are free, or `None`, in which case those of another kind are let go.
+        """Take the free buffers of this use if they are of this kind; else free them and return `None`.
 
         Args:
-            use: What they are for, such as a layer.
+            use: What the buffers are for, such as a layer.
             kind: Everything that they depend on, from shape to device.
         """
         found = self._idle.pop(use, None)
         return found[1] if found is not None and found[0] == kind else None
 
     def expect(self, owner: Any, use: Hashable, kind: Hashable, buffers: Any) -> weakref.finalize[..., Any]:
-        """Take buffers back when their owner dies.
+        """Take buffers back when their owner is garbage-collected.
 
         Returns:
-            To be detached by an owner that parts with its buffers.
+            A finalizer. An owner that replaces its buffers must detach it.
         """
         finalizer = weakref.finalize(owner, self._take_back, use, kind, buffers)
         finalizer.atexit = False
         return finalizer
 
     def reclaim(self) -> None:
-        """Get back what only garbage holds on to. To be called before a cache is made.
+        """Get buffers back from dead caches that reference cycles still hold. Call it before making a cache.
 
-        The compiler leaves cycles behind that hold the caches of the steps it has traced, and so their buffers, until
-        Python looks for cycles: one cache too many in memory, and new addresses just when graphs have been captured.
+        The compiler leaves cycles that keep the caches of traced steps alive until Python collects cycles. Without this
+        call there would be one cache too many in memory, and new addresses right after graphs have been captured.
         """
         if self._num_graphs != _num_graphs():
             gc.collect()
             self._num_graphs = _num_graphs()
 
     def kinds(self) -> Iterator[Hashable]:
-        """The kinds of what is free."""
+        """The kinds of the free buffers."""
         return (kind for kind, _ in self._idle.values())
 
     def close(self) -> None:
-        """Let everything go, and what comes back later too."""
+        """Free all buffers, and those that come back later too."""
         self._is_closed = True
         self._idle.clear()
 
@@ -78,13 +78,13 @@ class BufferPool:
 
 
 def _num_graphs() -> int:
-    """Graphs that the compiler has made so far. Does not import it, which takes longer than the rest of a start."""
+    """Graphs that the compiler has made so far. Does not import the compiler, which would dominate start-up time."""
     compiler = sys.modules.get("torch._dynamo.utils")
     return 0 if compiler is None else compiler.counters["stats"]["unique_graphs"]
 
 
 def pool_of(model: nn.Module) -> BufferPool:
-    """The pool of a model, made at the first need."""
+    """The pool of a model, made when first needed."""
     return _pools.setdefault(model, BufferPool())
 
 
@@ -94,7 +94,7 @@ def pooled_models() -> list[nn.Module]:
 
 
 def drop_pool(model: nn.Module) -> None:
-    """Let the idle buffers of a model go."""
+    """Free the pooled buffers of a model."""
     pool = _pools.pop(model, None)
     if pool is not None:
         pool.close()

@@ -1,12 +1,14 @@
-"""Weights on their way to the L2 cache while attention runs: the branch of a captured step that asks for them.
+"""Prefetch weights into the L2 cache while attention runs, in a branch of a captured step.
 
-Attention over a short context waits for latencies more than for bytes, and then the linear layer behind it waits for
-its weights. So a branch of the CUDA graph begins behind the linear layer before attention (with Llama, the projection
-to values), beside the rotary embedding and attention, and asks for the first bytes of the weight that comes next. It
-reads and writes nothing, so no result depends on it. A step of Llama 3 8B with an int4 cache at 1 x 2k took 5.33 ms
-with it instead of 5.50 (H200, 2026-11). 0.1 ms of that come with any branch, even of one kernel that asks for nothing;
-why is not known, as graphs of small kernels alone replay no faster with one. Asking elsewhere (before an MLP, within
-it, before the projections) gained less, asking in several places less than here alone.
+Attention over a short context is limited by latency rather than bandwidth, and the linear layer after it then waits for
+its weights. So a branch of the CUDA graph starts after the last linear layer before attention (in Llama, the value
+projection), runs in parallel to the rotary embedding and attention, and prefetches the first bytes of the next weight.
+It changes no data, so no result depends on it.
+
+A step of Llama 3 8B with an int4 cache at 1 x 2k took 5.33 ms with it instead of 5.50 (H200, 2026-11). Any branch gives
+0.1 ms of that, even one with a kernel that prefetches nothing. The reason is not known: graphs of small kernels alone
+replay no faster with a branch. Prefetching elsewhere (before an MLP, within it, before the projections) gained less,
+and prefetching in several places gained less than here alone.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from . import ops  # noqa: F401  (defines the ops)
 from ._ops import ops as torch_ops
 
-# Bytes of one weight. From 4 to 20 MB make no difference; what waits in the L2 cache must not be pushed out of it.
+# Limits for one weight. 4 to 20 MB made no difference; the bytes must not be evicted from the L2 cache before use.
 MAX_BYTES = 8 * 2**20
 MAX_PART_OF_L2 = 1 / 8
 
@@ -53,7 +55,7 @@ class _Watch(TorchFunctionMode):
 
 
 class _Notes(_Watch):
-    """Notes in `behind`, by the address of the weight before attention, the one behind it."""
+    """Records in `behind` the weight after each attention call, by the address of the weight before it."""
 
     def __init__(self, behind: MutableMapping[int, Tensor]) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class _Notes(_Watch):
 
 
 class _Starts(_Watch):
-    """Has the weights of `behind` fetched as soon as the linear layer before attention has been called."""
+    """Fetches a weight of `behind` as soon as the linear layer before its attention call has run."""
 
     def __init__(self, behind: MutableMapping[int, Tensor], fetch: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -85,27 +87,27 @@ class _Starts(_Watch):
 
 
 class Prefetch:
-    """What a step of one GPU fetches ahead: found out while the step runs, issued while it is recorded.
+    """The weights that a step on one GPU prefetches. They are found in one run and recorded in the graph.
 
     Args:
         device: Of the step.
 
     Attributes:
-        behind: By the address of the weight of the linear layer before attention, the weight of the one behind it.
+        behind: The weight of the linear layer after each attention call, by the address of the weight before it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Weights that have moved since must not be kept alive.
+        # Weak values: weights that the model has replaced must not stay alive.
         self.behind: MutableMapping[int, Tensor] = WeakValueDictionary()
 
     def noted(self) -> contextlib.AbstractContextManager[Any]:
-        """Find out which weights lie behind attention, from a step that runs within a `with` block."""
+        """A context manager: run a step in it to find which weights come after attention."""
         return _Notes(self.behind)
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Give the CUDA graph that is recorded within a `with` block its branch."""
+        """A context manager: the CUDA graph that is captured in it gets the prefetch branch."""
         stream, branch = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
         l2_bytes: int = torch.cuda.get_device_properties(self._device).L2_cache_size
         most = min(MAX_BYTES, int(l2_bytes * MAX_PART_OF_L2))
@@ -122,4 +124,4 @@ class Prefetch:
         with _Starts(self.behind, fetch):
             yield
         if not is_joined:
-            stream.wait_stream(branch)  # as every branch of a graph must
+            stream.wait_stream(branch)  # every branch of a graph must join again

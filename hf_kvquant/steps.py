@@ -1,13 +1,13 @@
-"""Whole steps: a forward that ended early, by an exception or Ctrl-C, is noticed before the next one, and undone.
+"""Detect and undo a forward that ended early, by an exception or Ctrl-C, before the next forward begins.
 
-In a forward each layer takes the same tokens, one layer after the other. A forward that ends half-way leaves layers of
-different lengths, and a model that went on from there would give wrong tokens. Nothing tells a cache that a forward has
-ended. But a layer that comes a second time says that another one has begun, and by then all layers must have had their
-turn. This file keeps book of turns, on the host and without a look at tensors. How tokens are taken back to the bit is
-decided in `storage.py` and `rings.py`; when a cache undoes a step by itself, in `cache.py` and `patching.py`.
+In a forward the layers take the same tokens, one layer after the other. A forward that ends half-way leaves layers of
+different lengths, and a model that continued from there would produce wrong tokens. A cache is not told when a forward
+ends. But when a layer is called a second time, another forward has begun, and by then every layer must have had its
+turn. This file records the turns, on the host and without reading tensors. `storage.py` and `rings.py` take tokens back
+bit for bit; `cache.py` and `patching.py` decide when a cache undoes a step by itself.
 
-A step is whole once each layer has its tokens, whatever becomes of the rest of the forward. Compiled steps are not seen
-here (see `KVQuantCache`). Replayed ones are always whole.
+A step is whole once each layer has its tokens, even if the rest of the forward fails. Compiled steps are not watched
+(see `KVQuantCache`). Replayed steps are always whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Steps:
     """Which layers of a cache have had their turn in its newest step.
 
     Args:
-        storages: Of the layers of this package, by index of the layer.
+        storages: Of the layers of this package, by layer index.
         bystanders: Layers that take no part in most steps, such as those that attend to pictures.
     """
 
@@ -33,24 +33,24 @@ class Steps:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, with layers that are level."""
+        """Start over; all layers now have the same length."""
         self._members: set[int] = set()  # layers that take part in every step ...
         self._waiting: set[int] = set()  # ... and those of them that have not had their turn in this one
-        self._seen: set[tuple[int, str]] = set()  # what each layer was asked for in this step
-        self._newest = -1  # the layer that was asked last
-        self._is_first = True  # no layer has come a second time yet
+        self._seen: set[tuple[int, str]] = set()  # (layer, kind of change) pairs of this step
+        self._newest = -1  # the layer that was called last
+        self._is_first = True  # whether this is the first step since `forget`
         self._base = 0  # tokens that our layers held before this step
 
     def enter(self, layer: int, what: str = _UPDATE, *, is_once: bool = True) -> None:
-        """A layer is about to change its tokens or its state. `leave` says that it has.
+        """Call before a layer changes its tokens or its state, and `leave` afterwards.
 
         Args:
             layer: Its index.
-            what: Of which kind the change is.
-            is_once: Whether a layer does this once a step, so that a second time in a row begins another step.
+            what: The kind of change.
+            is_once: Whether a layer does this once a step, so that the second time in a row begins another step.
 
         Raises:
-            RuntimeError: This begins a step behind one that ended early. Nothing has changed.
+            RuntimeError: This begins a new step after one that ended early. Nothing has changed.
         """
         key = layer, what
         if not self._members or (key in self._seen and (is_once or layer != self._newest)):
@@ -70,7 +70,7 @@ class Steps:
             changed = self._changed_elsewhere()
             raise RuntimeError(
                 f"KVQuantCache: `past_key_values` must hold whole steps, got one that ended early: {taken} of "
-                f"{len(self._ours())} layers have taken its tokens, behind the {self._base} before. "
+                f"{len(self._ours())} layers have taken its tokens, after the {self._base} held before. "
                 + (_RESET if changed else "Call crop(0) on the cache to undo it, or reset the cache.")
             )
         if not self._members:
@@ -85,7 +85,7 @@ class Steps:
         if not self._is_first:
             raise RuntimeError(
                 "KVQuantCache: `past_key_values` must get its first tokens in all layers at once, got those of "
-                f"layer {layer} behind {self._base} tokens of others: the first step ended early. {_RESET}"
+                f"layer {layer} when other layers held {self._base}: the first step ended early. {_RESET}"
             )
         self._members.add(layer)
 
@@ -93,11 +93,11 @@ class Steps:
         return [storage for layer, storage in self._storages.items() if layer in self._members]
 
     def _changed_elsewhere(self) -> list[int]:
-        """Layers that the newest step has changed, or may have, in a way that only transformers knows."""
+        """Layers whose state the newest step has or may have changed, where transformers keeps that state."""
         return sorted({layer for layer, what in self._seen if what != _UPDATE or layer not in self._storages})
 
     def _is_cut(self) -> bool:
-        # A layer that has refused its tokens was asked, too, and all are as they were.
+        # It is not enough that layers are waiting: if the first layer refused the tokens, nothing has changed.
         return bool(self._waiting) and (
             bool(self._changed_elsewhere()) or any(storage.length != self._base for storage in self._ours())
         )
@@ -106,21 +106,21 @@ class Steps:
         """Forget the tokens of the newest step if it ended early, in all layers or in none.
 
         Args:
-            may_round: Whether tokens that were dense before it may come back as their codes have them.
+            may_round: Whether tokens that were dense before the step may come back dequantised.
 
         Returns:
-            How many tokens it had; 0 where it was whole.
+            How many tokens the step had; 0 if it was whole.
 
         Raises:
-            RuntimeError: It cannot be undone.
+            RuntimeError: The step cannot be undone.
         """
         undone = 0
         if self._is_cut():
             changed = self._changed_elsewhere()
             if changed:
                 raise RuntimeError(
-                    "KVQuantCache: `past_key_values` must hold whole steps, got one that ended early behind layers "
-                    f"{changed}, whose state transformers keeps and nobody can undo. {_RESET}"
+                    "KVQuantCache: `past_key_values` must hold whole steps, got one that ended early after layers "
+                    f"{changed}, whose state transformers keeps and which cannot be undone. {_RESET}"
                 )
             taken = [(storage, storage.length - self._base) for storage in self._ours()]
             taken = [(storage, tokens) for storage, tokens in taken if tokens]
@@ -128,9 +128,9 @@ class Steps:
                 storage.check_undo(tokens)
                 if not may_round and storage.rounds(tokens):
                     raise RuntimeError(
-                        f"KVQuantCache: `past_key_values` must hold whole steps, got one that ended early behind "
-                        f"{storage.name}, where tokens that were dense before have nothing but their codes now. Reset "
-                        "the cache and feed it the text again, or call crop(0) on it to go on with what codes say."
+                        f"KVQuantCache: `past_key_values` must hold whole steps, got one that ended early after "
+                        f"{storage.name}, where tokens that were dense before now have only their codes. Reset the "
+                        "cache and feed it the text again, or call crop(0) on it to go on with dequantised values."
                     )
             for storage, tokens in taken:
                 storage.undo(tokens)

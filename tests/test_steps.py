@@ -147,11 +147,11 @@ def test_a_forward_behind_one_that_ended_early(
                     forward(model, cache, *CUTS[LAST : LAST + 2])
                 assert str(raised.value) == (
                     f"KVQuantCache: `past_key_values` must hold whole steps, got one that ended early: {taken} of "
-                    f"{NUM_LAYERS} layers have taken its tokens, behind the {CUTS[LAST]} before. Call crop(0) on the "
-                    "cache to undo it, or reset the cache."
+                    f"{NUM_LAYERS} layers have taken its tokens, after the {CUTS[LAST]} held before. Call crop(0) on "
+                    "the cache to undo it, or reset the cache."
                 )
             if preset == "windows":
-                with pytest.raises(RuntimeError, match="where tokens that were dense before have nothing but their"):
+                with pytest.raises(RuntimeError, match="where tokens that were dense before now have only their codes"):
                     cache.undo_step()
                 cache.reset()
                 whole(model, cache, *CUTS[: LAST + 1])
@@ -209,7 +209,7 @@ def test_a_first_chunk_that_ended_early(kind: str, layer: int, is_before: bool, 
             forward(model, cache, PROMPT, PROMPT + 1)
         assert str(raised.value) == (
             "KVQuantCache: `past_key_values` must get its first tokens in all layers at once, got those of layer "
-            f"{first} behind {PROMPT} tokens of others: the first step ended early. Reset the cache and feed it the "
+            f"{first} when other layers held {PROMPT}: the first step ended early. Reset the cache and feed it the "
             "text again."
         )
         cache.reset()
@@ -259,9 +259,9 @@ def test_a_crop_gives_back_what_codes_say() -> None:
         with pytest.raises(RuntimeError) as raised:
             model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
         assert str(raised.value) == (
-            "KVQuantCache: `past_key_values` must hold whole steps, got one that ended early behind layer 0, where "
-            "tokens that were dense before have nothing but their codes now. Reset the cache and feed it the text "
-            "again, or call crop(0) on it to go on with what codes say."
+            "KVQuantCache: `past_key_values` must hold whole steps, got one that ended early after layer 0, where "
+            "tokens that were dense before now have only their codes. Reset the cache and feed it the text again, or "
+            "call crop(0) on it to go on with dequantised values."
         )
         assert [storage.length for storage in cache.storages] == [BLOCK_SIZE] * 2 + [BLOCK_SIZE - 1] * 2
         cache.crop(0)
@@ -457,8 +457,8 @@ def test_states_that_nobody_can_undo(family: str, num_runs: int) -> None:
             with pytest.raises(RuntimeError) as raised:
                 action()
             assert str(raised.value) == (
-                "KVQuantCache: `past_key_values` must hold whole steps, got one that ended early behind layers [0], "
-                "whose state transformers keeps and nobody can undo. Reset the cache and feed it the text again."
+                "KVQuantCache: `past_key_values` must hold whole steps, got one that ended early after layers [0], "
+                "whose state transformers keeps and which cannot be undone. Reset the cache and feed it the text again."
             )
         cache.reset()
         if family != "llama4_text":  # chunks of transformers 5.17 stay as long as they were
@@ -475,7 +475,7 @@ def test_windows_that_transformers_keeps() -> None:
         with ending(attention_of(model, 0), False):
             forward(model, cache, *CUTS[2:4])
         with pytest.raises(
-            RuntimeError, match=r"0 of 2 layers have taken its tokens, behind the 13 before\. Reset the"
+            RuntimeError, match=r"0 of 2 layers have taken its tokens, after the 13 held before\. Reset the"
         ):
             forward(model, cache, *CUTS[2:4])
 
