@@ -1,19 +1,20 @@
-"""`KVQuantCache.save` and `load`: a cache as a file, from which generation goes on to the same bits.
+"""`KVQuantCache.save` and `load`: a cache as a file, from which generation continues bit for bit.
 
-The file is safetensors: of every layer the planes, cut to the tokens held, where padding ends, and the centre and the
-factors that its keys went through; everything else is JSON in the metadata, with SHA-256 hashes of that JSON and of the
-whole. Nothing in it is executed. A hash tells damage, not malice, so every number that a kernel will rely on is checked
-before memory is taken, whatever the hashes say; what codes and scales stand for is not, since any bits are served.
+The file is safetensors. For each layer it has the planes cut to the tokens held, where padding ends, and the centre and
+smoothing factors of the keys. Everything else is JSON in the metadata, with SHA-256 hashes of that JSON and of the
+whole. Nothing in the file is executed. A hash detects damage but not tampering, so every number that a kernel relies on
+is checked before memory is allocated, whatever the hashes say. The contents of codes and scales are not checked: any
+bits are safe there.
 
-A cache means something to one model only, so the file says which: what its text config says (but for names, labels and
-special tokens), its dtype, and a hash over some thousand numbers of each of its weights. Another checkpoint, training,
-an adapter, factors folded in or taken out, another RoPE are noticed; a change of a few single weights may not be, nor
-one of weights that are offloaded, nor a setting that only one of two versions of transformers knows.
+A cache is only valid for one model, so the file identifies it: by the text config (except names, labels and special
+tokens), the dtype, and a hash over some thousand numbers of each weight. Another checkpoint, training, an adapter,
+factors folded in or removed and another RoPE are noticed. These may not be: a change of a few single weights, of
+offloaded weights, or of a setting that only one of two versions of transformers knows.
 
-Saved are caches all of whose state is in our layers, rings of sliding windows among them, of which the file has the
-rows as they are. Chunks, linear attention and sliding windows that are not quantised are kept by transformers in
-classes that differ from version to version, so caches with such layers are refused. How planes are laid out is decided
-in `formats.py`, what a layer's state is in `storage.py`.
+Only caches whose whole state is in our layers can be saved. Rings of sliding windows are among them; the file has their
+rows as they are. transformers keeps chunks, linear attention and unquantised sliding windows in classes that differ
+from version to version, so caches with such layers are refused. `formats.py` decides the layout of planes, `storage.py`
+the state of a layer.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from .transforms.smoothing_file import content_hash
 
 _FORMAT = "hf_kvquant-cache"
 _VERSION = 2
-# What a text config says that keys and values do not depend on: it differs between machines, versions and tokenizers.
+# Text config settings that keys and values do not depend on. They may differ between machines, versions and tokenizers.
 _VOLATILE = frozenset(
     (
         "architectures",
@@ -69,7 +70,7 @@ _VOLATILE = frozenset(
     )
 )
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SERVED_DTYPES}
-# As safetensors calls them.
+# safetensors' names of dtypes.
 _STORED_AS = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -106,7 +107,7 @@ def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrai
             **({"most_held": storage.most_held} if isinstance(storage, RingStorage) else {}),
             **{f"has_{name}": tensor is not None for name, tensor in found.items()},
         }
-        # Cloned, since layers share the numbers of one mask, and a file of safetensors has no shared ones.
+        # Cloned, since layers may share `starts`, and safetensors cannot save tensors that share memory.
         small = [(name, None if tensor is None else tensor.clone()) for name, tensor in found.items()]
         named = [*_named(storage.held_planes()), *small]
         tensors |= {
@@ -170,7 +171,7 @@ def load_cache(
                     check_home(f"{where}: {name}", place)
             with _damage(expected):
                 max_cache_len = None if facts["max_cache_len"] is None else _number(facts, "max_cache_len")
-                # Whether the cache was given transforms matters when it is reset; which ones, comes below.
+                # Only whether transforms were given is set here, which matters after a reset. `prepare` sets which.
                 given: dict[int, KeyTransform] | None = {} if _flag(facts, "has_transforms") else None
                 cache = kind(model.config, config, max_cache_len=max_cache_len, key_transforms=given)
                 cache.notes.has_holes = _flag(facts, "has_holes")
@@ -196,18 +197,18 @@ def load_cache(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """One layer as the facts have it, found possible.
+    """One layer as the file describes it. Its sizes have been checked.
 
     Attributes:
-        prefix: Of its tensors' names.
+        prefix: Prefix of the names of its tensors.
         shape: Batch, key-value heads, head_dim of keys and of values.
-        length: Tokens taken, those that a ring does not hold any more included.
-        most_held: Tokens of a ring before it was cropped; 0 if it was not.
-        capacity: Tokens there is room for.
+        length: Tokens taken, including those that a ring no longer holds.
+        most_held: Most tokens a ring had before a crop; 0 if it was not cropped.
+        capacity: Tokens that the buffers have room for.
         dtype: The model's.
-        is_rotated: Whether keys are.
-        num_bytes: Of the buffers, which may have more room than tokens.
-        expected: The tensors that the file must have for it, on the device `meta`.
+        is_rotated: Whether keys are rotated.
+        num_bytes: Of the buffers, unused capacity included.
+        expected: The tensors that the file must have for this layer, on the device `meta`.
     """
 
     prefix: str
@@ -221,7 +222,7 @@ class _Plan:
     expected: dict[str, Tensor]
 
     def prepare(self, storage: LayerStorage, tensors: Mapping[str, Tensor]) -> None:
-        """Set the transform, and refuse what numbers in small tensors must not be. Takes no memory for the cache."""
+        """Set the transform, and refuse invalid numbers in `starts` and the transform. Allocates no buffers."""
         starts = tensors.get(f"{self.prefix}.starts")
         if starts is not None and not bool(((starts >= 0) & (starts <= self.length)).all()):
             raise ValueError(f"padding of {storage.name} does not end within its {self.length} tokens")
@@ -229,7 +230,7 @@ class _Plan:
         storage.set_key_transform(KeyTransform(center, smoothing, self.is_rotated))
 
     def fill(self, storage: LayerStorage, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Give the storage its buffers."""
+        """Allocate the storage's buffers and copy the tensors into them."""
         sides = [
             Planes(**{plane: tensors.get(f"{self.prefix}.{side}.{plane}") for plane in _PLANES})  # type: ignore[arg-type]
             for side in ("key", "value")
@@ -248,10 +249,10 @@ class _Plan:
 
 
 def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> dict[int, _Plan]:
-    """What the facts say about every layer.
+    """Check what the file says about each layer.
 
     Raises:
-        KeyError, RuntimeError, TypeError, ValueError: No cache of this config and model is like that.
+        KeyError, RuntimeError, TypeError, ValueError: No cache of this config and model can have these sizes.
     """
     if sorted(facts["layers"]) != sorted(map(str, storages)):
         raise ValueError(f"it has layers {list(facts['layers'])}, not {list(storages)}")
@@ -278,7 +279,7 @@ def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> di
 
 
 def _most_held(layer: Mapping[str, Any], ring: RingStorage, total: int) -> int:
-    """How many tokens a ring of `total` ones held before crops, at most as many as there may be."""
+    """`most_held` of a ring, checked: the most tokens it had before a crop. It now has `total`."""
     most_held, limit = layer["most_held"], ring.max_cache_len or _LARGEST
     if type(most_held) is not int or not 0 <= most_held <= limit:
         raise ValueError(f"`most_held` is {most_held!r} of {total} tokens, with room for {limit}")
@@ -286,7 +287,7 @@ def _most_held(layer: Mapping[str, Any], ring: RingStorage, total: int) -> int:
 
 
 def _named(sides: tuple[Planes, Planes]) -> Iterator[tuple[str, Tensor | None]]:
-    """The planes of keys and of values, with their names in a file."""
+    """The planes of keys and of values with their names in the file."""
     for side, planes in zip(("key", "value"), sides, strict=True):
         for plane in _PLANES:
             yield f"{side}.{plane}", getattr(planes, plane)
@@ -307,12 +308,12 @@ def _flag(facts: Mapping[str, Any], name: str) -> bool:
 
 
 def _check_header(file: Any, plans: Mapping[int, _Plan]) -> None:
-    """Refuse other tensors than the facts ask for, by what the header says, before any of them is read."""
+    """Compare the names, shapes and dtypes in the header with the plans, before any tensor is read."""
     expected = {name: tensor for plan in plans.values() for name, tensor in plan.expected.items()}
     names = set(file.keys())
     if names != expected.keys():
         missing, extra = sorted(expected.keys() - names), sorted(names - expected.keys())
-        raise ValueError(f"tensors are missing: {missing}, or too many: {extra}")
+        raise ValueError(f"tensors missing: {missing}, tensors too many: {extra}")
     for name, tensor in expected.items():
         found = file.get_slice(name)
         shape, dtype = list(found.get_shape()), found.get_dtype()
@@ -323,7 +324,7 @@ def _check_header(file: Any, plans: Mapping[int, _Plan]) -> None:
 
 
 def _check_room(expected: str, plans: Mapping[int, _Plan], places: Mapping[int, torch.device]) -> None:
-    """Refuse buffers that no memory holds. Systems that promise more than they have would say so much later."""
+    """Refuse buffers larger than a device's memory. An operating system that overcommits would fail only much later."""
     needed = dict.fromkeys(places.values(), 0)
     for index, plan in plans.items():
         needed[places[index]] += plan.num_bytes
@@ -337,7 +338,7 @@ def _check_room(expected: str, plans: Mapping[int, _Plan], places: Mapping[int, 
 
 
 def _memory_of(device: torch.device) -> int | None:
-    """Bytes of memory that a device has, used or not; `None` where nobody knows."""
+    """Bytes of memory of a device, used or not; `None` if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:
@@ -346,9 +347,9 @@ def _memory_of(device: torch.device) -> int | None:
 
 
 def _checked_text(expected: str, metadata: Mapping[str, str]) -> str:
-    """The facts, of a file that is ours and that this version can read."""
+    """The JSON text of the metadata, if the file is ours and this version can read it."""
     if metadata.get("format") != _FORMAT:
-        raise ValueError(f"{expected}, which holds something else. Use the model's text instead.")
+        raise ValueError(f"{expected}, which holds something else. Fill a new cache from the text instead.")
     version = metadata.get("version", "")
     if version != str(_VERSION):
         raise ValueError(
@@ -357,7 +358,7 @@ def _checked_text(expected: str, metadata: Mapping[str, str]) -> str:
         )
     text = metadata.get("facts", "")
     if metadata.get("facts_sha256") != content_hash(text, {}):
-        raise ValueError(f"{expected}, which is damaged (its description has another hash). {_REMEDY}")
+        raise ValueError(f"{expected}, which is damaged (the hash of its description is wrong). {_REMEDY}")
     return text
 
 
@@ -366,7 +367,7 @@ _REMEDY = "Copy it again from where it was written, or fill a new cache from the
 
 @contextlib.contextmanager
 def _damage(expected: str) -> Iterator[None]:
-    """What goes wrong within means that the file is damaged."""
+    """Report errors of the `with` block as a damaged file."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -374,7 +375,7 @@ def _damage(expected: str) -> Iterator[None]:
 
 
 def _quoted(found: object) -> str:
-    """What a message says of a file's contents, which may be of any length."""
+    """Contents of a file, shortened for a message."""
     text = str(found)
     return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}…"
 
@@ -386,30 +387,30 @@ def _check_model(where: str, model: PreTrainedModel) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"{where}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
-            "Pass the model that the cache belongs to: a cache of another one would be read as nonsense."
+            "Pass the model that the cache belongs to."
         )
     if model.config.is_encoder_decoder:
         raise NotImplementedError(
-            f"{where}: `model` must be a decoder alone, got {type(model).__name__}, an encoder-decoder, which goes on "
-            "from the encoder's keys and values as well. Pickle the whole EncoderDecoderCache."
+            f"{where}: `model` must be decoder-only, got {type(model).__name__}, an encoder-decoder, which also needs "
+            "the encoder's keys and values. Pickle the whole EncoderDecoderCache."
         )
     _, num_ranks = rank_of(model)
     if num_ranks > 1:
         raise NotImplementedError(
             f"{where}: `model` must be whole in this process, got one that is sharded over {num_ranks} ranks, each "
-            "with heads of its own. Load it on one rank, or keep the text."
+            "with some of the heads. Load it on one rank, or keep the text."
         )
 
 
 def _identity(model: PreTrainedModel) -> dict[str, Any]:
-    """What a model is known by."""
+    """What identifies a model."""
     settings = {
         name: value
         for name, value in text_config_of(model).to_dict().items()
         if name not in _VOLATILE and not name.startswith("_")
     }
     return {
-        "config": json.loads(json.dumps(settings, default=str)),  # as it comes back
+        "config": json.loads(json.dumps(settings, default=str)),  # as `load` reads it
         "dtype": str(model.dtype).removeprefix("torch."),
         "weights_sha256": weights_hash(model),
     }
@@ -423,7 +424,7 @@ def _check_meant(
     config: KVQuantConfig,
     wanted: KVQuantConfig | None,
 ) -> None:
-    """Refuse a file of another model or config. Where codes are kept is no part of what they are."""
+    """Refuse a file of another model or config. `offloading` may differ, since it does not change codes."""
     if wanted is not None and config != dataclasses.replace(wanted, offloading=config.offloading):
         raise ValueError(
             f"{where}: `preset_or_config` must be what {name} was saved with, {config}, got {wanted}. "
@@ -431,7 +432,7 @@ def _check_meant(
         )
     own = _identity(model)
     settings, dtype, weights = saved_by
-    # Other versions of transformers have settings that this one does not know, and the other way round.
+    # Only compare settings that both know: other versions of transformers have more or fewer.
     differing = [
         f"{key} is {own['config'][key]!r}, not {_quoted(repr(value))}"
         for key, value in settings
@@ -440,7 +441,7 @@ def _check_meant(
     if own["dtype"] != dtype:
         differing.append(f"dtype is {own['dtype']}, not {_quoted(dtype)}")
     if not differing and own["weights_sha256"] != weights:
-        differing.append("its weights are others (fine-tuned, adapted, calibrated or quantised since?)")
+        differing.append("its weights differ (fine-tuned, adapted, calibrated or quantised since?)")
     if differing:
         raise ValueError(
             f"{where}: `model` must be the one that {name} was saved with, got a {type(model).__name__}: "
@@ -449,10 +450,10 @@ def _check_meant(
 
 
 def _places(where: str, model: PreTrainedModel, device: torch.device | str | None) -> dict[int, torch.device]:
-    """Where each layer's cache goes: to a device that somebody chose, or to that of the layer's weights.
+    """The device of each layer's cache: `device` if given, else that of the layer's weights.
 
     Raises:
-        ValueError: There is no memory there, as for a model whose weights are fetched when they are needed.
+        ValueError: It is `meta`, as for a model whose weights are loaded when they are needed.
     """
     places = layer_devices(model)
     if device is not None:
@@ -460,7 +461,7 @@ def _places(where: str, model: PreTrainedModel, device: torch.device | str | Non
     if any(place.type == "meta" for place in places.values()):
         raise ValueError(
             f"{where}: `device` must be one with memory, got {'no device' if device is None else device} for a model "
-            "whose weights are on none. Pass the device that the model computes on."
+            "whose weights are on the meta device. Pass the device that the model computes on."
         )
     return places
 
@@ -472,8 +473,8 @@ def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[i
     """The storages of the quantised layers, by index.
 
     Raises:
-        NotImplementedError: Other layers have a state as well.
-        ValueError: The model has other layers.
+        NotImplementedError: transformers keeps the state of some layers.
+        ValueError: The cache and the model have different layers.
     """
     layer_types, _ = layers_of(text_config_of(model))
     layers = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, KVQuantLayer)}
@@ -482,7 +483,7 @@ def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[i
         raise ValueError(
             f"{where}: `model` must be the one that the cache was made for, got a {type(model).__name__} with "
             f"{len(layer_types)} cache layers, {len(quantized)} of them quantised, for {len(cache.layers)} and "
-            f"{len(layers)}. Pass the model whose tokens it holds."
+            f"{len(layers)}. Pass the model that made its tokens."
         )
     whole = {index for index, layer in layers.items() if not layer.holds_state}
     foreign = sorted({each for index, each in enumerate(layer_types) if index not in whole} - STATELESS)
@@ -495,11 +496,11 @@ def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[i
 
 
 def _check_at_rest(where: str, storages: Mapping[int, LayerStorage]) -> tuple[int, int]:
-    """Refuse a cache that holds nothing, or that is being written. Returns its length and its batch.
+    """Refuse a cache that is empty or in the middle of a step. Returns its length and batch size.
 
     Raises:
         RuntimeError: A step is being compiled or captured.
-        ValueError: Anything else.
+        ValueError: The cache is empty, or some layers lack tokens, or tokens were dropped.
     """
     if torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         raise RuntimeError(
@@ -515,14 +516,14 @@ def _check_at_rest(where: str, storages: Mapping[int, LayerStorage]) -> tuple[in
     if not is_counted_alike or any(storage.pending is not None for storage in storages.values()):
         raise ValueError(
             f"{where}: `cache` must be at rest, got one in a step, whose tokens only some layers have. "
-            "Save it between calls of the model, or reset it after a call that failed."
+            "Save it between calls of the model, or reset it after a failed call."
         )
     length, batch = counts.pop()
     max_cache_len = min((storage.max_cache_len or length for storage in storages.values()), default=length)
     if length > max_cache_len:
         raise ValueError(
-            f"{where}: `cache` must have had room for all tokens, got {length} for {max_cache_len}, the rest of which "
-            "are lost. Reset it, and build one with a larger max_cache_len."
+            f"{where}: `cache` must have had room for all tokens, got {length} tokens with room for {max_cache_len}; "
+            "the rest are lost. Start a new cache with a larger max_cache_len."
         )
     return length, batch
 
@@ -531,7 +532,7 @@ def _check_at_rest(where: str, storages: Mapping[int, LayerStorage]) -> tuple[in
 
 
 def _checked_target(where: str, path: str | os.PathLike[str], overwrite: bool) -> str:
-    """Where to write: behind a link, the file it leads to."""
+    """The path to write to, with symbolic links resolved."""
     name = os.fspath(path)
     folder = os.path.dirname(os.path.realpath(name))
     if not os.path.isdir(folder):

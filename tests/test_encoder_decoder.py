@@ -690,8 +690,8 @@ def test_a_decoder_with_an_encoders_states_needs_a_pair() -> None:
 
 def test_half_of_a_pair_is_not_saved(tmp_path: Any) -> None:
     message = (
-        "KVQuantCache.save: `model` must be a decoder alone, got BartForConditionalGeneration, an encoder-decoder, "
-        "which goes on from the encoder's keys and values as well. Pickle the whole EncoderDecoderCache."
+        "KVQuantCache.save: `model` must be decoder-only, got BartForConditionalGeneration, an encoder-decoder, "
+        "which also needs the encoder's keys and values. Pickle the whole EncoderDecoderCache."
     )
     model, cache = family("bart"), filled()
     with pytest.raises(NotImplementedError, match=re.escape(message)):

@@ -500,7 +500,7 @@ def test_encoder_decoders(layer: int, is_before: bool) -> None:
         decode(cache, 0, 3, 4)
         with ending(model.get_decoder().layers[layer].self_attn, is_before):
             decode(cache, 4, 5)
-        with pytest.raises(RuntimeError, match="1 of 2 layers have taken its tokens, behind the 4 before"):
+        with pytest.raises(RuntimeError, match="1 of 2 layers have taken its tokens, after the 4 held before"):
             decode(cache, 4, 5)
         cache.crop(0)
         compare.assert_same(decode(cache, 4, 5)[0], expected[-1], "the next forward")
