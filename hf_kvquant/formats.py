@@ -1,26 +1,26 @@
 """The layout of quantised keys or values in memory: what a code is, what shares a scale, how many bytes a token takes.
 
-One `KVFormat` describes one side (keys or values) of one layer. It is the only place that knows a byte layout; the
-C++ mirror is `csrc/format.h`, compared with this file when the extension loads. Everywhere
+One `KVFormat` describes one side (keys or values) of one layer. Only this file and its C++ mirror `csrc/format.h` know
+the byte layout; the two are compared when the extension loads. Everywhere
 
     x ≈ code · scale + zero            zero is a real offset, in units of x; symmetric formats and fp8 have none.
 
-A side is three planes: `codes` (uint8; the model's dtype for storage type `none`), `scale` and `zero` (float16, or
-`None`). Scale planes have shape `[batch, heads, groups, tokens]`, in which an axis that shares one scale has size 1.
+A side has three planes: `codes` (uint8; the model's dtype for storage type `none`), `scale` and `zero` (float16, or
+`None`). Scale planes have shape `[batch, heads, groups, tokens]`; an axis whose elements share one scale has size 1.
 Kernels read a size of 1 as a stride of 0, so the shape of the plane *is* the granularity.
 
-Granularity `channel` is the one whose groups run along tokens: a channel of a head shares a scale with itself over a
-block of tokens, counted from position 0. Its scale planes are `[batch, heads, blocks, head_dim]`, so that a kernel
-reads what a block needs in one piece.
+With granularity `channel`, groups run along tokens: each channel of a head has one scale per block of tokens. Blocks
+are counted from position 0. The scale planes are `[batch, heads, blocks, head_dim]`, so the scales of a block are
+contiguous.
 
-A fourth plane, the `tail`, has tokens as they came, which attention takes from there instead of from codes: with any
-granularity the first `sink_length` tokens that are not padding, in rows of their own, and the newest ones, in a ring.
-Token t is in row `t - start` if it is one of the first, else in row `sink_length + t mod ring`; the ring holds the last
-`residual_length` tokens, or with granularity `channel` the blocks that these are in and the next. There a block gets
-codes when its last token leaves the window; everywhere else a token has codes from the start. A tail of more than
-`sink_length + residual_length` rows is what planes of granularity `channel` are recognised by.
+A fourth plane, the `tail`, holds dense tokens: attention uses them as they came instead of their codes. With any
+granularity these are the first `sink_length` tokens that are not padding, in fixed rows, and the newest ones, in a
+ring. Token t is in row `t - start` if it is one of the first, else in row `sink_length + t mod ring`. The ring holds
+the last `residual_length` tokens; with granularity `channel`, the blocks that these tokens are in and one more. There a
+block gets codes when its last token leaves the window; with other granularities, every token has codes at once. Planes
+of granularity `channel` are recognised by their tail, which has more than `sink_length + residual_length` rows.
 
-Which values the codes take is decided in `reference.py`; who allocates the planes, in `storage.py`.
+`reference.py` decides the values of codes; `storage.py` decides who allocates the planes.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ Granularity = Literal["tensor", "token", "head", "group", "channel"]
 
 Count = TypeVar("Count", int, Tensor)
 
-# The numbers that ops and csrc/format.h use for a storage type.
+# The numbers of storage types in ops and csrc/format.h.
 STORAGE_IDS: dict[str, int] = {"none": 0, "int8": 1, "int4": 2, "fp8": 3}
 _BITS: dict[str, int] = {"none": 16, "int8": 8, "int4": 4, "fp8": 8}
 SCALE_DTYPE = torch.float16
 # Capacities are multiples of this, so that a kernel may read whole tiles of tokens.
 TOKEN_ALIGNMENT = 64
-# Tokens that share the scale of a channel. Capacities are then multiples of it, so that every block is whole.
+# Tokens that share the scale of a channel. With channel scales, capacities are multiples of it: all blocks are whole.
 BLOCK_SIZE = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Planes:
-    """The tensors of one side. Passed around together, never copied; `None` where the format has no such plane.
+    """The tensors of one side. Planes are shared, not copied; `None` where the format has no such plane.
 
     Attributes:
         codes: `[batch, num_kv_heads, capacity, row_bytes]` uint8, natural channel order, or
@@ -59,8 +59,8 @@ class Planes:
         scale: `[batch, num_kv_heads | 1, num_groups, capacity | 1]` float16; for granularity `channel`
             `[batch, num_kv_heads, capacity / block_size, head_dim]`.
         zero: Like `scale`; `None` when symmetric.
-        tail: `[batch, num_kv_heads, sink_length + ring, head_dim]` in the model's dtype: tokens as they came. `None`
-            without dense windows, but for granularity `channel`.
+        tail: `[batch, num_kv_heads, sink_length + ring, head_dim]` in the model's dtype: dense tokens. `None` without
+            dense windows, except with granularity `channel`, which always has a tail.
     """
 
     codes: Tensor
@@ -73,17 +73,17 @@ class Planes:
         return [plane for plane in (self.codes, self.scale, self.zero, self.tail) if plane is not None]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Planes:
-        """`function` of every plane that exists."""
+        """New planes: `function` applied to every plane that exists."""
         scale, zero, tail = (None if plane is None else function(plane) for plane in (self.scale, self.zero, self.tail))
         return Planes(function(self.codes), scale, zero, tail)
 
     def narrow(self, end: int, block_size: int | None = None, begin: int = 0) -> Planes:
-        """What belongs to tokens `begin … end - 1`, as views. A frozen scale and a tail belong to all of them.
+        """The planes of tokens `begin … end - 1`, as views. A frozen scale and a tail stay whole.
 
         Args:
-            end: The token behind the last.
-            block_size: Of the format, which says whether channels have scales.
-            begin: The first token; at the border of a block.
+            end: One past the last token.
+            block_size: Of the format; `None` without channel scales.
+            begin: The first token; at the start of a block.
         """
 
         def cut(plane: Tensor | None) -> Tensor | None:
@@ -96,10 +96,10 @@ class Planes:
         return Planes(self.codes[:, :, begin:end], cut(self.scale), cut(self.zero), self.tail)
 
     def rows(self, row: Tensor, block_size: int | None = None) -> Planes:
-        """What belongs to the tokens in some rows, copied. A frozen scale and a tail belong to all of them.
+        """The planes of the tokens in some rows, copied. A frozen scale and a tail stay whole and are not copied.
 
         Args:
-            row: `[rows]` int64; of a block all rows but the last ones, in order.
+            row: `[rows]` int64. With channel scales, whole blocks in order; the last one may be cut short.
             block_size: As in `narrow`.
         """
         axes = self.token_axes(block_size)
@@ -114,9 +114,9 @@ class Planes:
         )
 
     def token_axes(self, block_size: int | None = None) -> dict[str, int]:
-        """The axis of tokens of every plane that grows with them, by name; of blocks, where channels have scales.
+        """The token axis of every plane that grows with tokens, by name; the block axis with channel scales.
 
-        A frozen scale and a tail do not grow. For whole planes: of a single token, a scale would look frozen.
+        A frozen scale and a tail do not grow. Call it on whole planes: the scale of a single token looks frozen.
 
         Args:
             block_size: As in `narrow`.
@@ -138,21 +138,21 @@ class KVFormat:
     """How keys or values are stored.
 
     Attributes:
-        storage: What one code is: `"int8"`, `"int4"`, `"fp8"`, or `"none"` for values as they come.
-        granularity: What shares one scale: `"tensor"` (a sequence's keys of the layer, frozen at the first append),
-            `"token"` (all heads of a token), `"head"` (the channels of one token and head), `"group"`
-            (`group_size` consecutive channels of one token and head) or `"channel"` (one channel of a head over
-            `block_size` consecutive tokens; for keys).
+        storage: What one code is: `"int8"`, `"int4"`, `"fp8"`, or `"none"` for values in the model's dtype.
+        granularity: What shares one scale: `"tensor"` (all keys, or all values, of a sequence in the layer; frozen at
+            the first append), `"token"` (all heads of a token), `"head"` (the channels of one token and head),
+            `"group"` (`group_size` consecutive channels of one token and head) or `"channel"` (one channel of a head
+            over `block_size` consecutive tokens; for keys only).
         group_size: Channels per scale; given exactly when `granularity` is `"group"`. Must divide head_dim.
         symmetric: Whether there is no zero. fp8 and `none` are always symmetric.
-        block_size: Tokens per scale; given exactly when `granularity` is `"channel"`, which comes with int4 codes, a
+        block_size: Tokens per scale; given exactly when `granularity` is `"channel"`, which requires int4 codes, a
             zero, and blocks of 128.
-        clip_ratio: The share of their range, around its middle, that integer codes span; values beyond it get the first
-            or the last code. Above 0, and 1 for the whole range. With few levels, somewhat less makes the rest finer
-            by more than the rare values at the ends lose.
+        clip_ratio: The part of the range of values, around its middle, that integer codes span. Values beyond it get
+            the first or the last code. Above 0 and at most 1, the whole range. With few levels, slightly less than 1
+            lowers the total error: codes are closer together, and only the rare values at the ends lose.
 
     Raises:
-        ValueError: Naming the argument, when the combination has no meaning.
+        TypeError, ValueError: The combination has no meaning; the message names the argument.
     """
 
     storage: StorageType
@@ -202,8 +202,8 @@ class KVFormat:
                 raise ValueError(f"KVFormat: `block_size` must be {BLOCK_SIZE}, got {self.block_size!r}.")
             if self.storage != "int4" or self.symmetric:
                 raise ValueError(
-                    "KVFormat: `granularity` must be another than 'channel' unless storage is 'int4' and symmetric is "
-                    f"False, got storage '{self.storage}' and symmetric {self.symmetric}. Other codes gain nothing."
+                    "KVFormat: `granularity` must not be 'channel' unless storage is 'int4' and symmetric is False, "
+                    f"got storage '{self.storage}' and symmetric {self.symmetric}. Other codes gain nothing."
                 )
         if isinstance(self.clip_ratio, bool) or not isinstance(self.clip_ratio, (int, float)):
             raise TypeError(f"KVFormat: `clip_ratio` must be a number, got {self.clip_ratio!r}.")
@@ -215,7 +215,7 @@ class KVFormat:
         if self.clip_ratio != 1 and self.storage in ("fp8", "none"):
             raise ValueError(
                 f"KVFormat: `clip_ratio` must be 1 for storage '{self.storage}', got {self.clip_ratio}. "
-                "Only the codes of int8 and int4 are equally far apart, so that clipping pays."
+                "Clipping only helps the evenly spaced codes of int8 and int4."
             )
         object.__setattr__(self, "clip_ratio", float(self.clip_ratio))
 
@@ -231,11 +231,11 @@ class KVFormat:
 
     @property
     def token_alignment(self) -> int:
-        """What a capacity is a multiple of."""
+        """The number of tokens that capacities are multiples of."""
         return TOKEN_ALIGNMENT if self.block_size is None else self.block_size
 
     def num_groups(self, head_dim: int) -> int:
-        """Scales per token and head. Those of granularity `channel` are shared with other tokens; see `scale_shape`.
+        """Scales per token and head; with granularity `channel` they are shared by a block, see `scale_shape`.
 
         Raises:
             ValueError: `head_dim` is not a multiple of 8, or the group size does not divide it.
@@ -261,7 +261,7 @@ class KVFormat:
         return head_dim * _BITS[self.storage] // 8
 
     def scale_shape(self, batch: int, num_kv_heads: int, head_dim: int, capacity: int) -> tuple[int, int, int, int]:
-        """Shape of the scale plane (and of the zero plane): `[batch, heads, groups, tokens]`, shared axes of size 1.
+        """Shape of the scale and zero planes: `[batch, heads, groups, tokens]`, axes that share a scale of size 1.
 
         For granularity `channel` it is `[batch, heads, blocks, head_dim]`; `capacity` is rounded up to whole blocks.
         """
@@ -274,21 +274,21 @@ class KVFormat:
         return (batch, num_kv_heads, self.num_groups(head_dim), capacity)
 
     def tail_rows(self, sink_length: int = 0, residual_length: int = 0) -> int:
-        """Rows of a tail, 0 for none.
+        """Rows of the tail; 0 for no tail.
 
         Args:
-            sink_length: Tokens at the beginning that stay as they came.
-            residual_length: Tokens at the end that do.
+            sink_length: First tokens that stay dense.
+            residual_length: Newest tokens that stay dense.
         """
         if not self.is_quantized:
             return 0
         if self.block_size is None:
             return sink_length + residual_length
-        # Whole blocks, so that a block is in one piece, and one more for the block that the window begins in.
+        # Whole blocks, so that each block is contiguous, and one more because the window may begin within a block.
         return sink_length + (-(-residual_length // self.block_size) + 1) * self.block_size
 
     def tail_begin(self, length: Count, residual_length: int = 0) -> Count:
-        """The first token of the newest ones that are in the tail. `tail_begin` in csrc/format.h is the same.
+        """Position of the first of the newest tokens that are in the tail. Same as `tail_begin` in csrc/format.h.
 
         Args:
             length: Tokens held.
@@ -312,9 +312,9 @@ class KVFormat:
     ) -> Planes:
         """New planes for `capacity` tokens.
 
-        All start at zero: a kernel that reads a tile beyond the length multiplies a probability of 0 with what is
-        there, and 0 · NaN would be NaN. Integer codes are finite whatever they are, but whoever copies whole planes
-        would read memory that nobody has written, among which a checker cannot tell what matters.
+        All planes are filled with zeros. A kernel that reads a tile beyond the length multiplies what is there by a
+        probability of 0, and 0 · NaN would be NaN. Any integer codes would be finite, but copies of whole planes would
+        read uninitialised memory, which memory checkers report.
 
         Args:
             batch: Sequences.
@@ -322,9 +322,9 @@ class KVFormat:
             head_dim: Channels of a head.
             capacity: Tokens to make room for.
             dtype: The model's dtype, in which storage type `none` and a tail keep their values.
-            device: Where the planes live.
-            sink_length: Tokens at the beginning that stay as they came.
-            residual_length: Tokens at the end that do.
+            device: Of the planes.
+            sink_length: As in `tail_rows`.
+            residual_length: As in `tail_rows`.
 
         Raises:
             ValueError: `head_dim` does not fit; see `num_groups`.
@@ -345,13 +345,13 @@ class KVFormat:
     def bytes_per_token(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
         """Bytes of one token in all heads of one layer: codes, scales and zeros.
 
-        A frozen scale counts as none, the scales of a block are divided among its tokens (rounded up to whole bytes),
-        and a tail is not counted, since it does not grow: see `tail_bytes`.
+        A frozen scale is not counted. The scales of a block are divided among its tokens, rounded up to whole bytes.
+        The tail is not counted, since it does not grow: see `tail_bytes`.
 
         Args:
             num_kv_heads: Key-value heads.
             head_dim: Channels of a head.
-            dtype: The model's dtype; matters for storage type `none` only.
+            dtype: The model's dtype; only matters for storage type `none`.
         """
         if not self.is_quantized:
             return num_kv_heads * head_dim * dtype.itemsize
@@ -372,7 +372,7 @@ class KVFormat:
         sink_length: int = 0,
         residual_length: int = 0,
     ) -> int:
-        """Bytes of one sequence's tail in one layer, which are there however long the sequence is. See `Planes`."""
+        """Bytes of the tail of one sequence in one layer. They do not depend on its length. See `Planes`."""
         return num_kv_heads * self.tail_rows(sink_length, residual_length) * head_dim * dtype.itemsize
 
     def bits_per_value(self, head_dim: int, num_kv_heads: int = 1, dtype: torch.dtype = torch.bfloat16) -> float:
@@ -385,10 +385,10 @@ class KVFormat:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> KVFormat:
-        """The format of a dictionary.
+        """Build a format from a dictionary of its fields.
 
         Raises:
-            ValueError: A key is unknown, or a value has no meaning.
+            TypeError, ValueError: A key is unknown, or a value has no meaning.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         for key in data:
@@ -412,17 +412,17 @@ class KVFormat:
 def format_of(
     planes: Planes, storage_id: int, head_dim: int, sink_length: int = 0, residual_length: int = 0
 ) -> KVFormat:
-    """The format that planes are in, read off their shapes (see the module docstring).
+    """Infer the format of planes from their shapes (see the module docstring).
 
-    How their codes were made does not show: `clip_ratio` is 1. Two spellings of one layout come back as one: `token`
-    with a single head, and one group, are both `head`.
+    `clip_ratio` cannot be seen in them and is returned as 1. Equal layouts give one result: `token` with a single head
+    and `group` with a single group both come back as `head`.
 
     Args:
         planes: Of capacity greater than 1.
         storage_id: The number of the storage type.
         head_dim: Channels of a head.
-        sink_length: Tokens at the beginning that stay as they came.
-        residual_length: Tokens at the end that do.
+        sink_length: First tokens that stay dense.
+        residual_length: Newest tokens that stay dense.
     """
     storage: Any = {number: name for name, number in STORAGE_IDS.items()}[storage_id]
     if planes.scale is None:

@@ -1,10 +1,10 @@
-"""What `KVQuantCache.update` hands to attention: handles over stored codes, and marked lengths over masks.
+"""What a cache passes to attention in place of tensors: handles to stored codes, and marked lengths for masks.
 
-transformers passes what `update` returns untouched to the attention function, and what `get_mask_sizes` returns
-untouched to the mask function. So `update` returns two `KVHandle`s over one `KVStep`, which `attention.py` recognises
-and serves from codes; and the length is a `KVLength`, which tells the mask function that handles will be attended to.
-A model that looks inside a handle instead (any torch function, indexing, a tensor method) gets dense tensors in its own
-basis: correct, slower, counted and said once in the log.
+transformers passes what `update` returns unchanged to the attention function, and what `get_mask_sizes` returns
+unchanged to the mask function. So `update` returns two `KVHandle`s that share one `KVStep`. `attention.py` recognises
+them and attends to the codes. The length is a `KVLength`, which tells the mask function to expect handles. A model that
+uses a handle like a tensor instead (a torch function, indexing, a tensor method) gets dequantised tensors. This is
+correct but slower; it is counted and logged once.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ LOOKED_INSIDE = "the model or its attention implementation looks at keys and val
 
 
 class MaskNotes:
-    """What one cache's 2-D attention masks have shown so far. Shared by all marked lengths of a cache.
+    """What the 2-D attention masks of one cache have shown so far. Shared by all marked lengths of the cache.
 
     Args:
-        num_layers: Layers of the cache; `None` where nobody asks.
+        num_layers: Layers of the cache; `None` if not needed.
 
     Attributes:
         num_layers: As given.
-        model_config: Of the model that the cache was last found to fit; `None` before.
-        starts: `[batch]` int32: left-padding tokens in the newest mask, `None` where there was none. For the first
-            chunk, which is written before attention could say it; masks of later chunks that are traced leave it alone.
-        has_holes: Whether a mask hid tokens other than a sequence's first ones. Kernels know left padding as a number
-            of tokens only, so from then on masks are dense and attention falls back.
-        has_seen_mask: Whether a mask was made outside a compiled step, so that the others are true of what comes.
-        has_dense_masks: Whether the model makes its masks past our mask function (see `own_attention.py`), so that
-            lengths need no mark, which the compiler could not trace.
+        model_config: Config of the model that the cache was last found to fit; `None` before.
+        starts: `[batch]` int32: left-padding tokens in the newest mask, `None` for no padding. Used for the first
+            chunk, which is written before attention passes it. Masks of later chunks do not change it when traced.
+        has_holes: Whether a mask hid other tokens than left padding. Kernels only support left padding, so from then on
+            masks are dense and attention falls back.
+        has_seen_mask: Whether a mask was made outside a compiled step, so that the other notes are valid.
+        has_dense_masks: Whether the model makes its masks without our mask function (see `own_attention.py`). Lengths
+            are then plain integers: a mark has no use, and the compiler could not trace it.
     """
 
     def __init__(self, num_layers: int | None = None) -> None:
@@ -44,17 +44,17 @@ class MaskNotes:
         self.forget()
 
     def forget(self) -> None:
-        """Go back to having seen no mask."""
+        """Forget all masks."""
         self.has_holes = self.has_seen_mask = self.has_dense_masks = False
         self.starts: Tensor | None = None
 
 
 class KVLength(int):
-    """A length that says: the layers of this mask return handles, and this is where to note what the mask shows.
+    """A mask length that marks layers whose `update` returns handles, and carries the notes of their cache.
 
     Attributes:
         notes: Of the cache.
-        is_first_chunk: Whether `update` will return the raw tensors this time, so that a mask is needed as usual.
+        is_first_chunk: Whether `update` will return plain tensors this time, so that a normal mask is needed.
         window: Positions visible to a query of these layers, itself included; 0 for all.
     """
 
@@ -73,8 +73,8 @@ class KVLength(int):
 class KVStep:
     """One forward of one layer. Shared by the handles of key and value.
 
-    Several layers may attend through one step (models that share keys and values): the storage appends what is pending
-    for the first of them.
+    In models that share keys and values, several layers attend through one step. The first of them appends the pending
+    tokens.
     """
 
     def __init__(self, storage: LayerStorage) -> None:
@@ -91,7 +91,8 @@ class KVStep:
                 storage.note_fallback(reason)
             self._dense, self._pairs = storage.dequantize(), storage.pairs_dequantized - before
         elif reason != LOOKED_INSIDE and not torch.compiler.is_compiling():
-            # Another layer attends to the same. Whoever looks inside does so at keys and at values.
+            # Another layer attends to the same tensors. A model that looks inside calls this for keys and for values,
+            # which counts once.
             storage.pairs_dequantized += self._pairs
         return self._dense
 
@@ -117,22 +118,22 @@ class KVHandle:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model."""
+        """The model's dtype."""
         assert self.step.storage.dtype is not None
         return self.step.storage.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the codes are."""
+        """Device of the codes."""
         return self.step.storage.device
 
     @property
     def ndim(self) -> int:
-        """4."""
+        """Number of dimensions, 4."""
         return 4
 
     def to(self, *args: Any, **kwargs: Any) -> KVHandle | Tensor:
-        """Itself where nothing changes, as a tensor does, else the dense tensor moved or cast."""
+        """The handle itself if dtype and device stay the same, else the dense tensor moved or cast."""
         alike = torch.empty((0, 0, 0, 0), dtype=self.dtype, device=self.device)
         return self if alike.to(*args, **kwargs) is alike else self.dense().to(*args, **kwargs)
 
@@ -185,7 +186,7 @@ def _forward(name: str) -> Callable[..., Any]:
     return operator
 
 
-# Operators are looked up on the type, past __getattr__. Without __eq__ and __bool__, Python's own would answer.
+# Python looks operators up on the type, not through __getattr__. Without __eq__ and __bool__, it would use defaults.
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "truediv", "rtruediv", "pow", "rpow",
               "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne", "len", "bool"):  # fmt: skip
     setattr(KVHandle, f"__{_name}__", _forward(f"__{_name}__"))

@@ -415,7 +415,7 @@ def test_a_fallback_attends_to_the_same_keys() -> None:
         ),
         (
             lambda: KVFormat("int8", "channel", block_size=128),
-            "KVFormat: `granularity` must be another than 'channel' unless storage is 'int4' and symmetric is False, "
+            "KVFormat: `granularity` must not be 'channel' unless storage is 'int4' and symmetric is False, "
             "got storage 'int8' and symmetric True. Other codes gain nothing.",
         ),
         (

@@ -289,7 +289,7 @@ STORAGES = "['none', 'int8', 'int4', 'fp8']"
             {"storage": "fp8", "clip_ratio": 0.9},
             ValueError,
             "KVFormat: `clip_ratio` must be 1 for storage 'fp8', got 0.9. "
-            "Only the codes of int8 and int4 are equally far apart, so that clipping pays.",
+            "Clipping only helps the evenly spaced codes of int8 and int4.",
         ),
         (
             {"storage": "int8", "groupsize": 32},
