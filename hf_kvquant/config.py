@@ -1,9 +1,9 @@
-"""What the user asks for: `KVQuantConfig` and the presets.
+"""The user's settings: `KVQuantConfig` and the presets.
 
-A config says, for every layer, in which format keys and values are kept, which tokens stay dense beside the codes,
-which transforms keys go through before, and whether the cache grows or is static. It validates what users type and
-knows no tensors; what a format is in memory is decided in `formats.py`. A config round-trips through `to_dict`,
-`from_dict` and JSON, so that it can stand in a `generation_config.json`.
+A config sets, for each layer, the format of keys and values, the tokens that stay dense, and the transforms of keys
+before they are quantised; and for the cache, whether it grows or is static. It validates what users type and knows no
+tensors; `formats.py` decides what a format is in memory. A config round-trips through `to_dict`, `from_dict` and JSON,
+so it can be part of a `generation_config.json`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ BACKEND = "hf_kvquant"
 
 _NONE = KVFormat("none")
 _INT8 = KVFormat("int8")
-# 16 codes in the middles of 16 equal parts of the range, rather than the first and the last at its ends: no value is
-# off by more than half a code, and codes are 1/16 closer. On random rows the mean squared error falls by 5 % with 64
-# values to a scale, 8 % with 128 and 10 % with 256; with 32 it rises by 5 %, since the ends are 2 of few. Not for a
-# channel over tokens, either: the tokens at the ends of its range are those that others attend to.
+# Puts the 16 codes at the centres of 16 equal parts of the range, instead of the first and the last at its ends. No
+# value is off by more than half a step, and steps are 1/16 smaller. On random rows the mean squared error falls by 5 %
+# with 64 values per scale, 8 % with 128 and 10 % with 256. With 32 it rises by 5 %, because the two ends are a larger
+# part of the values; so groups of 32 do without. So do channel scales: the tokens at the ends of a channel's range are
+# those that others attend to.
 _MIDDLES = 15 / 16
 _INT4 = KVFormat("int4", symmetric=False, clip_ratio=_MIDDLES)
 _INT4_G32 = KVFormat("int4", "group", 32, symmetric=False)
 _INT4_CHANNEL = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE)
 _FP8 = KVFormat("fp8")
 
-# Names for pairs of (keys, values). Keys need more bits than values: hence `k8v4`.
+# Formats of (keys, values). Keys need more bits than values, hence `k8v4`.
 PRESETS: dict[str, tuple[KVFormat, KVFormat]] = {
     "none": (_NONE, _NONE),
     "int8": (_INT8, _INT8),
@@ -42,20 +43,20 @@ PRESETS: dict[str, tuple[KVFormat, KVFormat]] = {
 }
 DEFAULT_PRESET = "int8"
 
-# The format of a side that is named by its storage type alone.
+# The format of a side for which the user gives only a storage type.
 _DEFAULT_FORMATS = {"none": _NONE, "int8": _INT8, "int4": _INT4, "fp8": _FP8}
 _NBITS = {8: "int8", 4: "int4"}
 
-# What keys may go through before they are quantised, in the order in which it is done: a constant is subtracted (where
-# the model has a key bias, or centres were taken from data), channels are divided by factors (where there are any), and
-# a Hadamard matrix spreads every channel over all.
+# Transforms of keys before they are quantised, in the order of application: a centre is subtracted (if the model has a
+# key bias, or centres were measured on data), channels are divided by smoothing factors (if there are any), and a
+# Hadamard rotation spreads each channel over all.
 TRANSFORMS = ("center", "smooth", "rotate")
-# What a config means that says nothing about transforms, by the storage type of keys. Integers want every channel at
-# the same size, at 8 bits too: on the reference model rotation alone takes a quarter of the divergence of int8, seven
-# eighths with outlier channels in the keys. The codes of fp8 are as fine for small channels as for large ones.
+# The transforms of a config that names none, by the storage type of keys. Integer codes work best when all channels
+# have the same size, even at 8 bits: on the reference model, rotation alone removes a quarter of the divergence of
+# int8, and seven eighths if keys have outlier channels. fp8 is as precise for small channels as for large ones.
 _DEFAULT_TRANSFORMS = {"none": (), "int8": TRANSFORMS, "int4": TRANSFORMS, "fp8": ()}
 
-# Tokens that attention takes as they came: the first ones, attended to by all others, and the newest.
+# Dense tokens: the first ones of a sequence, which all others attend to, and the newest.
 WINDOWS = ("sink_length", "residual_length")
 
 _SIDES = ("preset", "key", "value", "transforms", *WINDOWS)
@@ -65,19 +66,19 @@ _ALIASES = ("nbits", "q_group_size")
 
 @dataclasses.dataclass(frozen=True)
 class LayerFormats:
-    """The formats of one layer, and what its keys go through before they are quantised.
+    """The formats of one layer and the transforms of its keys.
 
     Attributes:
-        key: Of keys.
-        value: Of values.
-        transforms: Names out of `TRANSFORMS`, in its order. Left out, they follow from the storage type of keys: all of
-            them for int8 and int4, none for fp8 and where every channel has a scale of its own.
-        sink_length: The first tokens of a sequence, padding aside, that stay as they came in what is quantised.
-        residual_length: The newest tokens that do.
+        key: Format of keys.
+        value: Format of values.
+        transforms: Names from `TRANSFORMS`, in its order. By default they follow from the storage type of keys: all for
+            int8 and int4, none for fp8 and for keys with channel scales.
+        sink_length: How many of the first tokens of a sequence, not counting padding, stay dense.
+        residual_length: How many of the newest tokens stay dense.
 
     Raises:
-        TypeError, ValueError: `transforms` has no meaning, keys are to be transformed that are not quantised or have
-            a scale for every channel, values have one, or tokens are to stay dense where nothing is quantised.
+        TypeError, ValueError: `transforms` has no meaning, or is given for keys that are not quantised or have channel
+            scales; values have channel scales; or tokens are to stay dense where nothing is quantised.
     """
 
     key: KVFormat
@@ -94,11 +95,11 @@ class LayerFormats:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether keys or values are."""
+        """Whether keys or values are quantised."""
         return self.key.is_quantized or self.value.is_quantized
 
     def describe(self) -> str:
-        """A short name for reports: one description when both sides are alike, else both; and the dense windows."""
+        """A short name for reports: one format if both sides are alike, else both, and the dense windows."""
         key, value = self.key.describe(), self.value.describe()
         name = key if key == value else f"key {key}, value {value}"
         if self.sink_length or self.residual_length:
@@ -108,28 +109,30 @@ class LayerFormats:
 
 @dataclasses.dataclass(frozen=True)
 class KVQuantConfig:
-    """How a model's key-value cache is kept.
+    """Settings of a model's quantised key-value cache.
+
+    `key`, `value`, `transforms`, `sink_length` and `residual_length` apply to every layer that `layers` does not name.
 
     Attributes:
-        key: Format of keys, in every layer that `layers` does not name.
-        value: Format of values, likewise.
-        transforms: What keys go through before they are quantised, likewise: names out of `TRANSFORMS`. Left out, they
-            follow from the storage type of keys; see `LayerFormats`.
-        sink_length: The first tokens of a sequence, padding aside, that stay as they came, likewise.
-        residual_length: The newest tokens that do, likewise.
+        key: Format of keys.
+        value: Format of values.
+        transforms: Transforms of keys before they are quantised: names from `TRANSFORMS`. By default they follow from
+            the storage type of keys; see `LayerFormats`.
+        sink_length: How many of the first tokens of a sequence, not counting padding, stay dense.
+        residual_length: How many of the newest tokens stay dense.
         layers: Per-layer overrides, by layer index.
-        sliding: Whether layers with sliding windows are quantised like the others, in rings of their window. The first
-            `sink_length` tokens, which leave a window like all others, get codes there.
+        sliding: Whether layers with sliding windows are quantised like the others, in rings. `sink_length` does not
+            apply to them: their first tokens leave the window like all others.
         static: Whether buffers are allocated once for `max_cache_len` tokens, so that the decode step can be compiled.
-        max_cache_len: Tokens that a static cache holds; given, it implies `static`. `None` takes what `generate` needs,
-            rounded up, or what the buffers of an earlier call hold.
-        capture: Whether `generate` of a patched model captures the decode step as a CUDA graph as it is, in place of
-            transformers' compilation: ready at once, for one GPU. Implies `static`.
-        offloading: Whether the codes of a growing cache are in CPU memory, but for those of two layers on each GPU: the
-            one that is attended to, and the next, which is on its way. See `offloading.py`.
+        max_cache_len: Tokens that a static cache holds; implies `static`. `None` uses what `generate` needs, rounded
+            up, or the size of the buffers of an earlier call.
+        capture: Whether `generate` of a patched model records the decode step as a CUDA graph without compiling it.
+            Ready at once; for one GPU. Implies `static`.
+        offloading: Whether the codes of a growing cache are kept in CPU memory. Each GPU holds those of two layers: the
+            one that attends and the next one, which is being fetched. See `offloading.py`.
 
     Raises:
-        TypeError, ValueError: Naming the argument, what was expected and what came.
+        TypeError, ValueError: A setting is not valid; the message names it, what was expected and what came.
     """
 
     key: KVFormat = _INT8
@@ -165,7 +168,7 @@ class KVQuantConfig:
         if self.offloading and self.static:
             raise ValueError(
                 "KVQuantConfig: `offloading` must be False for a static cache, got True: a compiled or captured step "
-                "finds its buffers on the GPU. Leave static, max_cache_len and capture out, or offloading."
+                "needs its buffers on the GPU. Leave out static, max_cache_len and capture, or leave out offloading."
             )
         if not isinstance(self.layers, Mapping):
             raise TypeError(
@@ -188,7 +191,7 @@ class KVQuantConfig:
 
     @classmethod
     def from_preset(cls, preset: str, **options: Any) -> KVQuantConfig:
-        """The config that a preset names.
+        """Make the config of a preset.
 
         Args:
             preset: One of `PRESETS`.
@@ -208,19 +211,19 @@ class KVQuantConfig:
         force: bool = False,
         **options: Any,
     ) -> KVQuantConfig:
-        """A config that a model was found to bear, before its first token.
+        """Choose or check a config for a model before it generates anything.
 
-        What is looked at is described in `preflight.run_preflight`, which gives the findings as well.
+        The checks are described in `preflight.run_preflight`, which also returns the findings.
 
         Args:
-            model: A decoder-only model of transformers; left as it was.
-            preset_or_config: What to check and hand out as it is. `None` picks the smallest preset that is good enough,
-                layer by layer.
-            force: Whether to hand out what was found to corrupt, with a warning in the log.
+            model: A decoder-only model of transformers. It is not changed.
+            preset_or_config: The config to check, returned unchanged. `None` picks for each layer the smallest preset
+                that is good enough.
+            force: Whether to return the config even if it corrupts the output, with a warning in the log.
             **options: Of `run_preflight`: `tokenizer`, `texts`, `presets`, `max_kld`, `measure`, `progress`.
 
         Raises:
-            PreflightError: The config corrupts what the model writes, or a layer cannot be judged.
+            PreflightError: The config corrupts the model's output, or a layer cannot be judged.
             NotImplementedError: The model cannot be patched.
             TypeError, ValueError: An argument has no meaning or does not fit the model.
 
@@ -233,7 +236,7 @@ class KVQuantConfig:
 
     @classmethod
     def resolve(cls, preset_or_config: str | KVQuantConfig | Mapping[str, Any]) -> KVQuantConfig:
-        """A config from whatever a user may pass: a preset's name, a dictionary, or a config."""
+        """Make a config from a preset's name or a dictionary; a config is returned unchanged."""
         if isinstance(preset_or_config, KVQuantConfig):
             return preset_or_config
         if isinstance(preset_or_config, str):
@@ -247,20 +250,23 @@ class KVQuantConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> KVQuantConfig:
-        """The config of a dictionary, as `to_dict` makes it or as a user types it in `cache_config`.
+        """Make a config from a dictionary, as `to_dict` makes it or as a user types it in `cache_config`.
 
-        Keys: `preset` (a name from `PRESETS`), `key` and `value` (a storage type's name or a dictionary of `KVFormat`
-        fields; each overrides the preset's side), `transforms` (a list of names; left out, they follow from the keys),
-        `sink_length` and `residual_length` (tokens at the beginning and at the end that stay as they came; 0 if left
-        out), `layers` (layer index to a preset's name or to a dictionary with `preset`, `key`, `value`, `transforms`,
-        `sink_length`, `residual_length`; a layer that does not say how many tokens stay dense keeps as many as the
-        others, where it quantises), `sliding`, `static`, `max_cache_len`, `capture`, `offloading`, `backend` (ignored
-        when it is ours). transformers' own spellings are understood: `nbits` (8 or 4, both sides) and `q_group_size`
-        (channels per scale, both sides).
+        Keys, all optional:
+
+        - `preset`: a name from `PRESETS`.
+        - `key`, `value`: a storage type's name or a dictionary of `KVFormat` fields; overrides that side of the preset.
+        - `transforms`: a list of names; by default they follow from the keys.
+        - `sink_length`, `residual_length`: how many of the first and of the newest tokens stay dense; 0 by default.
+        - `layers`: from layer index to a preset's name or a dictionary with `preset`, `key`, `value`, `transforms`,
+          `sink_length`, `residual_length`. The last two default to those of the other layers if the layer is quantised.
+        - `sliding`, `static`, `max_cache_len`, `capture`, `offloading`: as the attributes.
+        - `backend`: must be ours; ignored.
+        - `nbits` (8 or 4) and `q_group_size` (channels per scale): transformers' spellings, for both sides.
 
         Raises:
-            TypeError: `data` is no dictionary.
-            ValueError: A key is unknown (the nearest known one is suggested) or a value has no meaning.
+            TypeError: `data` is not a dictionary, or a value is of the wrong type.
+            ValueError: A key is unknown (the message suggests the nearest known one) or a value has no meaning.
         """
         if not isinstance(data, Mapping):
             raise TypeError(
@@ -336,7 +342,7 @@ class KVQuantConfig:
 
 
 def is_like_backend(name: object) -> bool:
-    """Whether a name is a misspelling of ours. Nearness would not do: quanto's is near."""
+    """Whether a name is a misspelling of our backend. Edit distance is not used, because "quanto" is close too."""
     return isinstance(name, str) and name != BACKEND and "kvquant" in name.casefold()
 
 
@@ -363,9 +369,9 @@ def _side(where: str, name: str, spelled: object) -> KVFormat:
 
 
 def _layer_formats(where: str, spelled: object, windows: Mapping[str, int] | None = None) -> LayerFormats:
-    """A layer, from a preset's name or a dictionary of `_SIDES`.
+    """A layer's formats, from a preset's name or a dictionary of `_SIDES`.
 
-    `windows` are those of layers that name none; a layer that quantises nothing has none.
+    `windows` are the defaults of the dense windows. They do not apply to a layer that quantises nothing.
     """
     if isinstance(spelled, LayerFormats):
         return spelled
@@ -390,9 +396,9 @@ def _layer_formats(where: str, spelled: object, windows: Mapping[str, int] | Non
 
 
 def _with_options(where: str, formats: LayerFormats, data: Mapping[str, Any]) -> LayerFormats:
-    """The formats with the transforms and dense windows that a dictionary names, if it names any."""
+    """The formats with the transforms and dense windows that a dictionary names, if any."""
     options: dict[str, Any] = {name: data[name] for name in WINDOWS if data.get(name) is not None}
-    # Before LayerFormats does, so that messages name the layer.
+    # Checked here, before LayerFormats does, so that messages name the layer.
     _check_windows(where, formats.key, formats.value, *(options.get(name, 0) for name in WINDOWS))
     if data.get("transforms") is not None:
         options["transforms"] = _canonical_transforms(where, data["transforms"], formats.key)
@@ -400,7 +406,7 @@ def _with_options(where: str, formats: LayerFormats, data: Mapping[str, Any]) ->
 
 
 def _canonical_transforms(where: str, spelled: Iterable[str] | None, key: KVFormat) -> tuple[str, ...]:
-    """Names of transforms in the order of `TRANSFORMS`, each once; those of the key format where nothing is given."""
+    """Names of transforms in the order of `TRANSFORMS`, each once; `None` gives the defaults of the key format."""
     has_scaled_channels = key.granularity == "channel"
     if spelled is None:
         return () if has_scaled_channels else _DEFAULT_TRANSFORMS[key.storage]
@@ -419,10 +425,10 @@ def _canonical_transforms(where: str, spelled: Iterable[str] | None, key: KVForm
     if names and not key.is_quantized:
         raise ValueError(
             f"{where}: `transforms` must be empty where keys are not quantised, got {names}. "
-            "Transforms only make codes closer: leave them out."
+            "Transforms only reduce quantisation errors: leave them out."
         )
     if names and has_scaled_channels:
-        # The zero of a channel is its centre and the scale its factor already; rotation would spread outliers again.
+        # A channel's zero and scale already act as its centre and factor; rotation would spread its outliers to others.
         raise ValueError(
             f"{where}: `transforms` must be empty where every channel of the keys has a scale of its own, got {names}. "
             "Outlier channels do no harm there: leave them out."
@@ -440,7 +446,7 @@ def _check_formats(where: str, key: object, value: object) -> None:
 
 
 def _check_value(where: str, value: KVFormat) -> None:
-    """Values get their scales a token at a time: their sums need no other, and a window of dense ones would grow."""
+    """Refuse channel scales for values: scales per token are enough there, and blocks would keep more tokens dense."""
     if value.granularity == "channel":
         raise ValueError(
             f"{where}: `value` must have another granularity than 'channel', got {value.describe()}. "
@@ -449,7 +455,7 @@ def _check_value(where: str, value: KVFormat) -> None:
 
 
 def _check_windows(where: str, key: KVFormat, value: KVFormat, sink_length: object, residual_length: object) -> None:
-    """Numbers of tokens, and something that is quantised for them to be left out of."""
+    """Check that the lengths are numbers of tokens, and 0 where nothing is quantised."""
     is_quantized = key.is_quantized or value.is_quantized
     for name, length in (("sink_length", sink_length), ("residual_length", residual_length)):
         if isinstance(length, bool) or not isinstance(length, int):
@@ -459,17 +465,17 @@ def _check_windows(where: str, key: KVFormat, value: KVFormat, sink_length: obje
         if length and not is_quantized:
             raise ValueError(
                 f"{where}: `{name}` must be 0 where neither keys nor values are quantised, got {length}. "
-                "Every token stays as it came there: leave it out."
+                "Every token stays dense there: leave it out."
             )
 
 
 def _is_layer_index(index: object) -> TypeGuard[int]:
-    # No model has as many layers; numbers of thousands of digits would not come back from JSON.
+    # A bound that no model reaches: numbers with thousands of digits do not round-trip through JSON.
     return isinstance(index, int) and not isinstance(index, bool) and 0 <= index < 10**9
 
 
 def _layer_index(spelled: object) -> int:
-    """A layer index; JSON turns integer keys into strings."""
+    """A layer index from an integer or, since JSON turns integer keys into strings, a string."""
     if isinstance(spelled, str) and re.fullmatch("[0-9]{1,9}", spelled):
         return int(spelled)
     if not _is_layer_index(spelled):
@@ -478,7 +484,7 @@ def _layer_index(spelled: object) -> int:
 
 
 def _apply_aliases(formats: LayerFormats, data: Mapping[str, Any]) -> LayerFormats:
-    """Apply transformers' spellings of the same things."""
+    """Apply transformers' spellings, `nbits` and `q_group_size`."""
     nbits = data.get("nbits")
     if nbits is not None:
         clash = [key for key in ("preset", "key", "value") if key in data]

@@ -357,7 +357,7 @@ STORAGES = "['none', 'int8', 'int4', 'fp8']"
             {"preset": "int4", "key": "none", "transforms": ["rotate"]},
             ValueError,
             "KVQuantConfig: `transforms` must be empty where keys are not quantised, got ['rotate']. "
-            "Transforms only make codes closer: leave them out.",
+            "Transforms only reduce quantisation errors: leave them out.",
         ),
         (
             {"layers": {5: {"transforms": [4]}}},

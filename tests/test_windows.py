@@ -561,9 +561,7 @@ def test_configs_say_how_many_tokens_stay_dense() -> None:
     assert KVQuantConfig.from_dict({"nbits": 4, "residual_length": None}).residual_length == 0
 
 
-NOTHING = (
-    "must be 0 where neither keys nor values are quantised, got 4. Every token stays as it came there: leave it out."
-)
+NOTHING = "must be 0 where neither keys nor values are quantised, got 4. Every token stays dense there: leave it out."
 
 
 @pytest.mark.parametrize(
