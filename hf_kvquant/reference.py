@@ -1,9 +1,9 @@
-"""The specification: what codes, scales and zeros are, and what decode attention over them computes, in plain PyTorch.
+"""The specification in plain PyTorch: the values of codes, scales and zeros, and decode attention over them.
 
-Kernels are optimisations of this file. Codes, scales and zeros agree with it bit for bit; attention agrees up to the
-rounding of float32 sums. Everything is float32 inside, whatever the dtype of the input. With a = max|x|, m = min x,
-M = max x over the values that share a scale, r = the format's clip_ratio, rn = round half to even, rn16 = rounding to
-float16:
+Kernels are optimisations of this file. Their codes, scales and zeros agree with it bit for bit, their attention up to
+the rounding of float32 sums. All computation is in float32, whatever the dtype of the input. With a = max|x|,
+m = min x, M = max x over the values that share a scale, r = the format's clip_ratio, rn = round half to even,
+rn16 = rounding to float16:
 
     int8, int4 symmetric     scale = max(rn16(r·a / L), 2^-24)       q = clamp(rn(x / scale), -L, L), stored q + L + 1
     int8, int4 asymmetric    scale = max(rn16(r·s / L), 2^-24)       u = clamp(rn((x - zero) / scale), 0, L), stored u
@@ -11,28 +11,30 @@ float16:
     fp8                      scale = max(rn16(a / 448), 2^-24)       e4m3(clamp(x / scale, -448, 448))
 
 with L = 127 or 7 (symmetric), 255 or 15 (asymmetric). Codes are computed from the scale and zero *as stored*. A NaN, an
-infinity, or a scale or zero beyond float16 is never turned into a finite code: scale and zero become NaN and the codes
-0: whoever attends to the token sees NaN, and nobody else. Layouts are `formats.py`'s, allocation `storage.py`'s.
+infinity, or a scale or zero beyond float16 never becomes a finite value: scale and zero become NaN and the codes 0.
+Queries that attend to such a token get NaN; others are not affected. Layouts are in `formats.py`, allocation is in
+`storage.py`.
 
-Dense windows: the first `sink_length` tokens that are not padding and the last `residual_length` tokens are kept as
-they came, in the tail, and attention takes them from there. What counts is how many tokens there are after a chunk: all
-its queries see the same tokens as codes. Codes are written for every token, so that leaving the window costs nothing.
+Dense windows: the first `sink_length` tokens that are not padding and the last `residual_length` tokens are kept dense,
+in the tail, and attention reads them there. The window is placed after the whole chunk is appended, so all queries of a
+chunk see the same tokens as codes. Every token gets codes at once, so nothing happens when it leaves the window.
 
-Rings: in planes whose rows are a ring, the token at position t is in row t mod capacity, and the rows hold the newest
-`capacity` tokens; `ring_positions` says which. Everything else goes by positions, which need not fit the capacity.
+Rings: in planes whose rows are a ring, the token at position t is in row t mod capacity. The rows hold the newest
+`capacity` tokens; `ring_positions` says which. All else uses positions in the sequence, which may exceed the capacity.
 
-Granularity `channel`: the values of a channel in a block of tokens share scale and zero, those of padding and of the
-first `sink_length` tokens left out (their codes are 0; a block of nothing else has scale 2^-24 and zero 0). A block is
-quantised when its last token leaves the window of the last `residual_length` tokens (0 without one: when it comes),
-from the values as they came; until then all its tokens stay dense. A NaN spoils its channel for the block.
+Granularity `channel`: the values of a channel in a block of tokens share scale and zero. Padding and the first
+`sink_length` tokens are left out of both: their codes are 0, and a block with no other tokens has scale 2^-24 and zero
+0. A block is quantised from its dense values when its last token leaves the window of the last `residual_length` tokens
+(with a window of 0, when that token is appended). Until then all its tokens stay dense. A NaN makes its whole channel
+NaN in that block.
 
-Keys may be transformed before, each step rounded to float32 (center c and smoothing factors λ of a key-value head):
+Keys may be transformed first, each step rounded to float32 (center c and smoothing factors λ of a key-value head):
 
     key      x = (key - c) · (1 / λ), then rotated        query    λ · query, rotated; logits get query · c added
 
 The rotation is a Hadamard matrix over blocks of the largest power of two n that divides head_dim: butterflies
 (a, b) -> (a + b, a - b) of channels 1, then 2, 4, …, n / 2 apart, then one multiplication by float32(1 / sqrt(n)).
-Dense tokens are not transformed, and meet plain queries.
+Dense tokens are not transformed; they are multiplied with plain queries.
 """
 
 from __future__ import annotations
@@ -45,30 +47,30 @@ from torch import Tensor
 from .formats import KVFormat, Planes
 from .transforms import KeyTransform
 
-MIN_SCALE = 2.0**-24  # the smallest positive float16: a zero vector decodes to exact zeros and nothing divides by 0
+MIN_SCALE = 2.0**-24  # the smallest positive float16: nothing is divided by 0, and zeros dequantise to exact zeros
 FP8_MAX = 448.0
 _LEVELS = {("int8", True): 127, ("int4", True): 7, ("int8", False): 255, ("int4", False): 15}
 
 
 def max_code(kv_format: KVFormat) -> float:
-    """The L of the formulas above: the code that the largest magnitude (or the whole range) maps to."""
+    """The L of the formulas above: the largest code magnitude, or for asymmetric formats the largest code."""
     return FP8_MAX if kv_format.storage == "fp8" else float(_LEVELS[kv_format.storage, kv_format.symmetric])
 
 
 def code_offset(kv_format: KVFormat) -> int:
-    """What is added to a signed code before it is stored unsigned; 0 for asymmetric formats and fp8."""
+    """The offset that is added to a signed code to store it unsigned; 0 for asymmetric formats and fp8."""
     if kv_format.storage == "fp8" or not kv_format.symmetric:
         return 0
     return _LEVELS[kv_format.storage, True] + 1
 
 
 def rotation_block(head_dim: int) -> int:
-    """Channels that a rotation mixes: the largest power of two that divides `head_dim`."""
+    """How many channels a rotation mixes: the largest power of two that divides `head_dim`."""
     return head_dim & -head_dim
 
 
 def rotate(x: Tensor) -> Tensor:
-    """`x` (`[..., head_dim]` float32 or float64) rotated; the rotation is its own inverse. New memory."""
+    """Rotate `x` (`[..., head_dim]` float32 or float64). The rotation is its own inverse. New memory."""
     shape, block = x.shape, rotation_block(x.shape[-1])
     stride = 1
     while stride < block:
@@ -79,7 +81,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def transform_key(key: Tensor, transform: KeyTransform) -> Tensor:
-    """Keys as they are quantised.
+    """Transform keys, as is done before they are quantised.
 
     Args:
         key: `[batch, num_kv_heads, tokens, head_dim]`, any floating dtype.
@@ -97,16 +99,17 @@ def transform_key(key: Tensor, transform: KeyTransform) -> Tensor:
 
 
 def transform_query(query: Tensor, transform: KeyTransform) -> tuple[Tensor, Tensor | None]:
-    """Queries for transformed keys.
+    """Transform queries to match transformed keys.
 
     Args:
-        query: `[batch, num_q_heads, q_len, head_dim]`, any floating dtype; a multiple of the transform's heads.
+        query: `[batch, num_q_heads, q_len, head_dim]`, any floating dtype. `num_q_heads` is a multiple of the
+            transform's heads.
         transform: On the same device.
 
     Returns:
         query: The same shape, float32.
-        constant: `[batch, num_q_heads, q_len]` float32: what query · key lacks with transformed keys, the same for all
-            of them; `None` where it lacks nothing.
+        constant: `[batch, num_q_heads, q_len]` float32: query · center, to be added to the products with transformed
+            keys; the same for all keys. `None` without a center.
     """
     x = query.float()
     constant = None
@@ -118,7 +121,7 @@ def transform_query(query: Tensor, transform: KeyTransform) -> tuple[Tensor, Ten
 
 
 def undo_key_transform(key: Tensor, transform: KeyTransform) -> Tensor:
-    """Keys in the model's basis, float32, from transformed ones (`[batch, num_kv_heads, tokens, head_dim]`)."""
+    """Undo `transform_key`: keys in the model's basis, float32 (`[batch, num_kv_heads, tokens, head_dim]`)."""
     x = key.float()
     if transform.is_rotated:
         x = rotate(x)
@@ -130,17 +133,17 @@ def undo_key_transform(key: Tensor, transform: KeyTransform) -> Tensor:
 
 
 def _per_query_head(plane: Tensor, query: Tensor) -> Tensor:
-    """`[num_kv_heads, head_dim]` for the query heads of `query`: `[num_q_heads, 1, head_dim]`."""
+    """Repeat `[num_kv_heads, head_dim]` for the heads of `query`: `[num_q_heads, 1, head_dim]`."""
     return plane.repeat_interleave(query.shape[1] // plane.shape[0], 0).unsqueeze(1)
 
 
 def compute_scale(x: Tensor, kv_format: KVFormat, is_padding: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero of `x`.
+    """Compute scale and zero of `x`.
 
     Args:
         x: `[batch, num_kv_heads, tokens, head_dim]`, any floating dtype; whole blocks for granularity `channel`.
         kv_format: A quantised format.
-        is_padding: `[batch, tokens]` bool: tokens that do not count, for granularity `channel`.
+        is_padding: `[batch, tokens]` bool: tokens to leave out, for granularity `channel`.
 
     Returns:
         scale: `kv_format.scale_shape(...)` with capacity `tokens`, float16; NaN where it cannot be represented.
@@ -151,7 +154,7 @@ def compute_scale(x: Tensor, kv_format: KVFormat, is_padding: Tensor | None = No
     else:
         high, low = _block_range(x.float(), kv_format.block_size, is_padding)
     span = torch.maximum(high.abs(), low.abs()) if kv_format.symmetric else high - low
-    # Divided by a tensor: on a GPU, PyTorch divides by a Python number through its reciprocal, which rounds otherwise.
+    # Divide by a tensor: on a GPU, PyTorch multiplies by the reciprocal of a Python number, which rounds differently.
     clipped = span * kv_format.clip_ratio
     scale = (clipped / torch.full_like(span, max_code(kv_format))).to(torch.float16)
     zero = None if kv_format.symmetric else (low + (span - clipped) * 0.5).to(torch.float16)
@@ -161,7 +164,7 @@ def compute_scale(x: Tensor, kv_format: KVFormat, is_padding: Tensor | None = No
 
 
 def _range(x: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor]:
-    """Maximum and minimum over what shares a scale, shaped like scale planes."""
+    """Maximum and minimum of the values that share a scale, shaped like scale planes."""
     batch, num_kv_heads, tokens, head_dim = x.shape
     groups = kv_format.num_groups(head_dim)
     x = x.reshape(batch, num_kv_heads, tokens, groups, head_dim // groups)
@@ -171,7 +174,7 @@ def _range(x: Tensor, kv_format: KVFormat) -> tuple[Tensor, Tensor]:
 
 
 def _block_range(x: Tensor, block_size: int, is_padding: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The same for granularity `channel`: `[batch, heads, blocks, head_dim]`; 0 where there is nothing but padding."""
+    """The same for granularity `channel`: `[batch, heads, blocks, head_dim]`; 0 for blocks of padding only."""
     highs = lows = x
     if is_padding is not None:
         hidden = is_padding[:, None, :, None]
@@ -185,7 +188,7 @@ def _block_range(x: Tensor, block_size: int, is_padding: Tensor | None) -> tuple
 
 
 def _per_channel(plane: Tensor, like: Tensor, block_size: int | None) -> Tensor:
-    """A scale plane spread over `like` (`[batch, heads, tokens, head_dim]`), float32."""
+    """Broadcast a scale plane to the shape of `like` (`[batch, heads, tokens, head_dim]`), float32."""
     batch, num_kv_heads, tokens, head_dim = like.shape
     if block_size is not None:
         return plane.float().repeat_interleave(block_size, 2)[:, :, :tokens]
@@ -202,15 +205,15 @@ def quantize(
     zero: Tensor | None = None,
     is_padding: Tensor | None = None,
 ) -> Planes:
-    """Codes, scale and zero of `x`.
+    """Quantise `x`: compute codes, scale and zero.
 
     Args:
         x: `[batch, num_kv_heads, tokens, head_dim]`, any floating dtype; whole blocks for granularity `channel`.
         kv_format: A quantised format.
         scale: A frozen scale (granularity `tensor`); `None` computes it from `x`. A NaN or infinity in `x` makes the
-            returned scale of that sequence NaN: one scale serves all its tokens, so none of them may stay finite.
+            returned scale of that sequence NaN, and so all its tokens, since they share the scale.
         zero: The frozen zero that belongs to `scale`.
-        is_padding: `[batch, tokens]` bool: tokens that do not count, for granularity `channel`.
+        is_padding: `[batch, tokens]` bool: tokens to leave out, for granularity `channel`.
 
     Returns:
         New planes for exactly these tokens: codes `[batch, num_kv_heads, tokens, row_bytes]`, scale and zero as
@@ -245,11 +248,11 @@ def ring_positions(lengths: Tensor, capacity: int) -> Tensor:
     """Which token is in each row of a ring.
 
     Args:
-        lengths: `[batch]`: tokens held per sequence, those that were overwritten included.
+        lengths: `[batch]`: tokens taken per sequence, overwritten ones included.
         capacity: Rows.
 
     Returns:
-        `[batch, capacity]` int64: the newest position that has come to the row; negative where none has.
+        `[batch, capacity]` int64: the position of the token in each row; negative for unused rows.
     """
     newest = lengths.long().unsqueeze(1) - 1
     return newest - (newest - torch.arange(capacity, device=lengths.device)) % capacity
@@ -264,21 +267,21 @@ def dense_tokens(
     residual_length: int = 0,
     position: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Which tokens are in the tail, and where.
+    """Which tokens are in the tail, and in which row.
 
     Args:
-        planes: With a tail or without.
+        planes: With or without a tail.
         kv_format: Their format.
         lengths: `[batch]`: tokens held per sequence.
         starts: `[batch]`: first position that is not padding; `None` means 0.
-        sink_length: Tokens at the beginning that stay as they came.
-        residual_length: Tokens at the end that do.
-        position: `[batch, tokens]` int64: the tokens in question; all that there is room for if left out. Negative
-            for none.
+        sink_length: First tokens that stay dense.
+        residual_length: Newest tokens that stay dense.
+        position: `[batch, tokens]` int64: positions to look up, negative for no token. By default all positions up to
+            the capacity.
 
     Returns:
-        is_dense: `[batch, tokens]` bool; False for padding that has left the window.
-        row: `[batch, tokens]` int64: the row of the tail, 0 where a token is not there.
+        is_dense: `[batch, tokens]` bool: whether the token is in the tail. False for padding that has left the window.
+        row: `[batch, tokens]` int64: its row of the tail; 0 if it is not there.
     """
     if position is None:
         position = torch.arange(planes.codes.shape[2], device=lengths.device).expand(lengths.shape[0], -1)
@@ -304,19 +307,18 @@ def dequantize(
     key_transform: KeyTransform | None = None,
     position: Tensor | None = None,
 ) -> Tensor:
-    """The values that codes stand for: `code · scale + zero` in float32, rounded to `dtype`; dense tokens as they came.
+    """Dequantise: `code · scale + zero` in float32, rounded to `dtype`. Dense tokens are taken from the tail.
 
     Args:
         planes: Of any number of tokens.
-        kv_format: The format they are in.
+        kv_format: Their format.
         dtype: Of the result.
-        lengths: `[batch]` int32: tokens held per sequence, which say where the tail begins. `None` where all tokens
-            have codes.
-        starts: `[batch]` int32: first position that is not padding, `None` for 0; says which token is the first.
-        sink_length: Tokens at the beginning that are dense.
-        residual_length: Tokens at the end that are.
-        key_transform: What coded keys have gone through, to be undone; `None` leaves them as they are.
-        position: `[batch, tokens]` int64: where in the sequence the rows are; as many as they are if left out.
+        lengths: `[batch]` int32: tokens held per sequence, which decide where the tail begins. `None` ignores the tail.
+        starts: `[batch]` int32: first position that is not padding, `None` for 0. Decides which tokens are the first.
+        sink_length: First tokens that are dense.
+        residual_length: Newest tokens that are dense.
+        key_transform: The transform of the coded keys, which is undone; `None` undoes nothing.
+        position: `[batch, tokens]` int64: position of each row in the sequence. By default the row's index.
 
     Returns:
         `[batch, num_kv_heads, tokens, head_dim]`, new memory (the codes themselves for storage type `none`).
@@ -355,7 +357,7 @@ def append(
     residual_length: int = 0,
     is_ring: bool = False,
 ) -> None:
-    """Quantise `x` and write it behind the tokens that are stored already.
+    """Quantise `x` and write it after the tokens that are stored already.
 
     Args:
         x: `[batch, num_kv_heads, q_len, head_dim]`: the new tokens of one side.
@@ -363,12 +365,12 @@ def append(
             read, and overwritten only by NaN.
         kv_format: Their format.
         lengths: `[batch]` int32: tokens held per sequence, the new ones included.
-        key_transform: What keys go through before; `None` for granularity `channel`.
-        starts: `[batch]` int32: first position that is not padding; matters to granularity `channel` and to the first
+        key_transform: The transform of keys before they are quantised; `None` for granularity `channel`.
+        starts: `[batch]` int32: first position that is not padding. Used for granularity `channel` and for the first
             `sink_length` tokens.
-        sink_length: Tokens at the beginning that stay as they came.
-        residual_length: Tokens at the end that do.
-        is_ring: Rows come round again. Of more tokens than there are rows, the codes are those of the newest alone.
+        sink_length: First tokens that stay dense.
+        residual_length: Newest tokens that stay dense.
+        is_ring: Whether rows are a ring. If `x` has more tokens than there are rows, only the newest get codes.
     """
     if kv_format.granularity == "channel":
         assert key_transform is None
@@ -387,7 +389,7 @@ def append(
 
 
 def _append_tokens(x: Tensor, planes: Planes, kv_format: KVFormat, lengths: Tensor, is_ring: bool) -> None:
-    """Codes of `append` but for granularity `channel`."""
+    """Write the codes of `append`, for all granularities except `channel`."""
     q_len = x.shape[2]
     if kv_format.granularity == "tensor":
         new = quantize(x, kv_format, planes.scale, planes.zero)
@@ -417,12 +419,12 @@ def _append_in_blocks(
     residual_length: int,
     is_ring: bool,
 ) -> None:
-    """Codes of `append` for granularity `channel`, one sequence at a time."""
+    """Write the codes of `append` for granularity `channel`, one sequence at a time."""
     size, tail, scale, zero = kv_format.block_size, planes.tail, planes.scale, planes.zero
     assert size is not None and tail is not None and scale is not None and zero is not None
     for b, length in enumerate(lengths.tolist()):
         first = length - x.shape[2]
-        # Of the blocks that have left the window now and had not before.
+        # First token of, and one past, the blocks that leave the window with this append.
         begin, end = (kv_format.tail_begin(tokens, residual_length) for tokens in (first, length))
         capacity = planes.codes.shape[2]
         if is_ring:
@@ -455,18 +457,18 @@ def reopen(
     key_transform: KeyTransform | None = None,
     num_written: int | None = None,
 ) -> None:
-    """Put tokens that a crop makes the newest ones again back in the tail, dequantised: what they were before is gone.
+    """Put tokens that a crop returns to the dense window back in the tail, dequantised: their dense values are lost.
 
     Args:
-        planes: Their tail is written in place; codes are not.
+        planes: Their tail is written in place; their codes are not.
         kv_format: Their format.
         old_length: Tokens of every sequence before the crop.
         length: Tokens left.
-        sink_length: Tokens at the beginning that are dense, and stay so.
-        residual_length: Tokens at the end that are to be.
-        key_transform: What the keys have gone through.
-        num_written: Where rows are a ring, the most tokens that there have been: what these have overwritten is left
-            alone, since no query sees it. `None` where rows are positions.
+        sink_length: First tokens that are dense; they do not change.
+        residual_length: Newest tokens that must be dense.
+        key_transform: The transform of the coded keys.
+        num_written: Of a ring, the most tokens that it ever had. Tokens that these have overwritten are skipped, since
+            no query sees them. `None` if rows are positions.
     """
     tail, begin, capacity = planes.tail, kv_format.tail_begin(length, residual_length), planes.codes.shape[2]
     if num_written is not None:
@@ -479,7 +481,7 @@ def reopen(
     position = torch.arange(begin, end, device=tail.device)
     some = planes.rows(position % capacity, kv_format.block_size)
     row = sink_length + position % (tail.shape[2] - sink_length)
-    # What is among the first tokens has a row of its own, and nobody reads its other one.
+    # One of the first `sink_length` tokens is read from its fixed row, so this write to a ring row does no harm.
     tail[:, :, row] = dequantize(some, kv_format, tail.dtype, key_transform=key_transform)
 
 
@@ -499,12 +501,11 @@ def decode_attention(
     is_dense: Tensor | None = None,
     key_position: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the newest tokens to everything stored, on dequantised keys and values.
+    """Attention of the newest tokens to all stored tokens, on dequantised keys and values.
 
-    Query i of `q_len` sits at position `lengths - q_len + i` and attends to positions j with `starts <= j`, j no later
-    than itself and, with a window, within the last `sliding_window` positions, its own included. The logit is
-    `softmax_scale · query · key`, then `softcap · tanh(logit / softcap)` when `softcap > 0`, then plus
-    `slope · (j - position)` with ALiBi.
+    Query i of `q_len` is at position `lengths - q_len + i`. It attends to positions j from `starts` up to its own and,
+    with a window, only to the last `sliding_window` of these. The logit is `softmax_scale · query · key`, then
+    `softcap · tanh(logit / softcap)` when `softcap > 0`, then plus `slope · (j - position)` with ALiBi.
 
     Args:
         query: `[batch, num_q_heads, q_len, head_dim]`.
@@ -513,14 +514,14 @@ def decode_attention(
         lengths: `[batch]` int32: tokens held, those of the query included.
         softmax_scale: Multiplies query · key.
         starts: `[batch]` int32: first position that is not padding; `None` means 0.
-        sinks: `[num_q_heads]` float32: logits that take part in the softmax but carry no value (gpt-oss).
+        sinks: `[num_q_heads]` float32: logits that take part in the softmax but have no value (gpt-oss).
         alibi_slopes: `[num_q_heads]` float32.
         softcap: 0 for none.
         sliding_window: Positions visible to a query; 0 for all.
-        key_transform: What `key` has gone through. Logits are those of plain queries and keys all the same.
-        is_dense: `[batch, capacity]` bool: keys that have not gone through it.
-        key_position: `[batch, capacity]` int64: where in the sequence keys and values are, negative for what is not
-            there; as many as they are if left out.
+        key_transform: The transform of `key`. Queries are transformed too, so logits are those of plain keys.
+        is_dense: `[batch, capacity]` bool: keys that are not transformed.
+        key_position: `[batch, capacity]` int64: position of each key and value in the sequence, negative for unused
+            rows. By default the row's index.
 
     Returns:
         out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`; zero where nothing is attended.
@@ -551,13 +552,14 @@ def decode_attention(
         is_visible = is_visible & (column >= starts.view(-1, 1, 1, 1))
     if sliding_window > 0:
         is_visible = is_visible & (column > position - sliding_window)
-    # A masked score is replaced, not multiplied: p = 0 times a NaN value would be NaN.
+    # Replace masked scores, which may be NaN, instead of adding a mask.
     scores = scores.masked_fill(~is_visible, -torch.inf)
     sink = None if sinks is None else sinks.float().view(1, -1, 1, 1).expand(batch, -1, q_len, 1)
     logits = scores if sink is None else torch.cat((scores, sink), dim=-1)
     lse = logits.logsumexp(-1)
     weights = torch.exp(scores - lse.unsqueeze(-1)).masked_fill(~is_visible, 0.0)
-    # The same for values: what is not finite is left out of the product and put back only where a query sees it.
+    # 0 · NaN would be NaN. So values that are not finite are left out of the product, and put back as NaN for the
+    # queries that see them.
     is_bad = ~value.isfinite()
     clean = value.float().masked_fill(is_bad, 0.0)
     num_rows = num_q_heads // num_kv_heads * q_len
@@ -569,11 +571,11 @@ def decode_attention(
     return out.transpose(1, 2).to(query.dtype).contiguous(), lse
 
 
-# --- what lies between linear layers ----------------------------------------------------------------------------------
+# --- operations between linear layers ---------------------------------------------------------------------------------
 
 
 def _check_dense(where: str, **tensors: Tensor) -> None:
-    """Refuse what has no numbers of one floating dtype on one device, which PyTorch would promote or stumble over."""
+    """Refuse tensors that are not dense, or differ in dtype or device. PyTorch would promote them or fail later."""
     first, like = next(iter(tensors.items()))
     for name, x in tensors.items():
         if x is None or x.layout != torch.strided or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -586,12 +588,12 @@ def _check_dense(where: str, **tensors: Tensor) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm as Llama has it, rounding by rounding.
+    """RMSNorm with the same roundings as Llama's.
 
     Args:
         x: `[..., channels]`.
         weight: `[channels]`, dtype of `x`.
-        mean: `[..., 1]` float32: of the squares of each row; `None` has it computed, in the order of `torch.mean`.
+        mean: `[..., 1]` float32: mean of the squares of each row. `None` computes it, in the order of `torch.mean`.
         eps: Added to the mean.
 
     Returns:
@@ -617,7 +619,7 @@ def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tens
 
 
 def add_rms_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of two tensors of one shape, rounded to their dtype, and its RMSNorm. New memory."""
+    """The sum of two tensors of equal shape, rounded to their dtype, and the RMSNorm of that sum. New memory."""
     _check_dense("add_rms_norm", x=x, other=other)
     if other.shape != x.shape:
         raise ValueError(f"add_rms_norm: `other` must be {list(x.shape)} like `x`, got {list(other.shape)}.")
@@ -626,7 +628,7 @@ def add_rms_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float) -> tuple[
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of halves of heads, each product and sum rounded to the dtype.
+    """Rotary embedding that pairs the two halves of each head; each product and sum is rounded to the dtype.
 
     Args:
         query: `[batch, num_q_heads, q_len, head_dim]`.
@@ -662,7 +664,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate)`, rounded to the dtype, times `up`, which has its shape. New memory."""
+    """`silu(gate)`, rounded to the dtype, times `up`, which has the same shape. New memory."""
     _check_dense("silu_mul", gate=gate, up=up)
     if up.shape != gate.shape:
         raise ValueError(f"silu_mul: `up` must be {list(gate.shape)} like `gate`, got {list(up.shape)}.")
