@@ -284,7 +284,7 @@ class KVQuantCache(QuantizedCache):
         if key_transforms is not None and not isinstance(key_transforms, Mapping):
             raise TypeError(
                 "KVQuantCache: `key_transforms` must map layer indices to KeyTransforms, got "
-                f"{type(key_transforms).__name__}. hf_kvquant.key_transforms makes those of a model."
+                f"{type(key_transforms).__name__}. hf_kvquant.key_transforms returns those of a model."
             )
         if max_cache_len is None:
             max_cache_len = quant_config.max_cache_len
@@ -296,7 +296,7 @@ class KVQuantCache(QuantizedCache):
         if quant_config.offloading and max_cache_len is not None:
             raise ValueError(
                 f"KVQuantCache: `max_cache_len` must be None with offloading=True, got {max_cache_len}. Only growing "
-                "caches are offloaded: leave out either."
+                "caches are offloaded: leave out one of the two."
             )
         text_config = config.get_text_config(decoder=True)
         layer_types, layer_kwargs = layers_of(text_config)
@@ -314,7 +314,7 @@ class KVQuantCache(QuantizedCache):
                 f"KVQuantCache: `key_transforms` must name layers whose cache is quantised, which are {quantized}, "
                 f"got {foreign}. Was it made for another model?"
             )
-        from .hybrids import KVQuantHybridLayer  # which import this module
+        from .hybrids import KVQuantHybridLayer  # here, since they import this module
         from .rings import KVQuantRingLayer, RingStorage
 
         new_ring = KVQuantRingLayer if max_cache_len is None else KVQuantLayer
@@ -442,8 +442,8 @@ class KVQuantCache(QuantizedCache):
     def save(self, path: str | os.PathLike[str], model: PreTrainedModel, *, overwrite: bool = False) -> None:
         """Save the cache to a file. A cache that `load` reads from it continues bit for bit like this one.
 
-        The file has about `num_bytes_held` bytes. Treat it as confidential as the text itself: the conversation can be
-        read from it. It is written under a temporary name and then moved, so `path` is never half written.
+        The file has about `num_bytes_held` bytes. Protect it like the text itself, which can be recovered from it. It
+        is written under a temporary name and then moved, so `path` is never half written.
 
         Args:
             path: Of the file; its folder must exist.
@@ -462,7 +462,7 @@ class KVQuantCache(QuantizedCache):
             >>> cache.save("chat.safetensors", model)
             >>> cache = KVQuantCache.load("chat.safetensors", model)
         """
-        from .cache_file import save_cache  # which imports this module
+        from .cache_file import save_cache  # here, since it imports this module
 
         save_cache(self, path, model, overwrite=overwrite)
 
@@ -493,7 +493,7 @@ class KVQuantCache(QuantizedCache):
             TypeError, ValueError: The file is of another kind, damaged, of an unknown version, or of another model or
                 config; the message says which.
         """
-        from .cache_file import load_cache  # which imports this module
+        from .cache_file import load_cache  # here, since it imports this module
 
         return load_cache(cls, path, model, preset_or_config, device)
 

@@ -181,7 +181,7 @@ def load_cache(
                 _check_header(file, plans)
                 tensors = {key: file.get_tensor(key) for key in file.keys()}
                 if metadata.get("sha256") != content_hash(text, tensors):
-                    raise ValueError("its hash is not that of what it holds")
+                    raise ValueError("its hash does not match its contents")
                 for index, plan in plans.items():
                     plan.prepare(storages[index], tensors)
     except (SafetensorError, OSError) as error:
@@ -482,8 +482,8 @@ def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[i
     if len(cache.layers) != len(layer_types) or list(layers) != quantized:
         raise ValueError(
             f"{where}: `model` must be the one that the cache was made for, got a {type(model).__name__} with "
-            f"{len(layer_types)} cache layers, {len(quantized)} of them quantised, for {len(cache.layers)} and "
-            f"{len(layers)}. Pass the model that made its tokens."
+            f"{len(layer_types)} cache layers, {len(quantized)} of them quantised, for a cache with "
+            f"{len(cache.layers)} and {len(layers)}. Pass the model that made its tokens."
         )
     whole = {index for index, layer in layers.items() if not layer.holds_state}
     foreign = sorted({each for index, each in enumerate(layer_types) if index not in whole} - STATELESS)

@@ -449,8 +449,8 @@ def _check_value(where: str, value: KVFormat) -> None:
     """Refuse channel scales for values: scales per token are enough there, and blocks would keep more tokens dense."""
     if value.granularity == "channel":
         raise ValueError(
-            f"{where}: `value` must have another granularity than 'channel', got {value.describe()}. "
-            "Blocks of tokens are for keys, whose outliers are channels; use granularity 'head' or 'group'."
+            f"{where}: `value` must not have granularity 'channel', got {value.describe()}. "
+            "Channel scales are for keys, whose outliers lie in channels; use granularity 'head' or 'group'."
         )
 
 

@@ -138,7 +138,7 @@ class LengthGroup:
         """Undo what a failed capture counted on the host. Before it, all members were level; the tensor is unchanged.
 
         Args:
-            length: Tokens that the tensor says.
+            length: Tokens that the tensor holds.
         """
         self._value = length
         self._behind = [behind if behind == _LOST else None for behind in self._behind]

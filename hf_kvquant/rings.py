@@ -2,8 +2,8 @@
 
 A query sees the last `window` positions, so a layer needs `window - 1` old tokens and those of the step. The token at
 position t is in row t mod capacity. The ops know this (`is_ring` in `ops.py`), so nothing is moved, and positions and
-lengths are those of the whole sequence. A ring has room for `BLOCK_SIZE` more tokens than that, so that in a step of
-several tokens the first query still finds its window. Buffers smaller than a ring are plain rows, one per position:
+lengths are those of the whole sequence. A ring has room for `BLOCK_SIZE` more than `window - 1` tokens, so that in a
+step of several tokens the first query still finds its window. Buffers smaller than a ring have one row per position:
 growing caches start with them, and some static caches never need more.
 
 A chunk too long for the ring is written like any other. Attention to it runs on temporary buffers, which hold the

@@ -47,7 +47,7 @@ class Steps:
         Args:
             layer: Its index.
             what: The kind of change.
-            is_once: Whether a layer does this once a step, so that the second time in a row begins another step.
+            is_once: Whether a layer does this at most once a step. If not, repeated calls in a row are one step.
 
         Raises:
             RuntimeError: This begins a new step after one that ended early. Nothing has changed.

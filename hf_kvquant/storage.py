@@ -87,7 +87,7 @@ class LayerStorage:
         self.max_cache_len = max_cache_len
         self.name = name
         self._pool = pool
-        self._loan: weakref.finalize[..., Any] | None = None  # returns our buffers to the pool when we die
+        self._loan: weakref.finalize[..., Any] | None = None  # returns the buffers to the pool in the end
         self.key_transform = self._checked(key_transform)
         self.key_planes: Planes | None = None
         self.value_planes: Planes | None = None
@@ -117,7 +117,7 @@ class LayerStorage:
         if key_transform is not None and not isinstance(key_transform, KeyTransform):
             raise TypeError(
                 f"{self.name}: `key_transform` must be a KeyTransform or None, got {type(key_transform).__name__}. "
-                "hf_kvquant.key_transforms makes those of a model."
+                "hf_kvquant.key_transforms returns those of a model."
             )
         # The identity is stored as None, so that ops skip the transform.
         if key_transform is None or key_transform.is_identity:

@@ -420,14 +420,14 @@ def test_a_fallback_attends_to_the_same_keys() -> None:
         ),
         (
             lambda: LayerFormats(VALUE, KEY),
-            "LayerFormats: `value` must have another granularity than 'channel', got "
-            "int4-channel128-asymmetric-clip0.9375. Blocks of tokens are for keys, whose outliers are channels; use "
+            "LayerFormats: `value` must not have granularity 'channel', got "
+            "int4-channel128-asymmetric-clip0.9375. Channel scales are for keys, whose outliers lie in channels; use "
             "granularity 'head' or 'group'.",
         ),
         (
             lambda: KVQuantConfig(value=KEY),
-            "KVQuantConfig: `value` must have another granularity than 'channel', got "
-            "int4-channel128-asymmetric-clip0.9375. Blocks of tokens are for keys, whose outliers are channels; use "
+            "KVQuantConfig: `value` must not have granularity 'channel', got "
+            "int4-channel128-asymmetric-clip0.9375. Channel scales are for keys, whose outliers lie in channels; use "
             "granularity 'head' or 'group'.",
         ),
         (

@@ -607,7 +607,7 @@ def test_key_transforms_come_by_layer() -> None:
         KVQuantCache(CONFIG, "int4", key_transforms=[None])  # type: ignore[arg-type]
     assert str(raised.value) == (
         "KVQuantCache: `key_transforms` must map layer indices to KeyTransforms, got list. "
-        "hf_kvquant.key_transforms makes those of a model."
+        "hf_kvquant.key_transforms returns those of a model."
     )
 
 

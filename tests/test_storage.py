@@ -1162,7 +1162,7 @@ def test_a_transform_of_other_heads_is_refused() -> None:
         LayerStorage(INT8, name="layer 3", key_transform=torch.zeros(2, 64))  # type: ignore[arg-type]
     assert str(caught_type.value) == (
         "layer 3: `key_transform` must be a KeyTransform or None, got Tensor. "
-        "hf_kvquant.key_transforms makes those of a model."
+        "hf_kvquant.key_transforms returns those of a model."
     )
 
 
