@@ -716,7 +716,7 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
     if quant_config.capture and uncapturable:
         raise NotImplementedError(
             f"KVQuantCache: `capture` must be False for {model_type}, got True: its layers of type {uncapturable} keep "
-            "their state outside our buffers, some of it on the host. Pass static=True instead: generate compiles."
+            "their state outside our buffers, some of it on the host. Pass static=True instead, and generate compiles."
         )
     beyond = [index for index in quant_config.layers if index >= len(layer_types)]
     if beyond:

@@ -91,7 +91,7 @@ class StepRunner(abc.ABC):
                 raise
             raise RuntimeError(
                 "generate: `capture` must be False for this model, got True: its decode step cannot be captured as a "
-                "CUDA graph, probably because it waits for the device. Pass static=True instead: generate compiles."
+                "CUDA graph, probably because it waits for the device. Pass static=True instead, and generate compiles."
             ) from error
 
     @abc.abstractmethod

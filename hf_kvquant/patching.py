@@ -111,7 +111,7 @@ def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any
             own_attention.unpatch(model)
         raise NotImplementedError(
             f"patch: `capture` must be False for {type(model).__name__}, got True: it computes attention by itself, "
-            "outside transformers' registry. Pass static=True instead: generate compiles."
+            "outside transformers' registry. Pass static=True instead, and generate compiles."
         )
     _install(model, PatchState(config, previous))
     return model
@@ -489,7 +489,7 @@ def check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
     if model.config.is_encoder_decoder and config.capture:
         raise NotImplementedError(
             f"patch: `capture` must be False for {type(model).__name__}, got True: it is an encoder-decoder, whose "
-            "cross-attention reads tensors that are new in every call. Pass static=True instead: generate compiles."
+            "cross-attention reads tensors that are new in every call. Pass static=True instead, and generate compiles."
         )
     if not keeps_cache(model):
         raise NotImplementedError(

@@ -699,12 +699,12 @@ def test_the_flag_captures_on_a_model_patched_for_it(model: Any) -> None:
         (
             "lfm2",
             "KVQuantCache: `capture` must be False for lfm2, got True: its layers of type ['conv'] keep their state "
-            "outside our buffers, some of it on the host. Pass static=True instead: generate compiles.",
+            "outside our buffers, some of it on the host. Pass static=True instead, and generate compiles.",
         ),
         (
             "gptj",
             "patch: `capture` must be False for GPTJForCausalLM, got True: it computes attention by itself, "
-            "outside transformers' registry. Pass static=True instead: generate compiles.",
+            "outside transformers' registry. Pass static=True instead, and generate compiles.",
         ),
     ],
 )
@@ -725,7 +725,7 @@ def test_a_step_that_waits_for_the_device(model: Any) -> None:
             model,
             RuntimeError,
             "generate: `capture` must be False for this model, got True: its decode step cannot be captured as a CUDA "
-            "graph, probably because it waits for the device. Pass static=True instead: generate compiles.",
+            "graph, probably because it waits for the device. Pass static=True instead, and generate compiles.",
             past_key_values=cache,
             output_logits=False,
         )

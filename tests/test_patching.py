@@ -328,7 +328,7 @@ REFUSALS: dict[str, tuple[Any, Any, type[Exception], str]] = {
         {"preset": "int8", "capture": True},
         NotImplementedError,
         "patch: `capture` must be False for BartForConditionalGeneration, got True: it is an encoder-decoder, whose "
-        "cross-attention reads tensors that are new in every call. Pass static=True instead: generate compiles.",
+        "cross-attention reads tensors that are new in every call. Pass static=True instead, and generate compiles.",
     ),
     "recurrent": (
         lambda: models.build("mamba"),
