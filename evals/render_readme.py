@@ -62,7 +62,11 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     fidelity, tasks, cpu, decode = (results[name] for name in ("fidelity", "tasks", "cpu_decode", "decode"))
     generate, families = results["generate"], results["families"]
     paragraphs = {
-        "summary": [summary_table(fidelity, cpu, decode), summary_caption(fidelity, cpu, decode, generate)],
+        "summary": [
+            summary_table(fidelity, cpu, decode),
+            end_to_end_sentence(generate),
+            summary_caption(cpu, decode),
+        ],
         "quality": [quality_table(fidelity, tasks, cpu), caption(fidelity, tasks, cpu)],
         "windows": [windows_sentence(results["fidelity_windows"])],
         "generate": [render_generate.step_table(generate), render_generate.caption(generate)],
@@ -99,22 +103,26 @@ def summary_table(fidelity: dict[str, Any], cpu: dict[str, Any], decode: dict[st
     )
 
 
-def summary_caption(
-    fidelity: dict[str, Any], cpu: dict[str, Any], decode: dict[str, Any], generate: dict[str, Any]
-) -> str:
-    """What the README's table compares with what, and one number of `generate`."""
-    (case,) = shown_cases(decode, [SUMMARY_GPU_CASE])
+def end_to_end_sentence(generate: dict[str, Any]) -> str:
+    """One case of `generate`: time of a step and size of the cache."""
     batch, context = SUMMARY_GENERATE_CASE.split("x")
     steps, ratio, cache = render_generate.compared(generate, SUMMARY_GENERATE_CASE)
-    shape = case["shape"]
     return (
-        f"Size against a 16-bit cache. Quality: our {MODEL}, WikiText-2. Speed: one decode step of attention against "
-        f"the fastest bf16 kernel of PyTorch and FlashInfer ({decode['gpu'].removeprefix('NVIDIA ')}, "
-        f"{shape['batch']} sequences of {describe_context(case)} tokens), and against PyTorch on {cpu['threads']} "
-        f"threads of {_article(cpu['cpu'])} ({cpu['shape']['length']:,} tokens). "
-        f"End to end, `generate` with a Llama-3-8B-sized model and {batch} sequences of {context} tokens "
-        f"takes {steps[1]:.1f} ms a step under `int4` and {steps[0]:.1f} ms under transformers' static cache "
-        f"({ratio:.1f}x), with {cache[1]:.1f} instead of {cache[0]:.1f} GB of cache."
+        f"End to end, with a Llama-3-8B-sized model and {batch} sequences of {context} tokens on an "
+        f"{generate['gpu'].removeprefix('NVIDIA ')}, a step of `generate` takes {steps[1]:.1f} ms with `int4` and "
+        f"{steps[0]:.1f} ms with transformers' static cache ({ratio:.1f}x). The cache takes {cache[1]:.1f} GB instead "
+        f"of {cache[0]:.1f} GB."
+    )
+
+
+def summary_caption(cpu: dict[str, Any], decode: dict[str, Any]) -> str:
+    """What each column of the README's table compares with what."""
+    (case,) = shown_cases(decode, [SUMMARY_GPU_CASE])
+    return (
+        f"Cache size: against 16 bits per value. Quality: our {MODEL} on WikiText-2. GPU attention: one decode step "
+        f"against the fastest bf16 kernel of PyTorch and FlashInfer ({decode['gpu'].removeprefix('NVIDIA ')}, "
+        f"{case['shape']['batch']} sequences of {describe_context(case)} tokens). CPU attention: one decode step "
+        f"against PyTorch on {cpu['threads']} threads of {_article(cpu['cpu'])} ({cpu['shape']['length']:,} tokens)."
     )
 
 
