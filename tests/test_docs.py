@@ -101,7 +101,7 @@ def check_code(page: Path) -> None:
 def check_commands(page: Path) -> None:
     """Its commands are ones that there are, in the prose too, where they are complete."""
     commands = [words for block in blocks_of(page) if block.language == "sh" for words in commands_of(block.code)]
-    inline = re.findall(r"`(hf-kvquant [^`]*MODEL[^`]*)`", FENCED.sub("", page.read_text(encoding="utf-8")))
+    inline = re.findall(r"`((?:hf-kvquant [^`]*MODEL|make )[^`]*)`", FENCED.sub("", page.read_text(encoding="utf-8")))
     for words in [*commands, *(shlex.split(command) for command in inline)]:
         check_command(words)
 
@@ -131,6 +131,12 @@ def check_links(page: Path) -> None:
         assert not anchor or anchor in headings_of(path), f"{target}#{anchor}"
 
 
+def check_pictures(page: Path) -> None:
+    """Its pictures are described for those who do not see them, in a sentence."""
+    for described in re.findall(r"!\[([^\]]*)\]\(", FENCED.sub("", page.read_text(encoding="utf-8"))):
+        assert described.endswith(".") and len(described.split()) >= 10, described
+
+
 def check_names(page: Path) -> None:
     """Files and names of the package that it speaks of exist."""
     text = page.read_text(encoding="utf-8")
@@ -142,7 +148,7 @@ def check_names(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.parametrize(
-    "check", [check_kinds, check_commands, check_links, check_names], ids=lambda check: check.__name__
+    "check", [check_kinds, check_commands, check_links, check_pictures, check_names], ids=lambda check: check.__name__
 )
 def test_pages(check: Callable[[Path], None], page: Path) -> None:
     check(page)
@@ -169,12 +175,14 @@ WRONG = {
     "no reason": (check_kinds, "```python no-run:\nx = 1\n```\n"),
     "target": (check_commands, "```sh\nmake nonsense\n```\n"),
     "evaluation": (check_commands, "```sh\nhf-kvquant eval nonsense MODEL\n```\n"),
+    "target in a sentence": (check_commands, "Run `make nonsense`.\n"),
     "option": (check_commands, "Try `hf-kvquant generate MODEL --nonsense`.\n"),
     "script": (check_commands, "```sh\npython evals/none.py\n```\n"),
     "option of a script": (check_commands, "```sh\npython examples/chat.py --nonsense\n```\n"),
     "program": (check_commands, "```sh\ncurl x\n```\n"),
     "link": (check_links, "[a page](none.md)\n"),
     "heading": (check_links, "# One\n\n[a heading](#two)\n"),
+    "picture": (check_pictures, "![](none.svg)\n"),
     "file": (check_names, "See `hf_kvquant/none.py`.\n"),
     "name": (check_names, "Call `hf_kvquant.none(model)`.\n"),
 }
