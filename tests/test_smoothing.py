@@ -942,8 +942,8 @@ def test_infinite_keys_are_refused() -> None:
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("llama4_text", "layer 1: keys are no multiple of what any module returns"),
-        ("jetmoe", "queries are no multiple of what any module returns"),
+        ("llama4_text", "layer 1: keys are not a multiple of any module's output"),
+        ("jetmoe", "queries are not a multiple of any module's output"),
         ("gemma3n_text", "`model` must have keys of its own in every layer, got 2 layers of Gemma3nForCausalLM"),
         ("diffllama", "`model` must have an attention module for each layer, got DiffLlamaForCausalLM"),
         ("bloom", "`model` must attend through transformers' registry or PyTorch's scaled_dot_product_attention"),
@@ -967,7 +967,7 @@ def test_what_is_no_decoder_is_refused() -> None:
 
 def test_clipped_keys_are_refused() -> None:
     model = build("olmo", clip_qkv=8.0)
-    with pytest.raises(NotImplementedError, match="keys are no multiple of what any module returns"):
+    with pytest.raises(NotImplementedError, match="keys are not a multiple of any module's output"):
         smooth(model)
 
 

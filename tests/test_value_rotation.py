@@ -334,7 +334,7 @@ def test_numbers_that_are_none_are_caught() -> None:
         ("gemma3n_text", {}, "must have keys of its own in every layer, got 2 layers of Gemma3nForCausalLM"),
         ("gemma3n_text", {"num_kv_shared_layers": 0}, r"values come from .*\.v_norm, which has no weights"),
         ("gemma4_text", {"num_kv_shared_layers": 0}, r"values come from .*\.v_norm, which has no weights"),
-        ("olmo", {"clip_qkv": 8.0}, "in whose layer 0 its values are no multiple of what any module returns"),
+        ("olmo", {"clip_qkv": 8.0}, "in whose layer 0 its values are not a multiple of any module's output"),
         ("jetmoe", {}, "attention's output is not given to one projection, channel by channel"),
         ("diffllama", {}, "must have an attention module for each layer"),
         ("bloom", {}, "must attend through transformers' registry"),

@@ -1,7 +1,7 @@
-"""What happens to keys before they are quantised, and to queries so that attention stays what it was.
+"""Transforms of keys before quantisation, with matching changes to queries, so that attention stays the same.
 
-`KeyTransform` is the object that caches hold and kernels apply. Modules that find its numbers (`centering.py` and
-calibration) import transformers and are imported by name, so that `storage.py` and what is below it need not.
+`KeyTransform` is the object that caches hold and kernels apply. The modules that compute its tensors (`centering.py`
+and calibration) import transformers. Import them by name, so that `storage.py` and the layers below it stay free of it.
 """
 
 from .key_transform import KeyTransform

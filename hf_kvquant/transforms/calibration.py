@@ -1,9 +1,9 @@
-"""Statistics of a model's keys and queries on calibration text, and what each choice of factors would cost.
+"""Statistics of a model's keys and queries on calibration text, and the error of each choice of smoothing factors.
 
-Both come from running the model over windows of text, one forward at a time, and nothing of a forward is kept. The cost
-of a choice is the error of the layer's attention output when keys go through the whole transform of a cache and the
-real storage format (`reference.py`), relative to the output over unquantised keys; reconstruction errors of keys would
-mislead, since queries weigh channels. Padding enters neither. Which choices there are is decided in `search.py`.
+Both come from running the model over windows of text, one forward at a time; no activations are kept. The error of a
+choice is that of the layer's attention output when keys go through the cache's whole transform and the real storage
+format (`reference.py`), relative to the output over unquantised keys. The reconstruction error of keys would mislead,
+since queries weight the channels. Padding is excluded from both. `search.py` decides which choices there are.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ..text_config import positions_of
 from .key_transform import KeyTransform
 from .observation import Observation, forward, observed
 
-MIN_TOKENS = 512  # of calibration text: fewer say little about the largest key of a channel
-MIN_WINDOW = 16  # a rest of a text that is shorter than this is left out
+MIN_TOKENS = 512  # calibration tokens; fewer say little about the largest key of a channel
+MIN_WINDOW = 16  # tokens; the last piece of a text is dropped if it is shorter
 
 
 @dataclasses.dataclass
 class KeyStatistics:
-    """What calibration text showed of one layer. All tensors are `[num_kv_heads, head_dim]` float32 on the CPU.
+    """Statistics of one layer on calibration text. All tensors are `[num_kv_heads, head_dim]` float32 on the CPU.
 
     Attributes:
         layer_idx: The layer.
         minimum: Smallest value of each channel of the keys, after RoPE.
-        maximum: Largest.
-        mean: Of the keys.
-        mean_square: Of the keys.
-        query_mean_square: Of the queries of the head's group.
+        maximum: Largest value of each channel of the keys.
+        mean: Mean of the keys.
+        mean_square: Mean square of the keys.
+        query_mean_square: Mean square of the queries that share the key-value head.
         num_tokens: Tokens seen, padding excluded.
     """
 
@@ -77,19 +77,19 @@ def read_windows(
     """Tokenise texts and cut them into batches of windows.
 
     Args:
-        model: For its vocabulary and its context.
+        model: Gives the vocabulary size and the longest window.
         tokenizer: The model's.
         texts: Any number of texts of any length.
-        num_tokens: Tokens to take at most, spread evenly over all windows of all texts.
-        window: Tokens of a window.
-        batch_size: Windows of a forward. Shorter ones are padded on the left.
+        num_tokens: About how many tokens to use (all if there are fewer), spread evenly over the windows of all texts.
+        window: Tokens per window.
+        batch_size: Windows per forward. Shorter windows are padded on the left.
         where: Opens error messages.
 
     Returns:
         Batches of token ids and mask (0 for padding), `[batch, tokens]` int64 each, on the CPU.
 
     Raises:
-        TypeError, ValueError: The texts are no texts or too short, or the tokenizer is not the model's.
+        TypeError, ValueError: The texts are not strings, blank or too short, or the tokenizer is not the model's.
     """
     if isinstance(texts, str):
         raise TypeError(f"{where}: `texts` must be a list of texts, got one str. Put it into a list.")
@@ -147,10 +147,11 @@ def run_windows(
     """Run the model over windows.
 
     Args:
-        model: As it is.
+        model: Only run.
         windows: As `read_windows` returns them.
-        on_layer: Called for each layer's attention, with `[batch, tokens]` bool on its device: True for real tokens.
-        advance: Called with the tokens of each batch that is done.
+        on_layer: Called for each layer's attention. Its second argument is `[batch, tokens]` bool on the layer's
+            device, True for real tokens.
+        advance: Called after each batch, with its number of tokens.
     """
     for ids, mask in windows:
 
@@ -158,7 +159,7 @@ def run_windows(
             on_layer(observation, mask.to(observation.key.device, torch.bool))
 
         with observed(model, observe):
-            # A mask that hides nothing is left out: attention is faster without.
+            # Attention is faster without a mask, so one that hides nothing is left out.
             kwargs: dict[str, Any] = {} if mask.all() else {"attention_mask": mask}
             forward(model, ids, **kwargs)
         advance(int(mask.sum()))
@@ -167,7 +168,7 @@ def run_windows(
 def collect(
     model: PreTrainedModel, windows: Windows, layers: Iterable[int], advance: Callable[[int], Any] = lambda tokens: None
 ) -> dict[int, KeyStatistics]:
-    """Statistics of the keys and queries of some layers. See `run_windows` for the arguments."""
+    """Collect statistics of the keys and queries of some layers. See `run_windows` for the arguments."""
     sums: dict[int, dict[str, Tensor]] = {}
     wanted = set(layers)
 
@@ -212,17 +213,17 @@ def output_errors(
     transforms: Mapping[int, Sequence[KeyTransform]],
     advance: Callable[[int], Any] = lambda tokens: None,
 ) -> dict[int, list[float]]:
-    """The relative error of each layer's attention output under each choice of transform, keys alone quantised.
+    """The relative error of each layer's attention output under each choice of transform, with only keys quantised.
 
     Args:
-        model: Without factors in its weights.
+        model: No factors are folded into its weights.
         windows: As `read_windows` returns them.
-        formats: Of each layer's keys.
-        transforms: Per layer, choices of what a cache would do to keys before it quantises them.
+        formats: Per layer, the format of its keys.
+        transforms: Per layer, the key transforms to compare.
         advance: As for `run_windows`.
 
     Returns:
-        Per layer and choice: the root of the squared error over the squared output, both summed over all tokens.
+        Per layer and choice: `sqrt(squared error / squared output)`, both sums over all tokens.
     """
     errors = {index: [0.0] * len(choices) for index, choices in transforms.items()}
     sizes = dict.fromkeys(transforms, 0.0)
@@ -247,12 +248,12 @@ def output_errors(
 
 
 def through_cache(key: Tensor, kv_format: KVFormat, transform: KeyTransform) -> Tensor:
-    """Keys as attention over a cache sees them: transformed, quantised, and both of it backwards.
+    """Keys as attention over a cache sees them: transformed, quantised, dequantised and transformed back.
 
     Args:
         key: `[batch, num_kv_heads, tokens, head_dim]` float32.
-        kv_format: In which they are stored; a quantised one.
-        transform: Before that.
+        kv_format: A quantised format.
+        transform: Applied before quantising.
     """
     stored = reference.quantize(reference.transform_key(key, transform), kv_format)
     return reference.undo_key_transform(reference.dequantize(stored, kv_format), transform)

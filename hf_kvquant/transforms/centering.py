@@ -1,16 +1,17 @@
 """Centres of keys: the constant per layer, key-value head and channel that is subtracted before keys are quantised.
 
-Any constant is exact, since attention adds `query · center` back; a good one is what the keys of a head have in common.
-It comes from the weights alone, where the model has a key bias: one token is sent through the model with every
-projection and norm fed zeros, so that what arrives in the cache is the bias, and with the rotary embedding averaged
-over positions, so that it arrives as RoPE leaves it on average. For a pair of channels of frequency ω that is
+Any centre is exact, since attention adds `query · center` back. A good one is what the keys of a head have in common.
+Where the model has a key bias, this file finds the centre from the weights alone. It sends one token through the model,
+feeds zeros to every projection and norm, so that the keys in the cache are the bias, and averages the rotary embedding
+over positions, so that the bias is rotated as RoPE does on average. Over T positions, a pair of channels of frequency ω
+gets
 
     center = β · e^{iω(T-1)/2} · sin(ωT/2) / (T · sin(ω/2))         β: the bias of the pair, a complex number
 
-over T positions: near β for slow pairs, near 0 for fast ones. The model's own code does the projecting, splitting,
-norming and rotating, so fused projections, partial, interleaved and scaled RoPE need nothing here. A norm behind a
-biased projection leaves no constant that the weights could tell: it is fed zeros too, and answers with its own bias.
-The other source is calibration text (`smoothing.py`). What layers make of centres is decided in `of_model.py`.
+which is near β for slow pairs and near 0 for fast ones. The model's own code projects, splits, normalises and rotates,
+so fused projections and partial, interleaved or scaled RoPE need no code here. If a norm follows a biased projection,
+the weights do not tell the constant: the norm is fed zeros too, so the probe finds the norm's own bias. Centres may
+also come from calibration text (`smoothing.py`). `of_model.py` decides which centres a layer gets.
 """
 
 from __future__ import annotations
@@ -29,33 +30,33 @@ from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 from ..cache import layers_of
 from ..text_config import positions_of, text_config_of
 
-# T of the formula above, at most, and no more than a model was made for: pairs that turn about once in so many tokens,
-# or more, are left to the rotation. A centre over more positions than a text has fits its first tokens badly (reference
+# Upper limit of T in the formula above; a model's own context may be shorter. Pairs that turn about once or more within
+# T tokens are left to the rotation. A centre over more positions than a text has fits its first tokens badly (reference
 # model, bias of norm 100 in the slowest two pairs, texts of 2048 tokens: int4 diverges 1.20 times as much as without
 # the bias with T = 2048, 1.46 times with 4096).
 NUM_POSITIONS = 4096
 
 
 def has_biases(model: nn.Module) -> bool:
-    """Whether anything in a model adds a constant that is not zero, so that its keys may have one in common."""
+    """Whether a model has any non-zero bias, so that its keys may share a constant."""
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    # What is offloaded cannot be looked at from here.
+    # Offloaded tensors cannot be read here, so they count as non-zero.
     return any(name.endswith("bias") and (tensor.is_meta or bool(tensor.any())) for name, tensor in tensors)
 
 
-# Centres outlive whatever they were first wanted for, and tensors of inference mode could be used in it only.
+# Inference tensors could only be used in inference mode, and centres outlive the call that first needs them.
 @torch.inference_mode(False)
 @torch.no_grad()
 def bias_centers(model: PreTrainedModel, num_positions: int | None = None) -> dict[int, Tensor]:
     """Centres from the weights alone.
 
     Args:
-        model: A decoder with weights; left as it was. One token is sent through it.
-        num_positions: Positions that a rotated bias is averaged over; `None` for what the model was made for, at most
+        model: A decoder with weights. One token is sent through it; it is left unchanged.
+        num_positions: Positions over which the rotated bias is averaged. `None` for the model's context length, at most
             `NUM_POSITIONS`.
 
     Returns:
-        Per layer index `[num_kv_heads, head_dim]` float32, on the layer's device; layers without a key bias are absent.
+        Per layer index `[num_kv_heads, head_dim]` float32, on the layer's device. Layers without a key bias are absent.
 
     Raises:
         ValueError: `num_positions` is not positive.
@@ -74,17 +75,17 @@ def bias_centers(model: PreTrainedModel, num_positions: int | None = None) -> di
 
 @torch.no_grad()
 def num_kv_heads(model: PreTrainedModel) -> dict[int, int]:
-    """Heads of the keys that a forward in this process makes, by layer index. One token is sent through the model."""
+    """Per layer index, how many key-value heads this process computes. Sends one token through the model."""
     return {index: key.shape[1] for index, key in _keys_of_a_token(model).items()}
 
 
 def _keys_of_a_token(model: PreTrainedModel) -> dict[int, Tensor]:
-    """What arrives in the cache for one token: per layer that keeps all keys `[1, num_kv_heads, 1, head_dim]`."""
+    """The cached keys of one token, `[1, num_kv_heads, 1, head_dim]` for each layer that keeps all keys."""
     cache = whole_cache(model)
     decoder: Any = model
     given: Cache = cache
     if model.config.is_encoder_decoder:
-        # Without an encoder's states, most leave cross-attention out; Moonshine runs it, on what its cache is for.
+        # Without encoder states most models skip cross-attention. Moonshine runs it, and needs the cache for it.
         decoder, given = model.get_decoder(), EncoderDecoderCache(cache, DynamicCache())
     token = torch.zeros((1, 1), dtype=torch.long, device="cpu" if model.device.type == "meta" else model.device)
     with evaluating(model):
@@ -96,7 +97,7 @@ def _keys_of_a_token(model: PreTrainedModel) -> dict[int, Tensor]:
 
 
 def whole_cache(model: PreTrainedModel) -> DynamicCache:
-    """A cache of transformers that keeps all keys, those that a sliding window has left too; masks hide them."""
+    """A `DynamicCache` that keeps all keys, even those outside a sliding window. Masks hide those."""
     text_config = text_config_of(model)
     cache = DynamicCache(config=text_config)
     for index, layer_type in enumerate(layers_of(text_config)[0]):
@@ -107,7 +108,7 @@ def whole_cache(model: PreTrainedModel) -> DynamicCache:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode and not compiled: compiled code does not see hooks, and it is for other shapes."""
+    """Put the model into evaluation mode, uncompiled: compiled code ignores hooks and was compiled for other shapes."""
     was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -120,7 +121,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _probed(model: nn.Module, num_positions: int) -> Iterator[None]:
-    """Hooks that leave of a forward pass what does not depend on the input, averaged over positions."""
+    """Hook the model so that a forward computes only what does not depend on its input, averaged over positions."""
     handles = []
     try:
         for module in model.modules():
@@ -142,7 +143,7 @@ def _is_rotary(module: nn.Module) -> bool:
 def _feed_zeros(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Zeros in place of numbers; token ids and masks stay."""
+    """A forward pre-hook: replaces floating-point inputs by zeros. Token ids and masks stay."""
 
     def zeroed(arg: Any) -> Any:
         return torch.zeros_like(arg) if isinstance(arg, Tensor) and arg.is_floating_point() else arg
@@ -153,7 +154,7 @@ def _feed_zeros(
 def _average_positions(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, num_positions: int
 ) -> Any:
-    """What a rotary embedding returns for positions 0, 1, …, averaged over them."""
+    """A forward hook: the mean of what a rotary embedding returns for positions 0, 1, …, `num_positions` - 1."""
 
     def spread(arg: Any) -> Any:
         if isinstance(arg, Tensor) and not arg.is_floating_point():

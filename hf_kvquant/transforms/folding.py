@@ -1,9 +1,9 @@
-"""Scaling a model's keys and queries in place, through its weights, so that attention stays what it was.
+"""Scales a model's keys and queries in place, through its weights, without changing attention.
 
-Keys are divided by a factor per key-value head and channel, the queries of the head's group are multiplied by it, and
-every product of query and key stays the same number. Factors that are powers of two change no bit of any product, as
-long as nothing leaves the range of its dtype: `exact_exponents` shrinks those that would. Which parameters make which
-channel is in the layout (`layout.py`); which factors are worth folding is decided in `smoothing.py`.
+Keys are divided by a factor per key-value head and channel. The queries that share the head are multiplied by it, so
+every product of query and key stays the same. Factors that are powers of two change no bit of any product as long as
+no value leaves the range of its dtype; `exact_exponents` shrinks factors that would cause this. The layout
+(`layout.py`) says which parameters make which channel; `smoothing.py` decides which factors are worth folding.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 
 from .layout import LayerLayout, Rule, Scalable, by_feature
 
-# Of each weight, so that a model of 300 weights is known again in some hundredths of a second, whatever its size.
+# Numbers hashed of each weight: a model of 300 weights is identified within some hundredths of a second, at any size.
 SAMPLES = 4096
 
 
 def query_factor(layout: LayerLayout, factor: Tensor) -> Tensor:
-    """The factors of key-value heads (`[num_kv_heads, head_dim]`) for query heads (`[num_q_heads, head_dim]`)."""
+    """Repeat factors of key-value heads (`[num_kv_heads, head_dim]`) for query heads (`[num_q_heads, head_dim]`)."""
     return factor.repeat_interleave(layout.num_q_per_kv, 0)
 
 
@@ -31,7 +31,7 @@ def scale_keys(model: PreTrainedModel, layout: LayerLayout, factor: Tensor) -> N
 
     Args:
         model: Its weights are written in place.
-        layout: Of the layer.
+        layout: The layer's layout.
         factor: `[num_kv_heads, head_dim]` float32, positive, equal where `layout.ties` is.
     """
     for scalable, multiplier in ((layout.key, 1 / factor), (layout.query, query_factor(layout, factor))):
@@ -39,7 +39,7 @@ def scale_keys(model: PreTrainedModel, layout: LayerLayout, factor: Tensor) -> N
 
 
 def gains_plus_one(model: PreTrainedModel, layouts: Iterable[LayerLayout]) -> dict[str, Tensor]:
-    """Copies, on the CPU, of the weights that scaling and scaling back may round, by their names in the model."""
+    """Copy the weights that scaling and scaling back may round to the CPU. Keys are their names in the model."""
     return {
         f"{scalable.name}.weight": model.get_parameter(f"{scalable.name}.weight").detach().cpu().clone()
         for layout in layouts
@@ -49,15 +49,15 @@ def gains_plus_one(model: PreTrainedModel, layouts: Iterable[LayerLayout]) -> di
 
 
 def exact_exponents(model: PreTrainedModel, layout: LayerLayout, exponents: Tensor) -> Tensor:
-    """The nearest exponents that the weights can be scaled by without rounding anything.
+    """Shrink exponents until the weights can be scaled without rounding.
 
     Args:
         model: Only read.
-        layout: Of the layer.
-        exponents: `[num_kv_heads, head_dim]` int64, equal where `layout.ties` is: factors are two to their power.
+        layout: The layer's layout.
+        exponents: `[num_kv_heads, head_dim]` int64, equal where `layout.ties` is. The factors are `2 ** exponents`.
 
     Returns:
-        Exponents no larger in magnitude, with equal ones where `layout.ties` is.
+        Exponents no larger in magnitude, equal where `layout.ties` is.
     """
     while exponents.any():
         factor = torch.exp2(exponents.float())
@@ -73,7 +73,7 @@ def exact_exponents(model: PreTrainedModel, layout: LayerLayout, exponents: Tens
 
 
 def parameters_of(layouts: Iterable[LayerLayout], model: PreTrainedModel) -> list[str]:
-    """The names of all parameters that scaling touches, sorted."""
+    """The names of all parameters that scaling changes, sorted."""
     modules = {scalable.name for layout in layouts for scalable in (layout.key, layout.query)}
     return sorted(
         f"{name}.{parameter}"
@@ -83,28 +83,29 @@ def parameters_of(layouts: Iterable[LayerLayout], model: PreTrainedModel) -> lis
 
 
 def weights_hash(model: PreTrainedModel) -> str:
-    """SHA-256 over a sample of every weight, whatever was injected, folded or calibrated into it included.
+    """SHA-256 over a sample of every weight, including changes that were injected, folded or calibrated into it.
 
-    Another checkpoint, training or an adapter are noticed, a change of a few single weights may not be.
+    The hash changes with another checkpoint, after training and with an adapter. It may miss changes to a few numbers.
     """
-    # What `state_dict` has and a module does not own as a tensor is made up by quantised layers. Buffers that are not
-    # saved, such as frequencies of a RoPE that grows with the context, change while the model runs.
+    # Quantised layers add entries to `state_dict` that are no tensors of a module. Buffers that are not saved, such as
+    # the frequencies of a RoPE that grows with the context, change while the model runs. Neither is hashed.
     owned = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
     return hash_of(model, sorted(owned.intersection(model.state_dict())), samples=SAMPLES)
 
 
 def hash_of(model: PreTrainedModel, names: Iterable[str], samples: int | None = None) -> str:
-    """SHA-256 of parameters and buffers, floating ones as float32 numbers.
+    """SHA-256 of parameters and buffers.
 
-    So a checkpoint has one hash in whatever wider dtype it is loaded. Of what is offloaded, name and shape count alone.
+    Floating-point tensors are hashed as float32, so a checkpoint has the same hash when it is loaded in a wider dtype.
+    Offloaded tensors count only by name and shape.
 
     Args:
-        model: Whose they are.
-        names: Of the parameters and buffers.
-        samples: About how many numbers of each count, spread evenly; `None` for all.
+        model: Owns the tensors.
+        names: Names of the parameters and buffers.
+        samples: About how many numbers of each tensor to hash, spread evenly; `None` for all.
 
     Raises:
-        AttributeError: A name is not one of the model's.
+        AttributeError: The model has no tensor of that name.
     """
     digest = hashlib.sha256()
     for name in names:
@@ -113,7 +114,7 @@ def hash_of(model: PreTrainedModel, names: Iterable[str], samples: int | None = 
         digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
         if not tensor.is_meta:
             if samples is not None:
-                # An odd stride meets every row and every column of a matrix whose sides are powers of two.
+                # An odd stride reaches every row and every column of a matrix whose sides are powers of two.
                 tensor = tensor.reshape(-1)[:: tensor.numel() // samples | 1]
             numbers = tensor.float() if tensor.is_floating_point() else tensor
             digest.update(numbers.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -121,7 +122,7 @@ def hash_of(model: PreTrainedModel, names: Iterable[str], samples: int | None = 
 
 
 def _multiplier_of(scalable: Scalable, multiplier: Tensor) -> tuple[Tensor, Tensor]:
-    """The features to be scaled (int64, each once) and by what (float32), from a multiplier per head and channel."""
+    """Turn a multiplier per head and channel into distinct features (int64) and one factor each (float32)."""
     features, first = torch.unique(scalable.index.flatten(), return_inverse=True)
     factors = torch.empty(len(features)).scatter_(0, first, multiplier.flatten().float())
     is_scaled = factors != 1
@@ -129,7 +130,7 @@ def _multiplier_of(scalable: Scalable, multiplier: Tensor) -> tuple[Tensor, Tens
 
 
 def _rows(module: nn.Module, rule: Rule) -> Iterator[tuple[Tensor, int]]:
-    """Views of a module's parameters with features first, `[features, ...]`, and what is added to each before use."""
+    """Views of a module's parameters, `[features, ...]`, each with the offset that the module adds before use."""
     for name, parameter in module.named_parameters(recurse=False):
         if name == "weight" and rule in ("rows", "columns"):
             yield by_feature(parameter, rule), 0
@@ -138,13 +139,13 @@ def _rows(module: nn.Module, rule: Rule) -> Iterator[tuple[Tensor, int]]:
 
 
 def _wide(rows: Tensor, offset: int) -> Tensor:
-    """Rows as they are multiplied, in float32 or wider."""
+    """Rows with their offset, in float32 or wider."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return wide + offset if offset else wide  # adding 0 would turn -0.0 into 0.0
 
 
 def _times(rows: Tensor, offset: int, multiplier: Tensor) -> Tensor:
-    """Rows that are `multiplier` (`[rows, 1]`) times as large in effect, in their dtype."""
+    """Rows whose effect is `multiplier` (`[rows, 1]`) times as large, in their dtype."""
     scaled = _wide(rows, offset) * multiplier
     return (scaled - offset if offset else scaled).to(rows.dtype)
 
@@ -157,14 +158,14 @@ def _scale(module: nn.Module, scalable: Scalable, multiplier: Tensor) -> None:
 
 
 def _rounds(module: nn.Module, scalable: Scalable, multiplier: Tensor) -> Tensor:
-    """Which channels a multiplier would round in some parameter: bool, shaped like the multiplier."""
+    """Whether scaling would round a parameter of each channel: bool, shaped like the multiplier."""
     features, factors = _multiplier_of(scalable, multiplier)
     is_bad = torch.zeros(int(scalable.index.max()) + 1, dtype=torch.bool)
     for rows, offset in _rows(module, scalable.rule):
         features, factors = features.to(rows.device), factors.to(rows.device)
         before = _wide(rows[features], offset)
         after = _wide(_times(rows[features], offset, factors[:, None]), offset)
-        # Also backwards: a product that became subnormal has lost bits.
+        # Check the way back, too: a product that became subnormal has lost bits.
         differs = (after != before * factors[:, None]) | (after / factors[:, None] != before)
         is_bad[features.cpu()] |= differs.any(1).cpu()
     return is_bad[scalable.index]

@@ -1,9 +1,9 @@
-"""Made-up difficulties for quantised keys: outlier channels and large biases, put into a model that has none.
+"""Makes a model's keys harder to quantise, for evaluations: adds outlier channels or large biases through its weights.
 
-Evaluations need models whose keys are as hard as those of large ones. Outliers are the inverse of smoothing: channels
-of keys are multiplied, those of queries divided, and attention stays what it was. A bias is added where RoPE turns
-slowest, if at all, so that it is nearly the same for every key and softmax nearly ignores it, as in models that learned
-such biases. Both work on whatever layers `layout.py` finds; how channels are scaled is `folding.py`'s.
+Small test models then have keys as hard as those of large models. Outliers are the inverse of smoothing: key channels
+are multiplied, query channels divided, and attention stays the same. A bias is added to the channels that RoPE turns
+slowest, or not at all. There it is nearly the same for every key, so softmax nearly ignores it, as in models that
+learned large biases. `layout.py` finds the layers; `folding.py` scales the channels.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from .layout import LayerLayout, Scalable, find_layouts
 def inject_key_outliers(
     model: PreTrainedModel, pairs_per_head: int = 3, factor: float = 10.0, *, seed: int = 0
 ) -> dict[int, Tensor]:
-    """Make some channels of every layer's keys larger, and those of queries smaller, through the weights.
+    """Enlarge some channels of every layer's keys, and shrink the same channels of queries, through the weights.
 
     Args:
-        model: Written in place. Its logits stay the same to the bit if `factor` is a power of two, else nearly.
-        pairs_per_head: Groups of channels per key-value head: RoPE pairs, single channels where nothing is rotated.
-            Heads that share a norm get the same ones.
-        factor: By which keys grow.
-        seed: Of the choice of channels.
+        model: Written in place. If `factor` is a power of two, its logits stay the same to the bit, else nearly.
+        pairs_per_head: How many groups of channels to enlarge per key-value head. A group is a RoPE pair, or one
+            channel where nothing is rotated. Heads that share a norm get the same groups.
+        factor: Multiplies the chosen channels of keys.
+        seed: Seed for the choice of channels.
 
     Returns:
-        Per layer, `[num_kv_heads, head_dim]` float32: what keys were multiplied by.
+        Per layer, `[num_kv_heads, head_dim]` float32: the multiplier of each key channel.
 
     Raises:
         TypeError, NotImplementedError: As for `smooth_attention`.
-        ValueError: `factor` is not positive, or a head has fewer groups.
+        ValueError: `factor` is not positive, or a head has fewer than `pairs_per_head` groups.
     """
     if not factor > 0:
         raise ValueError(
@@ -51,7 +51,7 @@ def inject_key_outliers(
                     f"inject_key_outliers: `pairs_per_head` must be from 1 to {len(groups)}, got {pairs_per_head}."
                 )
             if (multiplier[torch.isin(layout.ties, groups)] != 1).any():
-                continue  # an earlier head has these channels too
+                continue  # an earlier head shares these channels
             chosen = groups[torch.randperm(len(groups), generator=generator)[:pairs_per_head]]
             multiplier[torch.isin(layout.ties, chosen)] = factor
         scale_keys(model, layout, 1 / multiplier)
@@ -62,19 +62,19 @@ def inject_key_outliers(
 def inject_key_bias(model: PreTrainedModel, norm: float = 100.0) -> dict[int, Tensor]:
     """Add a large constant to every layer's keys, in the pair of channels that RoPE turns slowest.
 
-    The model's function changes a little, since a slow pair turns too; where some channels are not rotated, one of them
-    is taken and nothing changes but rounding.
+    The logits change a little, since even a slow pair turns. If some channels are not rotated, one of them gets the
+    bias instead, and only rounding changes.
 
     Args:
-        model: Written in place. A projection without bias gets one, for which the config of a saved checkpoint would
-            have no place.
-        norm: Of the added bias, per key-value head.
+        model: Written in place. A projection without a bias gets one, so the model no longer fits the config that
+            `save_pretrained` would write.
+        norm: Norm of the added bias per key-value head.
 
     Returns:
-        Per layer, `[num_kv_heads, head_dim]` float32: what was added, before RoPE.
+        Per layer, `[num_kv_heads, head_dim]` float32: the added bias, before RoPE.
 
     Raises:
-        TypeError, NotImplementedError: As for `smooth_attention`; a layer whose keys come out of a norm is refused too.
+        TypeError, NotImplementedError: As for `smooth_attention`. Also refuses a layer whose keys come out of a norm.
     """
     layouts, _ = find_layouts(model, where="inject_key_bias")
     for layout in layouts.values():

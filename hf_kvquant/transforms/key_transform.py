@@ -1,9 +1,9 @@
-"""`KeyTransform`: what happens to one layer's keys before they are quantised, as one object that caches share.
+"""`KeyTransform`: how one layer's keys are transformed before they are quantised, as one object that caches share.
 
-A transform is exact but for rounding: transformed queries give with transformed keys the scores of the plain ones, less
-`query · center`, which attention adds back. This file holds and checks the numbers. What they do to a key and a query,
-operation by operation, is defined in `reference.py`; where they come from is decided in `centering.py` (centres) and by
-calibration (smoothing factors); who applies them when, in `storage.py`.
+A transform is exact up to rounding: transformed queries and keys give the same scores as plain ones, less
+`query · center`, which attention adds back. This file holds and checks the tensors. `reference.py` defines how they
+change a key and a query, operation by operation. Centres come from `centering.py` or calibration, smoothing factors
+from calibration. `storage.py` decides when they are applied.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeyTransform:
-    """The transform of one layer's keys: centre, smooth, rotate, in this order, each of them optional.
+    """The transform of one layer's keys: centre, smooth, rotate, in this order. Each step is optional.
 
     Attributes:
         center: `[num_kv_heads, head_dim]` float32, subtracted from keys after RoPE.
-        smoothing: `[num_kv_heads, head_dim]` float32, positive: the factors that keys are divided by and queries
-            multiplied with.
-        is_rotated: Whether keys and queries are rotated by a Hadamard matrix: blocks of the largest power of two that
-            divides head_dim.
+        smoothing: `[num_kv_heads, head_dim]` float32, positive. Keys are divided by these factors, queries multiplied.
+        is_rotated: Whether keys and queries are rotated by a Hadamard matrix, in blocks of the largest power of two
+            that divides head_dim.
 
     Raises:
-        TypeError, ValueError: Naming the argument, what was expected and what came.
+        TypeError, ValueError: A tensor has the wrong type, shape or values. The message names the argument.
     """
 
     center: Tensor | None = None
@@ -64,11 +63,11 @@ class KeyTransform:
 
     @classmethod
     def of_checked(cls, center: Tensor | None, smoothing: Tensor | None, is_rotated: bool) -> KeyTransform:
-        """The transform of tensors that have been checked: no look at their values, for which a GPU would be awaited.
+        """Build a transform without the checks, which would read the tensors and so synchronise with the GPU.
 
         Args:
-            center: Of a `KeyTransform`, or what an op has been given.
-            smoothing: The same.
+            center: Taken from a `KeyTransform`, or an argument of an op.
+            smoothing: Likewise.
             is_rotated: See the class.
         """
         transform = object.__new__(cls)
@@ -78,14 +77,14 @@ class KeyTransform:
 
     @property
     def is_identity(self) -> bool:
-        """Whether keys stay as they are."""
+        """Whether keys stay unchanged."""
         return self.center is None and self.smoothing is None and not self.is_rotated
 
     def check_fits(self, where: str, num_kv_heads: int, head_dim: int) -> None:
-        """Refuse keys of another shape.
+        """Check that the tensors fit keys of this shape.
 
         Raises:
-            ValueError: A tensor is for other heads or another head_dim.
+            ValueError: A tensor has another number of heads or another head_dim.
         """
         for name, tensor in (("center", self.center), ("smoothing", self.smoothing)):
             if tensor is not None and tensor.shape != (num_kv_heads, head_dim):
@@ -95,24 +94,24 @@ class KeyTransform:
                 )
 
     def to(self, device: torch.device | str) -> KeyTransform:
-        """The same transform on a device; itself where it is there already."""
+        """The same transform on a device; `self` if it is there already."""
         center, smoothing = (None if x is None else x.to(device) for x in (self.center, self.smoothing))
         if center is self.center and smoothing is self.smoothing:
             return self
         return self.of_checked(center, smoothing, self.is_rotated)
 
     def clone(self, device: torch.device | str) -> KeyTransform:
-        """The same transform on a device, in tensors of its own."""
+        """A copy of the transform on a device, which shares no memory with this one."""
         center, smoothing = (None if x is None else x.to(device, copy=True) for x in (self.center, self.smoothing))
         return self.of_checked(center, smoothing, self.is_rotated)
 
     def copy_(self, other: KeyTransform) -> None:
-        """Take the numbers of another transform of the same parts and shapes, in place."""
+        """Copy the tensors of another transform into this one, in place. Both have the same steps and shapes."""
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
             mine.copy_(theirs)
 
     def equals(self, other: KeyTransform) -> bool:
-        """Whether both do the same to a key. Equality of the objects is identity, as tensors have no other."""
+        """Whether both change a key in the same way. `==` compares identity instead."""
         if self.is_rotated != other.is_rotated:
             return False
         sides = ((self.center, other.center), (self.smoothing, other.smoothing))

@@ -1,11 +1,12 @@
-"""Which parameters of a model make each channel of its keys and queries, found out by running the model.
+"""Finds, by running the model, which parameters make each channel of its keys and queries.
 
-Names differ from family to family (`k_proj`, `qkv_proj`, `query_key_value`, `Wqkv`, `c_attn`, `k_norm`), and so do the
-layouts inside fused projections. So no name is looked up here. The output of each module inside an attention module is
-replaced by random numbers in turn; the last one whose numbers come out as keys, one for one and in proportion, is where
-a factor can be folded, and which number came out where says which row makes which channel. A projection with a norm
-behind it drops out by itself, since what the norm makes of it is not proportional. Unit vectors at the place that was
-found then show what RoPE mixes (`rope.py`). How a factor is folded into what is found here is decided in `folding.py`.
+Module names differ from family to family (`k_proj`, `qkv_proj`, `query_key_value`, `Wqkv`, `c_attn`, `k_norm`), and so
+do the layouts inside fused projections, so this file looks up no names. Instead, it replaces the output of each module
+inside an attention module by random numbers, one module at a time. A factor can be folded into the last module whose
+numbers come out as keys, one for one and in proportion; where each number comes out tells which row makes which
+channel. A projection followed by a norm is excluded this way, since the norm's output is not proportional to its input.
+Unit vectors from the module that was found then show which channels RoPE mixes (`rope.py`). `folding.py` folds factors
+into the parameters found here.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ from .observation import Observation, forward, observed
 from .rope import POSITIONS, coupled_channels, tie, turn_per_token
 from .sharding import check_whole
 
-# How parameters scale features: the rows of a weight, its columns (GPT-2's Conv1D), the gain of a norm, or a gain that
-# is stored as its difference from 1 (Gemma).
+# Which parameters scale features: the rows of a weight, its columns (GPT-2's Conv1D), the gain of a norm, or a gain
+# that is stored as its difference from 1 (Gemma).
 Rule = Literal["rows", "columns", "gain", "gain_plus_one"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 NUM_SAMPLES = 32  # random vectors: the odds that two independent ones agree to COSINE are below 1e-15
-COSINE = 0.995  # of what went in with what came out; rounding to bfloat16 leaves 0.9999
-LOUD = 1024.0  # by which some samples are louder, to notice clipping (OLMo's clip_qkv is 8)
+COSINE = 0.995  # least cosine of a module's numbers and a channel; rounding to bfloat16 leaves 0.9999
+LOUD = 1024.0  # some samples are this many times larger, to notice clipping (OLMo's clip_qkv is 8)
 NUM_LOUD = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Edit:
-    """What weights are edited for, in messages.
+    """An edit of weights, as error messages name it.
 
     Attributes:
-        what: What the weights make or take.
-        verb: What is done to them.
+        what: The tensors that the weights make or take.
+        verb: What the edit does to them.
     """
 
     what: str
@@ -61,11 +62,11 @@ SMOOTHING = Edit("keys and queries", "smooth")
 
 @dataclasses.dataclass(frozen=True)
 class Scalable:
-    """The parameters of one module that make each channel of a layer's heads, or take it.
+    """The parameters of one module that make each channel of a layer's heads, or take it as input.
 
     Attributes:
-        name: Of the module, in the model.
-        rule: How they scale its output, or its input where they take the channels.
+        name: The module's name in the model.
+        rule: Which parameters scale its output, or its input if it takes the channels.
         index: `[heads, head_dim]` int64: the row, column or gain of each channel.
     """
 
@@ -80,13 +81,13 @@ class LayerLayout:
 
     Attributes:
         layer_idx: The layer.
-        name: Of the attention module, in the model.
-        key: What makes keys.
-        query: What makes queries.
+        name: The attention module's name in the model.
+        key: The parameters that make keys.
+        query: The parameters that make queries.
         ties: `[num_kv_heads, head_dim]` int64: channels with the same number have to share a factor. Query heads take
             the factors of their key-value head.
         turn: `[num_kv_heads, head_dim]` float32: `|sin|` of the angle by which RoPE turns the channel from one token to
-            the next; 0 where it does not.
+            the next; 0 for channels that are not rotated.
     """
 
     layer_idx: int
@@ -104,7 +105,7 @@ class LayerLayout:
 
 @dataclasses.dataclass
 class Candidate:
-    """A module inside an attention module that runs before attention, and the shape of its output behind the batch."""
+    """A module inside an attention module that runs before attention. `shape` is its output's, without the batch."""
 
     module: nn.Module
     name: str
@@ -112,13 +113,13 @@ class Candidate:
     token_axis: int
 
     def output(self, features: Tensor) -> Tensor:
-        """An output of this module, `[batch, *shape]`, with the same features (`[batch, features]`) in every token."""
+        """An output of this module, `[batch, *shape]`, with the same features (`[batch, features]`) for every token."""
         rest = [size for axis, size in enumerate(self.shape) if axis != self.token_axis]
         return features.view(-1, *rest).unsqueeze(1 + self.token_axis).expand(-1, *self.shape)
 
     @property
     def num_features(self) -> int:
-        """Numbers that the module returns for a token."""
+        """How many numbers the module returns per token."""
         return math.prod(self.shape) // self.shape[self.token_axis]
 
 
@@ -128,7 +129,7 @@ class Found:
 
     Attributes:
         candidate: The module.
-        index: `[heads, head_dim]` int64: which of its features each channel is.
+        index: `[heads, head_dim]` int64: the feature that makes each channel.
     """
 
     candidate: Candidate
@@ -136,19 +137,20 @@ class Found:
 
 
 def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerLayout], dict[int, str]]:
-    """Find the parameters behind the keys of every layer whose cache would be quantised. The model is only run.
+    """Find the parameters that make keys and queries in every layer whose cache would be quantised.
 
     Args:
-        model: A decoder-only model.
+        model: A decoder-only model. It is only run.
         where: Opens error messages.
 
     Returns:
-        layouts: By layer.
-        left_out: By layer, why it cannot be scaled.
+        layouts: Per layer index, the layout.
+        left_out: Per layer index, why the layer cannot be scaled.
 
     Raises:
-        TypeError: `model` is no model of transformers.
-        NotImplementedError: It keeps no keys, its attention cannot be seen, or its weights cannot be edited in place.
+        TypeError: `model` is not a `PreTrainedModel`.
+        NotImplementedError: The model keeps no keys, its attention cannot be watched, or its weights cannot be edited
+            in place.
     """
     check_decoder(model, where)
     check_own_keys(model, where)
@@ -182,11 +184,11 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
 
 
 def other_caches(model: PreTrainedModel, config: KVQuantConfig | None = None) -> dict[int, str]:
-    """The layers whose cache is left to transformers, and what is said of them.
+    """The layers whose cache is left to transformers, each with the reason.
 
     Args:
         model: A decoder.
-        config: Of the cache; `None` for one that quantises whatever layer it can.
+        config: The cache's config; `None` for a cache that quantises every layer it can.
     """
     layer_types, _ = layers_of(text_config_of(model))
     quantized = quantized_layers(layer_types, config or KVQuantConfig())
@@ -198,11 +200,11 @@ def other_caches(model: PreTrainedModel, config: KVQuantConfig | None = None) ->
 
 
 def check_decoder(model: PreTrainedModel, where: str) -> None:
-    """Refuse what keeps no keys that could be quantised.
+    """Refuse a model that keeps no keys that could be quantised.
 
     Raises:
-        TypeError: `model` is no model of transformers.
-        NotImplementedError: It is no decoder, keeps something else, or is sharded over processes.
+        TypeError: `model` is not a `PreTrainedModel`.
+        NotImplementedError: It is no decoder, caches something other than keys, or is sharded over processes.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -220,7 +222,7 @@ def check_decoder(model: PreTrainedModel, where: str) -> None:
 
 
 def check_own_keys(model: PreTrainedModel, where: str) -> None:
-    """Refuse weights that are not here, and layers without keys of their own."""
+    """Refuse offloaded weights, and layers that reuse the keys of other layers."""
     offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if offloaded:
         raise NotImplementedError(
@@ -236,7 +238,7 @@ def check_own_keys(model: PreTrainedModel, where: str) -> None:
 
 
 def check_owners(model: PreTrainedModel, names: Iterable[str], where: str, *, edit: Edit = SMOOTHING) -> None:
-    """Refuse to edit modules of these names if something else uses their parameters too."""
+    """Refuse to edit the modules of these names if other modules share their parameters."""
     owners: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[parameter.data_ptr()].append(name)
@@ -281,12 +283,12 @@ def run_arbitrary(
 ) -> None:
     """Run the model on arbitrary tokens.
 
-    Attention returns what the observer does, or zeros, so that no made-up number runs away.
+    Attention returns the observer's tensor, or else zeros, so that random numbers do not grow from layer to layer.
     """
     last = positions_of(model, 4096) - 1
     positions = [*POSITIONS, *range(last - extra_tokens, last + 1)]
     input_ids = torch.arange(5, 5 + len(positions)) % text_config_of(model).vocab_size
-    # Far positions turn slow pairs far enough to be seen; models that take none count from 0.
+    # Slow pairs turn visibly only at far positions. Models that take no positions count from 0.
     position_ids = torch.tensor(positions).expand(batch, -1)
 
     def observe(observation: Observation) -> Tensor:
@@ -302,7 +304,7 @@ def run_arbitrary(
 
 @dataclasses.dataclass
 class _ForwardLog:
-    """Per layer, the modules that finished before its attention, with the shapes of their outputs behind the batch."""
+    """Per layer, the modules that finished before its attention, with the shapes of their outputs without the batch."""
 
     finished: dict[int, list[tuple[nn.Module, tuple[int, ...]]]]
     attended: set[int]
@@ -313,14 +315,14 @@ class _ForwardLog:
             self.finished[index].append((module, tuple(output.shape[1:])))
 
     def end(self, observation: Observation) -> None:
-        """A layer attends."""
+        """Note that a layer attends."""
         self.attended.add(observation.layer_idx)
 
 
 def candidates_of(
     model: PreTrainedModel, modules: Mapping[int, nn.Module], names: Mapping[nn.Module, str]
 ) -> dict[int, list[Candidate]]:
-    """Per layer, the modules that run before its attention, in the order in which they finish."""
+    """Per layer, the modules that run once and before its attention, in the order in which they finish."""
     runs = []
     for extra_tokens in (0, 1):
         log = _ForwardLog({index: [] for index in modules}, set())
@@ -349,7 +351,7 @@ def _hook(stack: contextlib.ExitStack, module: nn.Module, hook: Callable[..., An
 
 @contextlib.contextmanager
 def replaced(outputs: Mapping[nn.Module, Tensor]) -> Iterator[None]:
-    """Modules return these tensors (in the dtype and on the device of what they would have returned)."""
+    """Let modules return these tensors, in the dtype and on the device of their own output."""
     with contextlib.ExitStack() as stack:
         for module, output in outputs.items():
             _hook(stack, module, lambda module, args, old, output=output: torch.empty_like(old).copy_(output))
@@ -362,7 +364,7 @@ def replaced(outputs: Mapping[nn.Module, Tensor]) -> Iterator[None]:
 def match(
     model: PreTrainedModel, candidates: Mapping[int, list[Candidate]], *sides: Literal["key", "query", "value"]
 ) -> list[dict[int, list[Found]]]:
-    """For each of the sides, per layer, the candidates whose output comes out as that, the last to run first."""
+    """For each side, per layer, the candidates whose output arrives there one for one, the last to run first."""
     matched: list[dict[int, list[Found]]] = [{index: [] for index in candidates} for _ in sides]
     generator = torch.Generator().manual_seed(0)
     for rank in range(max((len(found) for found in candidates.values()), default=0)):
@@ -391,13 +393,13 @@ def match(
 
 
 def random_samples(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Samples as `one_for_one` takes them, some of them loud."""
+    """Random samples for `one_for_one`: `NUM_SAMPLES` plain ones, then `NUM_LOUD` of them times `LOUD`."""
     quiet = torch.randn((NUM_SAMPLES, *shape), generator=generator)
     return torch.cat((quiet, LOUD * quiet[:NUM_LOUD]))
 
 
 def differs_by_sample(states: Tensor) -> bool:
-    """Whether what a model makes in each sample differs: equal inputs need not give equal rows of a batch, but nearly.
+    """Whether samples differ by more than rounding, which can differ between equal rows of a batch.
 
     Args:
         states: `[samples, ...]`.
@@ -410,8 +412,8 @@ def one_for_one(source: Tensor, states: Tensor) -> Tensor | None:
     """Which feature each channel of keys, queries or values is a multiple of.
 
     Args:
-        source: `[samples, features]`: what went in.
-        states: `[samples, heads, head_dim]`: what came out at the first token, which RoPE leaves alone.
+        source: `[samples, features]`: what the module returned.
+        states: `[samples, heads, head_dim]`: what arrived at the first token, which RoPE does not rotate.
 
     Returns:
         `[heads, head_dim]` int64, on the CPU; `None` unless every channel is a multiple of a feature.
@@ -431,15 +433,15 @@ def one_for_one(source: Tensor, states: Tensor) -> Tensor | None:
 def choose(
     passed: list[Found], names: Mapping[nn.Module, str], attention: nn.Module, where: str, *, edit: Edit = SMOOTHING
 ) -> Found | str:
-    """The place to edit, or why there is none."""
+    """The module to edit, or why there is none."""
     if not passed:
-        return "are no multiple of what any module returns"
+        return "are not a multiple of any module's output"
     for found in passed:
         module = found.candidate.module
         check_editable(module, found.candidate.name, attention, names, where, edit=edit)
         if isinstance(getattr(module, "weight", None), nn.Parameter):
             if rule_of(module, found.candidate) is None:
-                return f"come from {found.candidate.name} ({type(module).__name__}), whose weight has another meaning"
+                return f"come from {found.candidate.name} ({type(module).__name__}), whose weight scales in another way"
             return found
     return f"come from {passed[0].candidate.name}, which has no weights"
 
@@ -482,7 +484,7 @@ def check_editable(
 
 
 def rule_of(module: nn.Module, candidate: Candidate) -> Rule | None:
-    """How the weight of a module scales its output, tried out on a copy of the numbers; `None` for another way."""
+    """How a module's weight scales its output, tried out on copies of its parameters; `None` for any other way."""
     weight: Any = module.weight
     features = candidate.shape[-1]
     if isinstance(module, nn.Linear):
@@ -513,11 +515,11 @@ def by_feature(weight: Tensor, rule: Rule) -> Tensor:
 def _unit_responses(
     model: PreTrainedModel, chosen: Mapping[int, tuple[Found, Found]]
 ) -> dict[int, tuple[Tensor, Tensor, bool]]:
-    """Per layer, how keys and queries answer to unit vectors, and whether values answer too.
+    """Per layer, the keys and queries that unit vectors give, and whether values change with them.
 
     Returns:
         key, query: `[head_dim, heads, tokens, head_dim]` float32 on the CPU, as `rope.coupled_channels` takes them.
-        is_value_touched: Whether values changed with the unit vector.
+        is_value_touched: Whether values change with the unit vector.
     """
     if not chosen:
         return {}
@@ -557,7 +559,7 @@ def _layout(
     for found in (key, query):
         rule = rule_of(found.candidate.module, found.candidate)
         assert rule is not None
-        # A gain spans the last axes of the output; heads before these share it.
+        # A gain spans the last axes of the output. If heads are an axis before these, they share it.
         weight: Any = found.candidate.module.weight
         span = weight.numel() if rule.startswith("gain") else found.candidate.num_features
         sides.append(Scalable(found.candidate.name, rule, found.index % span))

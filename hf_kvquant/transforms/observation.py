@@ -1,9 +1,9 @@
-"""Watching a model's attention: which module attends, to which queries, keys and values, and how to attend again.
+"""Watches a model's attention: which module attends, with which queries, keys and values, and how to attend again.
 
-Everything that smoothing has to know about a model, it learns from here, by running the model and looking at what
-reaches attention after RoPE. Models whose attention goes through transformers' registry are watched there, under a name
-that exists only meanwhile; the others (Falcon) where they call PyTorch's `scaled_dot_product_attention`. What is done
-with what is seen is decided by whoever watches: `layout.py`, `calibration.py`.
+Smoothing learns all it needs about a model here, by running it and looking at what reaches attention after RoPE. Models
+whose attention goes through transformers' registry are watched there, under a name that is registered only while they
+are watched. The others (Falcon) are watched where they call PyTorch's `scaled_dot_product_attention`. The observers,
+such as `layout.py` and `calibration.py`, decide what to do with it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Observation:
         layer_idx: The layer, as caches count them.
         module: The attention module.
         query: `[batch, num_q_heads, tokens, head_dim]`, after RoPE.
-        key: `[batch, num_kv_heads, tokens, head_dim]`, likewise.
+        key: `[batch, num_kv_heads, tokens, head_dim]`, after RoPE.
         value: `[batch, num_kv_heads, tokens, value head_dim]`.
         attend: The layer's own attention (mask, scaling, cap and sinks included) on tensors shaped like these three, in
             any floating dtype that all of them share. Returns `[batch, tokens, num_q_heads, value head_dim]`.
@@ -53,22 +53,23 @@ class Observation:
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-# What watches: it may return what attention is to return, shaped as `attend` does, or `None` for the model's own.
+# Called before each attention. Returns the output that attention shall return (shaped as by `attend`), or `None` for the
+# model's own.
 Observer = Callable[[Observation], Tensor | None]
 
 
 @contextlib.contextmanager
 def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
-    """Call `observer` for every attention of the text model while the block runs; nothing of it stays.
+    """Call `observer` for every attention of the text model while the block runs, then restore the model.
 
-    The model is in evaluation mode meanwhile, without gradients, and attends through PyTorch's
-    `scaled_dot_product_attention`, or eagerly where it does not support that.
+    Inside the block the model is in evaluation mode, without gradients. It attends through PyTorch's
+    `scaled_dot_product_attention`, or eagerly if it does not support that.
     """
     text_config = text_config_of(model)
     before = text_config._attn_implementation
     prev = "sdpa" if model._supports_sdpa else "eager"
     ALL_ATTENTION_FUNCTIONS[NAME] = functools.partial(_attention, prev=prev, observer=observer)
-    # Masks are made only for implementations that all of transformers knows, not for those of one registry object.
+    # transformers makes masks only for globally registered implementations, not for those of one registry object.
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[prev])
     try:
         with evaluating(model), torch.no_grad(), contextlib.ExitStack() as stack:
@@ -84,14 +85,14 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
 
 
 def forward(model: PreTrainedModel, input_ids: Tensor, *, cache: Cache | None = None, **kwargs: Tensor) -> Tensor:
-    """Logits of a forward.
+    """Run a forward and return its logits.
 
     Args:
-        model: As it is.
+        model: Only run.
         input_ids: `[batch, tokens]` int64, on any device.
-        cache: That is filled; `None` for a forward without one.
-        **kwargs: `attention_mask` or `position_ids`, shaped like `input_ids`. Positions follow the mask, as they do in
-            `generate`; models that take no positions get none.
+        cache: Filled in place; `None` for a forward without a cache.
+        **kwargs: `attention_mask` or `position_ids`, shaped like `input_ids`. By default, positions follow the mask, as
+            in `generate`. Models that take no positions get none.
 
     Returns:
         `[batch, tokens, vocab_size]`, dtype of the model.
@@ -101,10 +102,10 @@ def forward(model: PreTrainedModel, input_ids: Tensor, *, cache: Cache | None = 
         kwargs.setdefault("position_ids", (mask.cumsum(1) - 1).clamp(min=0))
     if "position_ids" not in inspect.signature(model.forward).parameters:
         kwargs.pop("position_ids", None)
-    # Offloaded weights are on no device; the hooks that fetch them move inputs along.
+    # Offloaded weights are on the meta device; the hooks that load them also move the inputs.
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     placed = {name: value.to(device) for name, value in kwargs.items()}
-    # Compiled code would not see hooks, and it is for other shapes.
+    # Compiled code does not see hooks and was compiled for other shapes.
     with torch.compiler.set_stance("force_eager"):
         logits: Tensor = model(
             input_ids=input_ids.to(device), past_key_values=cache, use_cache=cache is not None, **placed
@@ -123,7 +124,7 @@ def _attention(
     observer: Observer,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as `transformers.AttentionInterface` asks for it."""
+    """Attention with the signature of `transformers.AttentionInterface`."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = _in_dtype(attention_mask, query.dtype)
@@ -138,7 +139,7 @@ def _in_dtype(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _in_dtype_of(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of attention with the sinks of gpt-oss in the dtype of everything else."""
+    """Attention's keyword arguments, with the sinks of gpt-oss in this dtype."""
     sinks = kwargs.get("s_aux")
     return kwargs if sinks is None else {**kwargs, "s_aux": sinks.to(dtype)}
 
@@ -149,7 +150,7 @@ def _layer_idx(module: nn.Module) -> int:
 
 
 class _SdpaCalls(TorchFunctionMode):
-    """Sees calls of `scaled_dot_product_attention`, and knows by hooks which layer's module makes them."""
+    """Intercepts calls of `scaled_dot_product_attention`. Hooks tell which layer's module makes each call."""
 
     def __init__(self, model: PreTrainedModel, observer: Observer) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
-"""Which layers' keys a cache could transform by itself, and by which tensors such a layer is known again.
+"""Finds the layers whose keys a cache can transform without editing weights, and the tensors that identify them.
 
-A cache needs nothing of the weights, so nothing is asked here of where keys come from, how RoPE turns them or what is
-shared: the model is run once with a cache of transformers, and a layer is found where attention reads the very keys
-that the cache keeps. What is done with these layers is decided in `smoothing.py`; layers whose weights can be scaled
-are found in `layout.py`.
+The cache transforms keys after RoPE, so the weights, RoPE and shared parameters do not matter here. The model runs once
+with a cache of transformers; a layer qualifies if its attention reads exactly the keys that the cache keeps.
+`smoothing.py` decides what to do with these layers. `layout.py` finds layers whose weights can be scaled.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .centering import whole_cache
 from .layout import check_decoder, other_caches
 from .observation import Observation, forward, observed
 
-NUM_TOKENS = 8  # that the model is run on
+NUM_TOKENS = 8  # tokens the model is run on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +30,8 @@ class LayerKeys:
 
     Attributes:
         layer_idx: The layer.
-        name: Of the attention module, in the model.
-        num_kv_heads: Heads of keys.
+        name: The attention module's name in the model.
+        num_kv_heads: Number of key-value heads.
         head_dim: Channels of a head.
     """
 
@@ -43,19 +42,19 @@ class LayerKeys:
 
 
 def find_keys(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerKeys], dict[int, str]]:
-    """Find the layers whose keys a cache may transform. The model is only run.
+    """Find the layers whose keys a cache can transform.
 
     Args:
-        model: A decoder-only model.
+        model: A decoder-only model. It is only run.
         where: Opens error messages.
 
     Returns:
-        keys: By layer.
-        left_out: By layer, why a cache of ours cannot serve it.
+        keys: Per layer index, the layer's keys.
+        left_out: Per layer index, why our cache cannot transform the layer's keys.
 
     Raises:
-        TypeError: `model` is no model of transformers.
-        NotImplementedError: It keeps no keys, or its attention cannot be seen.
+        TypeError: `model` is not a `PreTrainedModel`.
+        NotImplementedError: The model keeps no keys, or its attention cannot be watched.
     """
     check_decoder(model, where)
     seen: dict[int, list[Observation]] = defaultdict(list)
@@ -77,7 +76,7 @@ def find_keys(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerKey
         if not isinstance(kept, Tensor) or not seen[index]:
             left_out[index] = "its attention cannot be watched"
         elif not all(_is_same(observation.key, kept) for observation in seen[index]):
-            left_out[index] = "its attention does not read the keys of its cache as they are"
+            left_out[index] = "its attention changes the keys that it reads from its cache"
         else:
             keys[index] = LayerKeys(index, names[seen[index][0].module], kept.shape[1], kept.shape[3])
     if not keys and not any(seen.values()):
@@ -89,7 +88,7 @@ def find_keys(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerKey
 
 
 def _is_same(key: Tensor, kept: Tensor) -> bool:
-    """Whether two tensors are equal, NaN for NaN."""
+    """Whether two tensors are equal; NaN equals NaN."""
     return key.shape == kept.shape and torch.equal(key.nan_to_num(), kept.nan_to_num())
 
 

@@ -1,9 +1,9 @@
-"""Which channels of a head have to share a factor, found out from how the model itself rotates and shares them.
+"""Finds which channels of a head have to share a factor, from how the model itself rotates and shares channels.
 
-A factor per channel commutes with RoPE only if both channels of a rotated pair have the same one. Which pairs there are
-(half-split, interleaved, part of the head only, none at all) is not looked up by family: `layout.py` feeds the model
-unit vectors and records how each channel of a key or query answers, and this module reads the answers. Channels are
-also tied where one parameter makes several of them: a norm shared by all heads, or a key that several heads share.
+A factor per channel commutes with RoPE only if both channels of a rotated pair have the same factor. The pairs may be
+half-split, interleaved, in part of the head only, or absent; no table of families says which. Instead, `layout.py`
+feeds the model unit vectors and records every channel of the keys and queries, and this module reads those responses.
+Channels are also tied if one parameter makes several of them: a norm shared by all heads, or a key that heads share.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# The answers are looked at here: RoPE does nothing to the first position, and turns every pair at the others.
+# Responses are read at these positions: RoPE leaves position 0 unrotated and turns every pair at the others.
 POSITIONS = (0, 1, 2)
 
 
 def coupled_channels(response: Tensor) -> Tensor:
-    """Which channels mix.
+    """Which channels RoPE mixes.
 
     Args:
         response: `[head_dim, heads, tokens, head_dim]`: keys (or queries) per unit vector, head, token and channel. A
@@ -35,7 +35,7 @@ def turn_per_token(response: Tensor) -> Tensor:
     """How far RoPE turns each channel from one token to the next.
 
     Args:
-        response: As for `coupled_channels`, its second token at position 1.
+        response: As for `coupled_channels`, with the second token at position 1.
 
     Returns:
         `[heads, head_dim]` float32: `|sin|` of the angle; 0 for channels that are not rotated.
@@ -48,13 +48,13 @@ def turn_per_token(response: Tensor) -> Tensor:
 
 
 def tie(num_nodes: int, edges: Tensor, shared: Iterable[Tensor]) -> Tensor:
-    """Sets of nodes that have to be equal.
+    """Join nodes that have to be equal into sets (connected components).
 
     Args:
-        num_nodes: How many there are.
-        edges: `[2, count]` int64: pairs that have to be equal.
-        shared: `[2, count]` int64 each: nodes, and the number of a parameter that scales them. Nodes of one parameter
-            have to be equal.
+        num_nodes: Number of nodes.
+        edges: `[2, count]` int64: pairs of nodes that have to be equal.
+        shared: `[2, count]` int64 each: nodes, and the number of the parameter that scales each. Nodes with the same
+            parameter have to be equal.
 
     Returns:
         `[num_nodes]` int64: the smallest node of each node's set.
@@ -62,7 +62,7 @@ def tie(num_nodes: int, edges: Tensor, shared: Iterable[Tensor]) -> Tensor:
     lists = [edges.flip(0), edges]
     for nodes_and_parameters in shared:
         nodes, parameters = nodes_and_parameters
-        # A star: each node is joined to the first one that the same parameter scales.
+        # A star: join each node to the first node with the same parameter.
         first = torch.full((int(parameters.max()) + 1,), num_nodes, dtype=torch.int64)
         first.scatter_reduce_(0, parameters, nodes, "amin")
         star = torch.stack((nodes, first[parameters]))
@@ -71,7 +71,7 @@ def tie(num_nodes: int, edges: Tensor, shared: Iterable[Tensor]) -> Tensor:
     labels = torch.arange(num_nodes)
     while True:
         lower = labels.scatter_reduce(0, target, labels[source], "amin")
-        lower = lower[lower]  # a label is a node of the same set, so its own label holds too
+        lower = lower[lower]  # a label is a node of the same set, so its label applies as well
         if torch.equal(lower, labels):
             return labels
         labels = lower
