@@ -120,7 +120,7 @@ def test_layers_get_what_their_transforms_name() -> None:
     config = {"preset": "int4", "layers": {0: {"preset": "int4", "transforms": ["rotate"]}}}
     result = smooth(with_outliers("qwen2"), config)
     assert [layer.layer_idx for layer in result.layers] == [1]
-    assert result.left_out == {0: "its transforms are ['rotate'], which need nothing of this"}
+    assert result.left_out == {0: "its transforms are ['rotate'], which need no calibration"}
     # A model whose weights would be refused is none where no factors are asked for.
     model = build("llama")
     model.model.layers[0].self_attn.k_proj = EightBits(model.model.layers[0].self_attn.k_proj)

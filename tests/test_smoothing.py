@@ -559,7 +559,9 @@ def test_gains_of_one_plus_weight_are_scaled_only_where_that_is_exact() -> None:
 def test_a_lack_of_room_is_reported() -> None:
     result = smooth(build("gemma3_text", torch.bfloat16))
     assert [layer.is_limited for layer in result.layers] == [True, True]
-    assert "The dtype had no room for all factors in layers 0, 1. Loaded in float32 it has more." in result.report()
+    assert (
+        "The dtype had no room for all factors in layers 0, 1. Load the model in float32 for more." in result.report()
+    )
     result = smooth(with_outliers("gemma3_text", torch.float32))
     assert not any(layer.is_limited for layer in result.layers)
     assert "no room" not in result.report()
@@ -771,16 +773,16 @@ def _unknown(tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (_wide_center, r"which is damaged \(the centre of layer 0 has no meaning\)"),
-        (_nan_center, r"which is damaged \(the centre of layer 1 has no meaning\)"),
-        (_elsewhere, r"which is damaged \(factors of layer 0 are in 'attic'\)"),
+        (_wide_center, r"which is damaged \(the centre of layer 0 is not finite or does not fit its factors\)"),
+        (_nan_center, r"which is damaged \(the centre of layer 1 is not finite or does not fit its factors\)"),
+        (_elsewhere, r"which is damaged \(factors of layer 0 have unknown placement 'attic'\)"),
         (_narrow, r"whose layer 0 has \[2, 32\] factors instead of \[2, 64\]\. Use the file that"),
         (_untie, "whose layer 0 has unequal factors on channels that mix"),
         (_another_layer, r"whose layer 7 \(model.layers.0.self_attn\) the model does not have"),
         (_other_factors, "whose factors give other weights than they did when they were saved"),
         (_fewer_weights, "whose factors are for other weights"),
-        (_hashes, "whose hashes, before and after folding, are not that of the model's weights"),
-        (_odd, r"which is damaged \(factors of layer 0 are no powers of two\)\. Calibrate again"),
+        (_hashes, "whose hashes before and after folding both differ from that of the model's weights"),
+        (_odd, r"which is damaged \(factors of layer 0 are not powers of two\)\. Calibrate again"),
         (_missing, r"which is damaged \('layers.0.factor'\)"),
         (_version, r"of version 9, this is version 1\. Calibrate again"),
         (_foreign, r"which holds something else\. hf-kvquant calibrate calls it kvquant_smoothing\.safetensors"),

@@ -465,7 +465,7 @@ def test_a_model_that_cannot_be_asked_is_said_in_the_log(
         assert described(key_transforms(model, "int4")) == {0: "rotate", 1: "rotate"}
         key_transforms(model, "int4")
     (record,) = caplog.records
-    assert "keys are not centred (TypeError: forward() needs an image). Correct, less close." in record.getMessage()
+    assert "keys are not centred (TypeError: forward() needs an image). Correct, less accurate." in record.getMessage()
 
 
 def test_a_cache_made_by_hand_is_that_of_generate() -> None:

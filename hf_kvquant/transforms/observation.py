@@ -53,8 +53,7 @@ class Observation:
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-# Called before each attention. Returns the output that attention shall return (shaped as by `attend`), or `None` for the
-# model's own.
+# Called before each attention. It may return a replacement for attention's output, shaped as by `attend`, or `None`.
 Observer = Callable[[Observation], Tensor | None]
 
 

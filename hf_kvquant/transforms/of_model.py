@@ -1,9 +1,9 @@
-"""Which transform each layer's keys go through, from a model and a config: what caches of that model are built with.
+"""Chooses the key transform of each layer from a model and a config. Caches of that model are built with it.
 
-A config names transforms; their numbers belong to the model, so that every cache of the model gets the same ones:
-centres from its key biases, found at the first need, or centres from data; and smoothing factors that are not folded
-into the weights. Whatever these numbers are, attention stays exact, so none of them has to be kept in step with the
-weights; they only make codes closer. How centres are found is in `centering.py`, or by calibration (`smoothing.py`).
+A config names the steps; the model holds their tensors, so all its caches get the same ones. Centres come from the key
+biases, found when first needed, or from data. Smoothing factors are those that are not folded into the weights.
+Attention is exact with any of these tensors, so they need not follow changes of the weights; they only reduce the
+quantisation error. `centering.py` finds centres in the biases, calibration (`smoothing.py`) in text.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ logger = logging.getLogger(__name__)
 
 _STATE = "_hf_kvquant_transforms"
 
-# What `bias_centers` found, so that it looks once per model. Not on the model, which is to be as it was when nothing
-# was given to it; a copy is looked at anew.
+# Results of `bias_centers`, computed once per model. Not kept on the model, which stays unmodified unless the user sets
+# something; a copy of the model is analysed again.
 _found: weakref.WeakKeyDictionary[PreTrainedModel, dict[int, Tensor]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelTransforms:
-    """What somebody gave to a model, kept on it. All tensors `[num_kv_heads, head_dim]` float32, by layer index.
+    """Transforms that were set on a model. All tensors are `[num_kv_heads, head_dim]` float32, by layer index.
 
-    Where a model is sharded by tensor parallelism, the heads are all of the model's, or those of this rank.
+    With tensor parallelism, the heads are all of the model's, or those of this rank.
 
     Attributes:
-        centers: `None` where nobody has given any, so that those of the biases serve.
-        smoothing: Factors that caches apply: those that are not folded into the weights.
+        centers: `None` if none were set; centres of the key biases are used then.
+        smoothing: Factors that caches apply, as they are not folded into the weights.
     """
 
     centers: dict[int, Tensor] | None = None
@@ -49,17 +49,17 @@ class ModelTransforms:
 
 
 def transforms_of(model: PreTrainedModel) -> ModelTransforms:
-    """What is kept on a model. Copies of the model, by `copy` or `pickle`, have it too; `save_pretrained` drops it."""
+    """The transforms that were set on a model. `copy` and `pickle` keep them; `save_pretrained` drops them."""
     return cast(ModelTransforms, model.__dict__.get(_STATE, ModelTransforms()))
 
 
 def set_centers(model: PreTrainedModel, centers: Mapping[int, Tensor] | None) -> None:
-    """Give a model centres, such as those of calibration, for the caches it makes from now on.
+    """Set the centres, such as those of calibration, for the caches that a model makes from now on.
 
     Args:
-        model: Keeps them.
-        centers: Per layer index `[num_kv_heads, head_dim]` float32. `None` takes them away, and looks at the biases
-            anew when centres are wanted next: for whoever has changed the weights.
+        model: Keeps the centres.
+        centers: Per layer index `[num_kv_heads, head_dim]` float32. `None` removes them; the next cache that needs
+            centres finds them in the biases again. Pass `None` after changing the weights.
     """
     _found.pop(model, None)
     kept = None if centers is None else dict(centers)
@@ -67,12 +67,12 @@ def set_centers(model: PreTrainedModel, centers: Mapping[int, Tensor] | None) ->
 
 
 def set_smoothing(model: PreTrainedModel, smoothing: Mapping[int, Tensor]) -> None:
-    """Give a model smoothing factors that its caches apply, in place of any before.
+    """Set the smoothing factors that a model's caches apply. Replaces any set before.
 
     Args:
-        model: Keeps them.
-        smoothing: Per layer index `[num_kv_heads, head_dim]` float32, positive; empty for none. Factors that are
-            folded into the weights do not belong here: they would act twice.
+        model: Keeps the factors.
+        smoothing: Per layer index `[num_kv_heads, head_dim]` float32, positive; empty for none. Leave out factors that
+            are folded into the weights, or they would act twice.
     """
     _keep(model, dataclasses.replace(transforms_of(model), smoothing=dict(smoothing)))
 
@@ -87,22 +87,22 @@ def _keep(model: PreTrainedModel, transforms: ModelTransforms) -> None:
 def key_transforms(
     model: PreTrainedModel, preset_or_config: str | KVQuantConfig | Mapping[str, Any]
 ) -> dict[int, KeyTransform]:
-    """The transforms of a model's keys, for a cache that is built by hand.
+    """The key transforms of a model, for a cache that you build yourself.
 
-    `generate` of a patched model does this by itself. The first call for a config with `"center"` sends one token
-    through a model that has biases; so does the first call with given tensors for one under tensor parallelism, whose
-    transforms are those of this rank's heads.
+    `generate` of a patched model calls this itself. Two calls send one token through the model: the first with
+    `"center"` in the config, if the model has biases; and under tensor parallelism the first with tensors that were set
+    on the model. There, the result is for this rank's heads.
 
     Args:
         model: A decoder that `patch` accepts, patched or not.
         preset_or_config: A preset's name, a dictionary or a `KVQuantConfig`.
 
     Returns:
-        Per layer index; layers whose keys stay as they are are absent.
+        Per layer index, the transform. Layers whose keys stay unchanged are absent.
 
     Raises:
-        TypeError, ValueError: `model` is no model of transformers, the config has no meaning, or a given tensor is for
-            other heads than the model's.
+        TypeError, ValueError: `model` is not a `PreTrainedModel`, the config is invalid, or a tensor that was set on
+            the model does not fit its heads.
 
     Example:
         >>> transforms = hf_kvquant.key_transforms(model, "int4")
@@ -134,12 +134,11 @@ def _centers(model: PreTrainedModel) -> dict[int, Tensor]:
         try:
             _found[model] = bias_centers(model)
         except Exception as error:
-            # A model may want other inputs than a token. Centres are never needed for a right result, so that is no
-            # reason to refuse it; but it is said.
+            # Some models need other inputs than a token. Results are correct without centres, so warn and go on.
             _found[model] = {}
             logger.warning(
-                "key_transforms: %s could not be asked for its key biases, so keys are not centred (%s: %s). Correct, "
-                "less close. Give centres with hf_kvquant.transforms.of_model.set_centers.",
+                "key_transforms: the key biases of %s could not be read, so keys are not centred (%s: %s). Correct, "
+                "less accurate. Set centres with hf_kvquant.transforms.of_model.set_centers.",
                 type(model).__name__,
                 type(error).__name__,
                 error,

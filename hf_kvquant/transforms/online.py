@@ -76,7 +76,7 @@ def find_keys(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerKey
         if not isinstance(kept, Tensor) or not seen[index]:
             left_out[index] = "its attention cannot be watched"
         elif not all(_is_same(observation.key, kept) for observation in seen[index]):
-            left_out[index] = "its attention changes the keys that it reads from its cache"
+            left_out[index] = "its attention does not use the cached keys unchanged"
         else:
             keys[index] = LayerKeys(index, names[seen[index][0].module], kept.shape[1], kept.shape[3])
     if not keys and not any(seen.values()):

@@ -1,8 +1,8 @@
-"""The proof that factors in the weights change nothing: attention layer by layer, then the logits, to the bit.
+"""Proves that factors folded into the weights change no bit: of attention layer by layer, then of the logits.
 
-A model is run on a little text before and after. What would not stay the same is cut (float16 has few exponents), or
-undone and refused: a wrong guess about where keys come from is caught here, whatever the guess was. How weights are
-scaled is `folding.py`'s; which factors are worth it is decided in `search.py`, and when to fold in `smoothing.py`.
+The model runs on a little text before and after folding. If a bit changes, the factors are reduced (float16 has few
+exponents), or folding is undone and refused. So every wrong conclusion about where keys come from is caught here.
+`folding.py` scales weights, `search.py` decides which factors are worth it, and `smoothing.py` when to fold.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .folding import gains_plus_one, scale_keys
 from .layout import LayerLayout
 from .observation import Observation, forward, observed
 
-# The automatic check runs the model on the ends of so many windows. In float16 a rounding shows only now and then.
+# The check runs the model on the last tokens of this many windows: more in float16, where few tokens show a rounding.
 CHECK_WINDOWS, CHECK_TOKENS, CHECK_TOKENS_FLOAT16 = 4, 64, 1024
 
 
 def check_ids(windows: Windows, dtype: torch.dtype) -> Tensor:
-    """Text for the check: the ends of a few windows, `[windows, tokens]` int64."""
+    """Text for the check: the last tokens of a few windows, `[windows, tokens]` int64."""
     rows = [(ids[row], mask[row]) for ids, mask in windows for row in range(len(ids))]
     longest = sorted(rows, key=lambda row: -int(row[1].sum()))[:CHECK_WINDOWS]
     limit = CHECK_TOKENS_FLOAT16 if dtype == torch.float16 else CHECK_TOKENS
@@ -40,10 +40,10 @@ def settled_exponents(
     input_ids: Tensor,
     where: str,
 ) -> dict[int, Tensor]:
-    """Exponents under which no layer's attention changes a bit. The model is scaled meanwhile, and scaled back.
+    """Reduce exponents until no layer's attention changes a bit. The model is scaled for each trial, then scaled back.
 
-    float16 has few exponents: a key or query that becomes subnormal loses bits, on the way through RoPE even more. So
-    there, exponents of a layer that changes are cut until it does not. In other dtypes a change is an error.
+    float16 has few exponents: keys and queries that become subnormal lose bits, and RoPE loses more. If a layer changes
+    in float16, its exponents are reduced until it does not. In other dtypes a change is an error.
 
     Raises:
         RuntimeError: A layer's attention changes.
@@ -65,7 +65,7 @@ def settled_exponents(
         out = observation.attend(observation.query, observation.key, observation.value)
         if not torch.equal(out, before):
             changed.add(observation.layer_idx)
-        return before  # so that later layers are judged by themselves
+        return before  # so that later layers are compared on the same input
 
     originals = gains_plus_one(model, layouts.values())
     while True:
@@ -78,8 +78,7 @@ def settled_exponents(
             raise RuntimeError(
                 f"{where}: factors must leave attention as it is, got another output in layer {min(changed)} "
                 f"({layouts[min(changed)].name if min(changed) in layouts else 'not scaled'}). The weights are as they "
-                "were. This model makes keys in a way that is not understood: leave it as it is, or use "
-                "mode='online'."
+                "were. How this model makes keys is not supported: leave it as it is, or use mode='online'."
             )
         for index in changed:
             limit = int(settled[index].abs().max()) - 1
@@ -93,7 +92,7 @@ def _scaled(
     exponents: Mapping[int, Tensor],
     originals: Mapping[str, Tensor],
 ) -> Iterator[None]:
-    """The model with factors folded in, for the length of a block."""
+    """Fold factors into the model's weights while the block runs."""
     factors = {index: torch.exp2(exponents[index].float()) for index in layouts}
     try:
         for index, layout in layouts.items():
@@ -117,21 +116,21 @@ def fold(
 
     Args:
         model: Written in place.
-        layouts: By layer.
-        factors: By layer, `[num_kv_heads, head_dim]` float32, powers of two.
+        layouts: Per layer index, the layout.
+        factors: Per layer index, `[num_kv_heads, head_dim]` float32, powers of two.
         originals: Weights that scaling back would round (`gains_plus_one`).
-        input_ids: `[rows, tokens]` int64: what the proof is on.
+        input_ids: `[rows, tokens]` int64, the text on which logits are compared.
         where: Opens error messages.
 
     Raises:
-        RuntimeError: They do not.
+        RuntimeError: The logits change.
     """
     before = check_logits(model, input_ids)
     for index, factor in factors.items():
         scale_keys(model, layouts[index], factor)
     try:
         after = check_logits(model, input_ids)
-    except BaseException:  # a lack of memory, or a user who has seen enough
+    except BaseException:  # out of memory, or an interrupt by the user
         scale_back(model, layouts, factors, originals)
         raise
     if not torch.equal(before, after):
@@ -139,8 +138,7 @@ def fold(
         difference = float((after.float() - before.float()).abs().max())
         raise RuntimeError(
             f"{where}: factors must leave the logits as they are, got a difference of {difference:.1e}. The weights "
-            "are as they were. This model makes keys in a way that is not understood: leave it as it is, or use "
-            "mode='online'."
+            "are as they were. How this model makes keys is not supported: leave it as it is, or use mode='online'."
         )
 
 
@@ -157,7 +155,7 @@ def scale_back(
 
 
 def check_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """Logits of the last tokens of each row, as the model computes them itself; row by row, for they are large."""
+    """Logits of the last tokens of each row, from the model's own attention. Runs row by row to save memory."""
     with evaluating(model), torch.no_grad():
         return torch.cat([forward(model, row[None])[:, -CHECK_TOKENS:] for row in input_ids])
 

@@ -1,8 +1,8 @@
-"""Which factors there are to choose from for a layer, what each costs, and when one is worth folding.
+"""Lists the smoothing factors to try for a layer, ranks them by error, and decides when one is worth folding.
 
-A choice is an exponent alpha of `max|key|^alpha`, or the factors that make keys and queries equally strong; both are
-rounded to powers of two and shared by the channels that have to share them (`layout.py`). What a choice costs is
-measured in `calibration.py`; what becomes of the chosen factors is decided in `smoothing.py`.
+A candidate is an exponent alpha, for factors `max|key|^alpha`, or `"energy"`, for factors that give keys and queries
+equal energy. Factors are rounded to powers of two and shared by tied channels (`layout.py`). `calibration.py` measures
+the error of each candidate; `smoothing.py` decides what to do with the chosen factors.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .key_transform import KeyTransform
 
 Candidate = float | Literal["energy"]
 CANDIDATES: tuple[Candidate, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, "energy")
-# Factors beyond 2^±8 have no use: keys whose channels differ more than that would not survive bfloat16 either.
+# Factors beyond 2^±8 are useless: keys whose channels differ by more would lose as much in bfloat16.
 MAX_EXPONENT = 8
-# A layer is smoothed only where its error falls by this share: less is noise of the calibration text.
+# A layer is smoothed only if its error falls by at least this share; less is noise of the calibration text.
 MIN_GAIN = 0.05
 
 
 def checked_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The choices that a user asks for, each once, behind the one that changes nothing."""
+    """The user's candidates without duplicates, after 0.0, which changes nothing."""
     for choice in candidates:
         is_alpha = isinstance(choice, int | float) and not isinstance(choice, bool) and 0 <= choice <= 2
         if choice != "energy" and not is_alpha:
@@ -39,13 +39,13 @@ def checked_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def exponents_of(statistics: KeyStatistics, ties: Tensor, choice: Candidate, center: Tensor | None) -> Tensor:
-    """Logarithms to base 2 of one choice's factors.
+    """Base-2 logarithms of one candidate's factors.
 
     Args:
-        statistics: Of the layer.
+        statistics: The layer's statistics.
         ties: `[num_kv_heads, head_dim]` int64: channels with the same number get the same factor.
         choice: An alpha, or `"energy"`.
-        center: What is subtracted from keys before they are divided; `None` for nothing.
+        center: Subtracted from keys before they are divided; `None` for nothing.
 
     Returns:
         `[num_kv_heads, head_dim]` int64.
@@ -59,15 +59,15 @@ def exponents_of(statistics: KeyStatistics, ties: Tensor, choice: Candidate, cen
         return start.scatter_reduce(0, ties, values.flatten().double(), how)[ties].view_as(values)
 
     if choice == "energy":
-        # The factor that makes key and query equally strong minimises the product of the two.
+        # Equal energy of keys and queries in each channel minimises the product of their total energies.
         ratio = over_ties(statistics.energy(center), "sum") / over_ties(statistics.query_mean_square, "sum")
         logs = ratio.log2() / 4
     else:
         logs = float(choice) * over_ties(statistics.largest(center), "amax").log2()
-    # A channel that is never used, in keys or queries, keeps its size.
+    # A channel that is zero in all keys or all queries gets factor 1.
     is_dead = ~logs.isfinite()
     logs = logs.masked_fill(is_dead, 0.0)
-    # A factor common to a head changes nothing. Heads that share channels with others share it with them.
+    # A factor common to a whole head does not change the error, so remove it: the mean over each cluster of tied heads.
     for number in cluster.unique():
         inside = (cluster == number)[:, None] & ~is_dead
         logs[inside] -= logs[inside].mean()
@@ -82,7 +82,7 @@ def errors_of(
     transforms: Mapping[int, Sequence[KeyTransform]],
     advance: Callable[[int], Any] = lambda tokens: None,
 ) -> dict[int, list[float]]:
-    """The error of each layer under each choice of transform; equal choices are measured once."""
+    """The error of each layer under each choice of transform. Equal choices are measured once."""
     distinct: dict[int, list[KeyTransform]] = {}
     numbers: dict[int, list[int]] = {}
     for index, choices in transforms.items():
@@ -97,6 +97,6 @@ def errors_of(
 
 
 def pick(errors: Sequence[float]) -> int:
-    """The number of the choice with the smallest error; the first one, which changes nothing, unless it pays."""
+    """The index of the choice with the smallest error, or 0 (change nothing) if it gains less than `MIN_GAIN`."""
     best = min(range(len(errors)), key=errors.__getitem__)
     return best if errors[best] <= (1 - MIN_GAIN) * errors[0] else 0

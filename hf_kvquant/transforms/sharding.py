@@ -1,9 +1,9 @@
-"""Tensor parallelism: which part of a per-head tensor belongs to this rank, and what cannot be served sharded.
+"""Tensor parallelism: cuts per-head tensors to the heads of this rank, and refuses what does not work sharded.
 
-transformers gives every rank whole heads of the key projection, in order, while the model's config keeps the numbers of
-the whole model. A cache needs nothing of this, since it goes by the keys that reach it. Tensors that somebody gives to
-a model by head do: they may be those of all heads, which are cut here, or of this rank's alone. Which of both they are
-is told by their shape and by that of a key, for which one token is sent through the model once.
+transformers gives every rank whole heads of the key projection, in order, while the model's config keeps the counts of
+the whole model. Caches need no help: they take the shape of the keys that reach them. Per-head tensors that were set on
+a model may cover all heads, and are cut here, or only this rank's. Their shape and that of a key tell which of the two;
+to get that key, one token is sent through the model once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from transformers import PreTrainedModel
 from ..text_config import count_of, text_config_of
 from .centering import num_kv_heads
 
-# As in transformers' own check of a plan: projections whose output is keys, and the style that shards heads.
+# As in transformers' own check of a tensor-parallel plan: the projections that make keys, the style that shards heads.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 _SHARDS_HEADS = "colwise"
 
-# Key-value heads of this rank by layer, so that a token is sent once per model.
+# Key-value heads of this rank by layer, cached so that the token is sent only once per model.
 _seen: weakref.WeakKeyDictionary[PreTrainedModel, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 def rank_of(model: PreTrainedModel) -> tuple[int, int]:
-    """This process's rank in the tensor parallelism of a model, and the number of ranks: 0 and 1 where there is none.
+    """This process's tensor-parallel rank for a model and the number of ranks; (0, 1) without tensor parallelism.
 
     Weights that are sharded in another way (FSDP) are whole when they are used, so they do not count.
     """
@@ -46,10 +46,10 @@ def rank_of(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def check_heads(model: PreTrainedModel, where: str) -> None:
-    """Refuse a model whose key-value heads are split between ranks.
+    """Refuse a model if tensor parallelism splits a key-value head between ranks.
 
     Raises:
-        ValueError: Their number is no multiple of the number of ranks.
+        ValueError: The number of heads is not a multiple of the number of ranks.
     """
     _, num_ranks = rank_of(model)
     if num_ranks == 1:
@@ -67,10 +67,10 @@ def check_heads(model: PreTrainedModel, where: str) -> None:
 
 
 def check_whole(model: PreTrainedModel, where: str) -> None:
-    """Refuse a model of which this process has only a part, where all heads have to be seen together.
+    """Refuse a model of which this process holds only a part, for work that needs all heads together.
 
     Raises:
-        NotImplementedError: It is sharded.
+        NotImplementedError: The model is sharded.
     """
     _, num_ranks = rank_of(model)
     if num_ranks > 1:
@@ -81,20 +81,20 @@ def check_whole(model: PreTrainedModel, where: str) -> None:
 
 
 def of_this_rank(model: PreTrainedModel, tensors: Mapping[int, Tensor], name: str) -> dict[int, Tensor]:
-    """The part of per-head tensors that belongs to this rank's keys.
+    """Cut per-head tensors to the heads of this rank.
 
-    Where a model is sharded, the first call sends one token through it, so that all ranks have to make it.
+    If the model is sharded, the first call sends one token through it, so all ranks have to make that call.
 
     Args:
         model: The model.
-        tensors: Per layer index `[num_kv_heads, head_dim]`, of all heads or of this rank's.
-        name: What they are, for errors.
+        tensors: Per layer index `[num_kv_heads, head_dim]`, for all heads or for this rank's.
+        name: What the tensors are, for error messages.
 
     Returns:
-        Per layer index, of this rank's heads; views.
+        Per layer index, a view of the part for this rank's heads.
 
     Raises:
-        ValueError: A tensor is for neither number of heads.
+        ValueError: A tensor has neither number of heads.
     """
     rank, num_ranks = rank_of(model)
     if num_ranks == 1 or not tensors:

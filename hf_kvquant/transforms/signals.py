@@ -1,11 +1,11 @@
-"""What a model's weights tell of how hard its keys are to quantise, layer by layer, before any text is read.
+"""Reads from a model's weights how hard the keys of each layer are to quantise, without any text.
 
-Two things make keys hard: a constant that all keys of a head share, such as a large bias of the projection, and
-channels that are larger than the others, whether by the rows of the projection or by the gains of a norm behind it.
-Both are read from the weights; what the model does with them (fused projections, norms, RoPE) is found out by running
-it, in `centering.py` and `layout.py`. What cannot be read, as from weights that are on no device or are quantised
-themselves, is unknown and said to be. From which size on a signal is a reason for another format is decided here; what
-follows from it, and how much harm a format really does, in `preflight.py`.
+Two signals make keys hard: a constant that all keys of a head share, such as a large bias of the projection; and
+channels that are larger than the others, through rows of the projection or gains of the norm after it. Both are read
+from the weights. `centering.py` and `layout.py` run the model to find out what it does with them (fused projections,
+norms, RoPE). A signal that cannot be read, because weights are offloaded or themselves quantised, is reported as
+unknown. This file decides from which size on a signal speaks for another format. `preflight.py` draws the conclusion,
+and measures how much harm a format really does.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from .key_transform import KeyTransform
 from .layout import Scalable, find_layouts, other_caches
 from .observation import Observation, forward, observed
 
-# Limits for keys of 4 bits, measured on the reference model as the largest KL divergence of a layer, in nats a token,
-# with int4 and no transforms. Keys of 8 bits have 16 times as many steps and bear 16 times as much.
+# Limits for 4-bit keys. The numbers below are the largest KL divergence of a layer in nats per token, measured on the
+# reference model with int4 and no transforms. 8-bit keys have 16 times as many steps, so their limits are 16 times
+# higher.
 #
-# A constant against what varies between keys. None: .0086; 1.2 to 2.2 times: .038; 5.9 to 11 times: 1.05 (with a
-# centre .0092; with 8 bits and no centre .0071). A comparison with the median layer would see nothing where all layers
-# have a bias, and something where none of them matters.
+# The shared constant over what varies between keys. None: .0086; 1.2 to 2.2 times: .038; 5.9 to 11 times: 1.05 (with a
+# centre .0092; with 8 bits and no centre .0071). Comparing with the median layer instead would miss a bias that all
+# layers have, and would report a layer where no bias matters.
 BIAS_LIMIT = 1.0
-# The largest channel of a head against its median one. 1.2 to 1.9: .0086; 4.1 to 5.9: .029; 10 to 15: .16, with 8 bits
-# .0007. Rotation takes most of it: .0078 and .020, so there it is no reason to refuse, but another format is better.
+# The largest channel of a head over its median channel. 1.2 to 1.9: .0086; 4.1 to 5.9: .029; 10 to 15: .16, with 8 bits
+# .0007. Rotation removes most of the last two: .0078 and .020. With it, the signal is no reason to refuse, though
+# another format is better.
 CHANNEL_LIMIT = 4.0
 ROTATED_CHANNEL_LIMIT = 8.0
 EIGHT_BITS = 16.0
-# Of channels over which rotation can spread an outlier, and of a head altogether: published results on 4 bits fall off
-# below. Not enough for a verdict, since nothing of it shows on every model.
+# Least head_dim, and least number of channels over which rotation spreads an outlier. Published 4-bit results are worse
+# below these, but not on every model, so they never decide a verdict.
 MIN_HEAD_DIM = 128
 MIN_ROTATED = 32
-SHAPES = ("head_dim", "rotation")  # the signals that are about these
+SHAPES = ("head_dim", "rotation")  # the signals about these two
 
-NUM_TOKENS = 8  # arbitrary ones, on which the spread of keys is looked at
+NUM_TOKENS = 8  # arbitrary tokens on which the spread of keys is measured
 
 Found = TypeVar("Found")
 
@@ -54,13 +56,13 @@ class Finding:
     """One signal of one layer that is beyond its limit.
 
     Attributes:
-        layer_idx: The layer; `None` for all together.
-        signal: What was looked at.
-        value: What it is. `None` where it is unknown.
-        limit: What it should not exceed (or fall below, for head_dim).
-        detail: Both, in words.
+        layer_idx: The layer; `None` for the whole model.
+        signal: The signal's name.
+        value: Its value; `None` if unknown.
+        limit: The largest value allowed (for shapes such as head_dim, the smallest).
+        detail: Value and limit in words.
         remedy: What to do, a sentence without its full stop.
-        is_harmful: Whether it is a reason to refuse, not only to prefer another format.
+        is_harmful: Whether to refuse the format. If false, another format is only better.
     """
 
     layer_idx: int | None
@@ -74,20 +76,20 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class KeySignals:
-    """What is known of one layer's keys. Tensors are float32 on the CPU.
+    """What the weights tell about one layer's keys. Tensors are float32 on the CPU.
 
     Attributes:
         layer_idx: The layer.
-        num_kv_heads: Heads of keys; `None` where unknown, as in everything below.
-        num_q_per_kv: Query heads that share one. Shown, and no reason for anything.
+        num_kv_heads: Number of key-value heads. This and all below are `None` if unknown.
+        num_q_per_kv: Query heads that share a key-value head. Only shown, never a finding.
         head_dim: Channels of a head.
         bias: `[num_kv_heads, head_dim]`: the constant in all keys, before RoPE.
-        bias_center: The same, averaged over positions as RoPE turns it.
+        bias_center: The bias as RoPE rotates it, averaged over positions.
         spread: `[num_kv_heads]`: root mean square norm of what varies between keys.
-        channel_ratio: The largest channel over the median one, the largest over heads: of gains where a norm makes
-            keys, else of the norms of rows.
+        channel_ratio: The largest channel over the median one, in the worst head. Compares gains if a norm makes keys,
+            else norms of rows.
         channel_source: Which of the two: `"gains"` or `"rows"`.
-        unknown: Per signal that is unknown, the reason.
+        unknown: Per unknown signal, the reason.
     """
 
     layer_idx: int
@@ -102,22 +104,22 @@ class KeySignals:
     unknown: Mapping[str, str]
 
     def bias_ratio(self, center: Tensor | None) -> float | None:
-        """The constant that a centre leaves in keys, over what varies in them; the largest over heads."""
+        """The constant that a centre leaves in keys, over what varies in them, in the worst head."""
         if self.bias is None or self.bias_center is None or self.spread is None:
             return None
-        # Averaged over positions, |bias turned - center|² = |bias|² - 2 center·mean + |center|².
+        # Averaged over positions, |rotated bias - center|² = |bias|² - 2 center·mean + |center|².
         taken = torch.zeros_like(self.bias) if center is None else center.to(self.bias)
         left = self.bias.square() - 2 * taken * self.bias_center + taken.square()
         if not bool(self.bias.any()):
-            return 0.0  # a centre from data is of the keys themselves then, and not of a bias
+            return 0.0  # without a bias, a centre from data is the mean of keys and leaves no constant
         return float((left.sum(1).clamp(min=0).sqrt() / self.spread.clamp(min=1e-12)).max())
 
     def findings(self, formats: LayerFormats, transform: KeyTransform | None) -> list[Finding]:
-        """The signals that are beyond their limits for a layer that is kept in these formats.
+        """The signals that exceed their limits if the layer is stored in these formats.
 
         Args:
-            formats: Of the layer.
-            transform: What its keys go through; `None` for nothing.
+            formats: The layer's formats.
+            transform: The layer's key transform; `None` for none.
         """
         key = formats.key
         if not key.is_quantized or key.granularity == "channel":
@@ -160,16 +162,16 @@ class KeySignals:
 def read_signals(
     model: PreTrainedModel, config: KVQuantConfig | None = None, *, where: str
 ) -> tuple[dict[int, KeySignals], dict[int, str]]:
-    """Read what the weights tell. The model is only run, on a few arbitrary tokens, and left as it was.
+    """Read the signals of each layer from the weights.
 
     Args:
-        model: A decoder that `patch` accepts, whatever its weights are.
-        config: Of the cache; `None` for one that quantises whatever layer it can.
+        model: A decoder that `patch` accepts, with any kind of weights. It is only run, on a few arbitrary tokens.
+        config: The cache's config; `None` for a cache that quantises every layer it can.
         where: Opens error messages.
 
     Returns:
-        signals: Of the layers whose cache would be quantised. Nothing is raised for what cannot be read.
-        left_out: The other layers, and why.
+        signals: For each layer whose cache would be quantised. A signal that cannot be read is unknown, not an error.
+        left_out: For each other layer, the reason.
     """
     text_config = text_config_of(model)
     left_out = other_caches(model, config)
@@ -211,24 +213,24 @@ def read_signals(
 
 
 def _attempt(read: Callable[[], Found]) -> tuple[Found | None, str]:
-    """What was read, or `None` and the reason."""
+    """The result of `read`, or `None` and the reason for its failure."""
     try:
         return read(), ""
     except Exception as error:
-        # Models may want other inputs than tokens, and weights on no device fail in many ways. What is unknown is no
-        # reason to fail, but is shown, and refused by whoever needs it.
+        # Some models need other inputs than tokens, and offloaded weights fail in many ways. An unknown signal is
+        # reported instead of raised; callers that need it refuse.
         return None, reason_of(error)
 
 
 def reason_of(error: Exception) -> str:
-    """An error in one line."""
+    """An error's message on one line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, NotImplementedError) and "`model`" in text else f"{type(error).__name__}: {text}"
 
 
 @torch.no_grad()
 def _arbitrary_keys(model: PreTrainedModel) -> dict[int, tuple[Tensor, int]]:
-    """Per layer, keys of a few arbitrary tokens at the first position, which RoPE leaves alone, and the query heads."""
+    """Per layer, keys of a few arbitrary tokens at position 0, which RoPE does not rotate, and how many query heads."""
     seen: dict[int, tuple[Tensor, int]] = {}
 
     def note(observation: Observation) -> None:
@@ -241,7 +243,7 @@ def _arbitrary_keys(model: PreTrainedModel) -> dict[int, tuple[Tensor, int]]:
 
 
 def _channel_ratio(model: PreTrainedModel, scalable: Scalable) -> tuple[float, str]:
-    """The largest channel over the median one, the largest over heads, and what makes channels."""
+    """The largest channel over the median one, in the worst head, and what was compared: `"gains"` or `"rows"`."""
     module: nn.Module = model.get_submodule(scalable.name)
     parameter: Any = module.weight
     weight = parameter.detach().float().cpu()

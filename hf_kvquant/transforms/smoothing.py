@@ -1,14 +1,13 @@
-"""Calibration: centres and smoothing factors of keys from text, put where they act, and taken away again.
+"""Calibration: finds centres and smoothing factors of keys on text, applies them to a model, and removes them again.
 
-Keys are divided and queries multiplied by a factor per key-value head and channel, so that attention stays what it was
-while keys become easier to quantise; before that a centre is subtracted, which attention adds back. Centres are mean
-keys over calibration text. Factors are `max|key|^alpha`, or those that balance the energies of keys and queries; alpha
-is searched per layer on the error of the attention output behind everything that a cache will do to keys, 0 (leave the
-layer alone) included. They are rounded to powers of two, which leaves every bit of the logits as it was when they are
-folded into the weights; `proof.py` makes sure, or everything is rolled back. Where weights cannot be edited, caches
-apply them (`of_model.py`), as they do centres in any case. Which layers there are is found in `layout.py` and
-`online.py`, how weights are scaled is `folding.py`'s, which factors there are is `search.py`'s; results are kept in
-`smoothing_file.py`.
+Keys are divided and queries multiplied by a factor per key-value head and channel. Attention stays the same, while keys
+become easier to quantise. Before that a centre, the mean key over calibration text, is subtracted; attention adds it
+back. Factors are `max|key|^alpha`, or those that balance the energies of keys and queries. Alpha is searched per layer
+by the error of the attention output after everything that a cache will do to keys; 0 (no factors) is always tried.
+Factors are rounded to powers of two, so folding them into the weights changes no bit of the logits; `proof.py` verifies
+this or rolls everything back. If weights cannot be edited, caches apply the factors (`of_model.py`), as they always do
+for centres. `layout.py` and `online.py` find the layers, `search.py` lists and ranks factors, `folding.py` scales
+weights, and `smoothing_file.py` holds the results.
 
 Source: SmoothAttention, QServe (arXiv 2405.04532), section 4.2.
 """
@@ -43,12 +42,12 @@ from .smoothing_file import LayerSmoothing, Placement, SmoothingResult
 
 logger = logging.getLogger(__name__)
 
-CONFIG_KEY = "hf_kvquant_smoothing"  # in the model's config, so that a saved checkpoint says that it is smoothed
+CONFIG_KEY = "hf_kvquant_smoothing"  # set in the model's config, so a saved checkpoint is known to be smoothed
 
 _STATE = "_hf_kvquant_smoothing"
 
 Mode = Literal["fold", "online", "auto"]
-Measure = Callable[..., dict[int, list[float]]]  # `errors_of`, but for `transforms` and `advance`
+Measure = Callable[..., dict[int, list[float]]]  # `errors_of` that only needs `transforms` and `advance`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +55,13 @@ class _Target:
     """A layer to calibrate.
 
     Attributes:
-        name: Of its attention module.
+        name: The attention module's name in the model.
         ties: `[num_kv_heads, head_dim]` int64: channels with the same number have to share a factor.
-        key_format: Of its keys.
-        before: What caches do to its keys as the model is.
-        placement: Where its factors are to be.
-        has_center: Whether its centre is to be calibrated.
-        layout: Where its keys come from, if factors are to be folded.
+        key_format: The format of its keys.
+        before: The key transform that caches apply before calibration.
+        placement: Where its factors will be applied.
+        has_center: Whether to calibrate its centre.
+        layout: The parameters that make its keys and queries; `None` unless factors are folded into them.
     """
 
     name: str
@@ -76,25 +75,25 @@ class _Target:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """What is chosen for a layer."""
+    """The factors and the transform chosen for a layer."""
 
-    number: int  # of the candidate
+    number: int  # index of the candidate
     exponents: Tensor  # [num_kv_heads, head_dim] int64
-    transform: KeyTransform  # what its keys will go through, but for factors
+    transform: KeyTransform  # the layer's future key transform, without factors
     errors: Sequence[float]  # of all candidates
-    error_before: float  # of the layer as it was
-    error: float  # of these exponents
-    is_limited: bool  # whether exponents were cut for lack of room
+    error_before: float  # before calibration
+    error: float  # with these exponents
+    is_limited: bool  # whether exponents were reduced to stay within the range of the dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """What calibration left on a model.
+    """What calibration stores on a model.
 
     Attributes:
-        result: What was found.
-        layouts: Of the layers whose weights are scaled.
-        before: What was given to the model before, in units of keys without factors.
+        result: The result.
+        layouts: Layouts of the layers whose weights are scaled.
+        before: The transforms that were set on the model before, in units of keys without factors.
     """
 
     result: SmoothingResult
@@ -117,38 +116,38 @@ def smooth_attention(
     batch_size: int = 1,
     progress: bool = True,
 ) -> SmoothingResult:
-    """Calibrate what a config's transforms ask for: the centres of keys, and smoothing factors.
+    """Calibrate the centres and smoothing factors of keys, as the config's transforms ask.
 
-    Factors are folded into the weights, after which logits are the same to the bit. Centres are kept on the model, for
-    the caches that it makes from now on, and in the result.
+    By default factors are folded into the weights; the logits stay the same to the bit. Centres are kept on the model,
+    for the caches that it makes from now on, and in the result.
 
     Args:
-        model: A decoder-only model. Its weights are written in place where factors are folded, and its config marked,
-            so that `save_pretrained` writes a plain checkpoint that is not smoothed twice.
+        model: A decoder-only model. Folding writes its weights in place and marks its config, so `save_pretrained`
+            writes a plain checkpoint that cannot be smoothed twice.
         tokenizer: The model's.
-        texts: Text like that which the model will read; 16,000 tokens are plenty.
-        preset_or_config: How the cache will be kept: a preset's name, a dictionary or a `KVQuantConfig`. Layers whose
-            transforms name no `"center"` or no `"smooth"` get none.
-        mode: Where factors go. `"fold"`: into the weights, which have to be plain numbers in memory. `"online"`: to the
-            caches, which divide keys and multiply queries as they come; no weight changes, and RoPE ties no channels.
-            `"auto"`: into the weights where that is possible, else to the caches, with a warning in the log.
-        centers: Whether to calibrate centres; without, those that the model has serve (of its biases, or given).
+        texts: Text like the model's future input; 16,000 tokens are plenty.
+        preset_or_config: The format of the cache: a preset's name, a dictionary or a `KVQuantConfig`. Layers whose
+            transforms do not name `"center"` or `"smooth"` get no centres or no factors.
+        mode: Where factors go. `"fold"`: into the weights, which must be in memory and not quantised. `"online"`: to
+            the caches, which divide keys and multiply queries on the fly; no weight changes, and RoPE ties no channels.
+            `"auto"`: into the weights where possible, else to the caches, with a warning in the log.
+        centers: Whether to calibrate centres. If not, the model keeps those it has, from its biases or set by you.
         factors: Whether to calibrate factors.
         candidates: What to try in each layer: exponents alpha of `max|key|^alpha`, and `"energy"`. 0 is always tried.
-        num_tokens: Tokens of the texts to use at most, spread over all of them.
-        window: Tokens of a forward, fewer where the model's context is shorter. Not less than what the model will read,
-            if that is known: keys of slow RoPE pairs drift with the position, so short windows make them look constant.
-        batch_size: Windows of a forward.
-        progress: Whether to show on stderr how far it is: a bar, or where that is no terminal a line every 30 seconds.
-            `transformers.utils.logging.disable_progress_bar()` turns it off as well.
+        num_tokens: About how many tokens of the texts to use, spread over all of them.
+        window: Tokens per forward, limited by the model's context. Use at least the length that the model will read:
+            keys of slow RoPE pairs drift with the position, so short windows make them look constant.
+        batch_size: Windows per forward.
+        progress: Whether to show progress on stderr: a bar, or a line every 30 seconds if stderr is not a terminal.
+            `transformers.utils.logging.disable_progress_bar()` also turns it off.
 
     Returns:
         Centres, factors, choices and errors of every layer. `unsmooth(model)` undoes all of it.
 
     Raises:
-        TypeError, ValueError: An argument has no meaning, the model is smoothed already, or the texts do not suffice.
+        TypeError, ValueError: An argument is invalid, the model is smoothed already, or there is too little text.
         NotImplementedError: The model's keys cannot be calibrated, or not through its weights; the message says why.
-        RuntimeError: The logits would change. In every case the model is as it was.
+        RuntimeError: The logits would change. After any of these errors the model is unchanged.
 
     Example:
         >>> result = hf_kvquant.smooth_attention(model, tokenizer, texts)
@@ -164,7 +163,7 @@ def smooth_attention(
             f"{where}: `mode` must be one of {list(get_args(Mode))}, got {mode!r}.{did_you_mean(mode, get_args(Mode))}"
         )
     if not centers and not factors:
-        raise ValueError(f"{where}: `centers` or `factors` must be True, got neither. There is nothing else to find.")
+        raise ValueError(f"{where}: `centers` or `factors` must be True, got neither. Nothing else is calibrated.")
     if isinstance(model, PreTrainedModel):
         _refuse_smoothed(model, where)
     targets, left_out = _targets(model, config, mode, has_centers=centers, has_factors=factors, where=where)
@@ -187,16 +186,16 @@ def smooth_attention(
 
 
 def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `smooth_attention`: the weights bit for bit, factors that caches apply, and centres.
+    """Undo `smooth_attention`: restore the weights bit for bit, and remove calibrated centres and factors in caches.
 
     Args:
-        model: Smoothed in this process, or loaded from a smoothed checkpoint and given to `load_smoothing`.
+        model: Smoothed in this process, or loaded from a smoothed checkpoint and passed to `load_smoothing`.
 
     Returns:
-        The same model. Centres that it was given by hand stay: divided with the keys then, they are multiplied now.
+        The same model. It keeps centres that you set yourself; they are scaled back together with the keys.
 
     Raises:
-        TypeError: `model` is no model of transformers.
+        TypeError: `model` is not a `PreTrainedModel`.
         ValueError: The model is not smoothed, its factors are not known, or its weights have changed since.
     """
     check_is_model(model, "unsmooth")
@@ -221,7 +220,7 @@ def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
         scale_back(model, state.layouts, folded, state.result.originals)
         assert hash_of(model, state.result.parameters) == state.result.original_hash
         delattr(model.config, CONFIG_KEY)
-    # Centres that took the place of calibrated ones are gone with them.
+    # Centres that were set in place of calibrated ones are dropped, too.
     given = state.before.centers if state.result.centers() else _times(transforms_of(model).centers, folded)
     set_centers(model, given)
     set_smoothing(model, state.before.smoothing)
@@ -230,18 +229,18 @@ def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> SmoothingResult:
-    """Give a model what was saved: fold factors, or, where the checkpoint is folded already, note them; and centres.
+    """Apply a saved calibration: set centres, and fold factors unless the checkpoint has them folded in already.
 
     Args:
-        model: The checkpoint that was smoothed, before or after.
-        path: What `SmoothingResult.save` wrote.
+        model: The checkpoint that was smoothed, from before or after smoothing.
+        path: A file that `SmoothingResult.save` wrote.
 
     Returns:
-        What the file holds.
+        The content of the file.
 
     Raises:
-        TypeError: `model` is no model of transformers.
-        ValueError: The file is no such file, is damaged, or belongs to other weights. The model is as it was.
+        TypeError: `model` is not a `PreTrainedModel`.
+        ValueError: The file is of another kind, damaged, or belongs to other weights. The model is unchanged.
         NotImplementedError: As for `smooth_attention`.
     """
     where = "load_smoothing"
@@ -277,7 +276,9 @@ def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> Smoo
     is_folded = found == result.folded_hash
     if not is_folded:
         if found != result.original_hash:
-            raise ValueError(f"{foreign}hashes, before and after folding, are not that of the model's weights{remedy}")
+            raise ValueError(
+                f"{foreign}hashes before and after folding both differ from that of the model's weights{remedy}"
+            )
         _refuse_smoothed(model, where)
         for index, factor in folded.items():
             scale_keys(model, layouts[index], factor)
@@ -289,12 +290,12 @@ def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> Smoo
 
 
 def is_smoothed(model: PreTrainedModel) -> bool:
-    """Whether a calibration acts on the model, or its weights have factors folded in, as far as its config knows."""
+    """Whether the model was calibrated in this process, or its config says that factors are folded into its weights."""
     return state_of(model) is not None or getattr(model.config, CONFIG_KEY, None) is not None
 
 
 def state_of(model: PreTrainedModel) -> _State | None:
-    """What calibration left on a model. `None` where there was none, or its result is not known."""
+    """What calibration stored on a model; `None` without calibration, or if its result is not known."""
     state: _State | None = model.__dict__.get(_STATE)
     return state
 
@@ -305,12 +306,12 @@ def state_of(model: PreTrainedModel) -> _State | None:
 def _targets(
     model: PreTrainedModel, config: KVQuantConfig, mode: Mode, *, has_centers: bool, has_factors: bool, where: str
 ) -> tuple[dict[int, _Target], dict[int, str]]:
-    """The layers to calibrate, and the others with the reason.
+    """The layers to calibrate, and for each other layer the reason.
 
     Raises:
-        TypeError, NotImplementedError: There are none, or none that factors could be folded into.
+        TypeError, NotImplementedError: No layer can be calibrated, or factors cannot be folded into any.
     """
-    check_decoder(model, where)  # what it refuses, mode='online' would not help
+    check_decoder(model, where)  # first: models that it refuses do not work with mode='online' either
     layouts: dict[int, LayerLayout] = {}
     unscalable: dict[int, str] = {}
     is_smoothing = has_factors and any(
@@ -345,7 +346,7 @@ def _targets(
             else:
                 placement = "caches"
         if placement == "none" and not has_center:
-            left_out.setdefault(index, f"its transforms are {list(formats.transforms)}, which need nothing of this")
+            left_out.setdefault(index, f"its transforms are {list(formats.transforms)}, which need no calibration")
             continue
         targets[index] = _Target(
             name=found.name,
@@ -357,7 +358,7 @@ def _targets(
             layout=layouts[index] if placement == "weights" else None,
         )
     left_out = dict(sorted(left_out.items()))
-    # Whoever wants factors in the weights, and gets none at all, is not served by centres alone.
+    # A user who asks for factors in the weights, and gets none in any layer, should not get only centres.
     has_refused = has_refused and not any(target.layout for target in targets.values())
     if not targets or has_refused:
         reasons = "; ".join(f"layer {index}: {reason}" for index, reason in list(left_out.items())[:3])
@@ -377,12 +378,12 @@ def _targets(
 
 
 def _no_ties(num_kv_heads: int, head_dim: int) -> Tensor:
-    """Ties of channels that are all free."""
+    """`ties` that leave every channel free."""
     return torch.arange(num_kv_heads * head_dim).view(num_kv_heads, head_dim)
 
 
 def _as_online(target: _Target) -> _Target:
-    """The target with its factors, if there are to be any, in caches."""
+    """The target with its factors, if any, applied by caches."""
     if target.placement != "weights":
         return target
     return dataclasses.replace(target, placement="caches", layout=None, ties=_no_ties(*target.ties.shape))
@@ -401,7 +402,7 @@ def _calibrate(
     tell: Tell,
     where: str,
 ) -> SmoothingResult:
-    """Find centres and factors of some layers, and put them where they act."""
+    """Find centres and factors of some layers, and apply them to the model."""
     formats = {index: target.key_format for index, target in targets.items()}
     layouts = {index: target.layout for index, target in targets.items() if target.layout is not None}
     measure = functools.partial(errors_of, model, windows, formats=formats)
@@ -466,7 +467,7 @@ def _calibrate(
 
 
 def _with_factors(transform: KeyTransform, exponents: Tensor) -> KeyTransform:
-    """A transform with factors of these exponents."""
+    """The transform with factors `2 ** exponents`."""
     return dataclasses.replace(transform, smoothing=torch.exp2(exponents.float())) if exponents.any() else transform
 
 
@@ -478,9 +479,9 @@ def _choose(
     measure: Measure,
     advance: Callable[[int], Any],
 ) -> dict[int, _Choice]:
-    """The best of the exponents that are wanted, as far as weights can be scaled by them exactly.
+    """Choose the best of the wanted exponents, after shrinking those that would round weights.
 
-    Nothing is chosen for a layer that would be worse off than it was.
+    A layer whose error would grow stays as it was before calibration.
     """
     possible = {
         index: choices
@@ -513,10 +514,10 @@ def _settle(
     input_ids: Tensor,
     where: str,
 ) -> dict[int, _Choice]:
-    """Choices under which no layer's attention changes a bit. See `proof.settled_exponents`.
+    """Reduce exponents until no layer's attention changes a bit. See `proof.settled_exponents`.
 
     Raises:
-        NotImplementedError: In float16, if nothing is left of any choice.
+        NotImplementedError: In float16, no factors are left in any layer.
         RuntimeError: A layer's attention changes.
     """
     if not layouts:
@@ -548,20 +549,21 @@ def _settle(
 
 
 def _known_by(model: PreTrainedModel, layouts: Mapping[int, LayerLayout], names: Iterable[str]) -> tuple[str, ...]:
-    """The weights by which a model is known: those that are scaled, and those of other attention modules."""
+    """The tensors that identify a model: weights that are scaled, and all tensors of the named attention modules."""
     return (*parameters_of(layouts.values(), model), *tensors_of(names, model))
 
 
 def _install(
     model: PreTrainedModel, layouts: Mapping[int, LayerLayout], result: SmoothingResult, *, is_known: bool = False
 ) -> None:
-    """Put on a model what its caches need, beside weights that are folded.
+    """Store on a model what its caches need besides the folded weights.
 
     Args:
-        model: Its weights are folded.
-        layouts: Of the layers that are.
-        result: What was calibrated.
-        is_known: Whether the weights were folded before, so that centres it was given are divided already.
+        model: Its weights have the factors folded in.
+        layouts: Layouts of the layers that have them.
+        result: The result of calibration.
+        is_known: Whether the weights were loaded with factors folded in. Centres that were set on the model are then in
+            units of smoothed keys.
     """
     folded, centers = result.factors_in("weights"), result.centers()
     before = transforms_of(model)
@@ -571,7 +573,7 @@ def _install(
     if folded:
         setattr(model.config, CONFIG_KEY, {"folded_hash": result.folded_hash})
     inverse = {index: 1 / factor for index, factor in folded.items()}
-    # Without any centres, those of the biases are looked for anew, as the biases are divided too.
+    # Setting no centres makes the next cache find them in the biases again, which are now divided, too.
     set_centers(model, _times({**(before.centers or {}), **centers} if centers else before.centers, inverse))
     online = {index: factor for index, factor in result.factors_in("caches").items() if (factor != 1).any()}
     if online:
@@ -579,7 +581,7 @@ def _install(
 
 
 def _times(centers: Mapping[int, Tensor] | None, factors: Mapping[int, Tensor]) -> dict[int, Tensor] | None:
-    """Centres multiplied by a layer's factors, where it has some."""
+    """Centres, multiplied by the layer's factors if it has any."""
     if centers is None:
         return None
     return {
@@ -596,6 +598,6 @@ def _refuse_smoothed(model: PreTrainedModel, where: str) -> None:
         )
     if transforms_of(model).smoothing:
         raise ValueError(
-            f"{where}: `model` must not be smoothed already, got one with factors that its caches apply. Take them "
-            "away with hf_kvquant.transforms.of_model.set_smoothing(model, {}) first."
+            f"{where}: `model` must not be smoothed already, got one with factors that its caches apply. Remove them "
+            "with hf_kvquant.transforms.of_model.set_smoothing(model, {}) first."
         )

@@ -1,9 +1,9 @@
-"""What calibration found out about a model, as an object, as a table, and as a file.
+"""The result of calibration, as an object, a table and a file.
 
-The file is safetensors: the factors and the centre of each layer, the few weights that cannot be restored by division,
-and everything else as JSON in the metadata, with SHA-256 hashes of the weights before and after folding and of what the
-file itself holds. Reading checks that the file is whole and that its parts fit each other; whether it fits a model is
-checked where there is one, in `smoothing.py`.
+The file is in safetensors format. It holds the factors and the centre of each layer and the few weights that division
+cannot restore. The metadata holds everything else as JSON, with SHA-256 hashes of the weights before and after folding
+and of the file's content. Reading checks that the file is undamaged and consistent. `smoothing.py` checks whether it
+fits a model.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from torch import Tensor
 
 from ..output import written
 
-FILE_NAME = "kvquant_smoothing.safetensors"  # as `hf-kvquant calibrate` calls it
+FILE_NAME = "kvquant_smoothing.safetensors"  # the name that `hf-kvquant calibrate` gives it
 _FORMAT = "hf_kvquant-smoothing"
 _VERSION = 1
 
-# Who applies a layer's factors: its weights, its caches, or nobody.
+# Where a layer's factors are applied.
 Placement = Literal["weights", "caches", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSmoothing:
-    """One layer.
+    """The result of calibration for one layer.
 
     Attributes:
         layer_idx: The layer.
-        name: Of its attention module.
+        name: The attention module's name in the model.
         placement: Where its factors are: folded into the weights (`"weights"`), applied by its caches (`"caches"`), or
-            `"none"` where there are none to be.
-        choice: The candidate that was taken: an alpha, `"energy"`, or `"0.0"` for no factors.
-        factor: `[num_kv_heads, head_dim]` float32, powers of two: what keys are divided by and queries multiplied.
-        center: `[num_kv_heads, head_dim]` float32, what is subtracted from keys before, in their units without factors;
-            `None` where centres were not calibrated, or none is better.
-        errors: Relative error of the layer's attention output under each candidate, keys alone quantised.
-        error_before: Of the layer as it was, before calibration.
-        error_after: Of the layer as it is.
-        is_limited: Whether the dtype of the weights had no room for some factors, so that smaller ones were tried.
+            `"none"` if it gets no factors.
+        choice: The chosen candidate: an alpha, `"energy"`, or `"0.0"` for no factors.
+        factor: `[num_kv_heads, head_dim]` float32, powers of two. Keys are divided by it, queries multiplied.
+        center: `[num_kv_heads, head_dim]` float32, in units of keys without factors. It is subtracted from keys before
+            the factors apply. `None` if no centre was calibrated, or if no centre is better.
+        errors: Per candidate, the relative error of the layer's attention output with only keys quantised.
+        error_before: The same error before calibration.
+        error_after: The same error after calibration.
+        is_limited: Whether some factors would have left the range of the weights' dtype, so smaller ones were tried.
     """
 
     layer_idx: int
@@ -63,16 +63,16 @@ class LayerSmoothing:
 
     @property
     def is_smoothed(self) -> bool:
-        """Whether a factor is other than 1."""
+        """Whether any factor differs from 1."""
         return bool((self.factor != 1).any())
 
 
-# What a table of layers shows of each.
+# The columns of the table of layers.
 HEADINGS = ("layer", "factors in", "alpha", "factors", "center", "error before", "after")
 
 
 def cells(layer: LayerSmoothing) -> tuple[str, ...]:
-    """A layer's row under `HEADINGS`."""
+    """A layer's row of the table, one cell per heading in `HEADINGS`."""
     factors = ("-", "-", "-")
     if layer.is_smoothed:
         factors = layer.placement, layer.choice, f"{layer.factor.min():g} to {layer.factor.max():g}"
@@ -94,18 +94,18 @@ def _numbered(indices: Sequence[int]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SmoothingResult:
-    """What `smooth_attention` did.
+    """The result of `smooth_attention`.
 
     Attributes:
-        layers: Those that were calibrated, in order.
-        left_out: Those without factors or without anything, with the reason.
+        layers: The calibrated layers, in order.
+        left_out: Per layer that got no factors, or nothing at all, the reason.
         key_formats: Per layer, the key format for which factors were chosen.
-        num_tokens: Calibration tokens.
-        parameters: Names of the weights by which the model is known again: those that were scaled, and all of the
-            attention of layers whose caches do the work.
-        original_hash: SHA-256 of these weights before.
-        folded_hash: SHA-256 of these weights after.
-        originals: Those of them that division would round, by name.
+        num_tokens: Number of calibration tokens.
+        parameters: Names of the tensors that identify the model: the weights that were scaled, and all tensors in the
+            attention modules of layers whose caches apply the transform.
+        original_hash: SHA-256 of these tensors before folding.
+        folded_hash: SHA-256 of these tensors after folding.
+        originals: Copies of the weights that division would round, by name.
     """
 
     layers: tuple[LayerSmoothing, ...]
@@ -119,30 +119,30 @@ class SmoothingResult:
 
     @property
     def num_smoothed(self) -> int:
-        """Layers with a factor other than 1."""
+        """How many layers have a factor other than 1."""
         return sum(layer.is_smoothed for layer in self.layers)
 
     def factors(self) -> dict[int, Tensor]:
-        """The factors by layer, `[num_kv_heads, head_dim]` float32 each, those of 1 included."""
+        """Per layer index, its factors, `[num_kv_heads, head_dim]` float32, even if all of them are 1."""
         return {layer.layer_idx: layer.factor for layer in self.layers if layer.placement != "none"}
 
     def factors_in(self, placement: Placement) -> dict[int, Tensor]:
-        """Of these, those that are folded into the weights, or those that caches apply."""
+        """The factors with this placement: folded into the weights, or applied by caches."""
         return {layer.layer_idx: layer.factor for layer in self.layers if layer.placement == placement}
 
     def centers(self) -> dict[int, Tensor]:
-        """The calibrated centres by layer, `[num_kv_heads, head_dim]` float32 each, of keys without factors."""
+        """Per layer index, its calibrated centre, `[num_kv_heads, head_dim]` float32, of keys without factors."""
         return {layer.layer_idx: layer.center for layer in self.layers if layer.center is not None}
 
     def report(self) -> str:
-        """A table for people: per layer its factors and its centre, the error before and after, and what that means."""
+        """A readable table: per layer the factors, the centre, and the error before and after, with an explanation."""
         widths = [max(map(len, column)) for column in zip(HEADINGS, *map(cells, self.layers), strict=True)]
         rows = [HEADINGS, *map(cells, self.layers)]
         lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join([*lines, *self.notes()])
 
     def notes(self) -> list[str]:
-        """What is to be said below the table of layers, in lines for people."""
+        """The notes below the table of layers, one per line."""
         reasons: dict[str, list[int]] = {}
         for index, reason in self.left_out.items():
             reasons.setdefault(reason.rstrip("."), []).append(index)
@@ -150,20 +150,20 @@ class SmoothingResult:
         limited = [layer.layer_idx for layer in self.layers if layer.is_limited]
         if limited:
             lines.append(
-                f"The dtype had no room for all factors in {_numbered(limited)}. Loaded in float32 it has more."
+                f"The dtype had no room for all factors in {_numbered(limited)}. Load the model in float32 for more."
             )
         formats = ", ".join(sorted(set(self.key_formats.values())))
         return [
             *lines,
             f"{self.num_smoothed} of {len(self.layers)} layers have factors, {len(self.centers())} have centers. "
             f"{self.describe_placement()}",
-            "Alpha: factors are max|key|^alpha; 'energy' balances keys and queries. Center: what is subtracted from "
-            "keys, its largest norm over heads. Error: of the layer's attention output, relative, with keys quantised "
+            "Alpha: factors are max|key|^alpha; 'energy' balances keys and queries. Center: largest norm over heads of "
+            "what is subtracted from keys. Error: relative error of the layer's attention output with keys quantised "
             f"as {formats}, over {self.num_tokens:,} tokens.",
         ]
 
     def describe_placement(self) -> str:
-        """A sentence for people: which layers have factors, in their weights or from their caches, and which none."""
+        """Sentences that say which layers have factors in their weights, from their caches, or none."""
         if not self.factors():
             return "No factors were calibrated."
         places = {"weights": "folded into the weights of", "caches": "applied by the caches of"}
@@ -182,7 +182,7 @@ class SmoothingResult:
         """Write a file that `load` reads.
 
         Args:
-            path: Of the file; its folder must exist. Replaced where it exists.
+            path: The file, overwritten if it exists. Its folder must exist.
         """
         tensors = {f"layers.{layer.layer_idx}.factor": layer.factor.contiguous() for layer in self.layers}
         tensors |= {f"layers.{index}.center": center.contiguous() for index, center in self.centers().items()}
@@ -213,8 +213,8 @@ class SmoothingResult:
         """Read what `save` wrote.
 
         Raises:
-            FileNotFoundError, IsADirectoryError: There is no such file.
-            ValueError: It is another kind of file, damaged, or of a version that is not known.
+            FileNotFoundError, IsADirectoryError: `path` does not exist, or is a folder.
+            ValueError: The file is of another kind, damaged, or of an unknown version.
         """
         name = os.fspath(path)
         expected = f"load_smoothing: `path` must be a file written by SmoothingResult.save, got {name}"
@@ -248,14 +248,14 @@ class SmoothingResult:
             factor = tensors.pop(f"layers.{layer['layer_idx']}.factor")
             is_matrix = factor.dtype == torch.float32 and factor.ndim == 2
             if not is_matrix or bool((torch.frexp(factor)[0] != 0.5).any()):
-                raise ValueError(f"factors of layer {layer['layer_idx']} are no powers of two")
+                raise ValueError(f"factors of layer {layer['layer_idx']} are not powers of two")
             center = tensors.pop(f"layers.{layer['layer_idx']}.center", None)
             if center is not None and not (
                 center.dtype == torch.float32 and center.shape == factor.shape and bool(center.isfinite().all())
             ):
-                raise ValueError(f"the centre of layer {layer['layer_idx']} has no meaning")
+                raise ValueError(f"the centre of layer {layer['layer_idx']} is not finite or does not fit its factors")
             if layer["placement"] not in get_args(Placement):
-                raise ValueError(f"factors of layer {layer['layer_idx']} are in {layer['placement']!r}")
+                raise ValueError(f"factors of layer {layer['layer_idx']} have unknown placement {layer['placement']!r}")
             layers.append(LayerSmoothing(factor=factor, center=center, **layer))
         originals = {name.removeprefix("originals."): tensor for name, tensor in tensors.items()}
         if any(name not in facts["parameters"] for name in originals):
@@ -273,7 +273,7 @@ class SmoothingResult:
 
 
 def content_hash(facts: str, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of what a file of ours holds: it tells damage, not malice, since whoever writes a file can hash it."""
+    """SHA-256 of a file's content. It detects damage, not tampering: whoever writes a file can compute its hash."""
     digest = hashlib.sha256(facts.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -1,10 +1,10 @@
-"""Which parameters of a model make each channel of its values, and which take each channel of attention's output.
+"""Finds which parameters make each channel of a model's values, and which take each channel of attention's output.
 
-Both are found by running the model, as keys and queries are (`layout.py`): values by replacing what modules return,
-attention's output by replacing it and looking at what modules are given. Only what an orthogonal map over the channels
-of a head can pass through is accepted: rows of a projection that make values and nothing else, every channel of a head
-in the same proportion, and columns of one projection that takes what attention returns as it is. A norm or a gate in
-between, or keys that come from the same rows, are reasons to refuse. What is done with it: `value_rotation.py`.
+Both are found by running the model, as for keys and queries (`layout.py`): values by replacing what modules return,
+attention's output by replacing it and looking at the inputs of the modules after it. A layer is accepted only if an
+orthogonal map over the channels of a head passes through: rows of a projection make values and nothing else, with the
+same factor for all channels of a head, and columns of one projection take attention's output unchanged. A norm or a
+gate in between, or keys made by the same rows, are refused. `value_rotation.py` rotates these weights.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ ROTATION = Edit("values and attention's output", "rotate")
 
 @dataclasses.dataclass(frozen=True)
 class ValueLayout:
-    """Where one layer's values come from and where attention's output goes: two projections, by rows or columns.
+    """The two projections of one layer that make values and take attention's output, by rows or columns.
 
     Attributes:
         layer_idx: The layer.
-        value: What makes values. No feature makes two channels.
-        output: What takes attention's output.
+        value: The parameters that make values. Each feature makes one channel.
+        output: The parameters that take attention's output.
     """
 
     layer_idx: int
@@ -63,14 +63,14 @@ class ValueLayout:
 
 @dataclasses.dataclass
 class _Answers:
-    """What one layer does with made-up values and a made-up output of attention, all `[samples, ...]`.
+    """What one layer does with random values and a random output of attention.
 
     Attributes:
-        made: `[samples, features]`: what the projection was made to return.
-        value: `[samples, num_kv_heads, head_dim]`: what came out of it; `None` before it did.
-        attended: `[samples, num_q_heads, head_dim]`: what attention was made to return; `None` before it did.
+        made: `[samples, features]`: the random output of the projection.
+        value: `[samples, num_kv_heads, head_dim]`: the values that attention gets from it; `None` until it runs.
+        attended: `[samples, num_q_heads, head_dim]`: the random output of attention; `None` until it runs.
         is_key_touched: Whether keys or queries changed with the values.
-        inputs: Modules that ran afterwards, with what they were given for the first token, `[samples, features]`.
+        inputs: The modules that ran after attention, each with its input for the first token, `[samples, features]`.
     """
 
     made: Tensor
@@ -87,19 +87,19 @@ class _Answers:
 
 
 def find_value_layouts(model: PreTrainedModel, *, where: str) -> dict[int, ValueLayout]:
-    """Find them for every layer whose cache would be quantised. The model is only run.
+    """Find the value layout of every layer whose cache would be quantised.
 
     Args:
-        model: A decoder-only model.
+        model: A decoder-only model. It is only run.
         where: Opens error messages.
 
     Returns:
-        By layer.
+        Per layer index, the layout.
 
     Raises:
-        TypeError: `model` is no model of transformers.
-        NotImplementedError: It keeps no values of its own, its attention cannot be seen, its weights cannot be edited
-            in place, or one of its layers does more with values than project them.
+        TypeError: `model` is not a `PreTrainedModel`.
+        NotImplementedError: Layers reuse the values of others, attention cannot be watched, weights cannot be edited in
+            place, or a layer does more with values than project them.
     """
     check_decoder(model, where)
     check_own_keys(model, where)
@@ -143,13 +143,13 @@ def _refusal(model: PreTrainedModel, index: int, reason: str, where: str) -> Not
 def _answers(
     model: PreTrainedModel, modules: Mapping[int, nn.Module], chosen: Mapping[int, Found]
 ) -> dict[int, _Answers]:
-    """Run the model once with random values and outputs of attention, which no layer hands on to the next."""
+    """Run the model once with random values and attention outputs. No layer passes them on to the next."""
     generator = torch.Generator().manual_seed(1)
     batch = NUM_SAMPLES + NUM_LOUD
     answers: dict[int, _Answers] = {}
     outputs: dict[nn.Module, Tensor] = {}
     for layer_idx, found in chosen.items():
-        # Everything else that a fused projection returns is 0, in every sample.
+        # All other features of a fused projection are 0, in every sample.
         features = torch.zeros((batch, found.candidate.num_features))
         used = found.index.unique()
         features[:, used] = random_samples((len(used),), generator)
@@ -177,41 +177,41 @@ def _answers(
 
 
 def _silence(module: nn.Module, args: Any, output: Any) -> Any:
-    """A forward hook: attention adds nothing, so that the layers behind see the same in every sample."""
+    """A forward hook: attention returns zeros, so that later layers get the same input in every sample."""
     if isinstance(output, tuple):
         return (torch.zeros_like(output[0]), *output[1:])
     return torch.zeros_like(output)
 
 
 def _value(found: Found, answer: _Answers) -> Scalable | str:
-    """The projection behind values, or why it is none for a rotation."""
+    """The projection that makes values, or why it cannot be rotated."""
     candidate, index = found.candidate, found.index
     if answer.is_key_touched:
         return "keys or queries come from the same weights as values"
     assert answer.value is not None
     if not _is_in_proportion(answer.made.to(answer.value), answer.value, index):
         return f"values are multiplied by channel behind {candidate.name}"
-    index = index.unique(dim=0)  # heads that are repeated before attention (Falcon) are one
+    index = index.unique(dim=0)  # a head that is repeated before attention (Falcon) counts once
     if index.unique().numel() < index.numel():
         return f"one feature of {candidate.name} makes several channels of values"
     return Scalable(candidate.name, "columns" if isinstance(candidate.module, Conv1D) else "rows", index)
 
 
 def _output(answer: _Answers, names: Mapping[nn.Module, str], attention: nn.Module, where: str) -> Scalable | str:
-    """The projection that takes attention's output, or why there is none for a rotation."""
+    """The projection that takes attention's output, or why it cannot be rotated."""
     attended = answer.attended
     assert attended is not None
     takers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
     for module, features in answer.inputs:
         index = one_for_one(features.float(), attended)
-        # Over so many channels a norm is nearly a constant factor, but makes loud samples no louder than others.
+        # Over this many channels a norm is nearly a constant factor, but it makes loud samples as quiet as the others.
         if index is not None and one_for_one(attended.flatten(1), features[:, index.to(features.device)]) is not None:
             takers[module] = index, features
     for module in takers:
         check_editable(module, names[module], attention, names, where, edit=ROTATION)
     projections = [module for module in takers if isinstance(module, (nn.Linear, Conv1D))]
     if not projections and takers:
-        last = list(takers)[-1]  # containers are given it before what they contain
+        last = list(takers)[-1]  # a container gets its input before the modules in it
         return f"attention's output goes through {names[last]} ({type(last).__name__})"
     if len(projections) != 1:
         return "attention's output is not given to one projection, channel by channel"
@@ -223,15 +223,15 @@ def _output(answer: _Answers, names: Mapping[nn.Module, str], attention: nn.Modu
 
 
 def _is_in_proportion(features: Tensor, states: Tensor, index: Tensor) -> bool:
-    """Whether all channels of a head are the same multiple of their features. A factor per head passes a rotation.
+    """Whether all channels of a head are the same multiple of their features. A factor per head commutes with rotation.
 
     Args:
-        features: `[samples, features]`, as rounded to the dtype of `states`.
+        features: `[samples, features]`, rounded to the dtype of `states`.
         states: `[samples, heads, head_dim]`.
         index: `[heads, head_dim]`: which feature each channel is a multiple of.
     """
     source, target = features[:, index.to(features.device)].double(), states.double()
     ratio = (source * target).sum(0) / source.square().sum(0)
     spread = (ratio - ratio[:, :1]).abs().amax()
-    # What is only copied has a ratio of exactly 1; a product that is rounded errs either way, and it averages out.
+    # Copies have a ratio of exactly 1. The rounding errors of a product have either sign and average out.
     return bool(spread <= torch.finfo(states.dtype).eps / 2 * ratio.abs().amax())

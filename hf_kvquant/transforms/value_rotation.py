@@ -1,13 +1,13 @@
-"""Rotation of values, folded into the weights: `rotate_values`, and `unrotate_values`, which takes it back.
+"""Rotation of values, folded into the weights: `rotate_values`, undone by `unrotate_values`.
 
-The values of every key-value head are multiplied by the Hadamard matrix that keys are rotated by (`reference.rotate`):
-it spreads an outlier channel over its head, so that values quantise better. Attention mixes tokens and never channels,
-so the rotation passes through it, and the columns of the projection behind it are multiplied by the same matrix, which
-is its own inverse. Nothing is left for caches to do. Unlike smoothing by powers of two it rounds, once per weight, so
-logits move by roundings of the dtype; a check makes sure that it is no more, or everything is rolled back. The rows and
-columns as they were are kept on the CPU. Which these are is found in `value_layout.py`.
+The values of every key-value head are multiplied by the same Hadamard matrix as keys (`reference.rotate`). It spreads
+an outlier channel over its head, so values quantise better. Attention mixes tokens, never channels, so the rotation
+passes through it. The columns of the next projection are multiplied by the same matrix, which is its own inverse, so
+caches have nothing to do. Unlike smoothing by powers of two, this rounds each weight once, so logits change by rounding
+in the model's dtype. A check rolls everything back if they change by more. The original rows and columns are kept on
+the CPU. `value_layout.py` finds them.
 
-Source: QuaRot (arXiv 2404.00456); SpinQuant (arXiv 2405.16406), whose R2 is learned and here is not.
+Source: QuaRot (arXiv 2404.00456); SpinQuant (arXiv 2405.16406), whose R2 is learned, unlike ours.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ CONFIG_KEY = "hf_kvquant_value_rotation"  # in the model's config, so that a sav
 _STATE = "_hf_kvquant_value_rotation"
 
 CHECK_ROWS = 2  # texts of random tokens
-# How far the output of a layer's attention, given what it was given before, may move, root mean square over root mean
-# square: so many eps of the dtype, and, since sums are in float32, so many of its eps. Weights of both projections,
-# values, attention's output and the result are rounded once each, to half an eps at most; the rest is for sums whose
-# terms cancel. Reference model: .6 eps in bfloat16, 5 in float32 over 384 terms; sums of more terms lose more. A wrong
-# rotation moves it by about 1, one wrong head of 64 by .18, and this is .125 in bfloat16, the coarsest dtype.
+# How far the output of a layer's attention may move for the same input, as root mean square over root mean square: this
+# many eps of the dtype plus, since sums are in float32, this many eps of float32. The weights of both projections,
+# values, attention's output and the result are rounded once each, by at most half an eps; the rest covers sums whose
+# terms cancel. Reference model: .6 eps in bfloat16, 5 in float32 over 384 terms; longer sums lose more. A wrong
+# rotation moves the output by about 1, one wrong head of 64 by .18; the limit is .125 in bfloat16, the coarsest dtype.
 ROUNDINGS, SUM_ROUNDINGS = 16.0, 256.0
-# How much further the logits of a token may move, in which the roundings of all layers come together: the median
-# token's, since a router may send some to other experts. Up to 2 eps in bfloat16 and 12 in float32, over 48 families.
+# How much further the logits may move, as they accumulate the rounding of all layers. Measured on the median token,
+# since a router may send some tokens to other experts: up to 2 eps in bfloat16 and 12 in float32, over 48 families.
 LOGIT_FACTOR = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """What a rotation left on a model.
+    """What `rotate_values` stores on a model.
 
     Attributes:
-        layouts: Of the layers that are rotated.
-        originals: What `_rotatable` yielded and `_read` read before, on the CPU, in the same order.
+        layouts: Per rotated layer, its layout.
+        originals: The original weights on the CPU, read by `_read` in the order of `_rotatable`.
     """
 
     layouts: Mapping[int, ValueLayout]
@@ -58,25 +58,26 @@ class _State:
 def rotate_values(model: PreTrainedModel) -> tuple[int, ...]:
     """Rotate the values of a model by a Hadamard matrix, through its weights.
 
-    The matrix is over blocks of the largest power of two that divides the head_dim of values. It is computed in float64
-    and rounded once. What a cache stores from now on are rotated values; `save_pretrained` writes a plain checkpoint.
-    That helps where values have outlier channels, and changes little elsewhere. It goes with `smooth_attention`; where
-    projections are fused, undo both in the opposite order, since `unsmooth` refuses weights that changed behind it.
+    This helps where values have outlier channels, and changes little elsewhere. Caches then store rotated values, and
+    `save_pretrained` writes a plain checkpoint. The rotation acts on blocks of the largest power of two that divides
+    the head_dim of values. It is computed in float64 and rounded once. It can be combined with `smooth_attention`. If
+    projections are fused, undo both in the opposite order: `unsmooth` refuses weights that changed after smoothing.
 
     Args:
-        model: A decoder-only model. Rows of `v_proj`, bias included, and columns of `o_proj`, whatever they are called,
-            are written in place, in all layers whose caches are quantised, and its config is marked. Caches that were
-            filled before do not fit it any more. The rows and columns as they were stay on the CPU until
+        model: A decoder-only model. In all layers whose caches are quantised, the rows of `v_proj` with its bias and
+            the columns of `o_proj` are written in place, whatever these modules are called. The config is marked.
+            Caches that were filled before no longer fit the model. The original rows and columns stay on the CPU until
             `unrotate_values`: 1.3 GB for a model like Llama-3-8B.
 
     Returns:
-        The layers that are rotated. The caches of others are left to transformers.
+        Indices of the rotated layers. The caches of other layers are left to transformers.
 
     Raises:
-        TypeError: `model` is no model of transformers.
-        ValueError: It is rotated already, or its values have an odd number of channels.
+        TypeError: `model` is not a `PreTrainedModel`.
+        ValueError: The model is rotated already, or its values have an odd number of channels.
         NotImplementedError: Its values cannot be rotated through its weights; the message says why.
-        RuntimeError: Attention or the logits would change by more than rounding. In every case the model is as it was.
+        RuntimeError: Attention or the logits would change by more than rounding. After any of these errors the model is
+            unchanged.
 
     Example:
         >>> hf_kvquant.rotate_values(model)
@@ -105,7 +106,7 @@ def rotate_values(model: PreTrainedModel) -> tuple[int, ...]:
         for rows, index in _rotatable(model, layouts):
             _write(rows, index, _rotated(_read(rows, index)))
         _check(model, outputs, before, input_ids, max(torch.finfo(x.dtype).eps for x in state.originals), where)
-    except BaseException:  # a change, a lack of memory, or a user who has seen enough
+    except BaseException:  # the check failed, memory ran out, or the user interrupted
         _put_back(model, state)
         raise
     setattr(model, _STATE, state)
@@ -114,16 +115,16 @@ def rotate_values(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def unrotate_values(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `rotate_values`, bit for bit: the rows and columns that it rotated, and nothing else.
+    """Undo `rotate_values` bit for bit: restore the rows and columns that it rotated, and nothing else.
 
     Args:
         model: Rotated in this process.
 
     Returns:
-        The same model. Caches that were filled before do not fit it any more.
+        The same model. Caches that were filled before no longer fit it.
 
     Raises:
-        TypeError: `model` is no model of transformers.
+        TypeError: `model` is not a `PreTrainedModel`.
         ValueError: The model is not rotated, was rotated in another process, or its weights have changed since.
     """
     where = "unrotate_values"
@@ -152,7 +153,7 @@ def unrotate_values(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def is_rotated(model: PreTrainedModel) -> bool:
-    """Whether the values of a model are rotated through its weights, as far as its config knows."""
+    """Whether the values of a model are rotated through its weights, according to the model and its config."""
     return _STATE in model.__dict__ or bool(getattr(model.config, CONFIG_KEY, False))
 
 
@@ -160,7 +161,7 @@ def is_rotated(model: PreTrainedModel) -> bool:
 
 
 def _rotatable(model: PreTrainedModel, layouts: Mapping[int, ValueLayout]) -> Iterator[tuple[Tensor, Tensor]]:
-    """What is rotated: views of parameters, `[features, ...]`, and which feature each channel of a head is."""
+    """The rotated parameters: views `[features, ...]`, each with the feature of each channel, `[heads, head_dim]`."""
     for layout in layouts.values():
         value, output = (model.get_submodule(side.name) for side in (layout.value, layout.output))
         assert isinstance(value.weight, Tensor) and isinstance(output.weight, Tensor)
@@ -177,7 +178,7 @@ def _read(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _write(rows: Tensor, index: Tensor, channels: Tensor) -> None:
-    """Put back what `_read` returned."""
+    """Write what `_read` returned back into `rows`."""
     rows[index.to(rows.device)] = channels.to(rows.device).movedim(-1, 1)
 
 
@@ -194,7 +195,7 @@ def _put_back(model: PreTrainedModel, state: _State) -> None:
 
 
 def _random_tokens(model: PreTrainedModel) -> Tensor:
-    """`[CHECK_ROWS, tokens]` int64."""
+    """Random token ids for the check, `[CHECK_ROWS, tokens]` int64."""
     shape = CHECK_ROWS, positions_of(model, CHECK_TOKENS)
     return torch.randint(text_config_of(model).vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
@@ -203,7 +204,7 @@ def _random_tokens(model: PreTrainedModel) -> Tensor:
 def _output_hooks(
     model: PreTrainedModel, names: Iterable[str], hook: Callable[[str, Tensor], Tensor | None]
 ) -> Iterator[None]:
-    """Call `hook` with what the modules of these names return, and have them return what it does, if anything."""
+    """Call `hook` with the name and output of each of these modules. A tensor that it returns replaces the output."""
     with contextlib.ExitStack() as stack:
         for name in names:
             handle = model.get_submodule(name).register_forward_hook(
@@ -221,18 +222,18 @@ def _check(
     eps: float,
     where: str,
 ) -> None:
-    """Refuse a rotation that changes more than rounding does.
+    """Refuse a rotation that changes outputs by more than rounding.
 
     Args:
-        model: Rotated.
-        outputs: What the projections behind attention returned before, call by call.
-        before: Logits, `[CHECK_ROWS, tokens, vocab_size]`.
-        input_ids: Of which these are.
-        eps: Of the weights' dtype, the coarsest.
+        model: The rotated model.
+        outputs: What the projections after attention returned before rotation, call by call.
+        before: Logits before rotation, `[CHECK_ROWS, tokens, vocab_size]`.
+        input_ids: The tokens that gave these logits.
+        eps: The eps of the weights' dtype, the largest if there are several.
         where: Opens error messages.
 
     Raises:
-        RuntimeError: It does.
+        RuntimeError: Attention's output or the logits change by more.
     """
     errors: dict[str, float] = {}
 
@@ -240,7 +241,7 @@ def _check(
         old = calls[name].pop(0)
         difference = (output.double() - old.double()).norm() / old.double().norm().clamp(min=torch.finfo().tiny)
         errors[name] = max(errors.get(name, 0.0), float(difference.nan_to_num(torch.inf)))
-        return old  # so that later layers are judged by themselves
+        return old  # so that later layers are compared on the same input
 
     calls = {name: list(old) for name, old in outputs.items()}
     with _output_hooks(model, outputs, compare):
@@ -250,7 +251,7 @@ def _check(
     if errors[worst] > bound:
         raise _changed(f"the output of {worst}", errors[worst], bound, where)
     after = check_logits(model, input_ids).double()
-    centered = before.double() - before.double().mean(-1, keepdim=True)  # softmax ignores what all have in common
+    centered = before.double() - before.double().mean(-1, keepdim=True)  # softmax ignores a common offset
     moved = ((after - before.double()).norm(dim=-1) / centered.norm(dim=-1)).nan_to_num(torch.inf).median()
     if float(moved) > LOGIT_FACTOR * bound:
         raise _changed("the logits", float(moved), LOGIT_FACTOR * bound, where)
@@ -259,6 +260,6 @@ def _check(
 def _changed(what: str, error: float, bound: float, where: str) -> RuntimeError:
     return RuntimeError(
         f"{where}: a rotation must move {what} by no more than {bound:.1e} of their size, got {error:.1e}. The weights "
-        "are as they were. This model does more with values than is understood: leave it as it is. Where float32 is "
-        "multiplied as TF32, torch.set_float32_matmul_precision('highest') comes first."
+        "are as they were. How this model uses values is not supported: leave it as it is. If PyTorch multiplies "
+        "float32 as TF32, call torch.set_float32_matmul_precision('highest') and try again."
     )
