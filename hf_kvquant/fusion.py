@@ -1,14 +1,16 @@
-"""A decode step in fewer kernels: what lies between linear layers, fused while a step is captured, with the same bits.
+"""Fuses the small kernels between linear layers while a decode step is captured, with bitwise the same results.
 
-Run as it is, a step of Llama launches some thirty small kernels a layer: eight for each RMSNorm, ten for the rotary
-embedding, two for the product within an MLP, two for residual additions. While `capture.py` runs and records a step,
-`fused` has each of these done by one kernel, additions by that of the norm behind them, and then puts everything back.
-It replaces forwards of instances and `apply_rotary_pos_emb` in the globals of the model's own code, and watches
-additions. Captured tokens stay those of uncaptured steps, because nothing is replaced on trust: the run before the
-recording compares each replacement with what it replaces, on the step's own tensors and on random ones laid out like
-them, in their dtype and in float32, which shows what rounding to 16 bits would hide. Whatever differs in one bit stays
-as it is, and the log says what became of each (level INFO). Modules with hooks, with several parameters or with
-forwards of their own are left alone, and so is everything under autograd and autocast.
+A decode step of Llama launches some thirty small kernels per layer: eight for each RMSNorm, ten for the rotary
+embedding, two for the product in the MLP, two for residual additions. While `capture.py` runs and records a step,
+`fused` replaces each of these by one kernel (an addition joins the kernel of the norm after it) and then restores
+everything. It replaces the forwards of instances and `apply_rotary_pos_emb` in the globals of the model's own code, and
+intercepts additions.
+
+Captured and uncaptured steps give the same tokens, because each replacement is verified first. The run before the
+recording compares it with the original on the step's own tensors and on random tensors of the same layout, in their
+dtype and in float32, which shows differences that rounding to 16 bits would hide. If one bit differs, the original
+stays. The log tells the outcome of each (level INFO). Modules with hooks, with several parameters or with their own
+forwards are never replaced, nor is anything under autograd or autocast.
 """
 
 from __future__ import annotations
@@ -39,23 +41,23 @@ Function = Callable[..., Any]
 ROTARY = "apply_rotary_pos_emb"
 _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 _EPS = ("variance_epsilon", "eps")
-# Of the random numbers that replacements are tried on.
+# Magnitudes of the random numbers that replacements are tried on.
 _MAGNITUDES = (1.0, 1e-3, 100.0)
-_ALIGNMENT = 16  # bytes: what kernels load at a time
+_ALIGNMENT = 16  # bytes that kernels load at a time
 
-# Functions in the globals of a module are everybody's: one step at a time may replace them.
+# All threads share the functions in a module's globals, so only one step at a time may replace them.
 _lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def fused(model: nn.Module) -> Iterator[None]:
-    """Fuse what can be fused with the same bits, for the length of a `with` block.
+    """Fuse whatever gives the same bits, for the duration of a `with` block.
 
-    What the first block finds out for a model and tensors of some shape, which waits for the device, later ones know;
-    where tensors are new while a graph is recorded, nothing is replaced.
+    The first block with a model and tensor layout compares results, which synchronises with the device; later blocks
+    reuse the outcome. Tensors of a new layout are left alone while a graph is recorded.
 
     Args:
-        model: On one device. Other threads that use the same modeling code go on using its own functions.
+        model: On one device. Other threads that use the same modeling code keep its original functions.
     """
     device = next(model.parameters()).device
     if device.type == "cuda" and not ops.serves_gpu(device.index or 0):
@@ -79,7 +81,7 @@ def fused(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forward(module: nn.Module, function: Function) -> Iterator[None]:
-    """A forward of a module's own, in place of its class's."""
+    """Replace the forward of one module instance while the block runs."""
     module.__dict__["forward"] = function
     try:
         yield
@@ -92,13 +94,13 @@ def _forward(module: nn.Module, function: Function) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Trial:
-    """What decides whether something is replaced.
+    """The comparison that decides whether a function is replaced.
 
     Attributes:
-        inputs: Of the original and of the candidates, as in this step.
-        original: What may be replaced.
-        candidates: What may do it, in order, and how the log calls it.
-        draws: Gives further inputs.
+        inputs: This step's inputs to the original and to the candidates.
+        original: The function to replace.
+        candidates: Replacements to try, in order, by their names in the log.
+        draws: Makes further inputs.
     """
 
     inputs: tuple[Tensor, ...]
@@ -108,11 +110,11 @@ class _Trial:
 
 
 class _Chooser:
-    """Which function serves which tensors, for one model.
+    """Chooses replacements for one model, and remembers the choices.
 
     Attributes:
-        norms: By the number of an addition within a step: the norm that takes its sum.
-        is_trying: Whether what runs is no part of a step.
+        norms: By the number of an addition within a step, the norm that takes its sum.
+        is_trying: Whether a comparison is running, which is not part of the step.
     """
 
     def __init__(self) -> None:
@@ -122,13 +124,13 @@ class _Chooser:
         self._said: set[str] = set()
 
     def choose(self, name: str, key: Hashable, tensors: Sequence[Tensor], trial: Callable[[], _Trial]) -> Any:
-        """The first candidate that gives the bits of the original, or `None`.
+        """The first candidate that gives the same bits as the original, or `None`.
 
         Args:
-            name: Of what may be replaced, for the log.
-            key: What the choice depends on besides how tensors are laid out.
-            tensors: Of this call.
-            trial: Called where the choice is not known yet.
+            name: Name of the original, for the log.
+            key: What the choice depends on besides the layout of tensors.
+            tensors: The tensors of this call.
+            trial: Makes the comparison if the choice is not known yet.
         """
         device = tensors[0].device
         if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
@@ -158,7 +160,7 @@ class _Chooser:
         return None
 
     def _say(self, line: str) -> None:
-        if line not in self._said:  # layers are alike
+        if line not in self._said:  # layers repeat the same lines
             self._said.add(line)
             logger.info(line)
 
@@ -171,18 +173,18 @@ def _layout_of(tensor: Tensor) -> Hashable:
 
 
 def _why_not(candidate: Function, trial: _Trial) -> str | None:
-    """Why a candidate cannot take the place of the original."""
+    """Why a candidate cannot replace the original, or `None` if it can."""
     for inputs in (trial.inputs, *trial.draws()):
         try:
             if not _is_same(candidate(*inputs), trial.original(*inputs)):
-                return "its bits are others."
-        except Exception as error:  # a form that the kernel refuses, or code of a model that is fed what it never is
+                return "its bits differ."
+        except Exception as error:  # a shape or dtype that the kernel refuses, or that the model's code does not expect
             return f"{type(error).__name__}: {error}"
     return None
 
 
 def _is_same(actual: Any, expected: Any) -> bool:
-    """Whether tensors, or tuples of them, are equal bit for bit and laid out alike. NaNs are equal."""
+    """Whether tensors, or tuples of them, are equal bit for bit and have the same layout. NaNs are equal."""
     if isinstance(expected, tuple):
         return len(actual) == len(expected) and all(map(_is_same, actual, expected))
     if not isinstance(expected, Tensor) or _form_of(actual) != _form_of(expected):
@@ -193,14 +195,14 @@ def _is_same(actual: Any, expected: Any) -> bool:
 
 
 def _form_of(tensor: Tensor) -> Hashable:
-    # The stride of an axis of size 1 says nothing.
+    # The stride of an axis of size 1 is meaningless.
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
     return tensor.shape, tuple(strides), tensor.dtype
 
 
 def _random(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Random tensors laid out like these, of several magnitudes, in their dtype and in float32."""
-    generator = torch.Generator(tensors[0].device).manual_seed(0)  # not the one that sampling draws from
+    """Random tensors with the layout of these, of several magnitudes, in their dtype and in float32."""
+    generator = torch.Generator(tensors[0].device).manual_seed(0)  # leaves the generator used for sampling alone
     for dtype in {tensors[0].dtype, torch.float32}:
         for magnitude in _MAGNITUDES:
             empty = [torch.empty_like(tensor, dtype=dtype, requires_grad=False) for tensor in tensors]
@@ -208,7 +210,7 @@ def _random(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether calling a module is calling the forward of its class."""
+    """Whether calling a module only calls the forward of its class."""
     return (
         "forward" not in vars(module)
         and not module._forward_hooks
@@ -218,7 +220,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _identity(module: nn.Module) -> Hashable:
-    """What tells a module from others of its model that compute something else."""
+    """A key that differs between modules that compute different functions."""
     simple = (bool, int, float, str, type(None))
     attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     attributes.pop("forward", None)
@@ -230,7 +232,7 @@ def _identity(module: nn.Module) -> Hashable:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module may be an RMSNorm: a weight for every channel, an epsilon, and nothing else."""
+    """Whether a module may be an RMSNorm: it has a weight per channel, an epsilon, and nothing else."""
     return (
         _is_plain(module)
         and set(module._parameters) == {"weight"}
@@ -243,7 +245,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _norm(chooser: _Chooser, additions: _Additions, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an RMSNorm."""
+    """The replaced forward of an RMSNorm."""
     original = functools.partial(type(module).forward, module)
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
         return original(*args, **kwargs)
@@ -256,7 +258,7 @@ def _norm(chooser: _Chooser, additions: _Additions, module: Any, *args: Any, **k
     def trial() -> _Trial:
         candidates = {
             "one kernel": lambda x, weight: rms_norm(x, weight, None, eps),
-            "one kernel behind torch's mean": lambda x, weight: rms_norm(x, weight, _mean_of_squares(x), eps),
+            "one kernel after torch's mean": lambda x, weight: rms_norm(x, weight, _mean_of_squares(x), eps),
         }
         original = functools.partial(_norm_with, module)
         return _Trial((x, weight), original, candidates, lambda: _random(x, weight))
@@ -271,7 +273,7 @@ def _eps_of(module: nn.Module) -> float:
 
 
 def _norm_with(module: nn.Module, x: Tensor, weight: Tensor) -> Any:
-    """What the class of a norm does, with another weight."""
+    """The output of a norm's original forward, with another weight."""
     twin = copy.copy(module)
     twin.__dict__["_parameters"] = {"weight": weight}
     return type(module).forward(twin, x)
@@ -283,14 +285,14 @@ def _mean_of_squares(x: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class _Addition:
-    """One of a step.
+    """One addition of a step.
 
     Attributes:
-        number: Of those in the step before it.
-        addends: Two.
+        number: How many additions came before it in the step.
+        addends: The two tensors.
         total: Their sum.
-        version: Of the sum when it was new.
-        norm: Whose output for the sum is known already.
+        version: The version counter of the sum when it was made.
+        norm: The norm whose output for the sum is already computed.
         normed: That output.
     """
 
@@ -303,11 +305,11 @@ class _Addition:
 
 
 class _Additions(TorchFunctionMode):
-    """Has a sum computed along with the norm that takes it, which is what residual connections come to.
+    """Computes a residual addition and the norm after it in one kernel.
 
-    At an addition it is not known what becomes of the sum, so the run before the recording takes notes. They are hints:
-    a norm gets what was computed ahead if it comes with that very sum, untouched since; else it computes by itself, and
-    the note is crossed out.
+    An addition does not know which module takes its sum, so the run before the recording notes it. A note is only a
+    hint: a norm gets the output computed ahead only if its input is that very sum, unmodified. Otherwise it computes
+    the output itself and the note is deleted.
     """
 
     def __init__(self, chooser: _Chooser) -> None:
@@ -320,12 +322,12 @@ class _Additions(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         is_ours = func is torch.Tensor.add and not kwargs and _are_alike(*args)
-        # A tensor made in inference mode does not know whether it was changed.
+        # Tensors made in inference mode have no version counter, so changes to them cannot be noticed.
         is_unknown = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
         if not is_ours or is_unknown or self._chooser.is_trying:
             return func(*args, **(kwargs or {}))
         if self._last is not None and self._last.normed is not None:
-            del self._chooser.norms[self._last.number]  # nobody came for it
+            del self._chooser.norms[self._last.number]  # no norm took the output
         self._last = self._add(self._count, *args)
         self._count += 1
         return self._last.total
@@ -347,7 +349,7 @@ class _Additions(TorchFunctionMode):
             return total, _norm_with(norm, total, weight)
 
         def trial() -> _Trial:
-            candidates = {"one kernel with it": lambda x, other, weight: add_rms_norm(x, other, weight, eps)}
+            candidates = {"one kernel with the norm": lambda x, other, weight: add_rms_norm(x, other, weight, eps)}
             return _Trial((x, other, norm.weight), original, candidates, lambda: _random(x, other, norm.weight))
 
         name = f"the addition before {type(norm).__name__}"
@@ -355,7 +357,7 @@ class _Additions(TorchFunctionMode):
         return function
 
     def normed(self, module: nn.Module, x: Tensor) -> Tensor | None:
-        """What a norm gives for `x`, where it has been computed along with `x`."""
+        """The output of a norm for `x` if it was computed together with `x`, else `None`."""
         last, self._last = self._last, None
         if last is None:
             return None
@@ -394,7 +396,7 @@ def _is_mlp(module: nn.Module) -> bool:
 
 
 def _mlp(chooser: _Chooser, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a gated MLP."""
+    """The replaced forward of a gated MLP."""
     original = functools.partial(type(module).forward, module)
     if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
         return original(*args, **kwargs)
@@ -413,9 +415,9 @@ def _mlp(chooser: _Chooser, module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _product(module: Any, x: Tensor, gate: Tensor, up: Tensor) -> Any:
-    """What the forward of a gated MLP feeds its last layer where its first ones, fed `x`, give `gate` and `up`.
+    """What the original forward of a gated MLP passes to `down_proj`, given the outputs `gate` and `up` for `x`.
 
-    `None` where it does anything else than that.
+    `None` if the forward does anything else.
     """
     end = torch.empty_like(x)
     fed: list[tuple[str, Any]] = []
@@ -435,7 +437,7 @@ def _product(module: Any, x: Tensor, gate: Tensor, up: Tensor) -> Any:
 
 def _mlp_draws(gate: Tensor, up: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield from _random(gate, up)
-    if gate.element_size() == 2:  # every number there is
+    if gate.element_size() == 2:  # every 16-bit number
         numbers = torch.arange(-(2**15), 2**15, device=gate.device).to(torch.int16).view(gate.dtype)
         yield numbers, torch.ones_like(numbers)
 
@@ -444,14 +446,14 @@ def _mlp_draws(gate: Tensor, up: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _namespaces(model: nn.Module) -> list[ModuleType]:
-    """The modules of code whose functions a model's forwards call, where these have a rotary embedding."""
+    """The Python modules that define a model's classes and have a function `apply_rotary_pos_emb`."""
     names = {base.__module__ for module in model.modules() for base in type(module).__mro__}
     found = [sys.modules[name] for name in sorted(names) if name in sys.modules]
     return [namespace for namespace in found if callable(vars(namespace).get(ROTARY))]
 
 
 def _rotary(chooser: _Chooser, original: Function, thread: int, *args: Any, **kwargs: Any) -> Any:
-    """`apply_rotary_pos_emb`, for one thread; others get the original."""
+    """The replaced `apply_rotary_pos_emb`. Threads other than `thread` get the original."""
     is_known = len(args) == 4 and not kwargs and all(isinstance(each, Tensor) for each in args)
     if not is_known or threading.get_ident() != thread:
         return original(*args, **kwargs)

@@ -1,10 +1,9 @@
-"""The counter: how many (query, token) pairs a text must be served from codes, and how many it was.
+"""Counts the (query, token) pairs that attention reads from codes, and computes how many it has to read.
 
-Numbers of an evaluation that never saw a code look lossless. So pairs are counted where codes are attended to, by
-storages (`LayerStorage.attend`) and by simulated layers, and compared with what there is to read, which has a closed
-form. That storages count what the op serves is what `PairCounter` proves: it sees the calls of the op itself, at the
-price of a look at every op of the model. What becomes of numbers whose counts differ is decided in
-`evaluation/counter.py`.
+An evaluation that never reads a code looks lossless. So storages (`LayerStorage.attend`) and simulated layers count the
+pairs that attend to codes, and the count is compared with the expected number, which has a closed form. `PairCounter`
+proves that storages count what the op serves: it intercepts the op's own calls, which is slower, as it sees every op of
+the model. `evaluation/counter.py` decides what to do with results whose counts differ.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from .text_config import text_config_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Of one config, summed over layers.
+    """The (query, token) pairs of one config, summed over layers.
 
     Attributes:
-        pairs_read: (Query, token) pairs that were served from codes, or from what stays dense beside them (of
-            `int4-channel`, tokens of the unfinished block).
-        pairs_expected: What there was to read in all layers that are quantised.
-        pairs_dequantized: Pairs that were served from codes made dense again, where no kernel serves the model.
+        pairs_read: Pairs read from codes, or from the dense tokens that belong to them (the unfinished block of
+            `int4-channel`).
+        pairs_expected: Pairs to read in all quantised layers.
+        pairs_dequantized: Pairs read from dequantised tensors, where no kernel serves the model.
     """
 
     pairs_read: int
@@ -39,14 +38,15 @@ class Pairs:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every pair came from codes, and none twice."""
+        """Whether every pair was read from codes, and only once."""
         return self.pairs_read + self.pairs_dequantized == self.pairs_expected
 
 
 def num_readers(text_config: PreTrainedConfig) -> list[int]:
-    """How many layers attend to the keys and values of each cache layer: itself, and layers that have none.
+    """How many layers attend to the keys and values of each cache layer: the layer itself, and layers that share them.
 
-    Where `num_kv_shared_layers` are named, so many at the end take those of the last layer of their type before them.
+    If the config has `num_kv_shared_layers`, that many layers at the end share the keys and values of the last layer of
+    their type before them.
     """
     cache_types, _ = layers_of(text_config)
     readers = [1] * len(cache_types)
@@ -60,7 +60,7 @@ def num_readers(text_config: PreTrainedConfig) -> list[int]:
 
 
 def expected_pairs(model: PreTrainedModel, cache: Cache, tokens: int, first_chunk: int) -> int:
-    """What all layers of a model serve from the codes of a cache, of ours or a simulated one. See `causal_pairs`."""
+    """Pairs that all layers of a model have to read from a cache of ours or a simulated one. See `causal_pairs`."""
     return sum(
         readers * causal_pairs(tokens, first_chunk, window_of(layer.storage))
         for layer, readers in zip(cache.layers, num_readers(text_config_of(model)), strict=True)
@@ -69,7 +69,7 @@ def expected_pairs(model: PreTrainedModel, cache: Cache, tokens: int, first_chun
 
 
 def pairs_of(cache: Cache) -> int:
-    """(Query, token) pairs that were served from the codes of a simulated cache, or one told to count them."""
+    """Pairs read so far from the codes of a simulated cache, or of a cache after `count_pairs`."""
     read = 0
     for layer in cache.layers:
         if isinstance(layer, KVQuantLayer):
@@ -80,9 +80,9 @@ def pairs_of(cache: Cache) -> int:
 
 
 def count_pairs(cache: Cache) -> None:
-    """Let a cache count from now on, unless it is simulated and does anyway.
+    """Let a cache count pairs from now on. Simulated caches always do.
 
-    Steps that are compiled or replayed as a CUDA graph are not counted, and so are missed.
+    Steps that are compiled, or replayed as a CUDA graph, are not counted.
     """
     for layer in cache.layers:
         if isinstance(layer, KVQuantLayer):
@@ -90,10 +90,10 @@ def count_pairs(cache: Cache) -> None:
 
 
 class PairCounter(TorchDispatchMode):
-    """Counts the (query, token) pairs that `torch.ops.hf_kvquant.decode` serves while it is active.
+    """Counts the (query, token) pairs that `torch.ops.hf_kvquant.decode` serves while this mode is active.
 
-    It sees the calls of the op itself, whoever makes them, and reads lengths and windows from the op's arguments.
-    Causal attention is assumed; padding counts.
+    It intercepts every call of the op and reads lengths and windows from the op's arguments. Attention is assumed to be
+    causal; padding counts.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class PairCounter(TorchDispatchMode):
         if func in (torch_ops.decode.default, torch_ops.decode_reference.default):
             named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
             q_len = named["query"].shape[2]
-            # As many as a text of `length` tokens has whose last q_len ones come behind its first chunk.
+            # Equal to a text of `length` tokens of which the last `q_len` come after its first chunk.
             window = named["sliding_window"]
             self.pairs += sum(causal_pairs(length, length - q_len, window) for length in named["lengths"].tolist())
         return func(*args, **(kwargs or {}))
