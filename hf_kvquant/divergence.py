@@ -1,9 +1,8 @@
-"""How far the next-token distribution of a model moves with some formats, on a little text, against no quantisation.
+"""Measures, on a little text, how far cache formats move a model's next-token distribution from the unquantised one.
 
-The text is the user's, or one that the model samples from itself. It is fed to caches in windows, several at a time: a
-first token that fills the cache, then chunks that read codes, in the mode in which `generate` or a continued chat
-would. Which formats are compared, and what follows from it, is decided in `preflight.py`. Larger measurements, with
-perplexity and counted reads, are `fidelity.py`'s.
+The text is the user's, or sampled from the model. It is fed to caches in several windows at once: first one token that
+fills the cache, then chunks whose queries read codes, as in `generate` or a continued chat. `preflight.py` decides
+which formats are measured, and what follows. `fidelity.py` does larger measurements, with perplexity and counted reads.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from .transforms.observation import forward
 from .transforms.of_model import key_transforms
 from .transforms.signals import reason_of
 
-# The text: windows by tokens, of which the first one fills the cache and the others read codes, a chunk at a time. On
-# the reference model the sum over layers, int4: .0286; two windows of 512 tokens .0289, one of 2048 .0279; other parts
-# of the text .0296 to .0330; texts that the model sampled, five times, .0297 to .0426. Random tokens .0655: these will
-# not do. Chunks of 32 or 255 change nothing. In bfloat16, where a code that changes makes later layers round otherwise,
-# no layer is seen below some 4e-4.
+# The text: this many windows of this many tokens, fed in chunks of this size after the first token. Sum of int4 over
+# layers on the reference model: .0286; two windows of 512 tokens .0289, one of 2048 .0279; other parts of the text
+# .0296 to .0330; five texts that the model sampled .0297 to .0426. Random tokens give .0655, so they are unsuitable.
+# Chunks of 32 or 255 change nothing. In bfloat16 no layer measures below some 4e-4, as any changed code makes later
+# layers round differently.
 NUM_WINDOWS = 4
 WINDOW = 256
 CHUNK = 64
-# Keys with a scale for every channel are read as codes from the first full block on; so much longer, in blocks, a
-# window has to be to show what that does.
+# Keys with a scale per channel are read as codes only from the first full block on. To measure them, a window has to be
+# longer than a block by this share of one.
 BLOCK_MARGIN = 0.5
 
 
 def alone(index: int, formats: LayerFormats) -> KVQuantConfig:
-    """A config that quantises one layer."""
+    """A config that quantises only one layer."""
     return KVQuantConfig.from_preset("none", layers={index: formats})
 
 
 class CannotMeasure(Exception):
-    """Why a model cannot be measured. Never leaves a pre-flight."""
+    """Says why a model cannot be measured. The pre-flight check always catches it."""
 
 
 def read_text(
@@ -56,7 +55,7 @@ def read_text(
     *,
     where: str,
 ) -> tuple[Tensor, str]:
-    """Token ids to measure on, `[windows, tokens]` int64 on the CPU, and what they are."""
+    """Token ids to measure on, `[windows, tokens]` int64 on the CPU, and a description of their source."""
     if tokenizer is None or texts is None:
         return own_text(model, say), "text that the model wrote"
     num_tokens = max(NUM_WINDOWS * WINDOW, MIN_TOKENS)
@@ -69,7 +68,7 @@ def read_text(
 
 
 def own_text(model: PreTrainedModel, say: Callable[[str], Any] = lambda text: None) -> Tensor:
-    """Text that the model samples from what begins a text, never ending it."""
+    """Text that the model samples after its BOS token (else EOS, else 0). Tokens that end a text are never drawn."""
     text_config = text_config_of(model)
     ends = _ids(text_config, "eos_token_id") + _ids(getattr(model, "generation_config", None), "eos_token_id")
     first = (_ids(text_config, "bos_token_id") + ends + [0])[0] % text_config.vocab_size
@@ -82,14 +81,14 @@ def own_text(model: PreTrainedModel, say: Callable[[str], Any] = lambda text: No
         say(f"writing a text, token {position} of {length}")
         logits = _logits(model, ids[-1], cache)[:, -1].float().cpu()
         logits[:, [token for token in never if token < logits.shape[1]]] = -math.inf
-        # The largest of logits plus Gumbel noise is a draw from their softmax.
+        # The argmax of logits plus Gumbel noise is a sample from their softmax.
         noise = torch.empty_like(logits).exponential_(generator=generator).log_()
         ids.append((logits - noise).argmax(1, keepdim=True))
     return torch.cat(ids, 1)
 
 
 def _ids(config: Any, name: str) -> list[int]:
-    """Token ids from what a config may hold under a name: nothing, one or several."""
+    """The token ids that a config has under a name: none, one or several."""
     given = getattr(config, name, None)
     return [given] if isinstance(given, int) else [int(each) for each in given or ()]
 
@@ -98,27 +97,27 @@ def _logits(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:
     """Logits of a chunk, `[windows, tokens, vocab_size]`.
 
     Raises:
-        CannotMeasure: The model cannot be run on tokens, or its logits are no numbers.
+        CannotMeasure: The model cannot be run on tokens, or its weights are on the meta device.
     """
     try:
         logits = forward(model, input_ids, cache=cache)
     except Exception as error:
-        # Weights on no device, inputs other than tokens, no memory left: a model that cannot be judged, whatever the
-        # reason, and that is what the caller says.
+        # Offloaded weights, inputs other than tokens, out of memory: whatever the reason, the model cannot be measured,
+        # and the caller reports why.
         raise CannotMeasure(f"the model could not be run ({reason_of(error)})") from error
     if logits.is_meta:
-        raise CannotMeasure("its weights are on no device (meta). Load them first.")
+        raise CannotMeasure("its weights are on the meta device. Load them first.")
     return logits
 
 
 class Meter:
-    """Feeds one text to caches of a model, and compares with a cache of ours that quantises nothing.
+    """Feeds one text to caches of a model, and compares the logits with those of our cache without quantisation.
 
-    Against that one, and not one of transformers: layers before the quantised one are the same to the bit then, and
-    what is measured in 16 bits is the format and not the noise of sums in another order.
+    A cache of transformers would sum in another order. With ours, layers before the quantised one are the same to the
+    bit, so measurements in 16 bits show the format instead of that noise.
 
     Args:
-        model: Patched.
+        model: A patched model.
         ids: `[windows, tokens]` int64.
     """
 
@@ -134,20 +133,20 @@ class Meter:
             raise CannotMeasure("its logits are not finite. Check the checkpoint, or load it in bfloat16 or float32.")
 
     def kld(self, config: KVQuantConfig) -> float:
-        """Mean KL divergence in nats a token; infinite where the logits are no numbers.
+        """Mean KL divergence in nats per token; infinite if the logits contain NaN.
 
         Raises:
-            CannotMeasure: The model cannot be run so.
+            CannotMeasure: The model cannot be run with this config.
         """
         total = 0.0
         for reference, logits in zip(self.reference, self._run(config), strict=True):
-            # Padding of the vocabulary may have logits of minus infinity, which take no part.
+            # Padding of the vocabulary may have logits of minus infinity; clamping keeps them from giving NaN.
             exact, other = (x.float().log_softmax(-1).clamp(min=-1e4) for x in (reference, logits))
             total += float(F.kl_div(other, exact, log_target=True, reduction="sum"))
         return total / self.num_scored if math.isfinite(total) else math.inf
 
     def reads_codes(self, formats: LayerFormats) -> bool:
-        """Whether the text is long enough for keys to be read as codes, or as long as the model's context."""
+        """Whether the text is long enough for keys to be read as codes, or the model's context is too short anyway."""
         block_size = formats.key.block_size
         if block_size is None or self.longest >= (1 + BLOCK_MARGIN) * block_size:
             return True
@@ -161,7 +160,7 @@ class Meter:
             if number > 0:
                 yield logits
         for index, layer in enumerate(cache.layers):
-            # Attention gets at what a layer of ours holds through its cache alone, so what is held has been read.
+            # Attention sees tokens only through the cache, so a layer that holds all tokens has had them all read.
             if not isinstance(layer, KVQuantLayer) or not layer.storage.is_quantized:
                 continue
             if layer.storage.length != self.longest:

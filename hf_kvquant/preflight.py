@@ -1,11 +1,11 @@
-"""Which formats a model's cache bears: a check before the first token, which picks them or refuses them.
+"""Checks, before the first token, which cache formats a model tolerates, and picks formats or refuses the given ones.
 
-A preset that costs one model nothing can ruin another, without a word. So a model is looked at twice. Its weights show
-what makes keys hard to quantise (`transforms/signals.py`). And some text is fed through real caches, a chunk at a time,
-with one layer quantised and the others not: how far that moves the next-token distribution is what the format does to
-the layer. What is measured decides; where nothing was measured, the signals of the weights do. Without a config the
-cheapest preset is picked for every layer; a config that is given is taken as it is or refused, with the signal, its
-limit and the remedy. How a text is fed and compared is in `divergence.py`, what is said of it all in `verdict.py`.
+A preset that costs one model nothing can silently ruin another. So the check looks at two things. The weights show
+what makes keys hard to quantise (`transforms/signals.py`). And some text is fed through real caches, chunk by chunk,
+with one layer quantised at a time: the shift of the next-token distribution is the harm that the format does to that
+layer. The measurement decides; without one, the signals of the weights do. Without a config, each layer gets the
+smallest preset that is good enough. A given config is accepted unchanged or refused, with the signal, its limit and the
+remedy. `divergence.py` feeds and compares text; `verdict.py` words the results.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .transforms.of_model import key_transforms
 from .transforms.signals import SHAPES, Finding, KeySignals, read_signals
 from .verdict import KLD, UNKNOWN, WHERE, LayerCheck, Preflight, name_of
 
-# What is picked from, the smallest first.
+# The presets to pick from, the smallest first.
 LADDER = ("int4", "int4-channel", "k8v4", "int8", "none")
 
-# KL divergences in nats a token, all layers quantised; one layer may have a fifth of each. Measured on the reference
-# model (7 layers, 1024 tokens of WikiText-2), all layers and the worst one. Good enough to be picked: int4 .031, .0060;
-# with an injected key bias of norm 100 .038, .0092. Worse than a larger format, but no ruin: int4 with injected
-# outliers (3 pairs a head, times 10) and no factors .096, .020. Ruined: int4 without transforms under these outliers
-# .60, .16; under the bias 2.9, 1.05, without its centre but rotated .25, .050; under a bias of norm 20 .18, .038.
-# A divergence of .11 costs 11 % of perplexity, .27 costs 28 %.
+# KL divergences in nats per token with all layers quantised; one layer may have a fifth of each. Measured on the
+# reference model (7 layers, 1024 tokens of WikiText-2), for all layers, then the worst one. Good enough to be picked:
+# int4 .031, .0060; with an injected key bias of norm 100 .038, .0092. Worse than a larger format, but usable: int4 with
+# injected outliers (3 pairs per head, times 10) and no factors .096, .020. Ruined: int4 without transforms under these
+# outliers .60, .16; under the bias 2.9, 1.05, without its centre but rotated .25, .050; under a bias of norm 20 .18,
+# .038. A divergence of .11 raises perplexity by 11 %, .27 by 28 %.
 GOAL = 0.05
 LIMIT = 0.15
 LAYER_SHARE = 0.2
@@ -56,32 +56,32 @@ def run_preflight(
     measure: bool = True,
     progress: bool = True,
 ) -> Preflight:
-    """Find out which formats a model's cache bears, or whether it bears the ones that are asked for.
+    """Find the formats that a model's cache tolerates, or check whether it tolerates the given ones.
 
-    Divergences are measured on `texts`. Without any, on text that the model writes itself: sampled, always the same,
-    from its first token on. That takes some 250 decode steps, and layers cost about what they cost on real text, or up
-    to 1.4 times as much (reference model); on random tokens they cost twice as much. Give texts where the model is
-    slow, or is not made to write by itself.
+    Divergences are measured on `texts`. Without texts, they are measured on text that the model samples itself, with a
+    fixed seed and no prompt. That takes some 250 decode steps. Layers then diverge about as much as on real text, or up
+    to 1.4 times as much (reference model); on random tokens, twice as much. Pass texts if the model is slow, or was not
+    trained to write without a prompt.
 
     Args:
-        model: A decoder-only model, patched or not, calibrated or not. It is only run, and left as it was.
-        preset_or_config: What to check: a preset's name, a dictionary or a `KVQuantConfig`. `None` picks a preset for
-            every layer.
+        model: A decoder-only model, patched or not, calibrated or not. It is only run, and left unchanged.
+        preset_or_config: The formats to check: a preset's name, a dictionary or a `KVQuantConfig`. `None` picks a
+            preset for every layer.
         tokenizer: The model's, for `texts`.
-        texts: Text like that which the model will read, 1,024 tokens or more.
-        presets: What to pick from, the preferred one first. Where a config is given, remedies are looked for here.
-        max_kld: Nats a token that all layers together may cost when formats are picked; a layer may cost a fifth.
-            Refused are, in any case, three times `GOAL`.
+        texts: Text like the model's future input, 1,024 tokens or more.
+        presets: Presets to pick from, the preferred one first. If a config is given, remedies come from this list.
+        max_kld: When picking formats, the largest divergence of all layers together, in nats per token. A single layer
+            may have a fifth of it. In any case, configs above three times `GOAL` are refused.
         measure: Whether to run the model on text. Otherwise the weights alone decide, by coarse limits.
-        progress: Whether to say on stderr what is being measured: in a terminal or a notebook as it changes, elsewhere
-            every 30 seconds. `transformers.utils.logging.disable_progress_bar()` turns it off as well.
+        progress: Whether to show on stderr what is being measured: as it changes in a terminal or a notebook, elsewhere
+            every 30 seconds. `transformers.utils.logging.disable_progress_bar()` also turns it off.
 
     Returns:
-        The config and the findings; `approved()` refuses what does harm.
+        The config and the findings. Call `approved()` to get the config, or an error if it does harm.
 
     Raises:
         NotImplementedError: The model cannot be patched, has an encoder, or is sharded over processes.
-        TypeError, ValueError: An argument has no meaning or does not fit the model.
+        TypeError, ValueError: An argument is invalid or does not fit the model.
     """
     config = None if preset_or_config is None else KVQuantConfig.resolve(preset_or_config)
     rungs = _checked(presets, max_kld, tokenizer, texts)
@@ -117,7 +117,7 @@ def run_preflight(
         kld=kld,
         num_tokens=0 if meter is None else meter.num_scored,
         source=source,
-        unmeasured=unmeasured if measure else "measure=False leaves that out.",
+        unmeasured=unmeasured if measure else "measure=False skips this.",
         problems=tuple(problems),
         remedies=remedies,
     )
@@ -132,7 +132,7 @@ def _checked(
     tokenizer: PreTrainedTokenizerBase | None,
     texts: Iterable[str] | None,
 ) -> Rungs:
-    """The presets to pick from, as configs, after a look at the other arguments."""
+    """Check the arguments, and return the presets to pick from as configs."""
     if isinstance(presets, str) or not presets:
         raise ValueError(f"{WHERE}: `presets` must be a list of names, got {presets!r}. The default is {list(LADDER)}.")
     for name in presets:
@@ -141,7 +141,7 @@ def _checked(
                 f"{WHERE}: `presets` must be names out of {list(PRESETS)}, got {name!r}.{did_you_mean(name, PRESETS)}"
             )
     if not max_kld > 0:
-        raise ValueError(f"{WHERE}: `max_kld` must be positive, got {max_kld}. The default is {GOAL} nats a token.")
+        raise ValueError(f"{WHERE}: `max_kld` must be positive, got {max_kld}. The default is {GOAL} nats per token.")
     if (tokenizer is None) != (texts is None):
         given, missing = ("texts", "tokenizer") if tokenizer is None else ("tokenizer", "texts")
         raise ValueError(
@@ -155,14 +155,14 @@ def _checked(
 
 
 class _Check:
-    """What is known of each layer in each format; nothing is measured twice.
+    """Collects what is known of each layer in each format. Nothing is measured twice.
 
     Args:
-        model: Patched.
-        signals: Of its layers.
-        meter: What measures; `None` where nothing is measured.
-        unmeasured: Why not, if it was asked for.
-        say: Told what is being measured.
+        model: A patched model.
+        signals: Per layer, the signals of its weights.
+        meter: Measures divergences; `None` to measure nothing.
+        unmeasured: Why measuring failed, if it was asked for.
+        say: Called with a description of what is being measured.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class _Check:
         self.known: dict[int, dict[LayerFormats, float | str]] = {index: {} for index in signals}
 
     def kld(self, index: int, formats: LayerFormats) -> float | str:
-        """The divergence with this layer alone quantised, or why there is none."""
+        """The divergence with only this layer quantised, or why it was not measured."""
         known = self.known[index]
         if formats not in known:
             self.say(f"layer {index}, {name_of(formats)}")
@@ -186,7 +186,7 @@ class _Check:
         return known[formats]
 
     def whole(self, config: KVQuantConfig) -> float | None:
-        """The divergence of a config; `None` where there is none."""
+        """The divergence of a config; `None` if it was not measured."""
         self.say("all layers")
         growing = dataclasses.replace(config, static=False, max_cache_len=None, offloading=False)
         kld = self._measured([config.formats(index) for index in self.signals], growing)
@@ -198,29 +198,29 @@ class _Check:
         if not any(formats.is_quantized for formats in quantized):
             return 0.0
         if not all(map(self.meter.reads_codes, quantized)):
-            return f"the texts are in pieces of {self.meter.longest} tokens, too few to fill a block of keys"
+            return f"the texts give windows of {self.meter.longest} tokens, too few to fill a block of keys"
         try:
             return self.meter.kld(config)
         except CannotMeasure as error:
             return str(error)
 
     def transform(self, index: int, formats: LayerFormats) -> KeyTransform | None:
-        """What the layer's keys would go through."""
+        """The transform of the layer's keys in these formats."""
         return key_transforms(self.model, alone(index, formats)).get(index)
 
     def findings(self, index: int, formats: LayerFormats) -> list[Finding]:
-        """What its weights say against the formats."""
+        """The signals of the layer's weights that speak against the formats."""
         return self.signals[index].findings(formats, self.transform(index, formats))
 
     def is_good(self, index: int, formats: LayerFormats, goal: float) -> bool:
-        """Whether a layer may be kept so: by its divergence, or by its weights where nothing is measured."""
+        """Whether formats are good enough for a layer, by its divergence, or by its weights if nothing is measured."""
         if self.meter is None:
             return not self.findings(index, formats)
         kld = self.kld(index, formats)
         return isinstance(kld, float) and kld <= goal
 
     def layer(self, index: int, formats: LayerFormats) -> LayerCheck:
-        """The result of a layer."""
+        """The result for a layer."""
         kld = self.kld(index, formats)
         tried = [(name_of(other), value) for other, value in self.known[index].items() if other != formats]
         return LayerCheck(
@@ -238,7 +238,7 @@ class _Check:
 
 
 def _pick(check: _Check, rungs: Rungs, max_kld: float) -> KVQuantConfig:
-    """The first of the presets that is good enough, layer by layer and then together; the last one where none is."""
+    """Pick the first preset that is good enough, first per layer, then for all layers; the last preset if none is."""
     usable = {index: _usable(rungs, signals) for index, signals in check.signals.items()}
     goal = LAYER_SHARE * max_kld
     places = {
@@ -251,7 +251,7 @@ def _pick(check: _Check, rungs: Rungs, max_kld: float) -> KVQuantConfig:
         movable = [index for index, place in places.items() if place + 1 < len(usable[index])]
         if kld is None or kld <= max_kld or not movable:
             return config
-        # What layers cost adds up, so those that cost most move on.
+        # Divergences add up over layers, so move the quarter with the largest to their next format.
         costs = {index: check.kld(index, usable[index][places[index]]) for index in movable}
         movable.sort(key=lambda index: -cost if isinstance(cost := costs[index], float) else 0.0)
         for index in movable[: max(1, len(places) // 4)]:
@@ -259,7 +259,7 @@ def _pick(check: _Check, rungs: Rungs, max_kld: float) -> KVQuantConfig:
 
 
 def _config_of(layers: Mapping[int, LayerFormats], rungs: Rungs) -> KVQuantConfig:
-    """A config with these layers, the formats of most of them standing for all."""
+    """A config with these layers. The formats of most layers become its defaults."""
     if not layers:
         return rungs[0][1]
     [(most, _)] = Counter(layers.values()).most_common(1)
@@ -268,10 +268,10 @@ def _config_of(layers: Mapping[int, LayerFormats], rungs: Rungs) -> KVQuantConfi
 
 
 def _usable(rungs: Rungs, signals: KeySignals) -> list[LayerFormats]:
-    """The formats of the presets that a layer's head_dim divides into.
+    """The presets' formats that fit a layer's head_dim.
 
     Raises:
-        ValueError: There are none.
+        ValueError: None of them fits.
     """
     found, reason = [], ""
     for _, config in rungs:
@@ -285,19 +285,19 @@ def _usable(rungs: Rungs, signals: KeySignals) -> list[LayerFormats]:
             reason = str(error)
     if not found:
         raise ValueError(
-            f"{WHERE}: `presets` must hold one that fits layer {signals.layer_idx}, got "
+            f"{WHERE}: `presets` must include one that fits layer {signals.layer_idx}, got "
             f"{[name for name, _ in rungs]}: {reason} Add 'none'."
         )
     return found
 
 
 def _problems(layers: Sequence[LayerCheck], kld: float | None, *, is_given: bool) -> list[Finding]:
-    """Reasons to refuse, the worst first: divergences, signals of what was not measured, layers that stay unknown.
+    """Reasons to refuse, the worst first: divergences, signals of layers that were not measured, and unknown layers.
 
     Args:
-        layers: Of the check.
-        kld: Of all of them together.
-        is_given: Whether the config was, and not picked.
+        layers: The results for layers.
+        kld: The divergence of all layers together; `None` if it was not measured.
+        is_given: Whether the user gave the config, instead of having it picked.
     """
     default = "Let presets be picked: KVQuantConfig.for_model(model)" if is_given else "End `presets` with 'none'"
     found: list[Finding] = []
@@ -315,7 +315,7 @@ def _problems(layers: Sequence[LayerCheck], kld: float | None, *, is_given: bool
         unknown = [f"{signal} unknown: {reason}" for signal, reason in layer.signals.unknown.items()]
         reasons = [layer.unmeasured] if layer.unmeasured else unknown
         if reasons:
-            remedy = "Load weights, or give `tokenizer` and `texts`, so that it can be measured"
+            remedy = "Load the weights, or pass `tokenizer` and `texts` to measure it"
             found.append(Finding(index, UNKNOWN, None, None, "; ".join(reasons).rstrip("."), remedy, True))
     if kld is not None and kld > LIMIT:
         found.append(Finding(None, KLD, kld, LIMIT, f"{kld:.3g}", default, True))
@@ -325,13 +325,13 @@ def _problems(layers: Sequence[LayerCheck], kld: float | None, *, is_given: bool
 def _remedies(
     check: _Check, rungs: Rungs, config: KVQuantConfig, problems: Iterable[Finding], max_kld: float
 ) -> dict[int, LayerFormats]:
-    """For the layers with problems, the first formats that are good enough: with the usual transforms, or a preset."""
+    """Per layer with a problem, the first good enough formats: its own with the usual transforms, or a preset's."""
     remedies = {}
     named = {finding.layer_idx for finding in problems}
     goal = LAYER_SHARE * max_kld
     for index in check.signals:
         asked = config.formats(index)
-        # Where all layers together are the problem, every one that costs too much is part of it.
+        # If all layers together are the problem, it includes every layer that exceeds its share.
         if index not in named and not (None in named and not check.is_good(index, asked, goal)):
             continue
         choices = [LayerFormats(asked.key, asked.value), *_usable(rungs, check.signals[index])]

@@ -1,7 +1,6 @@
-"""What a pre-flight found, and in which words it is told: tables, reasons to refuse, the error with its remedy.
+"""Holds the results of a pre-flight check and words them: tables, reasons to refuse, the error with its remedy.
 
-Who finds it out, and when something is a reason to refuse, is decided in `preflight.py`; how a terminal shows it, in
-`cli.py`.
+`preflight.py` measures, and decides what is a reason to refuse. `cli.py` shows the results in a terminal.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from .transforms.signals import SHAPES, Finding, KeySignals
 logger = logging.getLogger(__name__)
 
 WHERE = "for_model"  # opens messages
-# Signals beside those of the weights: what a text showed, and that nothing is known.
+# Signals besides those of the weights: a measured divergence, or that nothing is known.
 KLD = "KL divergence"
 UNKNOWN = "unknown"
 
 
 class PreflightError(ValueError):
-    """A cache that would corrupt what the model writes, or a layer that cannot be judged.
+    """Raised if a cache would corrupt the model's output, or if a layer cannot be checked.
 
     Attributes:
-        layer_idx: The layer; `None` for all together.
-        signal: What was found, such as `"KL divergence"` or `"key bias"`.
-        value: Its value. `None` where nothing could be measured.
-        limit: What it may be.
+        layer_idx: The layer; `None` for all layers together.
+        signal: The signal's name, such as `"KL divergence"` or `"key bias"`.
+        value: Its value; `None` if it is unknown.
+        limit: The largest value allowed; `None` if `value` is unknown.
         remedy: What to do instead.
     """
 
@@ -44,16 +43,16 @@ class PreflightError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class LayerCheck:
-    """One layer of a pre-flight.
+    """The pre-flight result for one layer.
 
     Attributes:
         layer_idx: The layer.
-        formats: In which it would be kept.
-        signals: What its weights tell.
-        kld: Mean KL divergence in nats a token with this layer alone quantised; `None` where it was not measured.
-        tried: Names of the other formats that were measured, with their divergence.
-        findings: Signals of the weights beyond their limits, for these formats.
-        unmeasured: Why there is no divergence, where one was asked for.
+        formats: The formats of its keys and values.
+        signals: The signals of its weights.
+        kld: Mean KL divergence in nats per token with only this layer quantised; `None` if it was not measured.
+        tried: Names of the other formats that were measured, each with its divergence.
+        findings: Signals of the weights that exceed their limits for these formats.
+        unmeasured: Why the divergence is missing, if it was asked for.
     """
 
     layer_idx: int
@@ -66,11 +65,11 @@ class LayerCheck:
 
     @property
     def name(self) -> str:
-        """Of the formats: a preset's, where they are one."""
+        """The name of the formats: that of a preset, if they are one."""
         return name_of(self.formats)
 
     def remarks(self) -> str:
-        """What is worth saying of the layer, in a line."""
+        """Remarks on the layer for the last column of the table, on one line."""
         remarks = [finding.detail for finding in self.findings if finding.signal not in SHAPES]
         remarks += [f"{name}: {kld:.1e}" for name, kld in self.tried]
         remarks += [f"{signal} unknown" for signal in self.signals.unknown]
@@ -79,18 +78,18 @@ class LayerCheck:
 
 @dataclasses.dataclass(frozen=True)
 class Preflight:
-    """What `run_preflight` found out.
+    """The result of `run_preflight`.
 
     Attributes:
-        config: That was picked, or given.
-        layers: Those whose cache would be quantised, in order.
-        left_out: Those whose cache is not ours, and why.
-        kld: Mean KL divergence in nats a token of the whole config; `None` where it was not measured.
-        num_tokens: Over which divergences were measured.
-        source: Of this text.
-        unmeasured: Why nothing was measured; empty where it was.
+        config: The config that was picked or given.
+        layers: The layers whose cache would be quantised, in order.
+        left_out: Per layer whose cache is left to transformers, the reason.
+        kld: Mean KL divergence in nats per token of the whole config; `None` if it was not measured.
+        num_tokens: Tokens over which divergences were measured.
+        source: What text these tokens are from.
+        unmeasured: Why nothing was measured; empty if divergences were measured.
         problems: Reasons to refuse the config, the worst first.
-        remedies: Per layer with such a reason, formats that were found good enough.
+        remedies: Per layer with a problem, formats that are good enough.
     """
 
     config: KVQuantConfig
@@ -105,24 +104,24 @@ class Preflight:
 
     @property
     def is_safe(self) -> bool:
-        """Whether the config was found to do no harm."""
+        """Whether there is no reason to refuse the config."""
         return not self.problems
 
     def approved(self, *, force: bool = False) -> KVQuantConfig:
-        """The config.
+        """The config, if it does no harm.
 
         Args:
-            force: Whether to hand it out whatever was found, with a warning in the log.
+            force: Whether to return it in any case, with a warning in the log.
 
         Raises:
-            PreflightError: It does harm, or a layer cannot be judged.
+            PreflightError: The config does harm, or a layer cannot be checked.
         """
         if not self.problems:
             return self.config
         error = self._error()
         if not force:
             raise error
-        logger.warning("%s Handed out all the same, as `force` says.", error)
+        logger.warning("%s Accepted anyway, since `force` is True.", error)
         return self.config
 
     def _error(self) -> PreflightError:
@@ -131,10 +130,10 @@ class Preflight:
         of_what = "all layers together" if layer is None else f"layer {layer.layer_idx}"
         kept = "this config" if layer is None else layer.name
         if worst.value is None:
-            expected = f"`model` must be judged in {of_what} before {kept} is used, got no verdict: {worst.detail}"
+            expected = f"`model` must be checked in {of_what} before {kept} is used, got no verdict: {worst.detail}"
         elif worst.signal == KLD:
             expected = (
-                f"`preset_or_config` must keep the KL divergence of {of_what} within {worst.limit:g} nats a token, "
+                f"`preset_or_config` must keep the KL divergence of {of_what} within {worst.limit:g} nats per token, "
                 f"got {worst.value:.3g} with {kept}"
             )
             causes = [] if layer is None else [x.detail for x in layer.findings if x.signal not in SHAPES]
@@ -142,21 +141,21 @@ class Preflight:
                 expected += f" ({'; '.join(causes)})"
         else:
             expected = f"`preset_or_config` must fit the weights of {of_what}, got {kept} and {worst.detail}"
-        remedy = ". Or take ".join(filter(None, (worst.remedy, self._found_good())))
-        message = f"{WHERE}: {expected}. {remedy}. force=True hands it out all the same."
+        remedy = ". Or use ".join(filter(None, (worst.remedy, self._found_good())))
+        message = f"{WHERE}: {expected}. {remedy}. force=True accepts it anyway."
         return PreflightError(message, worst, remedy)
 
     def _found_good(self) -> str:
-        """The remedies in words, such as `layers={0: 'int8'}`; empty where there are none."""
+        """The remedies in words, such as `layers={0: 'int8'}`; empty if there are none."""
         typed = {index: typed_of(formats) for index, formats in sorted(self.remedies.items())}
         if not typed:
             return ""
         if len(typed) == len(self.layers) and all(each == typed[min(typed)] for each in typed.values()):
-            return f"{typed[min(typed)]!r}, which was found good enough"
-        return f"what was found good enough, layers={typed}"
+            return f"{typed[min(typed)]!r}, which is good enough"
+        return f"layers={typed}, which is good enough"
 
     def spelled(self) -> str:
-        """The config as one would type it: a preset's name, or a dictionary."""
+        """The config as a user would write it: a preset's name, or a dictionary."""
         config = self.config
         most = typed_of(LayerFormats(config.key, config.value, config.transforms))
         layers = {index: typed_of(formats) for index, formats in config.layers.items()}
@@ -166,7 +165,7 @@ class Preflight:
         return repr(most if typed == {"preset": most} else typed)
 
     def report(self) -> str:
-        """A table for people."""
+        """A readable table."""
         width = max([len(layer.name) for layer in self.layers] + [len("formats")])
         lines = [f"layer  {'formats':<{width}}  key bias  channels  KL, nats/token  remarks"]
         for layer in self.layers:
@@ -178,7 +177,7 @@ class Preflight:
         return "\n".join([*lines, *self.notes()])
 
     def notes(self) -> list[str]:
-        """What stands below the table."""
+        """The notes below the table, one per line."""
         shapes = {(layer.signals.head_dim, layer.signals.num_q_per_kv) for layer in self.layers}
         notes = [
             f"head_dim {'unknown' if head_dim is None else head_dim}, "
@@ -187,7 +186,7 @@ class Preflight:
         ]
         if self.kld is not None:
             notes.append(
-                f"All layers together: {self.kld:.2e} nats a token, over {self.num_tokens:,} tokens of {self.source}."
+                f"All layers together: {self.kld:.2e} nats per token, over {self.num_tokens:,} tokens of {self.source}."
             )
         elif self.unmeasured:
             notes.append(f"Divergences were not measured: {self.unmeasured}")
@@ -198,7 +197,7 @@ class Preflight:
 
 
 def cells(layer: LayerCheck) -> tuple[str, str, str]:
-    """Key bias, channels and divergence of a layer, as tables show them. `?` where unknown."""
+    """Key bias, channels and divergence of a layer, as tables show them; `?` if unknown."""
     bias, channels = layer.signals.bias_ratio(None), layer.signals.channel_ratio
     return (
         "?" if bias is None else f"{bias:.2f}",
@@ -208,7 +207,7 @@ def cells(layer: LayerCheck) -> tuple[str, str, str]:
 
 
 def name_of(formats: LayerFormats) -> str:
-    """The preset of a layer's formats, with its transforms where these are others; else a description."""
+    """The preset of a layer's formats, with the transforms if they are not the preset's; else a description."""
     for name, sides in PRESETS.items():
         if (formats.key, formats.value) == sides:
             if formats == LayerFormats(*sides):
@@ -218,7 +217,7 @@ def name_of(formats: LayerFormats) -> str:
 
 
 def typed_of(formats: LayerFormats) -> str | dict[str, Any]:
-    """A layer as one would type it in a config: a preset's name, or a dictionary."""
+    """A layer's formats as a user would write them in a config: a preset's name, or a dictionary."""
     name = name_of(formats)
     if name in PRESETS:
         return name

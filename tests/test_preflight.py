@@ -150,7 +150,7 @@ def test_presets_that_do_not_fit_a_layer_are_passed_over() -> None:
     model = build(head_dim=48)
     assert run_preflight(model, presets=["int4-g32", "int8"]).spelled() == "'int8'"
     with pytest.raises(
-        ValueError, match=r"`presets` must hold one that fits layer 0, got \['int4-g32'\]: .*Add 'none'"
+        ValueError, match=r"`presets` must include one that fits layer 0, got \['int4-g32'\]: .*Add 'none'"
     ):
         run_preflight(model, presets=["int4-g32"])
 
@@ -194,11 +194,13 @@ def test_known_killers(killer: Any, config: Any, signal: str, cause: str, remedy
     assert isinstance(error, ValueError) and error.layer_idx in (0, 1)
     assert error.value is not None and error.limit is not None and error.value > error.limit
     assert error.remedy.startswith(remedy) and remedy in message
-    assert cause in message and message.endswith(" force=True hands it out all the same.")
+    assert cause in message and message.endswith(" force=True accepts it anyway.")
     of_layer = f"of layer {error.layer_idx}"
     if measure:
         assert error.signal == "KL divergence" and error.limit == pytest.approx(0.03)
-        expected = f"for_model: `preset_or_config` must keep the KL divergence {of_layer} within 0.03 nats a token, got"
+        expected = (
+            f"for_model: `preset_or_config` must keep the KL divergence {of_layer} within 0.03 nats per token, got"
+        )
     else:
         assert error.signal == signal
         expected = f"for_model: `preset_or_config` must fit the weights {of_layer}, got int4 ("
@@ -226,7 +228,7 @@ def test_the_remedy_is_one() -> None:
     assert result.problems[0].layer_idx == 0 and 0 in result.remedies
     config = KVQuantConfig.from_preset("int4", transforms=[], layers=result.remedies)
     assert KVQuantConfig.for_model(model, config) == config
-    with pytest.raises(PreflightError, match=r"Or take what was found good enough, layers=\{0: '[a-z0-9-]+'\}\. force"):
+    with pytest.raises(PreflightError, match=r"Or use layers=\{0: '[a-z0-9-]+'\}, which is good enough\. force"):
         result.approved()
 
 
@@ -241,7 +243,7 @@ def test_a_remedy_may_have_no_name() -> None:
 
 
 def test_a_remedy_that_is_the_same_for_all_layers_is_said_once() -> None:
-    with pytest.raises(PreflightError, match=r"`transforms`\. Or take 'int4-channel', which was found good enough\. f"):
+    with pytest.raises(PreflightError, match=r"`transforms`\. Or use 'int4-channel', which is good enough\. f"):
         KVQuantConfig.for_model(biased(), ROTATED, measure=False)
 
 
@@ -254,7 +256,7 @@ def test_all_layers_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.layer_idx is None and caught.value.value is not None
     message = str(caught.value)
     assert message.startswith(
-        "for_model: `preset_or_config` must keep the KL divergence of all layers together within 0.001 nats a token, "
+        "for_model: `preset_or_config` must keep the KL divergence of all layers together within 0.001 nats per token, "
         "got 0.0"
     )
     assert "with this config. Let presets be picked: KVQuantConfig.for_model(model). force=True" in message
@@ -272,7 +274,7 @@ def test_force(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="hf_kvquant"):
         config = KVQuantConfig.for_model(biased(), ROTATED, measure=False, force=True)
     assert config == KVQuantConfig.from_dict(ROTATED)
-    assert "a key bias of 1" in caplog.text and "Handed out all the same, as `force` says." in caplog.text
+    assert "a key bias of 1" in caplog.text and "Accepted anyway, since `force` is True." in caplog.text
 
 
 def test_logits_that_are_no_numbers() -> None:
@@ -283,9 +285,9 @@ def test_logits_that_are_no_numbers() -> None:
         KVQuantConfig.for_model(model)
     assert caught.value.signal == "unknown" and caught.value.value is None
     assert str(caught.value) == (
-        "for_model: `model` must be judged in layer 0 before int4-channel is used, got no verdict: its logits are not "
-        "finite. Check the checkpoint, or load it in bfloat16 or float32. Load weights, or give `tokenizer` and `texts`"
-        ", so that it can be measured. force=True hands it out all the same."
+        "for_model: `model` must be checked in layer 0 before int4-channel is used, got no verdict: its logits are not "
+        "finite. Check the checkpoint, or load it in bfloat16 or float32. Load the weights, or pass `tokenizer` and "
+        "`texts` to measure it. force=True accepts it anyway."
     )
 
 
@@ -406,7 +408,9 @@ def test_weights_that_cannot_be_read_are_unknown(kind: str) -> None:
         assert verdict.cells(layer)[1] == "?" and "key channels unknown" in layer.remarks()
     assert "Unknown: for_model: `model` must " in result.report()
     assert len(run_preflight(model).layers) == 2
-    with pytest.raises(PreflightError, match="must be judged in layer 0 before int8 is used, got no verdict: key chan"):
+    with pytest.raises(
+        PreflightError, match="must be checked in layer 0 before int8 is used, got no verdict: key chan"
+    ):
         KVQuantConfig.for_model(model, "int8", measure=False)
 
 
@@ -419,7 +423,9 @@ def test_weights_that_are_nowhere() -> None:
         assert [verdict.cells(layer) for layer in result.layers] == [("?", "?", "-")] * 2
         assert all(layer.signals.head_dim == 64 and layer.signals.num_q_per_kv == 2 for layer in result.layers)
         assert "Divergences were not measured: " in result.report()
-        with pytest.raises(PreflightError, match="must be judged in layer 0 before int4-channel is used, got no verdi"):
+        with pytest.raises(
+            PreflightError, match="must be checked in layer 0 before int4-channel is used, got no verdi"
+        ):
             result.approved()
         assert isinstance(result.approved(force=True), KVQuantConfig)
 
@@ -491,7 +497,7 @@ def test_blocks_need_texts_that_fill_them() -> None:
     model = build(max_position_embeddings=512)
     texts = [text()[start : start + 100] for start in range(0, 1000, 100)]
     options: dict[str, Any] = {"tokenizer": models.tokenizer(), "texts": texts}
-    with pytest.raises(PreflightError, match=r"got no verdict: the texts are in pieces of 100 tokens, too few to fill"):
+    with pytest.raises(PreflightError, match=r"got no verdict: the texts give windows of 100 tokens, too few to fill"):
         KVQuantConfig.for_model(model, "int4-channel", **options)
     result = run_preflight(model, max_kld=1e-3, **options)
     assert result.is_safe and "int4-channel" not in {layer.name for layer in result.layers}
@@ -506,7 +512,7 @@ def test_blocks_need_texts_that_fill_them() -> None:
         ({"presets": "int4"}, r"for_model: `presets` must be a list of names, got 'int4'\. The default is \['int4', "),
         ({"presets": []}, r"for_model: `presets` must be a list of names, got \[\]\."),
         ({"presets": ["int5"]}, r"for_model: `presets` must be names out of \[.*\], got 'int5'\. Did you mean 'int"),
-        ({"max_kld": 0.0}, r"for_model: `max_kld` must be positive, got 0\.0\. The default is 0\.05 nats a token\."),
+        ({"max_kld": 0.0}, r"for_model: `max_kld` must be positive, got 0\.0\. The default is 0\.05 nats per token\."),
         ({"max_kld": math.nan}, r"for_model: `max_kld` must be positive, got nan\."),
         (
             {"texts": ["a"]},
@@ -613,7 +619,7 @@ def test_the_command_refuses(folders: dict[str, str], capsys: pytest.CaptureFixt
     code, output, error = run(capsys, *arguments)
     assert code == 1 and error.count("\n") == 1
     assert error.startswith("hf-kvquant: refused: for_model: `preset_or_config` must keep the KL divergence of layer ")
-    assert error.endswith(" --force hands it out all the same.\n")
+    assert error.endswith(" --force accepts it anyway.\n")
     assert "│ 0 │ fp8 │ 1" in output and "Use it with" not in output
     code, output, error = run(capsys, *arguments, "--force")
     assert code == 0 and error == ""
