@@ -1,11 +1,11 @@
-"""How far the next-token distribution under a quantised cache is from the one under the unquantised cache.
+"""Measures how far the next-token distribution under a quantised cache is from that under the unquantised cache.
 
 A forward over a whole text never reads a cache, and the first chunk of a cache is exact by design. So a text is fed in
-chunks: a first one of `first_chunk` tokens that fills the cache, then chunks that attend to codes, each in the mode in
-which `generate` or a continued chat would. The unquantised cache (transformers' `DynamicCache`) gets the very same
-chunks in the same run. Or one forward does what the chunks would (`simulation.py`): the same function, faster. What was
-read as codes is counted where it is attended to, so that a number that never saw a code cannot pass for a good one.
-`generation.py` uses this for the text that it has just written, `evaluation/perplexity.py` for a text file.
+chunks: a first one of `first_chunk` tokens that fills the cache, then chunks that attend to codes, as in `generate` or
+a continued chat. The unquantised cache (transformers' `DynamicCache`) gets the same chunks in the same run.
+`simulation.py` computes the same in one forward, which is faster. Reads of codes are counted where attention reads
+them, so a result that never read a code cannot pass for a good one. `generation.py` uses this for text it has just
+generated, `evaluation/perplexity.py` for a text file.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .transforms.of_model import key_transforms
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fidelity(Pairs):
-    """One text under one config, token by token. All tensors are on the CPU.
+    """The scores of one text under one config, token by token. All tensors are on the CPU.
 
     Attributes:
         kld: `[scored]` float32, nats: KL divergence of the quantised from the unquantised next-token distribution, for
-            every token behind the first chunk.
+            every token after the first chunk.
         agrees: `[scored]` bool: whether the most likely next token is the same.
-        nll: `[tokens - 1]` float32, nats: negative log-likelihood of each next token, from the text's second token on.
-        reference_nll: The same under the unquantised cache.
+        nll: `[tokens - 1]` float32, nats: negative log-likelihood of each token from the second on.
+        reference_nll: `nll` under the unquantised cache.
     """
 
     kld: Tensor
@@ -61,26 +61,26 @@ def compare(
 ) -> list[dict[str, Fidelity]]:
     """Feed texts through the unquantised cache and through one cache per config, and compare the distributions.
 
-    All caches advance chunk by chunk together, so no more than a chunk of logits is held. Texts of a call share nothing
-    as long as no format has one scale for a tensor.
+    All caches advance together, chunk by chunk, so memory holds logits of one chunk instead of a whole text. The texts
+    of a call do not influence each other unless a format has one scale per tensor.
 
     Args:
-        model: Any model that `patch` accepts, patched or not; left as it was.
+        model: Any model that `patch` accepts, patched or not; left unchanged.
         input_ids: `[texts, tokens]` int64. The last token is only predicted, never fed.
-        configs: What to compare, by name: presets, dictionaries or configs.
+        configs: By name, what to compare: presets, dictionaries or configs.
         first_chunk: Tokens that fill the cache before the first code is read. They are not scored.
-        chunk_size: Tokens fed at a time afterwards; 1 is what `generate` does.
-        simulate: Whether one forward does what the chunks would, without a cache and its kernels (`simulation.py`). All
-            logits of the texts are held.
+        chunk_size: Tokens per chunk afterwards; 1 as in `generate`.
+        simulate: Whether to compute all chunks in one forward, without a cache and its kernels (`simulation.py`). This
+            holds all logits of the texts in memory.
         on_chunk: Called after each chunk.
 
     Returns:
-        Per text one result per name.
+        Per text, one result per name.
 
     Raises:
         NotImplementedError: The model's attention cannot be simulated.
-        OutOfMemory: Naming the config.
-        ValueError: Texts have no token to score, or a chunk has no token.
+        OutOfMemory: Memory ran out. The error names the config.
+        ValueError: A text has no token to score, or a chunk has no token.
     """
     fed, targets = input_ids[:, :-1], input_ids[:, 1:]
     chunks = Chunks(first_chunk, chunk_size, simulate)
@@ -116,12 +116,12 @@ def compare(
 
 
 def dealt(total: int, num_texts: int) -> list[int]:
-    """What a counter of all texts says of each, so that one too many or too few shows."""
+    """Split a count over all texts into one count per text. The sum is exact, so a count off by one still shows."""
     return [total // num_texts + (index < total % num_texts) for index in range(num_texts)]
 
 
 def surprise(log_probs: Tensor, target: Tensor) -> Tensor:
-    """Negative log-likelihood of tokens (`[...]` int64) under `[..., vocab_size]` log-probabilities: `[...]`, nats."""
+    """Negative log-likelihood, `[...]` in nats, of tokens `[...]` int64 under log-probabilities `[..., vocab_size]`."""
     return -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 
@@ -130,12 +130,12 @@ def divergence(reference: Tensor, log_probs: Tensor) -> Tensor:
 
     Args:
         reference: `[..., vocab_size]` log-probabilities.
-        log_probs: The same.
+        log_probs: Like `reference`.
     """
     return F.kl_div(log_probs, reference, log_target=True, reduction="none").sum(-1).cpu()
 
 
-# Of PyTorch's CPU allocator, of CUDA calls and of cuBLAS, which allocate outside PyTorch's GPU allocator.
+# Messages of PyTorch's CPU allocator, and of CUDA calls and cuBLAS, which allocate outside PyTorch's GPU allocator.
 _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -143,16 +143,16 @@ class OutOfMemory(MemoryError):
     """Memory ran out under one config.
 
     Attributes:
-        name: Of the config.
+        name: The config's name.
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"compare: memory must suffice for {name}, which it does not. Use a shorter text.")
+        super().__init__(f"compare: memory must suffice for {name}, but ran out. Use a shorter text.")
         self.name = name
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory has run out, on a GPU or on a CPU, where it has no type of its own."""
+    """Whether an exception means that memory ran out, on a GPU or CPU. Some such errors are plain `RuntimeError`s."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
     )
@@ -160,12 +160,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """How a text comes.
+    """How a text is split into chunks.
 
     Attributes:
-        first_chunk: Tokens of the first chunk, whose queries find everything as it came.
-        chunk_size: Tokens of each later one.
-        simulate: Whether one forward does what they would.
+        first_chunk: Tokens of the first chunk, whose queries see unquantised keys and values.
+        chunk_size: Tokens of each later chunk.
+        simulate: Whether to compute all chunks in one forward.
     """
 
     first_chunk: int
@@ -175,20 +175,20 @@ class Chunks:
 
 @contextlib.contextmanager
 def route(model: PreTrainedModel, *, simulate: bool) -> Iterator[None]:
-    """Let a model attend to caches of ours, or to simulated ones, for the length of a `with` block."""
+    """Let a model attend to our caches, or to simulated ones, for the duration of a `with` block."""
     with simulated(model) if simulate else patched(model, "none"):
         yield
 
 
 class Stream:
-    """Log-probabilities of texts under one config, chunk by chunk: `[texts, q_len, vocab_size]` float32 each.
+    """Iterates over the log-probabilities of texts under one config: `[texts, q_len, vocab_size]` float32 per chunk.
 
     Args:
-        model: Under `route`.
+        model: A model inside `route`.
         input_ids: `[texts, tokens]` int64.
-        config: Of the cache; `None` is transformers' own, unquantised.
-        chunks: How the text comes.
-        name: Of the config.
+        config: The cache's config; `None` for transformers' own cache, unquantised.
+        chunks: How the text is split.
+        name: The config's name.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Stream:
             self._cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
         count_pairs(self._cache)
         if chunks.simulate:
-            # The same checks, then whole texts as the first chunk.
+            # Chunks are checked as by `feed`, then whole texts are fed in one forward.
             check_chunks(input_ids.shape[1], first_chunk, chunk_size)
             self._log_probs = _whole(model, input_ids, self._cache)
         else:
@@ -231,27 +231,27 @@ class Stream:
 
     @property
     def pairs_read(self) -> int:
-        """(Query, token) pairs that were served from codes so far, summed over layers."""
+        """(Query, token) pairs read from codes so far, summed over layers."""
         return pairs_of(self._cache)
 
     @property
     def pairs_dequantized(self) -> int:
-        """Pairs that were served from dequantised tensors so far, summed over layers."""
+        """Pairs read from dequantised tensors so far, summed over layers."""
         return self._cache.pairs_dequantized if isinstance(self._cache, KVQuantCache) else 0
 
     @property
     def storages(self) -> list[LayerStorage]:
-        """Of the layers that are ours."""
+        """The storages of the layers whose cache is ours."""
         return self._cache.storages if isinstance(self._cache, KVQuantCache) else []
 
     def pairs_expected(self, tokens: int, first_chunk: int) -> int:
-        """What that number has to be after a whole text, for each of them."""
+        """Pairs to read from codes per text, once the whole text is fed."""
         return expected_pairs(self._model, self._cache, tokens, first_chunk)
 
 
 @torch.inference_mode()
 def _whole(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Iterator[Tensor]:
-    """All log-probabilities of one forward over texts."""
+    """Yield the log-probabilities of one forward over whole texts."""
     output = model(input_ids=input_ids, past_key_values=cache, use_cache=True)
     yield output.logits.float().log_softmax(-1)
 
@@ -260,20 +260,20 @@ def _whole(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Iterator[
 def feed(
     model: PreTrainedModel, input_ids: Tensor, cache: Cache, *, first_chunk: int, chunk_size: int
 ) -> Iterator[Tensor]:
-    """Feed texts of one length through an empty cache, chunk by chunk.
+    """Feed texts of equal length through an empty cache, chunk by chunk.
 
     Args:
-        model: Patched where `cache` is ours.
+        model: Patched if `cache` is ours.
         input_ids: `[texts, tokens]` int64, more tokens than the first chunk.
-        cache: Filled as the chunks are asked for.
+        cache: Filled in place, one chunk per iteration.
         first_chunk: Tokens of the first chunk.
-        chunk_size: Tokens of each later one; the last may have fewer.
+        chunk_size: Tokens of each later chunk; the last may have fewer.
 
     Yields:
         `[texts, q_len, vocab_size]` float32 per chunk: log-probabilities of the next token, new memory.
 
     Raises:
-        ValueError: Texts end with the first chunk, or a chunk has no token.
+        ValueError: Texts are no longer than the first chunk, or a chunk has no token.
     """
     tokens = input_ids.shape[1]
     check_chunks(tokens, first_chunk, chunk_size)
@@ -283,7 +283,7 @@ def feed(
 
 
 def check_chunks(tokens: int, first_chunk: int, chunk_size: int) -> None:
-    """Refuse a number of tokens, or chunks of it, as `feed` does."""
+    """Refuse chunks without tokens, and texts that are no longer than the first chunk."""
     if first_chunk < 1 or chunk_size < 1:
         raise ValueError(f"feed: `first_chunk` and `chunk_size` must be positive, got {first_chunk} and {chunk_size}.")
     if tokens <= first_chunk:

@@ -1,10 +1,10 @@
-"""Simulated attention in models that compute attention by themselves, outside transformers' attention registry.
+"""Simulated attention for models that compute attention themselves, outside transformers' attention registry.
 
-What each query finds is decided in `simulation.py`, how query, key and value are made and which options attention takes
-in `own_attention.py`. Here is what the registry's attention functions are elsewhere: dense attention with a mask, in
-which ALiBi and windows have become part of the mask. It sums in float32 and does not round biases, as kernels do, also
-in the first chunk, which a cache leaves to the model: of Falcon with ALiBi, which rounds biases to bfloat16 there, a
-first chunk of several tokens is not quite the cache's.
+`simulation.py` decides what each query sees; `own_attention.py` makes query, key and value and the options of
+attention. This file replaces the registry's attention functions: dense attention with a mask that includes ALiBi and
+windows. Like the kernels, it sums in float32 and does not round biases. It does so in the first chunk as well, which a
+real cache leaves to the model. Falcon with ALiBi rounds biases to bfloat16 there, so its first chunk of several tokens
+differs slightly from the cache's.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .storage import LayerStorage
 
 
 class SimulatingLayer(abc.ABC):
-    """A cache layer that says itself what each query of a text finds.
+    """A cache layer that decides itself what each query of a text sees.
 
     Attributes:
-        storage: Of what is quantised.
+        storage: Quantises its keys and values.
     """
 
     storage: LayerStorage
@@ -47,18 +47,18 @@ def simulate(
     alibi_slopes: Tensor | None = None,
     sliding_window: int = 0,
 ) -> Tensor:
-    """Attention of one layer over a whole text, or several.
+    """Attention of one layer over one whole text or several.
 
     Args:
-        cache: A simulated one.
-        index: Of a `SimulatingLayer` that quantises something. It takes keys and values.
-        is_visible: `[batch or 1, tokens, tokens]` bool: whether a query sees a key, windows aside.
+        cache: A simulated cache, which the keys and values are written to.
+        index: Index of a quantised `SimulatingLayer` in it.
+        is_visible: `[batch or 1, tokens, tokens]` bool: whether a query sees a key, without the sliding window.
         query: `[batch, num_q_heads, tokens, head_dim]`.
         key: `[batch, num_kv_heads, tokens, head_dim]`.
-        value: The same.
+        value: Like `key`.
         softmax_scale: Multiplies query · key.
-        alibi_slopes: `[num_q_heads]` float32: multiply the distance of a key behind its query.
-        sliding_window: Newest tokens that a query sees; 0 for all.
+        alibi_slopes: `[num_q_heads]` float32: multiplies the position of a key minus that of its query.
+        sliding_window: How many of the newest tokens a query sees; 0 for all.
 
     Returns:
         `[batch, tokens, num_q_heads * head_dim]`, dtype of `value`.

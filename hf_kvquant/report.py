@@ -1,9 +1,9 @@
-"""What became of each layer of a patched model: its format, what serves it, and why it is not a compiled kernel.
+"""Reports each layer of a patched model: its format, what computes its attention, and why no compiled kernel does.
 
-Everything here is asked of those who decide: which layers are ours of `layout.py`, whether attention comes through us
-of `patching.py`, whether there are kernels of `ops.py`, and of the counters that `handle.py` fills, what a model did in
-spite of all that. Before the first tokens, only what a config, weights and devices tell is known; a model that looks
-inside its keys shows when it runs. What is installed is `environment.py`'s.
+This file decides nothing. It asks `layout.py` which layers we quantise, `patching.py` whether attention goes through
+us, `ops.py` whether there are kernels, and the counters that `handle.py` fills what the model really did. Before the
+first tokens, only the config, weights and devices are known: a model that reads the keys itself shows only when it
+runs. `environment.py` lists what is installed.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ DENSE = "dequantised tensors"
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """One layer of a model.
+    """The report on one layer.
 
     Attributes:
         layer_idx: The layer.
-        layer_type: As transformers names it.
-        formats: What its keys and values are kept in, by a preset's name where it is one; `None` where the cache of the
-            layer is transformers' own.
-        device: Where its codes are attended to, as far as that is known.
-        kernel: What does that: a compiled kernel, on a CPU with its instruction set; the PyTorch reference; or
-            transformers, over dequantised tensors or over a cache of its own.
-        reason: Why not a compiled kernel; empty where one serves.
-        fallbacks: How many steps attended to dequantised tensors so far, by reason. Compiled steps are not counted.
+        layer_type: The name that transformers gives its type.
+        formats: The formats of its keys and values: a preset's name, or a description if they are no preset; `None` if
+            the layer's cache is transformers' own.
+        device: The device on which attention reads its codes, as far as known.
+        kernel: What computes attention: a compiled kernel (on a CPU, with its instruction set); the PyTorch reference;
+            or transformers, over dequantised tensors or over its own cache.
+        reason: Why no compiled kernel does; empty if one does.
+        fallbacks: By reason, how many steps so far attended to dequantised tensors. Compiled steps are not counted.
     """
 
     layer_idx: int
@@ -60,18 +60,18 @@ class LayerReport:
 
     @property
     def is_served(self) -> bool:
-        """Whether a compiled kernel attends to codes, and no step has done otherwise."""
+        """Whether a compiled kernel attends to codes, and no step has fallen back to dequantised tensors."""
         return not self.reason and not self.fallbacks
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `report` found.
+    """The result of `report`.
 
     Attributes:
-        model: The name of its class.
-        cache: What its caches are: `"growing"`, `"static"`, `"captured"` or `"offloaded"`.
-        layers: In order.
+        model: The name of the model's class.
+        cache: The kind of its caches: `"growing"`, `"static"`, `"captured"` or `"offloaded"`.
+        layers: The layers, in order.
         environment: What is installed, as `hf-kvquant env` shows it.
     """
 
@@ -82,7 +82,7 @@ class Report:
 
     @property
     def is_served(self) -> bool:
-        """Whether compiled kernels attend to codes in every layer whose cache is ours."""
+        """Whether `LayerReport.is_served` holds for every layer whose cache is ours."""
         return all(layer.is_served for layer in self.layers if layer.formats is not None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Report:
         return {**dataclasses.asdict(self), "is_served": self.is_served}
 
     def __str__(self) -> str:
-        """A table for people, in which layers that are alike share a line."""
+        """A readable table. Consecutive layers with equal entries share a line."""
         heads = "layers", "formats", "device", "served by", "reason"
         rows = [heads]
         for cells, group in itertools.groupby(self.layers, key=_cells):
@@ -103,16 +103,16 @@ class Report:
 
 
 def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | None = None) -> Report:
-    """What serves each layer of a model, and why. Changes and runs nothing.
+    """Report what computes the attention of each layer of a model, and why. Neither changes nor runs the model.
 
     Args:
         model: A patched model, before or after it has generated; or any model, with a cache.
-        cache: One that was passed to it, or that `generate` returned, of which the report is then; of an
-            encoder-decoder, our cache or the `EncoderDecoderCache` that it is in. `None` reports on
-            the config that the model was patched with, and on all its calls of `generate` since.
+        cache: The cache to report on: one that was passed to the model, or that `generate` returned. For an
+            encoder-decoder, our cache or the `EncoderDecoderCache` that contains it. `None` reports on the config that
+            the model was patched with, and on all its calls of `generate` since.
 
     Raises:
-        TypeError: An argument is something else.
+        TypeError: An argument has the wrong type.
         ValueError: The model is not patched and there is no cache, or the cache is for another model.
 
     Example:
@@ -166,26 +166,26 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
 def _served_by(
     config: KVQuantConfig, index: int, device: torch.device, head_dims: tuple[int, ...], dense: str | None
 ) -> tuple[str, str]:
-    """What attends to a layer whose cache is ours, and why it is no compiled kernel."""
+    """What computes the attention of a layer whose cache is ours, and why it is not a compiled kernel."""
     if not config.formats(index).is_quantized:
-        return "transformers, over keys and values as they are", NOT_QUANTIZED
+        return "transformers, over unquantised keys and values", NOT_QUANTIZED
     if dense is not None:
         return f"transformers, over {DENSE}", dense
     if device.type == "meta":
-        return "not known before the first tokens", "weights are not in memory, and come to where they are needed"
+        return "not known before the first tokens", "weights are not in memory, and are loaded when needed"
     without = ops.why_reference(device, *head_dims)
     reason = "" if without is None else f"no compiled kernels for {without.what} ({without.reason}). {without.remedy}"
     return ops.kernel_name(device, *head_dims), reason
 
 
 def _head_dims(model: PreTrainedModel, index: int) -> tuple[int, ...]:
-    """Channels of a head, as far as the config tells."""
+    """Channels of a head, if the config tells."""
     head_dim = head_dim_of(text_config_of(model).per_layer_config[index])
     return () if head_dim is None else (head_dim,)
 
 
 def _kind(config: KVQuantConfig, cache: KVQuantCache | None) -> str:
-    """What a cache is; one that `generate` made for assisted decoding grows, whatever its model was patched with."""
+    """The kind of a cache. Caches that `generate` makes for assisted decoding grow, whatever config was patched in."""
     if config.capture:
         return "captured"
     is_static = config.static or (cache is not None and any(storage.is_static for storage in cache.storages))
@@ -193,7 +193,7 @@ def _kind(config: KVQuantConfig, cache: KVQuantCache | None) -> str:
 
 
 def _cells(layer: LayerReport) -> tuple[str, str, str, str]:
-    """What a line of the table says of a layer."""
+    """A layer's cells in the table, without its index."""
     fallbacks = [f"{count} steps on {DENSE}: {reason}" for reason, count in layer.fallbacks.items()]
     reasons = "; ".join([*filter(None, [layer.reason]), *fallbacks])
     return layer.formats or layer.layer_type, layer.device, layer.kernel, reasons

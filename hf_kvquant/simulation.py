@@ -1,10 +1,10 @@
-"""Quantised attention in one forward: what each query of a text would see if the text came chunk by chunk.
+"""Simulates quantised attention in one forward: each query sees what it would see if the text was fed in chunks.
 
-A forward over a whole text reads no cache. Here it does: keys and values of a layer go through the very storage of a
-`KVQuantCache` (so through the ops that quantise), come back dequantised, and every query attends to codes or to tokens
-as they came, whichever it would find: what came with the first chunk is exact, and so is what a tail holds at the end
-of the query's chunk. That is many times faster than feeding chunks and says what a *format* does; that kernels and
-caches do the same is for `fidelity.py` to find out, which compares both.
+A forward over a whole text normally reads no cache. Here, the keys and values of a layer go through the storage of a
+`KVQuantCache`, so through the ops that quantise, and come back dequantised. Each query attends to either the
+dequantised or the original token, as it would with chunks: queries of the first chunk see all tokens unquantised, later
+queries those that the tail holds at the end of their chunk. This is many times faster than feeding chunks, and shows
+the effect of a *format*. Whether kernels and caches compute the same is measured by `fidelity.py`, which runs both.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from .storage import LayerStorage
 from .text_config import text_config_of
 from .transforms.of_model import key_transforms
 
-# Implementations whose masks say, for every query and key, whether it is seen.
+# Implementations whose masks say, for every query and key, whether the query sees the key.
 _SERVED = ("sdpa", "eager")
 
 
 class SimulatedLayer(DynamicLayer, SimulatingLayer):
-    """Keys and values of one layer, as they came and dequantised, of some texts.
+    """Keys and values of one layer for some texts, both original and dequantised.
 
     Args:
-        storage: Empty; quantises.
-        first_chunks: Tokens of the first chunk of every text, or of all texts.
-        chunk_size: Tokens of each later one.
+        storage: An empty storage, which quantises them.
+        first_chunks: Tokens of the first chunk: one number per text, or one for all texts.
+        chunk_size: Tokens of each later chunk.
     """
 
     def __init__(self, storage: LayerStorage, first_chunks: Sequence[int], chunk_size: int) -> None:
@@ -55,10 +55,10 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
         self.pairs = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Quantise whole texts.
+        """Quantise the keys and values of whole texts.
 
         Raises:
-            ValueError: There are some already.
+            ValueError: The layer holds texts already.
         """
         if not self.storage.is_empty:
             raise ValueError(
@@ -75,12 +75,12 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
         return SimulatedHandle(self, 0), SimulatedHandle(self, 1)
 
     def attend(self, query: Tensor, mask: Tensor, attend: Callable[..., tuple[Tensor, Any]]) -> Tensor:
-        """Attention of whole texts.
+        """Compute attention for whole texts.
 
         Args:
             query: `[batch, num_q_heads, tokens, head_dim]`.
-            mask: `[batch, 1, tokens, tokens]`: bool, True for what is seen, or added to scores.
-            attend: Takes query, key, value and mask of the same kind, for fewer queries and more keys.
+            mask: `[batch, 1, tokens, tokens]`: bool, True where a query sees a key; or floating, added to scores.
+            attend: Takes query, key, value and a mask of the same kind, with fewer queries and more keys.
 
         Returns:
             `[batch, tokens, num_q_heads, head_dim]`.
@@ -109,7 +109,7 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
         return self.storage.formats.key, self.storage.formats.value
 
     def _is_exact(self, kv_format: KVFormat, n0: int, tokens: int, device: torch.device) -> Tensor:
-        """Whether queries from `n0` on find a token as it came: `[batch or 1, tokens - n0, tokens]` bool."""
+        """Whether queries from `n0` on see a token unquantised: `[batch or 1, tokens - n0, tokens]` bool."""
         sink_length, residual_length = self.storage.formats.sink_length, self.storage.formats.residual_length
         position = torch.arange(tokens, device=device)
         first = torch.tensor(self.first_chunks, device=device).unsqueeze(1)
@@ -123,10 +123,10 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
 
 
 class SimulatedHandle:
-    """Keys or values of a simulated layer, which only `simulated_attention` can look into.
+    """Keys or values of a simulated layer, which only `simulated_attention` can read.
 
     Args:
-        layer: Shared with the other side's handle.
+        layer: The layer, shared with the other side's handle.
         side: 0 for keys, 1 for values.
     """
 
@@ -136,7 +136,7 @@ class SimulatedHandle:
         self.shape, self.dtype, self.device, self.ndim = raw.shape, raw.dtype, raw.device, raw.ndim
 
     def to(self, *args: Any, **kwargs: Any) -> SimulatedHandle:
-        """Itself where nothing changes: layers that share keys and values ask for them on their own device."""
+        """Return `self` if nothing changes. Layers that share keys and values move them to their own device."""
         alike = torch.empty((0, 0, 0, 0), dtype=self.dtype, device=self.device)
         if alike.to(*args, **kwargs) is not alike:
             raise _looked_inside()
@@ -156,7 +156,7 @@ class SimulatedHandle:
 
 def _looked_inside() -> NotImplementedError:
     return NotImplementedError(
-        "simulate: the model must leave keys and values to its attention function, but looks at them itself. "
+        "simulate: the model must leave keys and values to its attention function, but reads them itself. "
         "Feed it in chunks instead."
     )
 
@@ -168,15 +168,15 @@ def simulated_cache(
     first_chunk: int | Sequence[int] = 1,
     chunk_size: int = 1,
 ) -> KVQuantCache:
-    """A cache for one forward over one text, or several of equal length, in a model under `simulated`.
+    """A cache for one forward over one text, or several of equal length, in a model inside `simulated`.
 
     Args:
-        model: As for `KVQuantCache`.
-        config: The same.
-        first_chunk: Tokens that would fill the cache, of all texts or of each; their queries find everything as it
-            came. They must be equal where the newest tokens stay dense or a sequence has one scale, and where a text
-            fills a block of tokens that share one.
-        chunk_size: Tokens that would come at a time afterwards.
+        model: The model that the cache is for.
+        config: A preset's name, a dictionary or a `KVQuantConfig`.
+        first_chunk: Tokens of the first chunk, whose queries see unquantised keys and values: one number, or one per
+            text. The numbers must be equal if the newest tokens stay dense, if a scale spans a sequence, or if a text
+            fills a block of tokens that share a scale.
+        chunk_size: Tokens of each later chunk.
 
     Raises:
         NotImplementedError, TypeError, ValueError: As for `KVQuantCache`.
@@ -184,8 +184,8 @@ def simulated_cache(
     cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
     if any(isinstance(layer, KVQuantLayer) and layer.holds_state for layer in cache.layers):
         raise NotImplementedError(
-            f"simulate: `model` must have keys and values alone in its attention layers, got a {type(model).__name__}, "
-            "which has a state there as well. Feed it in chunks."
+            f"simulate: `model` must keep only keys and values in its attention layers, got a {type(model).__name__}, "
+            "which also keeps a state there. Feed it in chunks."
         )
     first_chunks = (first_chunk,) if isinstance(first_chunk, int) else first_chunk
     cache.layers = [
@@ -196,7 +196,7 @@ def simulated_cache(
 
 
 def _whole(storage: LayerStorage) -> LayerStorage:
-    """A storage that keeps every token of a text; what is beyond a window is hidden by masks."""
+    """A storage that keeps every token of a text; masks hide tokens outside the sliding window."""
     if not storage.window:
         return storage
     whole = LayerStorage(storage.formats, name=storage.name, key_transform=storage.key_transform)
@@ -205,16 +205,16 @@ def _whole(storage: LayerStorage) -> LayerStorage:
 
 
 def window_of(storage: LayerStorage) -> int:
-    """Positions that a query of a layer sees; 0 for all."""
+    """How many positions a query of a layer sees; 0 for all."""
     return storage.window or storage.masked_window
 
 
 @contextlib.contextmanager
 def simulated(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Let a model attend to simulated caches for the length of a `with` block; everything else goes on as before.
+    """Let a model attend to simulated caches for the duration of a `with` block. Other caches work as before.
 
     Raises:
-        NotImplementedError: Its attention is not one of transformers' own that takes a mask.
+        NotImplementedError: The model's attention is not one of transformers' own that take a mask.
     """
     with own_attention.overridden(model) as is_own:
         if is_own:
@@ -247,7 +247,7 @@ def simulated(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 @torch.inference_mode()
 def why_not_simulated(model: PreTrainedModel) -> str | None:
-    """Why a model cannot attend to simulated caches, or `None` if it can. Runs it on two tokens."""
+    """Why a model cannot attend to simulated caches, or `None` if it can. Runs the model on two tokens."""
     try:
         with simulated(model):
             ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
@@ -258,7 +258,7 @@ def why_not_simulated(model: PreTrainedModel) -> str | None:
 
 
 def simulated_mask(*, prev: str, **kwargs: Any) -> Any:
-    """The mask of `prev`, never left out."""
+    """The mask of `prev`, made even where `prev` would skip it."""
     mask_function: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[prev]
     return mask_function(**{**kwargs, "allow_is_causal_skip": False})
 
@@ -266,7 +266,7 @@ def simulated_mask(*, prev: str, **kwargs: Any) -> Any:
 def simulated_attention(
     module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, *, prev: str, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of one layer, as `transformers.AttentionInterface` asks for it."""
+    """Attention of one layer, with the signature of `transformers.AttentionInterface`."""
     if not isinstance(key, SimulatedHandle):
         return call_previous(prev, module, query, key, value, attention_mask, **kwargs)
     assert attention_mask is not None
@@ -278,5 +278,5 @@ def simulated_attention(
 
 
 def _only(mask: Tensor, chosen: Tensor) -> Tensor:
-    """A mask that shows, of what it showed, the chosen pairs of query and key."""
+    """The mask, restricted to the chosen pairs of query and key."""
     return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)

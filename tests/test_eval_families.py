@@ -26,7 +26,7 @@ SHARING = ["gemma3n_text", "gemma4_text"]
 WHY = {
     "xglm": "simulate: XGLMForCausalLM computes attention by itself, outside transformers' registry. Feed it in chunks "
     "instead.",
-    "jetmoe": "simulate: the model must leave keys and values to its attention function, but looks at them itself. "
+    "jetmoe": "simulate: the model must leave keys and values to its attention function, but reads them itself. "
     "Feed it in chunks instead.",
 }
 

@@ -172,8 +172,8 @@ def test_states_are_not_saved(model: Any, tmp_path: Path) -> None:
 
 def test_states_are_not_simulated(model: Any) -> None:
     message = (
-        f"simulate: `model` must have keys and values alone in its attention layers, got a {type(model).__name__}, "
-        "which has a state there as well. Feed it in chunks."
+        f"simulate: `model` must keep only keys and values in its attention layers, got a {type(model).__name__}, "
+        "which also keeps a state there. Feed it in chunks."
     )
     with pytest.raises(NotImplementedError) as raised:
         simulated_cache(model, "int4")

@@ -55,7 +55,7 @@ def test_layers_of_their_own_formats() -> None:
         layers = found(model)
     assert layers == [
         ("int4", KERNEL["cpu"], ""),
-        ("none", "transformers, over keys and values as they are", NOT_QUANTIZED),
+        ("none", "transformers, over unquantised keys and values", NOT_QUANTIZED),
         ("int8 (no transforms)", KERNEL["cpu"], ""),
         ("int4", KERNEL["cpu"], ""),
     ]
