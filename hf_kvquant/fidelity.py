@@ -147,7 +147,7 @@ class OutOfMemory(MemoryError):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"compare: memory must suffice for {name}, but ran out. Use a shorter text.")
+        super().__init__(f"compare: memory must suffice for {name}, got too little. Use a shorter text.")
         self.name = name
 
 

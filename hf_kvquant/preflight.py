@@ -70,7 +70,7 @@ def run_preflight(
         tokenizer: The model's, for `texts`.
         texts: Text like the model's future input, 1,024 tokens or more.
         presets: Presets to pick from, the preferred one first. If a config is given, remedies come from this list.
-        max_kld: When picking formats, the largest divergence of all layers together, in nats per token. A single layer
+        max_kld: Largest divergence of all layers together when formats are picked, in nats per token. A single layer
             may have a fifth of it. In any case, configs above three times `GOAL` are refused.
         measure: Whether to run the model on text. Otherwise the weights alone decide, by coarse limits.
         progress: Whether to show on stderr what is being measured: as it changes in a terminal or a notebook, elsewhere
@@ -299,7 +299,7 @@ def _problems(layers: Sequence[LayerCheck], kld: float | None, *, is_given: bool
         kld: The divergence of all layers together; `None` if it was not measured.
         is_given: Whether the user gave the config, instead of having it picked.
     """
-    default = "Let presets be picked: KVQuantConfig.for_model(model)" if is_given else "End `presets` with 'none'"
+    default = "Let for_model pick presets: KVQuantConfig.for_model(model)" if is_given else "End `presets` with 'none'"
     found: list[Finding] = []
     for layer in layers:
         index, limit = layer.layer_idx, LAYER_SHARE * LIMIT

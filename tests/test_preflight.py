@@ -259,7 +259,7 @@ def test_all_layers_together(monkeypatch: pytest.MonkeyPatch) -> None:
         "for_model: `preset_or_config` must keep the KL divergence of all layers together within 0.001 nats per token, "
         "got 0.0"
     )
-    assert "with this config. Let presets be picked: KVQuantConfig.for_model(model). force=True" in message
+    assert "with this config. Let for_model pick presets: KVQuantConfig.for_model(model). force=True" in message
 
 
 def test_picked_presets_may_be_too_few() -> None:

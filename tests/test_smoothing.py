@@ -638,7 +638,7 @@ def test_a_smoothed_checkpoint_is_plain_and_can_be_undone(name: str, tmp_path: P
     assert torch.equal(logits(loaded), before)
     with pytest.raises(ValueError, match="must not be smoothed already, got one that is"):
         smooth(loaded)
-    with pytest.raises(ValueError, match=r"got a checkpoint that was smoothed earlier\. Give their file to"):
+    with pytest.raises(ValueError, match=r"got a checkpoint that was smoothed earlier\. Pass their file to"):
         unsmooth(loaded)
     noted = load_smoothing(loaded, tmp_path / "factors.safetensors")
     assert torch.equal(logits(loaded), before)
@@ -900,7 +900,7 @@ def test_the_report_counts_layers_off() -> None:
         ({"texts": [TEXT, 7]}, TypeError, "`texts` must hold texts, got int"),
         ({"texts": []}, ValueError, "must have at least 512 tokens in pieces of 16 or more, got 0 of 0 in 0 texts"),
         ({"texts": [TEXT[:511]]}, ValueError, "must have at least 512 tokens in pieces of 16 or more, got 511 of 511"),
-        ({"texts": ["short"] * 200}, ValueError, "got 0 of 1000 in 200 texts. Add text like that which"),
+        ({"texts": ["short"] * 200}, ValueError, "got 0 of 1000 in 200 texts. Add text like the model's"),
         ({"texts": [TEXT, " \n"]}, ValueError, "`texts` must hold text, got nothing but white space in text 1"),
         ({"num_tokens": 100}, ValueError, "`num_tokens` must be an int of at least 512, got 100"),
         ({"window": True}, ValueError, "`window` must be an int of at least 16, got True"),

@@ -330,12 +330,12 @@ def test_numbers_that_are_none_are_caught() -> None:
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("qwen3_next", {}, "in whose layer 1 attention's output is multiplied by channel before .*o_proj takes it, as"),
+        ("qwen3_next", {}, "in layer 1, attention's output is multiplied per channel before .*o_proj takes it, as"),
         ("gemma3n_text", {}, "must have keys of its own in every layer, got 2 layers of Gemma3nForCausalLM"),
         ("gemma3n_text", {"num_kv_shared_layers": 0}, r"values come from .*\.v_norm, which has no weights"),
         ("gemma4_text", {"num_kv_shared_layers": 0}, r"values come from .*\.v_norm, which has no weights"),
-        ("olmo", {"clip_qkv": 8.0}, "in whose layer 0 its values are not a multiple of any module's output"),
-        ("jetmoe", {}, "attention's output is not given to one projection, channel by channel"),
+        ("olmo", {"clip_qkv": 8.0}, "in layer 0, its values are not a multiple of any module's output"),
+        ("jetmoe", {}, "attention's output is not passed to one projection, channel by channel"),
         ("diffllama", {}, "must have an attention module for each layer"),
         ("bloom", {}, "must attend through transformers' registry"),
     ],
@@ -393,7 +393,7 @@ class Repeat(nn.Module):
 @pytest.mark.parametrize(
     "side, wrap, message",
     [
-        ("v_proj", lambda x: nn.Sequential(x, Scale(128)), r"values are multiplied by channel behind .*v_proj\.0"),
+        ("v_proj", lambda x: nn.Sequential(x, Scale(128)), r"values are multiplied per channel after .*v_proj\.0"),
         (
             "v_proj",
             lambda x: nn.Sequential(x, nn.RMSNorm(128)),
@@ -404,7 +404,7 @@ class Repeat(nn.Module):
             lambda x: nn.Sequential(x, Repeat()),
             r"one feature of .*v_proj\.0 makes several channels of values",
         ),
-        ("o_proj", lambda x: nn.Sequential(Scale(256), x), r"by channel before .*o_proj\.1 takes it, as by a gate"),
+        ("o_proj", lambda x: nn.Sequential(Scale(256), x), r"per channel before .*o_proj\.1 takes it, as by a gate"),
         ("o_proj", lambda x: nn.Sequential(nn.RMSNorm(256), x), r"output goes through .*o_proj\.0 \(RMSNorm\)"),
     ],
 )
@@ -414,7 +414,7 @@ def test_what_stands_in_between_is_refused(
     model = build()
     attention = model.model.layers[1].self_attn
     setattr(attention, side, wrap(getattr(attention, side)))
-    assert_refused(model.to(dtype), NotImplementedError, f"in whose layer 1 .*{message}")
+    assert_refused(model.to(dtype), NotImplementedError, f"in layer 1, .*{message}")
 
 
 def test_values_from_the_weights_of_keys_are_refused() -> None:

@@ -101,7 +101,7 @@ def read_windows(
     vocab_size = embeddings.weight.shape[0]
     if len(tokenizer) > vocab_size or len(tokenizer) < 0.9 * vocab_size:
         raise ValueError(
-            f"{where}: `tokenizer` must be the model's, whose vocabulary has {vocab_size} entries, got one of "
+            f"{where}: `tokenizer` must be the model's, whose vocabulary has {vocab_size} entries, got one with "
             f"{len(tokenizer)}. Load both from the same checkpoint."
         )
     length = positions_of(model, window)
@@ -122,7 +122,7 @@ def read_windows(
     if usable < MIN_TOKENS:
         raise ValueError(
             f"{where}: `texts` must have at least {MIN_TOKENS} tokens in pieces of {MIN_WINDOW} or more, got {usable} "
-            f"of {total} in {num_texts} texts. Add text like that which the model will read."
+            f"of {total} in {num_texts} texts. Add text like the model's future input."
         )
     count = max(1, min(len(windows), round(num_tokens * len(windows) / usable)))
     chosen = [windows[index * len(windows) // count] for index in range(count)]

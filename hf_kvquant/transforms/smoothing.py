@@ -203,8 +203,8 @@ def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
     if state is None:
         if is_smoothed(model):
             raise ValueError(
-                "unsmooth: `model` must come with its factors, got a checkpoint that was smoothed earlier. Give their "
-                "file to hf_kvquant.load_smoothing first."
+                "unsmooth: `model` must have its factors loaded, got a checkpoint that was smoothed earlier. Pass "
+                "their file to hf_kvquant.load_smoothing first."
             )
         raise ValueError(
             f"unsmooth: `model` must be smoothed, got a {type(model).__name__} that is not. Call smooth_attention "

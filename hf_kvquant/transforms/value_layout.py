@@ -135,8 +135,8 @@ def find_value_layouts(model: PreTrainedModel, *, where: str) -> dict[int, Value
 
 def _refusal(model: PreTrainedModel, index: int, reason: str, where: str) -> NotImplementedError:
     return NotImplementedError(
-        f"{where}: `model` must make values by a projection and give attention's output to another one as it is, got "
-        f"{type(model).__name__}, in whose layer {index} {reason}. Leave it as it is."
+        f"{where}: `model` must make values by a projection and pass attention's output unchanged to another one, got "
+        f"{type(model).__name__}: in layer {index}, {reason}. Leave it as it is."
     )
 
 
@@ -190,7 +190,7 @@ def _value(found: Found, answer: _Answers) -> Scalable | str:
         return "keys or queries come from the same weights as values"
     assert answer.value is not None
     if not _is_in_proportion(answer.made.to(answer.value), answer.value, index):
-        return f"values are multiplied by channel behind {candidate.name}"
+        return f"values are multiplied per channel after {candidate.name}"
     index = index.unique(dim=0)  # a head that is repeated before attention (Falcon) counts once
     if index.unique().numel() < index.numel():
         return f"one feature of {candidate.name} makes several channels of values"
@@ -214,11 +214,11 @@ def _output(answer: _Answers, names: Mapping[nn.Module, str], attention: nn.Modu
         last = list(takers)[-1]  # a container gets its input before the modules in it
         return f"attention's output goes through {names[last]} ({type(last).__name__})"
     if len(projections) != 1:
-        return "attention's output is not given to one projection, channel by channel"
+        return "attention's output is not passed to one projection, channel by channel"
     module = projections[0]
     index, features = takers[module]
     if not _is_in_proportion(features, attended, index):
-        return f"attention's output is multiplied by channel before {names[module]} takes it, as by a gate"
+        return f"attention's output is multiplied per channel before {names[module]} takes it, as by a gate"
     return Scalable(names[module], "rows" if isinstance(module, Conv1D) else "columns", index)
 
 

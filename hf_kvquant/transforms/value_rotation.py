@@ -133,8 +133,8 @@ def unrotate_values(model: PreTrainedModel) -> PreTrainedModel:
     if state is None:
         if is_rotated(model):
             raise ValueError(
-                f"{where}: `model` must be rotated in this process, got a checkpoint that was rotated earlier; to "
-                "rotate it back would round. Load the original checkpoint."
+                f"{where}: `model` must be rotated in this process, got a checkpoint that was rotated earlier. "
+                "Rotating it back would round; load the original checkpoint."
             )
         raise ValueError(
             f"{where}: `model` must be rotated, got a {type(model).__name__} that is not. Call rotate_values first."
