@@ -25,11 +25,11 @@ from .transforms.observation import forward
 from .transforms.of_model import key_transforms
 from .transforms.signals import reason_of
 
-# The text: this many windows of this many tokens, fed in chunks of this size after the first token. Sum of int4 over
-# layers on the reference model: .0286; two windows of 512 tokens .0289, one of 2048 .0279; other parts of the text
-# .0296 to .0330; five texts that the model sampled .0297 to .0426. Random tokens give .0655, so they are unsuitable.
-# Chunks of 32 or 255 change nothing. In bfloat16 no layer measures below some 4e-4, as any changed code makes later
-# layers round differently.
+# The text: this many windows of this many tokens, fed in chunks of this size after the first token. Divergences of int4
+# on the reference model, summed over layers: .0286; two windows of 512 tokens .0289, one of 2048 .0279; other parts of
+# the text .0296 to .0330; five texts that the model sampled .0297 to .0426. Random tokens give .0655, so they are
+# unsuitable. Chunks of 32 or 255 change nothing. In bfloat16 no layer measures below some 4e-4, as any changed code
+# makes later layers round differently.
 NUM_WINDOWS = 4
 WINDOW = 256
 CHUNK = 64

@@ -3,8 +3,8 @@
 A forward over a whole text normally reads no cache. Here, the keys and values of a layer go through the storage of a
 `KVQuantCache`, so through the ops that quantise, and come back dequantised. Each query attends to either the
 dequantised or the original token, as it would with chunks: queries of the first chunk see all tokens unquantised, later
-queries those that the tail holds at the end of their chunk. This is many times faster than feeding chunks, and shows
-the effect of a *format*. Whether kernels and caches compute the same is measured by `fidelity.py`, which runs both.
+queries only those that the tail holds at the end of their chunk. This is many times faster than feeding chunks, and
+shows the effect of a *format*. `fidelity.py` can do both, which shows whether kernels and caches do the same.
 """
 
 from __future__ import annotations

@@ -89,9 +89,9 @@ def key_transforms(
 ) -> dict[int, KeyTransform]:
     """The key transforms of a model, for a cache that you build yourself.
 
-    `generate` of a patched model calls this itself. Two calls send one token through the model: the first with
-    `"center"` in the config, if the model has biases; and under tensor parallelism the first with tensors that were set
-    on the model. There, the result is for this rank's heads.
+    `generate` of a patched model calls this itself. It sends one token through the model in two cases: on the first
+    call with `"center"` in the config, if the model has biases; and under tensor parallelism, on the first call that
+    needs tensors that were set on the model. There, the result is for this rank's heads.
 
     Args:
         model: A decoder that `patch` accepts, patched or not.

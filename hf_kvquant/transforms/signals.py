@@ -80,7 +80,7 @@ class KeySignals:
 
     Attributes:
         layer_idx: The layer.
-        num_kv_heads: Number of key-value heads. This and all below are `None` if unknown.
+        num_kv_heads: Number of key-value heads. `None` means unknown, here and below.
         num_q_per_kv: Query heads that share a key-value head. Only shown, never a finding.
         head_dim: Channels of a head.
         bias: `[num_kv_heads, head_dim]`: the constant in all keys, before RoPE.
