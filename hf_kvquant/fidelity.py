@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from .cache import KVQuantCache
+from .cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig
 from .pairs import Pairs, count_pairs, expected_pairs, pairs_of
 from .patching import patched
-from .simulation import simulated, simulated_cache
+from .simulation import SimulatedLayer, simulated, simulated_cache
 from .storage import LayerStorage
 from .transforms.of_model import key_transforms
 
@@ -238,6 +238,11 @@ class Stream:
     def pairs_dequantized(self) -> int:
         """Pairs read from dequantised tensors so far, summed over layers."""
         return self._cache.pairs_dequantized if isinstance(self._cache, KVQuantCache) else 0
+
+    @property
+    def layers(self) -> list[KVQuantLayer | SimulatedLayer]:
+        """The cache layers that may be quantised, simulated ones included."""
+        return [layer for layer in self._cache.layers if isinstance(layer, (KVQuantLayer, SimulatedLayer))]
 
     @property
     def storages(self) -> list[LayerStorage]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 from pathlib import Path
@@ -17,7 +18,10 @@ from hf_kvquant import KVQuantConfig, cli
 from hf_kvquant.arguments import Refused
 from hf_kvquant.evaluation import gate, perplexity, windows
 from hf_kvquant.fidelity import OutOfMemory
+from hf_kvquant.formats import KVFormat
 from hf_kvquant.lengths import causal_pairs
+from hf_kvquant.simulation import SimulatedLayer
+from hf_kvquant.transforms.injection import inject_key_outliers
 
 WINDOW = 24
 TEXT = 8 * models.SENTENCE
@@ -186,7 +190,7 @@ def test_what_fails_the_run(
     assert code == 2 and "`--window` must fit into memory, got 24, which does not in chunked, window 1" in error
     (tmp_path / "out.json").unlink()
     monkeypatch.setattr(gate, "GATE_SHARE", 0.0)
-    monkeypatch.setattr(gate, "GATE_NONE", 0.0)
+    monkeypatch.setattr(gate, "GATE_FLOAT32", 0.0)
     code, _, error = run(capsys, folder, tmp_path)
     assert code == 1 and "must give the same distribution " in error
 
@@ -242,8 +246,32 @@ def test_data_sets_that_cannot_be_read(
     assert "`--rows` must come with --text, got it without. Rows of a data set are joined" in capsys.readouterr().err
 
 
+def test_the_gate_lets_flipped_codes_pass() -> None:
+    """A sum in another order flips codes at rounding boundaries. Layer after layer, that takes correct modes apart."""
+    model = copy.deepcopy(models.llama(num_hidden_layers=8))
+    inject_key_outliers(model, 3, 100.0)
+    ids = torch.randint(3, models.VOCAB_SIZE, (1, gate.GATE_TOKENS))
+    for name in ("int8", "int4", "int4-g32"):
+        (found,) = gate.check_modes(model, ids, {name: KVQuantConfig.from_preset(name)}, 32).values()
+        assert max(found["between"].values()) < 1e-5 * found["kld"]
+
+
+def test_the_gate_sees_one_token_that_is_exact_in_one_mode_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_more(self: SimulatedLayer, kv_format: KVFormat, n0: int, tokens: int, device: torch.device) -> torch.Tensor:
+        is_exact = original(self, kv_format, n0, tokens, device)
+        is_exact[..., n0] = True
+        return is_exact
+
+    original = SimulatedLayer._is_exact
+    monkeypatch.setattr(SimulatedLayer, "_is_exact", one_more)
+    ids = torch.randint(3, models.VOCAB_SIZE, (1, gate.GATE_TOKENS))
+    config = KVQuantConfig.from_preset("int4", sink_length=1, residual_length=9)
+    with pytest.raises(Refused, match="preset int4 must give the same distribution simulated and decode within "):
+        gate.check_modes(models.llama(), ids, {"int4": config}, 32)
+
+
 def test_an_inexact_control_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "GATE_NONE", 0.0)
+    monkeypatch.setattr(gate, "GATE_FLOAT32", 0.0)
     ids = torch.randint(3, models.VOCAB_SIZE, (1, 12))
     with pytest.raises(Refused, match=r"control: `none` must be within 0\.0 nats of the unquantised cache, got "):
         gate.run_controls(models.llama(), ids, {"none": KVQuantConfig.from_preset("none")})

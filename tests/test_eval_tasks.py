@@ -25,7 +25,6 @@ from lm_eval.models.huggingface import HFLM
 from hf_kvquant import KVQuantCache, KVQuantConfig, cli, fidelity
 from hf_kvquant.evaluation import lm_eval_model, task_files, tasks
 from hf_kvquant.evaluation.counter import NothingRead
-from hf_kvquant.evaluation.gate import GATE_SHARE
 from hf_kvquant.evaluation.lm_eval_model import MODES, KVQuantLM
 from hf_kvquant.patching import patched
 
@@ -37,6 +36,8 @@ WORDS = "once upon a time there was some old king who had three sons and no crow
 CONTEXT = 128
 # Sums in another order move keys by an ulp or so, which now and then rounds to another code.
 FLOAT_NOISE = 1e-4
+# Of what quantising changes, the share that such codes may change.
+FLIP_SHARE = 1 / 3
 
 
 def text(seed: int, num_words: int) -> str:
@@ -188,7 +189,7 @@ def test_modes_are_the_same_function(config: str | KVQuantConfig, batch_size: in
     between, effect = differences(decoded, simulated), differences(decoded, dense)
     assert (between < FLOAT_NOISE).float().mean() > 0.6
     assert FLOAT_NOISE < effect.mean()
-    assert between.mean() <= GATE_SHARE * effect.mean()
+    assert between.mean() <= FLIP_SHARE * effect.mean()
 
 
 def test_modes_are_exact_where_nothing_is_quantised() -> None:
