@@ -123,7 +123,7 @@ def test_the_rule(read: int, dequantized: int, is_complete: bool) -> None:
             check_pairs("eval: preset int8", pairs)
         assert str(raised.value) == (
             f"eval: preset int8 must read 7 (query, token) pairs from codes, got {read + dequantized}. Some layer "
-            "attended to something else, as the log above says, or more often than it should; the number would be that "
+            "attended to something else (see the log above), or more often than it should, so the number would be that "
             "of another cache. Use another model."
         )
 

@@ -1,9 +1,9 @@
-"""What `eval perplexity` says of a model beyond totals: where in a window quantising costs, in which layer, and why.
+"""The details of `eval perplexity`: where in a window quantising costs most, in which layer, and why.
 
-Divergence by position comes from the numbers that every window leaves anyway. With one layer quantised at a time the
-text is fed anew, simulated, which the gate allows; in chunks where the model cannot be simulated. The keys of a text
-are looked at channel by channel, as they are and as they would be quantised after calibration. Which windows there are
-and what is kept is decided in `perplexity.py`.
+Divergence by position is computed from numbers that every window keeps anyway. For divergence by layer, the text is fed
+again with one layer quantised at a time: simulated, or in chunks if the model cannot be simulated. The keys of a text
+are measured channel by channel, as they are and as they would be quantised after calibration. `perplexity.py` decides
+which windows there are and what is kept.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .counter import check_pairs
 from .records import RunRecord
 from .windows import FIRST_CHUNK, WHERE
 
-# Parts of a window: of 2048 tokens, 128 each, so that blocks of that many tokens show.
+# Parts of a window. In a window of 2048 tokens, each has 128, the tokens of a block, so that effects of blocks show.
 NUM_PARTS = 16
-# Tokens of which one layer at a time is quantised: costs of layers are steady over texts (`divergence.py`), and
-# attention of a forward is quadratic in them.
+# Tokens on which one layer at a time is quantised. More are not needed, since the cost of a layer hardly depends on the
+# text (`divergence.py`), and attention in one forward is quadratic in their number.
 LAYER_TOKENS = 1024
-# For which keys are calibrated here, and on so many tokens. The text is the one that is measured, which would flatter a
-# divergence; the picture of its keys is what it is there for.
+# The preset that keys are calibrated for here, and on how many tokens. Calibrating on the measured text would flatter a
+# divergence, but none is computed here: only the keys of this text are shown.
 CALIBRATED_FOR = "int4"
 CALIBRATION_TOKENS = 4096
 
@@ -41,12 +41,12 @@ def by_position(windows: Sequence[Tensor], window: int) -> dict[str, list[float]
     """Mean divergence over each part of a window.
 
     Args:
-        windows: Per window, `[scored]` float64: the divergence of its last tokens but the very last one, which is only
-            predicted.
-        window: Tokens of each.
+        windows: Per window, `[scored]` float64: the divergence of its last tokens, without the very last one, which is
+            only predicted.
+        window: Tokens of a window.
 
     Returns:
-        `begin`: the first position of each part with tokens; `kld`: its mean, nats a token.
+        `begin`: the first position of each part that has scored tokens; `kld`: its mean divergence, nats a token.
     """
     num_parts = min(NUM_PARTS, window)
     begins = [-(-part * window // num_parts) for part in range(num_parts)]
@@ -65,7 +65,7 @@ def quantizable_layers(model: PreTrainedModel) -> list[int]:
 
 
 def num_steps(model: PreTrainedModel) -> int:
-    """How often `measure` says what it is at."""
+    """How many steps `measure` yields."""
     return len(quantizable_layers(model)) + 1
 
 
@@ -81,24 +81,24 @@ def measure(
     *,
     simulate: bool = True,
 ) -> Iterator[str]:
-    """Fill the parts `layers` and `keys` of a record, as far as they are not there yet.
+    """Fill the parts `layers` and `keys` of a record; what is already there is kept.
 
     Args:
-        record: Of the run.
-        model: As it is left.
+        record: The run's record.
+        model: The model; left as it was.
         tokenizer: The model's.
-        text: Of which there are windows.
-        ids: `[1, tokens]` int64, one of them.
+        text: The whole text.
+        ids: One window of it, `[1, tokens]` int64.
         configs: By name.
-        chunk: Tokens that come at a time.
+        chunk: Tokens of a chunk.
         on_chunk: Called after each chunk.
-        simulate: Whether one forward does what chunks would, layer by layer.
+        simulate: Whether to simulate instead of feeding chunks.
 
     Yields:
         What is done next, in words.
 
     Raises:
-        NothingRead: A counter differs from its closed form.
+        NothingRead: The pairs read differ from those expected.
     """
     quantized = {name: config for name, config in configs.items() if name != UNQUANTIZED}
     for index in quantizable_layers(model):
@@ -130,17 +130,17 @@ def measure(
 def key_magnitudes(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, ids: Tensor
 ) -> dict[str, Any]:
-    """The largest keys of a text channel by channel, as they come and as they are quantised after calibration.
+    """The largest magnitude of each key channel over a text, before and after calibration.
 
     Args:
-        model: As it is left. Where it is calibrated, its own centres and factors are looked at.
+        model: The model; left as it was. If it is calibrated already, its own centres and factors are used.
         tokenizer: The model's.
-        text: To calibrate on.
-        ids: `[1, tokens]` int64: where keys are looked at.
+        text: The text to calibrate on.
+        ids: The tokens whose keys are measured, `[1, tokens]` int64.
 
     Returns:
-        `layers`: by index, `before` and `after` (`[num_kv_heads, head_dim]`, what is quantised: keys, less their centre
-        and divided by their factors), and `choice`, that of calibration. Or `unmeasured`: why there is nothing.
+        `layers`: by index, `before` and `after` (`[num_kv_heads, head_dim]`; after: of the keys minus their centre,
+        divided by their factors), and `choice`, what calibration chose. Or `unmeasured`: why nothing was measured.
     """
     is_calibrated = is_smoothed(model)
     state = state_of(model)
@@ -169,7 +169,7 @@ def key_magnitudes(
             unsmooth(model)
     layers = {}
     for layer in result.layers:
-        # Keys come divided already where factors are in the weights, and so does what is subtracted from them.
+        # Factors folded into the weights have already divided the keys, and must divide the centre as well.
         in_weights = layer.factor if layer.placement == "weights" else torch.ones_like(layer.factor)
         center = None if layer.center is None else layer.center / in_weights
         seen = keys[layer.layer_idx]
@@ -182,5 +182,5 @@ def key_magnitudes(
 
 
 def _short(values: Tensor) -> list[list[float]]:
-    """With the digits that a picture shows."""
+    """Nested lists, rounded to the four digits that a picture needs."""
     return [[float(f"{value:.3e}") for value in row] for row in values.tolist()]

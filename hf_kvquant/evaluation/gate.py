@@ -1,10 +1,10 @@
-"""What a run of `eval perplexity` must pass before a number is written: the gate between modes, the counter, controls.
+"""Checks that `eval perplexity` must pass before it writes a number: the gate, a check of the counter, and controls.
 
-Three modes feed a text: one simulated forward, chunks through the cache, and token by token. They are the same
-function, and where they are not, one of them is wrong and no number of either means anything. A model that cannot be
-simulated has the latter two, which are compared where they are the same. The counter (`counter.py`) refuses numbers
-that never saw a code, and here it is held against what the op itself is seen to serve. Negative controls break the
-cache on purpose, to see that it shows.
+A text can be fed in three modes: in one simulated forward, in chunks through the cache, or token by token. All compute
+the same function; if two disagree, one is wrong, and no number of either can be trusted. The gate compares them. A
+model that cannot be simulated has only the last two modes. `counter.py` refuses results that did not read codes; here
+its counts are checked against the calls of the op itself. The controls break the cache on purpose and check that it
+shows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..generation import UNQUANTIZED
 from ..pairs import PairCounter
 from .windows import FIRST_CHUNK, WHERE
 
-GATE_TOKENS = 160  # of which the largest block of any preset is 128
+GATE_TOKENS = 160  # more than the largest block of any preset, 128 tokens
 # In float32, two modes may differ by this mean KL divergence, in nats a token, ...
 GATE_FLOAT32 = 1e-6
 # ... or by this share of their divergence from the unquantised cache. The reference model stays below 2e-8 nats under
@@ -37,9 +37,9 @@ GATE_SHARE = 1e-3
 # differ by a tenth, or by this many standard errors. Two would be too few: a run compares some twenty pairs.
 GATE_SHARE_OF_MEAN = 0.1
 GATE_ERRORS = 4.0
-# Tokens of the text on which counting is checked, and of a chunk of it: two of several queries and one of one.
+# Counting is checked on this many tokens, in chunks of this many: the first token, two chunks of four, and one of one.
 COUNTED_TOKENS, COUNTED_CHUNK = 10, 4
-# Agreement with the unquantised cache that permuted scales must not reach.
+# With permuted scales, agreement with the unquantised cache must stay below this.
 CONTROL_AGREEMENT = 0.5
 
 
@@ -94,7 +94,16 @@ def log_probs(
     chunks: Chunks,
     written: Written | None = None,
 ) -> Tensor:
-    """`[tokens, vocab_size]`: all log-probabilities of a text under one config; `None` is transformers' own cache."""
+    """Log-probabilities of a whole text under one config, `[tokens, vocab_size]`.
+
+    Args:
+        model: The model; left as it was.
+        ids: `[1, tokens]` int64.
+        name: Name of the config, for messages.
+        config: `None` is transformers' own, unquantised cache.
+        chunks: How the text is fed.
+        written: Keys and values to share with other runs of this text and config; `None` shares nothing.
+    """
     with route(model, simulate=chunks.simulate):
         stream = Stream(model, ids, config, chunks, name=name)
         if written is not None:
@@ -104,10 +113,10 @@ def log_probs(
 
 @torch.inference_mode()
 def check_counting(model: PreTrainedModel, ids: Tensor, configs: Mapping[str, KVQuantConfig]) -> None:
-    """That what caches count is what the op serves, on the first tokens of a text (`[1, tokens]`).
+    """Check, on the first tokens of a text (`[1, tokens]`), that caches count the pairs that the op serves.
 
     Raises:
-        Refused: It is not.
+        Refused: The counts differ.
     """
     for name, config in configs.items():
         with route(model, simulate=False), PairCounter() as seen:
@@ -122,7 +131,10 @@ def check_counting(model: PreTrainedModel, ids: Tensor, configs: Mapping[str, KV
 
 
 def gate_text(windows: Tensor, configs: Mapping[str, KVQuantConfig]) -> Tensor:
-    """What modes are compared on (`[1, tokens]`): the beginning of the first window, beyond what stays dense in it."""
+    """The text on which modes are compared, `[1, tokens]`: the start of the first window.
+
+    Long enough that `GATE_TOKENS` tokens remain besides those that a preset keeps dense.
+    """
     dense = max(config.sink_length + config.residual_length for config in configs.values())
     return windows[:1, : GATE_TOKENS + dense]
 
@@ -136,16 +148,30 @@ def check_modes(
     can_simulate: bool = True,
     say: Callable[[str], Any] = lambda name: None,
 ) -> dict[str, Any]:
-    """How far the modes are apart, per preset, on a text (`[1, tokens]`): in mean KL divergence from each other, or, in
-    16 bits, in that from the unquantised cache.
+    """Compare the modes on a text (`[1, tokens]`), for every preset.
 
-    Modes are compared where they are the same function: the simulation of chunks with chunks, that of single tokens
-    with decoding, and chunks with decoding unless they differ by definition: a block of tokens ends within a chunk, and
-    a window of the newest tokens with a chunk. Where nothing can be simulated, presets that know chunks are so not
-    compared at all, and their `between` is empty. `say` is told each preset before it is run.
+    The distance between two modes is their mean KL divergence; in 16 bits, the difference of their mean KL divergences
+    from the unquantised cache.
+
+    The simulation of chunks is compared with chunks, and the simulation of single tokens with decoding. Chunks are
+    compared with decoding only where both define the same function. They do not with `int4-channel` (a block of tokens
+    can fill within a chunk) or with `residual_length` (the dense tokens are counted from the end of the chunk). If the
+    model cannot be simulated, nothing is compared for those presets, and their `between` is empty.
+
+    Args:
+        model: The model.
+        ids: `[1, tokens]` int64.
+        configs: By name.
+        chunk: Tokens of a chunk.
+        can_simulate: Whether the model can be simulated.
+        say: Called with the name of each preset before it runs.
+
+    Returns:
+        By preset: `kld`, the mean divergence of decoding from the unquantised cache; `between`, the distance of each
+        pair of modes; `bound`, the largest distance allowed. All in nats a token.
 
     Raises:
-        Refused: Two modes disagree, or pairs are counted that the op does not serve.
+        Refused: Two modes disagree, or a cache counts other pairs than the op serves.
     """
     check_counting(model, ids, configs)
     reference = log_probs(model, ids, "the unquantised cache", None, Chunks(FIRST_CHUNK, chunk))
@@ -172,7 +198,7 @@ def check_modes(
             error = max((float(each.double().std()) / len(each) ** 0.5 for each in apart), default=0.0)
             bound = max(GATE_FLOAT32, GATE_SHARE_OF_MEAN * distance, GATE_ERRORS * error)
             if name == UNQUANTIZED:
-                bound = math.inf  # it is nothing but rounding, which is what this row is there to show
+                bound = math.inf  # unquantised modes differ by rounding alone; this row shows by how much
         found[name] = {"kld": distance, "between": means, "bound": bound}
         for what, each in means.items():
             if not each <= bound:
@@ -184,10 +210,14 @@ def check_modes(
 
 
 def run_controls(model: PreTrainedModel, ids: Tensor, configs: Mapping[str, KVQuantConfig]) -> dict[str, Any]:
-    """Negative controls on a text (`[1, tokens]`): what is exact must score so, and what is broken must fail.
+    """Run the controls on a text (`[1, tokens]`): an exact cache must score as exact, a broken one must score badly.
+
+    Returns:
+        `none`: the divergence of the preset `none`, in nats a token. `permuted_scales`: per other preset, the agreement
+        with the unquantised cache when tokens have the scales of other tokens.
 
     Raises:
-        Refused: A control does not come out as it must.
+        Refused: A control fails.
     """
     chunks = Chunks(FIRST_CHUNK, 32)
     reference = log_probs(model, ids, "the unquantised cache", None, chunks)
@@ -200,7 +230,7 @@ def run_controls(model: PreTrainedModel, ids: Tensor, configs: Mapping[str, KVQu
     for name, config in configs.items():
         if name == UNQUANTIZED:
             continue
-        # Tokens that stay dense have no scales, and would hide what is wrong with those of others.
+        # Tokens that stay dense have no scales to permute: they would hide the damage.
         broken = permuted(model, ids, name, dataclasses.replace(config, sink_length=0, residual_length=0))
         agreement = mean((broken.argmax(-1) == reference.argmax(-1))[FIRST_CHUNK:])
         found["permuted_scales"][name] = agreement
@@ -215,9 +245,9 @@ def run_controls(model: PreTrainedModel, ids: Tensor, configs: Mapping[str, KVQu
 
 @torch.inference_mode()
 def permuted(model: PreTrainedModel, ids: Tensor, name: str, config: KVQuantConfig) -> Tensor:
-    """`[tokens, vocab_size]`: log-probabilities where tokens have the scales and zeros of other tokens.
+    """Log-probabilities with scales and zeros moved to other tokens, `[tokens, vocab_size]`.
 
-    Where a channel has a scale for a block of tokens, it gets that of another channel.
+    Where a channel has one scale for a block of tokens, scales move to other channels.
     """
     with route(model, simulate=False):
         stream = Stream(model, ids, config, Chunks(FIRST_CHUNK, 1), name=name)
@@ -234,5 +264,5 @@ def permuted(model: PreTrainedModel, ids: Tensor, name: str, config: KVQuantConf
 
 
 def mean(values: Tensor) -> float:
-    """In float64."""
+    """The mean, summed in float64."""
     return float(values.double().mean())

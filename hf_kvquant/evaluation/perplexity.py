@@ -1,9 +1,8 @@
 """`hf-kvquant eval perplexity`: perplexity and divergence from the unquantised cache on a text, presets side by side.
 
-`windows.py` cuts a text into windows, each of which starts with an empty cache whose first token is exact,
-`fidelity.py` compares one window, `gate.py` has what a run must pass before a number is written. Here is decided what
-is run in which order; what is kept of a window, and added up over them, is in `perplexity_results.py`. Results are kept
-per mode and window, so that an interrupted run loses no more than one.
+This file decides what runs in which order. `windows.py` cuts the text into windows, each of which starts with an empty
+cache and an exact first token; `fidelity.py` compares one window; `gate.py` checks the run before a number is written;
+`perplexity_results.py` aggregates. Results are saved per mode and window, so an interrupted run loses at most one.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ def add_parser(commands: Any) -> None:
         "perplexity",
         help="perplexity and divergence on a text",
         description="Perplexity, KL divergence and next-token agreement of presets on a text, against the unquantised "
-        "cache in the same run. Before anything is measured, the modes must agree; every number must have come from "
-        "codes, by count.",
+        "cache in the same run. The run fails if the modes of feeding a text disagree, or if a number was not computed "
+        "from codes.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     windows.add_source(parser)
@@ -62,49 +61,45 @@ def add_parser(commands: Any) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All options but the model and what it is measured on."""
+    """Add all options except the model and the text."""
     windows.add_options(parser)
     add_presets(parser, PRESETS, f"; '{UNQUANTIZED}' is always there")
     parser.add_argument(
         "--mode",
         choices=(*MODES, "all"),
         default="chunked",
-        help="simulated: one forward does what chunks would; chunked: through the cache; decode: token by token; all: "
-        "those that the model serves (default: chunked)",
+        help="how the text is fed. simulated: one forward that computes what chunks would; chunked: chunks through the "
+        "cache; decode: token by token; all: every mode that the model supports (default: chunked)",
     )
     parser.add_argument("--chunk", type=int, default=32, metavar="N", help="tokens of a chunk (default: 32)")
     preparation.add_options(parser)
     parser.add_argument(
-        "--controls", action="store_true", help="check that what is exact scores so, and what is broken fails"
+        "--controls", action="store_true", help="also check that an exact cache scores as exact and a broken one fails"
     )
     parser.add_argument(
         "--details",
         action="store_true",
-        help="also with one layer quantised at a time, and look at the keys channel by channel",
+        help="also quantise one layer at a time, and measure the keys channel by channel",
     )
     add_placement(parser)
-    parser.add_argument("--output", metavar="FILE", help="results as JSON; a second run goes on where one stopped")
+    parser.add_argument("--output", metavar="FILE", help="write results as JSON; run again to resume")
 
 
 def run(args: argparse.Namespace) -> None:
-    """`hf-kvquant eval perplexity`.
-
-    Raises:
-        As for `measure`.
-    """
+    """Run `hf-kvquant eval perplexity`. Raises what `measure` raises."""
     show(Console(highlight=False), measure(args).to_dict())
 
 
 def measure(args: argparse.Namespace) -> RunRecord:
-    """Fill a record with what the arguments ask for.
+    """Measure what the arguments ask for.
 
     Returns:
         The record. Its part `summary` has aggregates per mode and preset.
 
     Raises:
-        Interrupted: The text says what was kept.
-        Refused: The run has failed its own checks.
-        UsageError: An argument has no meaning, does not fit the model or the text, or not into memory.
+        Interrupted: Ctrl-C; the message says what was kept.
+        Refused: The run failed one of its own checks.
+        UsageError: An argument is invalid, does not fit the model or the text, or needs too much memory.
     """
     started = time.monotonic()
     configs = preparation.compared_configs(args, WHERE)
@@ -149,7 +144,7 @@ def measure(args: argparse.Namespace) -> RunRecord:
             on_chunk=tell,
         )
         for index, results in zip(indices, compared, strict=True):
-            # Of a window that overlaps the one before, what is new.
+            # A window that overlaps the previous one scores only its new tokens.
             newest = None if begins[index] == 0 else stride
             window_of = {name: of_window(name, each, newest) for name, each in results.items()}
             record.put(f"{mode} {begins[index]}", window_of)
@@ -166,7 +161,7 @@ def measure(args: argparse.Namespace) -> RunRecord:
 
         return check_modes(model, gated, configs, args.chunk, can_simulate=can_simulate, say=say)
 
-    # What is done, in words, and what does it.
+    # Each step: what the progress line says, and the function that does it.
     steps: list[tuple[str, Callable[[], None]]] = [("the check of modes", functools.partial(put, "gate", gate))]
     if args.controls:
         controls = functools.partial(run_controls, model, gated, configs)
@@ -199,7 +194,7 @@ def measure(args: argparse.Namespace) -> RunRecord:
                         record, model, tokenizer, text, first, configs, args.chunk, tell, simulate=can_simulate
                     )
                     for number, what in enumerate(of_details):
-                        begin(what, done=int(number > 0))  # the one before
+                        begin(what, done=int(number > 0))  # the previous step is done
             ongoing.part = "the summary"
             summary = {mode: summarize(record, mode, sizes, settings) for mode in modes}
             seconds = round(time.monotonic() - started, 1)
@@ -209,14 +204,14 @@ def measure(args: argparse.Namespace) -> RunRecord:
     return record
 
 
-# Keys and values that windows may hold together, in all their caches: little beside what a GPU has.
+# Bytes that the caches of all windows in one forward may take together: a small part of a GPU's memory.
 CACHE_BYTES = 2**30
 
 
 def windows_at_once(model: PreTrainedModel, window: int, sizes: Mapping[str, Mapping[str, Any]]) -> int:
-    """How many windows, of `window` tokens, come in one forward.
+    """How many windows of `window` tokens go through one forward.
 
-    A GPU hardly notices a chunk of one window, and waits for the host. A CPU is busy with it.
+    One, on a CPU. On a GPU, a chunk of one window takes less time than the host needs to launch it.
     """
     if model.device.type == "cpu":
         return 1
@@ -226,14 +221,14 @@ def windows_at_once(model: PreTrainedModel, window: int, sizes: Mapping[str, Map
 
 
 def modes_of(args: argparse.Namespace, unsimulated: str | None) -> tuple[str, ...]:
-    """The modes to run. Where the model cannot be simulated, a line on stderr says so.
+    """The modes to run. If the model cannot be simulated, a line on stderr says why.
 
     Args:
-        args: Of the command.
-        unsimulated: Why it cannot; `None` where it can.
+        args: The command's arguments.
+        unsimulated: Why the model cannot be simulated; `None` if it can.
 
     Raises:
-        UsageError: That very mode was asked for.
+        UsageError: `--mode simulated` for such a model.
     """
     if unsimulated is None:
         return MODES if args.mode == "all" else (args.mode,)
@@ -249,7 +244,7 @@ def modes_of(args: argparse.Namespace, unsimulated: str | None) -> tuple[str, ..
 
 
 def stored_dtype(model: PreTrainedModel, name: str) -> torch.dtype:
-    """In which an unquantised cache keeps its values where the model is used, whatever it is measured in."""
+    """The dtype of an unquantised cache in normal use: that of the checkpoint, whatever `--dtype` measures in."""
     spelled = AutoConfig.from_pretrained(source_of(name)).dtype
     found = getattr(torch, spelled) if isinstance(spelled, str) else spelled
     return found if isinstance(found, torch.dtype) else model.dtype
@@ -259,12 +254,12 @@ def stored_dtype(model: PreTrainedModel, name: str) -> torch.dtype:
 def sizes_of(
     model: PreTrainedModel, configs: Mapping[str, KVQuantConfig], dtype: torch.dtype
 ) -> dict[str, dict[str, Any]]:
-    """Per config, the bits of a value and the bytes of a token, in the layers whose cache can be quantised.
+    """Bits per cached value and bytes per token under each config, over the layers whose cache can be quantised.
 
     Args:
-        model: Runs on one token, for the shapes of its keys and values.
-        configs: By name, the same for all layers.
-        dtype: Of what is not quantised.
+        model: Run on one token, to learn the shapes of its keys and values.
+        configs: By name; each the same for all layers.
+        dtype: Dtype of what is not quantised.
     """
     cache = KVQuantCache(model.config, UNQUANTIZED)
     with patched(model, UNQUANTIZED):

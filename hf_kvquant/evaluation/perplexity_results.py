@@ -1,7 +1,7 @@
-"""What is kept of a window of `eval perplexity`, what is added up over all of them, and what is said about it.
+"""The results of `eval perplexity`: what is kept of each window, the aggregates over all windows, and the tables.
 
-`perplexity.py` fills a record with these parts and prints what is said here; `page.py`, `pictures.py` and
-`evals/fidelity.py` read what is in a finished one.
+`perplexity.py` fills a record with these parts and prints the tables; `page.py`, `pictures.py` and `evals/fidelity.py`
+read finished records.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from .details import by_position
 from .records import RunRecord
 from .windows import WHERE
 
-# How they are shown; what is too large for a float is unknown.
+# Columns of the second table and their formats. A value too large for a float is unknown, shown as a dash.
 LIKELIHOODS = {"perplexity": ".3f", "perplexity_change": "+.2%", "perplexity_per_word": ".1f", "rms_delta_p": ".2%"}
 
-# What the file of a run holds.
+# The content of a run's file.
 Record = Mapping[str, Any]
 
 
 def of_window(name: str, result: Fidelity, newest: int | None) -> dict[str, Any]:
-    """What a window says about a preset.
+    """The part of a record for one window under one preset.
 
     Args:
         name: The preset.
-        result: Of the comparison.
-        newest: How many tokens at the end count; `None` for all.
+        result: The comparison.
+        newest: How many tokens at the end are scored; `None` for all.
 
     Raises:
-        NothingRead: The counter differs from its closed form.
+        NothingRead: The pairs read differ from those expected.
     """
     check_pairs(f"{WHERE}: preset {name}", result)
     last = slice(None) if newest is None else slice(-newest, None)
@@ -52,7 +52,7 @@ def of_window(name: str, result: Fidelity, newest: int | None) -> dict[str, Any]
         "reference_nll": float(reference_nll.sum()),
         "squared_delta_p": float((torch.exp(-nll) - torch.exp(-reference_nll)).square().sum()),
         "agreeing": int(result.agrees[last].sum()),
-        # As many digits as tell float32 apart. Rounding makes some of what is nothing negative.
+        # Nine digits tell any two float32 numbers apart. Rounding makes some divergences of zero slightly negative.
         "kld": [float(f"{value:.9g}") for value in result.kld[last].tolist()],
     }
 
@@ -60,7 +60,7 @@ def of_window(name: str, result: Fidelity, newest: int | None) -> dict[str, Any]
 def summarize(
     record: RunRecord, mode: str, sizes: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """One mode's aggregates over all windows, per preset, behind its sizes."""
+    """Aggregates of one mode over all windows: per preset, its sizes, then its scores."""
     parts = [record.get(f"{mode} {begin}") or {} for begin in settings["begins"]]
     rows = {}
     for name, size in sizes.items():
@@ -92,17 +92,17 @@ def summarize(
 
 
 def kld_of(part: Mapping[str, Any]) -> Tensor:
-    """Divergences of a window's tokens, `[scored]` float64, to the bit what was measured in float32."""
+    """Divergences of a window's tokens, `[scored]` float64: exactly the float32 numbers that were measured."""
     return torch.tensor(part["kld"], dtype=torch.float32).double()
 
 
 def _exp(value: float) -> float:
-    """What is too large for a float is infinite, and so unknown in a record."""
+    """exp; infinity where the result is too large for a float, which a record keeps as unknown."""
     return math.exp(value) if value < 700 else math.inf
 
 
 def show(console: Console, record: Record) -> None:
-    """Print a table per mode of a finished record, and below it what its columns mean."""
+    """Print two tables per mode of a finished record, then what their columns mean."""
     settings, summary = record["settings"], record["parts"]["summary"]["modes"]
     for mode, rows in summary.items():
         how = f", chunks of {settings['chunk']}" if mode != "decode" else ""
@@ -128,10 +128,10 @@ def show(console: Console, record: Record) -> None:
         console.print(likelihoods)
     first = next(iter(summary.values()))[UNQUANTIZED]
     console.print(
-        f"{first['scored_tokens']:,} tokens in windows of {settings['window']}, each from an empty cache whose first "
-        "token is exact. Bits: of a cached value, with scales and zeros. KL, agreement of the most likely next token "
-        "and RMS change of the true token's probability: against the unquantised cache in the same run. Per word: of "
-        f"white space, by its tokens per word. {passed(record)}",
+        f"{first['scored_tokens']:,} tokens in windows of {settings['window']}. Each window starts with an empty cache "
+        "and an exact first token. Bits: per cached value, scales and zeros included. KL, agreement of the most likely "
+        "next token and RMS change of the true token's probability: against the unquantised cache in the same run. Per "
+        f"word: perplexity per white-space word. {passed(record)}",
         style="dim",
     )
 
@@ -145,7 +145,7 @@ def is_finished(record: Record) -> bool:
 
 
 def passed(record: Record) -> str:
-    """What a finished record of `eval perplexity` has passed, in a sentence."""
+    """The checks that a finished record of `eval perplexity` passed, in a sentence."""
     summary = record["parts"]["summary"]
     text = "Every (query, token) pair that had to be read from codes was"
     if any(row.get("pairs_dequantized") for rows in summary["modes"].values() for row in rows.values()):
@@ -156,6 +156,6 @@ def passed(record: Record) -> str:
 
 
 def rows_of(record: Record) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The mode of a finished record of `eval perplexity`, the first where there are several, and its row per preset."""
+    """The mode of a finished record of `eval perplexity` (the first of several), and its row per preset."""
     modes: dict[str, dict[str, dict[str, Any]]] = record["parts"]["summary"]["modes"]
     return next(iter(modes.items()))

@@ -1,8 +1,8 @@
 """The text that `eval perplexity` measures, and the windows that it is cut into.
 
-Two conventions. A text as it is, which every file has; and rows of a data set joined by two newlines, as papers take
-WikiText (`--rows`, `--dataset`). The text is tokenised once; windows are spread over all of it, which may be a sequence
-of articles, and each starts with an empty cache.
+A text can be read in two ways: as it is, or as rows joined by two newlines, as papers read WikiText (`--rows`,
+`--dataset`). It is tokenised once. The windows are spread over the whole text, which may be a sequence of articles, and
+each starts with an empty cache.
 """
 
 from __future__ import annotations
@@ -24,38 +24,46 @@ WINDOW = 2048
 TOKENS = 16384
 SPLIT, FIELD = "test", "text"
 ROWS = "rows joined by two newlines"
-FIRST_CHUNK = 1  # tokens of each window that fill the cache, and are exact
+FIRST_CHUNK = 1  # tokens of each window that fill the cache before a code is read, and so are exact
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """What is measured."""
-    parser.add_argument("--text", metavar="FILE", help="the text to measure, as it is; it or --dataset must be given")
+    """Add the options that name the text."""
+    parser.add_argument("--text", metavar="FILE", help="the text to measure, as it is; either this or --dataset")
     parser.add_argument(
         "--rows", action="store_true", help="join the lines of --text by two newlines, as papers do with WikiText"
     )
     parser.add_argument("--dataset", metavar="NAME[:CONFIG]", help="rows of a data set instead, joined by two newlines")
     parser.add_argument("--split", metavar="NAME", help=f"with --dataset (default: {SPLIT})")
-    parser.add_argument("--field", metavar="NAME", help=f"of a row, with --dataset (default: {FIELD})")
+    parser.add_argument(
+        "--field", metavar="NAME", help=f"field with the text of a row, with --dataset (default: {FIELD})"
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """How much of it."""
-    parser.add_argument("--window", type=int, metavar="N", help=f"tokens (default: {WINDOW}, or the model's context)")
+    """Add the options that say how much of the text is measured."""
+    parser.add_argument(
+        "--window", type=int, metavar="N", help=f"tokens of a window (default: {WINDOW}, or the model's context)"
+    )
     parser.add_argument(
         "--stride", type=int, metavar="N", help="tokens from one window to the next (default: the window)"
     )
-    parser.add_argument("--tokens", type=int, metavar="N", help=f"to score, at least (default: {TOKENS} or all)")
+    parser.add_argument("--tokens", type=int, metavar="N", help=f"score at least N tokens (default: {TOKENS} or all)")
 
 
 def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """What is measured, and where it is from."""
+    """Where the text comes from, for the record, and the text.
+
+    Raises:
+        UsageError: Options contradict each other, the text cannot be read, or it is empty.
+    """
     if (args.text is None) == (args.dataset is None):
         got = "neither" if args.text is None else "both"
         raise UsageError(f"{WHERE}: `--text` or `--dataset` must be given, got {got}. Add --text FILE.")
     for option, wanted, remedy in (
         ("split", "dataset", "Leave it out."),
         ("field", "dataset", "Leave it out."),
-        ("rows", "text", "Rows of a data set are joined so anyway: leave it out."),
+        ("rows", "text", "Rows of a data set are joined without it: leave it out."),
     ):
         if getattr(args, option) and getattr(args, wanted) is None:
             raise UsageError(f"{WHERE}: `--{option}` must come with --{wanted}, got it without. {remedy}")
@@ -64,7 +72,7 @@ def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         convention = ROWS if args.rows else "the text as it is"
         source = {"text": Path(name).name, "sha256": sha256(Path(name)), "convention": convention}
         if args.rows:
-            # As a data set gives them: the line with its newline, blank lines as empty strings.
+            # Like the rows of the data set: each line with its newline, blank lines as empty strings.
             text = "\n\n".join(line if line.strip() else "" for line in text.splitlines(keepends=True))
     else:
         name = args.dataset
@@ -79,7 +87,11 @@ def read_source(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def read_rows(args: argparse.Namespace) -> list[str]:
-    """The rows of a data set."""
+    """The rows of a data set.
+
+    Raises:
+        UsageError: The package `datasets` is not installed, or the data set cannot be loaded.
+    """
     try:
         import datasets  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError as error:
@@ -101,11 +113,18 @@ def read_rows(args: argparse.Namespace) -> list[str]:
 
 
 def cut(ids: Tensor, args: argparse.Namespace, model: PreTrainedModel) -> tuple[Tensor, list[int]]:
-    """The windows to measure (`[windows, window]` int64), spread over the text, and where each begins."""
+    """Cut a tokenised text (`[tokens]` int64) into windows.
+
+    Returns:
+        The windows to measure (`[windows, window]` int64), spread over the text, and the token where each begins.
+
+    Raises:
+        UsageError: `--window`, `--stride` or `--tokens` does not fit the text or the model.
+    """
     context = context_of(model)
     window = args.window or positions_of(model, WINDOW)
     stride = args.stride or window
-    least = FIRST_CHUNK + 2  # of which one is exact, one is scored, and one is only predicted
+    least = FIRST_CHUNK + 2  # one token is exact, one is scored, and one is only predicted
     if window < least or (context is not None and window > context):
         most = "" if context is None else f" and at most the model's {context} positions"
         raise UsageError(f"{WHERE}: `--window` must be at least {least}{most}, got {window}.")
@@ -126,7 +145,7 @@ def cut(ids: Tensor, args: argparse.Namespace, model: PreTrainedModel) -> tuple[
             f"{WHERE}: `--tokens` must be at most {len(begins) * scored} for this text, got {args.tokens}. Use fewer, "
             "or a longer text."
         )
-    # Spread over the text, which may be a sequence of articles, rather than its first few.
+    # Spread over the text, not only its first articles.
     wanted = min(wanted, len(begins))
     chosen = [begins[index * len(begins) // wanted] for index in range(wanted)]
     return torch.stack([ids[begin : begin + window] for begin in chosen]), chosen
