@@ -1,7 +1,7 @@
-"""Which rows of a task are fed together: as many as a batch may hold, wherever padding changes no score.
+"""Groups the rows of a task into batches, as large as allowed, without padding that would change a score.
 
-Shorter contexts get padding in front of them and shorter continuations behind them. What that does to a score depends
-on the formats of the cache, and is decided here; what becomes of a batch, in `lm_eval_model.py`.
+Shorter contexts are padded on the left, shorter continuations on the right. Whether that changes a score depends on the
+formats of the cache, which is decided here. `lm_eval_model.py` runs the batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..config import LayerFormats
 
 
 class Row(NamedTuple):
-    """What one row of a batch is fed: the context, and the continuation but for its last token."""
+    """The tokens that one row of a batch is fed: the context, and the continuation without its last token."""
 
     context: tuple[int, ...]
     fed: tuple[int, ...]
@@ -26,20 +26,21 @@ class Row(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Tokens of both parts: rows in which these are equal need no padding."""
+        """Tokens of both parts. Rows of equal lengths need no padding."""
         return len(self.context), len(self.fed)
 
 
 def max_padded_length(formats: Sequence[LayerFormats]) -> float:
-    """Tokens per row, padding included, that a batch with padding may hold: more, and padding has a part in scores.
+    """The most tokens per row, padding included, that a padded batch may hold before padding changes scores.
 
     Args:
-        formats: Of all layers.
+        formats: Formats of all layers.
 
     Returns:
-        0 where padding always has: it would share the one scale of a sequence (granularity `tensor`), or stand for the
-        newest tokens of a shorter row (`residual_length`). Keys that share a scale over a block (granularity `channel`)
-        stay as they came until the block is full: one token less than a block. Otherwise infinity.
+        - 0 if any padding changes scores. With granularity `tensor`, padding shares the scale of the whole sequence;
+          with `residual_length`, it takes the place of the newest tokens of a shorter row.
+        - One token less than a block for keys of granularity `channel`, which stay dense until the block is full.
+        - Otherwise infinity.
     """
     sides = [side for layer in formats for side in (layer.key, layer.value)]
     if any(layer.residual_length > 0 for layer in formats) or any(side.granularity == "tensor" for side in sides):
@@ -48,17 +49,17 @@ def max_padded_length(formats: Sequence[LayerFormats]) -> float:
 
 
 def batches(rows: Iterable[Row], batch_size: int, max_padded: float) -> Iterator[list[Row]]:
-    """Rows to feed together: longest contexts first, so that memory runs out early, and equal ones side by side.
+    """Yield the rows of each batch: longest contexts first, so that memory runs out early if it does at all.
 
-    Those that are too long for padding come before all others, and are fed with their equals in length alone.
+    Rows that are too long for padding come before all others, in batches of rows of the same lengths.
 
     Args:
-        rows: In any order, which makes no difference.
-        batch_size: Rows of a batch, at most.
+        rows: In any order; the batches do not depend on it.
+        batch_size: The most rows of a batch.
         max_padded: See `max_padded_length`.
     """
     ordered = sorted(rows, key=lambda row: (-len(row.context), row.context, -len(row.fed), row.fed))
-    by_lengths = sorted(ordered, key=lambda row: row.lengths, reverse=True)  # ... and as above where these are equal
+    by_lengths = sorted(ordered, key=lambda row: row.lengths, reverse=True)  # stable: ties keep the order above
     too_long = [row for row in by_lengths if sum(row.lengths) > max_padded]
     others = [row for row in ordered if sum(row.lengths) <= max_padded]
     batch: list[Row] = []
@@ -72,6 +73,6 @@ def batches(rows: Iterable[Row], batch_size: int, max_padded: float) -> Iterator
 
 
 def _fit(rows: Sequence[Row], max_padded: float) -> bool:
-    """Whether rows can be fed together. The cache then holds the longest context, and behind it the longest rest."""
+    """Whether rows can share a batch. Its cache holds as many tokens as the longest context and the longest rest."""
     contexts, fed = zip(*(row.lengths for row in rows), strict=True)
     return len({row.lengths for row in rows}) == 1 or max(contexts) + max(fed) <= max_padded

@@ -1,11 +1,11 @@
-"""The lm-eval model class `hf_kvquant`: log-likelihoods that read the quantised cache, and generation that does.
+"""The lm-eval model class `hf_kvquant`: log-likelihoods and generation that read the quantised cache.
 
-lm-eval's own class scores a text in one forward without a cache, so under it every preset looks lossless. Here a text
-is scored in one of two modes. *decode*: the context without its last token fills the cache, then that token and the
-continuation come as later chunks, through append and the decode kernel, as in a chat. *simulated*: one forward does
-what these chunks would, without cache and kernels (`simulation.py`): the same function. What was read as codes is
-counted and compared with its closed form, batch by batch; so is, apart, what no kernel serves and was read dequantised.
-Which texts come together is decided in `batches.py`; which tasks run, and what becomes of the scores, in `tasks.py`.
+lm-eval's own class scores a text in one forward without a cache, so every preset looks lossless. Here a text is scored
+in one of two modes. *decode*: the context without its last token fills the cache; that token and the continuation then
+come in later chunks, through append and the decode kernel, as in a chat. *simulated*: one forward computes the same
+function without cache and kernels (`simulation.py`). For every batch, the (query, token) pairs read from codes are
+counted and compared with the expected number; pairs read dequantised, for lack of a kernel, are counted separately.
+`batches.py` decides which texts share a batch; `tasks.py` decides which tasks run and what happens to the scores.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from .batches import Row, batches, max_padded_length
 from .counter import NothingRead, check_pairs
 
 MODES = ("decode", "simulated")
-# Tokens of a chunk behind the first, so that the logits of a long text (lm-eval's wikitext) are never held together.
+# Tokens of each chunk after the first, so that the logits of a long text (lm-eval's wikitext) are never held at once.
 CHUNK_SIZE = 128
 
 
 class CannotScore(ValueError):
-    """An item that a model has no place for."""
+    """An item does not fit into the model's context."""
 
 
 @contextlib.contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Keep PyTorch's attention from cuDNN, and what else may serve it as it is.
+    """Keep PyTorch's attention from using cuDNN; other backends stay as they are.
 
-    On Hopper PyTorch asks cuDNN first (2.11 and later, whose cuDNN is new enough), and that builds a plan for every
-    batch size and number of tokens before it computes. Generation comes back to some, scoring mostly has new ones.
+    On Hopper, PyTorch 2.11 and later tries cuDNN first, which builds a plan for every new batch size and number of
+    tokens. Generation reuses plans; scoring mostly meets new shapes.
     """
     was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -60,28 +60,28 @@ def without_cudnn_attention() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
-# lm-eval is typed in part only.
+# lm-eval is only partly typed.
 @register_model("hf_kvquant")
 class KVQuantLM(HFLM):  # type: ignore[misc]
     """A causal language model with a quantised cache, for lm-eval.
 
-    Scores do not depend on the batch, but for the order of sums: where padding would share a scale with tokens, or pass
-    for the newest ones, which stay dense, only rows of equal lengths are batched, which have none. Sums in another
-    order do flip codes now and then (reference model, float32, PIQA: int8 moves scores by 0.088 nats, batches of 8
-    instead of 1 by 0.005, embeddings that differ in the last bit or two by 0.017; root mean squares).
+    Scores do not depend on the batch, except through the order of sums: where padding would share a scale with tokens,
+    or count among the newest tokens that stay dense, only rows of equal lengths are batched. A different order of sums
+    can flip a code. On the reference model (float32, PIQA, root mean squares), `int8` moves scores by 0.088 nats,
+    batches of 8 instead of 1 by 0.005, and embeddings changed in their last bit or two by 0.017.
+
+    lm-eval 0.4.13 knows the name once this module is imported; later versions find it by the entry point.
 
     Args:
         pretrained: A folder, a hub id or a model; it stays patched.
         preset: A preset's name, or a config.
         mode: How log-likelihoods are computed, `"decode"` or `"simulated"`. Generation always decodes.
-        batch_size: Rows of a forward; a number.
-        **kwargs: As lm-eval's `HFLM` takes them.
+        batch_size: Rows per forward; a number.
+        **kwargs: Passed to lm-eval's `HFLM`.
 
     Raises:
         NotImplementedError: The model's cache cannot be quantised.
-        TypeError, ValueError: An argument has no meaning.
-
-    lm-eval 0.4.13 knows the name once this module is imported; later versions find it by the entry point.
+        TypeError, ValueError: An argument is invalid.
 
     Example:
         >>> lm = KVQuantLM(model, "int4", tokenizer=tokenizer, batch_size=8)
@@ -105,10 +105,10 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         super().__init__(pretrained, backend="causal", batch_size=batch_size, **kwargs)
         self.mode = mode
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and self.world_size == 1 and kwargs.get("tp_plan") is None:
-            # HFLM spreads items over processes for models that it loads itself, to GPUs.
+            # HFLM spreads items over processes only for models that it loads itself, onto GPUs.
             self.accelerator = Accelerator(cpu=self.device.type == "cpu")
-            # Else gloo's threads may outlive their group as the interpreter ends, which aborts the process: some 1 in 8
-            # on a busy machine.
+            # Without this, gloo's threads can outlive their process group when the interpreter exits, which aborts the
+            # process: about 1 in 8 on a busy machine.
             atexit.register(self.accelerator.end_training)
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self._takes = frozenset(inspect.signature(type(self.model).forward).parameters)
@@ -131,7 +131,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
 
     @functools.cached_property
     def _unsimulated(self) -> str | None:
-        """Why the model cannot be simulated, asked once, whatever the preset."""
+        """Why the model cannot be simulated, whatever the preset; `None` if it can. Asked once."""
         return why_not_simulated(self.model)
 
     # --- log-likelihood -----------------------------------------------------------------------------------------------
@@ -146,14 +146,14 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
 
         Args:
             requests: Texts (`None` within a rolling one), context tokens, continuation tokens.
-            disable_tqdm: Whether to show no progress.
-            override_bs: Unused: rolling texts come in batches already.
+            disable_tqdm: Whether to hide progress.
+            override_bs: Unused: rolling texts already come in batches.
 
         Raises:
             NothingRead: Some layer did not attend to codes.
             CannotScore: A continuation is empty or longer than the model's context.
         """
-        # What differs in the last token only (yes and no, say) is fed once.
+        # Continuations that differ only in their last token (such as yes and no) are fed once.
         waiting: dict[Row, list[int]] = {}
         for index, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length or not context:
@@ -182,7 +182,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
     _is_rolling = False
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """As HFLM's, with one progress bar over texts instead of one for every batch of windows."""
+        """Like HFLM's, but without a progress bar for every batch of windows."""
         self._is_rolling = True
         try:
             results: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
@@ -191,16 +191,17 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         return results
 
     def _batches(self, rows: Iterable[Row]) -> Iterator[list[Row]]:
-        """Rows to feed together, with padding where it has no part in scores."""
+        """Batches of rows, padded only where padding does not change scores."""
         num_layers = int(text_config_of(self.model).num_hidden_layers)
         formats = [self.quant_config.formats(index) for index in range(num_layers)]
         return batches(rows, self.batch_size, max_padded_length(formats))
 
     @torch.inference_mode()
     def _decode(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:
-        """Score rows through the cache. See `_scores` for what comes back."""
+        """Score rows through the cache. Returns what `_scores` returns."""
         cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
-        # Rows of one context fill the cache once, where its layers can be told apart again.
+        # Rows with the same context fill the cache once, and each then gets a copy. Only our own layers without a state
+        # are copied like this.
         can_share = all(isinstance(layer, KVQuantLayer) and not layer.holds_state for layer in cache.layers)
         holders = list({row.context: row for row in rows}.values()) if can_share else rows
         firsts = [row.context[: row.first_chunk] for row in holders]
@@ -212,7 +213,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         pads = [width - len(first) for first in firsts]
         ids = self._table([(0,) * pad + first for pad, first in zip(pads, firsts, strict=True)])
         positions = torch.arange(width, device=self.device) - self._table([[pad] for pad in pads])  # [holders, width]
-        # What follows a short row is never seen by its own queries, and its logits are not looked at.
+        # Padding after a short row is never seen by its queries, and its logits are not used.
         later = self._table([(row.context + row.fed)[row.first_chunk :] for row in rows])
         longest = later.shape[1]
 
@@ -238,21 +239,21 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
 
     @torch.inference_mode()
     def _simulate(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:
-        """Score rows in one forward, in which every query sees what it would in `_decode`."""
+        """Score rows in one forward, in which every query sees what it would see in `_decode`."""
         first_chunks = [row.first_chunk for row in rows]
         cache = simulated_cache(self.model, self.quant_config, first_chunk=first_chunks, chunk_size=CHUNK_SIZE)
         ids = self._table([row.context + row.fed for row in rows])
         width = ids.shape[1]
-        # Padding on the right, which no query of a text sees.
+        # Padding is on the right, where no query of a text sees it.
         with simulated(self.model):
             logits = self._forward(cache, ids, None, torch.arange(width, device=self.device).unsqueeze(0))
         self._count(cache, sum(expected_pairs(self.model, cache, width, first) for first in first_chunks))
         return self._scores(iter([logits]), [len(row.context) - 1 for row in rows], rows)
 
     def _table(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Rows on the device, with zeros behind short ones: `[rows, longest]` int64.
+        """Rows on the device, short ones padded with zeros on the right: `[rows, longest]` int64.
 
-        Moving them waits for what the device is doing, and so comes before the forwards of a batch.
+        The copy waits for the device, so it is made before the forwards of a batch.
         """
         longest = max(map(len, rows))
         filled = [(*row, *(0,) * (longest - len(row))) for row in rows]
@@ -260,14 +261,14 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
 
     @without_cudnn_attention()
     def _forward(self, cache: Cache, ids: Tensor, mask: Tensor | None, positions: Tensor, **options: Any) -> Tensor:
-        """Logits of one chunk, `[batch, q_len, vocab_size]`, or of its last token where the model can leave others out.
+        """Logits of one chunk, `[batch, q_len, vocab_size]`; fewer columns if the model supports `logits_to_keep`.
 
         Args:
-            cache: Takes the chunk.
+            cache: The cache to which the chunk is written.
             ids: `[batch, q_len]` int64.
-            mask: `[batch, tokens held and new]` int64, 0 for left padding; `None` without padding.
+            mask: `[batch, old and new tokens]` int64, 0 for left padding; `None` without padding.
             positions: `[batch or 1, q_len]` int64.
-            **options: `logits_to_keep`.
+            **options: `logits_to_keep`, left out if the model does not take it.
         """
         options["position_ids"] = positions.expand(ids.shape[0], -1)
         with torch.autocast(
@@ -286,19 +287,19 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
     def _scores(
         self, pieces: Iterator[Tensor], begins: Sequence[int], rows: Sequence[Row]
     ) -> list[tuple[Tensor, bool, Tensor]]:
-        """What is needed of logits that come in pieces.
+        """Reduce logits that come in pieces to what scores need.
 
         Args:
-            pieces: `[rows, columns, vocab_size]` each, one after the other.
-            begins: Per row the column that predicts the first token of the continuation.
-            rows: What was fed.
+            pieces: `[rows, columns, vocab_size]` each, consecutive columns.
+            begins: Per row, the column that predicts the first token of the continuation.
+            rows: The rows that were fed.
 
         Returns:
-            Per row the log-probabilities of the continuation's tokens but the last, `[fed]`; whether all of these are
-            the most likely ones; and the log-probabilities that the last token may have, `[vocab_size]`. float32.
+            Per row, in float32: the log-probabilities of the continuation's tokens without the last, `[fed]`; whether
+            each of these tokens is the most likely one; and the log-probabilities for the last token, `[vocab_size]`.
         """
         ends = [begin + len(row.fed) for begin, row in zip(begins, rows, strict=True)]
-        # What a column predicts, where the row feeds it; elsewhere nobody looks.
+        # The token that each column predicts, where the row was fed that token. Other columns are not used.
         targets = self._table([(0,) * begin + row.fed + (0,) for begin, row in zip(begins, rows, strict=True)])
         lasts: dict[int, Tensor] = {}
         log_probs, hits = [], []
@@ -321,14 +322,14 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         ]
 
     def _count(self, cache: KVQuantCache, expected: int) -> None:
-        """Add what was read of a cache to the counters of this preset.
+        """Add the pairs read from a cache to the counters of this preset.
 
         Args:
-            cache: Of a batch.
-            expected: (Query, token) pairs that there were to read.
+            cache: The cache of a batch.
+            expected: (Query, token) pairs that should have been read.
 
         Raises:
-            NothingRead: It was something else.
+            NothingRead: Another number of pairs was read.
         """
         pairs = Pairs(pairs_read=pairs_of(cache), pairs_expected=expected, pairs_dequantized=cache.pairs_dequantized)
         check_pairs(f"loglikelihood: mode '{self.mode}'", pairs)
@@ -339,10 +340,10 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
     # --- generation ---------------------------------------------------------------------------------------------------
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        """Continue texts through the quantised cache, and check that it was.
+        """Generate through the quantised cache, and check that its codes were read.
 
         Raises:
-            NothingRead: It was not.
+            NothingRead: They were not.
         """
         cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
         count_pairs(cache)
@@ -352,8 +353,8 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         read, dequantized = pairs_of(cache), cache.pairs_dequantized
         new_tokens = generated.shape[1] - context.shape[1]
         is_quantized = any(storage.is_quantized for storage in cache.storages)
-        # The prompt's last logits are exact; every later token is one step of one query, at least over the prompt.
-        # Beams, and proposals that are checked together, read more: there is no closed form.
+        # The first new token comes from exact logits. Every later one is a step whose query reads at least the prompt.
+        # Beam search and assisted decoding read more, so this is only a lower bound.
         if is_quantized and read + dequantized < max(0, new_tokens - 1) * context.numel():
             raise NothingRead(
                 f"generate: {new_tokens} tokens must have been decoded from codes, got {read + dequantized} tokens "

@@ -1,7 +1,7 @@
-"""Statistics of the same items with and without quantisation. Pure functions of numbers; what an item is, others know.
+"""Statistics of two runs over the same items, with and without quantisation. Pure functions of numbers.
 
-Both runs answer the same items, so that what differs is far less than two independent samples would: only items whose
-answer changes count. `b` items go from right to wrong, `c` from wrong to right, `n` there are.
+Because both runs answer the same items, their difference varies far less than that of two independent samples: only
+items whose answer changes count.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 NUM_RESAMPLES = 10_000
-LEVEL = 0.95  # of intervals
+LEVEL = 0.95  # confidence of intervals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +22,10 @@ class PairedAccuracy:
 
     Attributes:
         difference: Accuracy minus that of the reference.
-        standard_error: Of the difference.
-        p_value: Of the exact McNemar test: how likely so uneven a change is where neither run is better.
+        standard_error: Standard error of the difference.
+        p_value: p-value of the exact McNemar test: how likely a change this uneven is if neither run is better.
         lost: Items that only the reference answers right.
-        won: Items that only this run does.
+        won: Items that only this run answers right.
     """
 
     difference: float
@@ -40,10 +40,10 @@ def paired_accuracy(correct: Sequence[float], reference: Sequence[float]) -> Pai
 
     Args:
         correct: 0 or 1 per item.
-        reference: The same of the other run.
+        reference: The same for the other run.
 
     Raises:
-        ValueError: There are no items, or not as many in both.
+        ValueError: There are no items, or the runs have different numbers of them.
     """
     num_items = len(reference)
     if num_items == 0 or len(correct) != num_items:
@@ -58,15 +58,15 @@ def paired_accuracy(correct: Sequence[float], reference: Sequence[float]) -> Pai
 
 
 def mcnemar(lost: int, won: int) -> float:
-    """Two-sided p-value of the exact McNemar test: `lost` of `lost + won` tosses of a fair coin, or a rarer result."""
+    """Two-sided p-value of the exact McNemar test: how likely `lost + won` tosses of a fair coin are this uneven."""
     changed = lost + won
-    # In integers, so that nothing underflows, however many items there are.
+    # In integers, so that nothing underflows for any number of items.
     tail = sum(math.comb(changed, count) for count in range(min(lost, won) + 1))
     return float(min(1.0, 2 * tail / 2**changed))
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and its standard error, `None` for a single value."""
+    """Mean and its standard error; the error is `None` for a single value."""
     array = np.asarray(values, dtype=np.float64)
     if len(array) < 2:
         return float(array.mean()), None
@@ -74,10 +74,10 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def ratio_and_error(values: Sequence[float], sizes: Sequence[float]) -> tuple[float, float | None]:
-    """Sum of values over sum of sizes, and its standard error to first order, `None` for a single value.
+    """Sum of values over sum of sizes, and its standard error to first order; the error is `None` for a single value.
 
-    Both are of items drawn together, so the ratio's error is that of the residuals `value - ratio * size` (Cochran,
-    Sampling Techniques, chapter 6).
+    Value and size belong to the same item, so the ratio's error is that of the residuals `value - ratio * size`
+    (Cochran, Sampling Techniques, chapter 6).
     """
     array, weights = np.asarray(values, dtype=np.float64), np.asarray(sizes, dtype=np.float64)
     count, ratio = len(array), float(array.sum() / weights.sum())
@@ -88,10 +88,10 @@ def ratio_and_error(values: Sequence[float], sizes: Sequence[float]) -> tuple[fl
 
 
 def bootstrap_average(tasks: Mapping[str, Sequence[float]]) -> tuple[float, float, float]:
-    """The mean over tasks of the mean over items, and its interval by resampling items within tasks.
+    """The mean over tasks of the mean over items, with an interval from resampling items within tasks.
 
     Args:
-        tasks: Per task one value per item, out of a few different ones: right or not, or a difference of these.
+        tasks: Per task, one value per item. Few distinct values are expected: 0 and 1, or differences of these.
 
     Returns:
         The average, the lower and the upper end of its percentile interval.
@@ -104,7 +104,7 @@ def bootstrap_average(tasks: Mapping[str, Sequence[float]]) -> tuple[float, floa
     generator = np.random.default_rng(0)
     average, resampled = 0.0, np.zeros(NUM_RESAMPLES)
     for values in tasks.values():
-        # Items of equal value are the same item to a mean, so only how often each value is drawn is drawn.
+        # A mean only depends on how often each value is drawn, so these counts are drawn instead of items.
         levels, counts = np.unique(np.asarray(values, dtype=np.float64), return_counts=True)
         drawn = generator.multinomial(len(values), counts / len(values), size=NUM_RESAMPLES)
         resampled += drawn @ levels / len(values)

@@ -1,9 +1,9 @@
-"""Which zero-shot tasks there are: lm-eval's own by name, or the same from JSON lines, for machines without a network.
+"""The zero-shot tasks: lm-eval's own by name, or some of them from JSON lines, for machines without a network.
 
-The offline tasks are the task files in `tasks_offline/`, package data in lm-eval's own form (`dataset_path: json`) but
-for the place of the data, which the user gives. Data are checked here, line by line, before a model is loaded: what the
-`datasets` library says of a bad line names neither the file nor the line. lm-eval is imported inside functions: it is
-an optional dependency, and a slow one.
+The offline tasks are the task files in `tasks_offline/`, package data in lm-eval's own format (`dataset_path: json`);
+the user gives the folder with their data. Data are checked here, line by line, before a model is loaded, because errors
+of the `datasets` library name neither the file nor the line. lm-eval is imported inside functions: it is optional and
+slow to import.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .._errors import did_you_mean
 from ..arguments import UsageError
 
 FOLDER = Path(__file__).parent / "tasks_offline"
-# What is averaged where all of them ran: QServe's choice (arXiv 2405.04532).
+# The tasks of the zero-shot average: QServe's choice (arXiv 2405.04532).
 AVERAGED = ("piqa", "arc_easy", "arc_challenge", "hellaswag", "winogrande")
 
 # Keys of a line and their types. `gold` is an index into the list.
@@ -37,23 +37,24 @@ def offline_names() -> list[str]:
 
 
 def described_fields() -> str:
-    """What a line of JSON has in it, task by task, in words."""
+    """The fields of a line of JSON for each task, in words."""
     others = (f"{', '.join(fields)} ({name})" for name, fields in _FIELDS.items())
     return f"{', '.join(_CHOICES)}, or {', or '.join(others)}"
 
 
 def checked_names(names: Sequence[str] | None, data: str | None) -> list[str]:
-    """The tasks to run, each once: words, or lists with commas.
+    """The tasks to run, each once.
 
     Args:
-        names: As typed; `None` takes all offline tasks that have a file, or without data those that are averaged.
-        data: The folder of `--data`, if there is one.
+        names: As typed: names, or several with commas between them. `None` takes all offline tasks that have a file;
+            without `data`, those of the average.
+        data: The folder of `--data`, if given.
 
     Raises:
-        UsageError: A name is not that of a task.
+        UsageError: There is no task of some name.
     """
     known = offline_names() if data is not None else lm_eval_names()
-    # Where there is no file at all, `check_data` says so.
+    # If there is no file at all, all names are kept, and `check_data` reports the missing files.
     default = AVERAGED if data is None else [name for name in known if data_file(name, data).exists()] or known
     wanted = [name for word in names or default for name in word.split(",") if name]
     for name in wanted:
@@ -72,11 +73,11 @@ def lm_eval_names() -> list[str]:
 
 
 def load_tasks(names: Sequence[str], data: str | None) -> dict[str, Any]:
-    """lm-eval's task objects by name, groups and tags resolved into their tasks.
+    """lm-eval's task objects by name. Groups and tags are resolved into their tasks.
 
     Args:
         names: From `checked_names`.
-        data: Where the JSON lines are; `None` lets lm-eval download its own data.
+        data: Folder of the JSON lines; `None` lets lm-eval download its own data.
 
     Raises:
         UsageError: Data cannot be read or downloaded.
@@ -87,7 +88,7 @@ def load_tasks(names: Sequence[str], data: str | None) -> dict[str, Any]:
     for name, spec in zip(names, specs, strict=True):
         try:
             tasks.update(manager.load([spec])["tasks"])
-        except (OSError, ValueError) as error:  # no network is a ConnectionError, no such data set another OSError
+        except (OSError, ValueError) as error:  # no network: ConnectionError; unknown data set: another OSError
             reason = " ".join(str(error).split())[:300]
             raise UsageError(
                 f"eval tasks: `--tasks` {name} must have its data on this machine or a network to get them from, got "
@@ -97,15 +98,15 @@ def load_tasks(names: Sequence[str], data: str | None) -> dict[str, Any]:
 
 
 def data_file(name: str, data: str) -> Path:
-    """Where the JSON lines of a task are."""
+    """The file with the JSON lines of a task."""
     return Path(data).expanduser().resolve() / f"{name}.jsonl"
 
 
 def check_data(names: Sequence[str], data: str) -> None:
-    """Look at every line of every file.
+    """Check every line of every file.
 
     Raises:
-        UsageError: A file is missing or empty, or a line does not have the task's form.
+        UsageError: A file is missing or empty, or a line does not have the fields of its task.
     """
     folder = Path(data).expanduser()
     if not folder.is_dir():
@@ -135,7 +136,7 @@ def check_data(names: Sequence[str], data: str) -> None:
 
 
 def _problem(line: str, fields: dict[str, type]) -> str | None:
-    """What is wrong with a line, in words."""
+    """What is wrong with a line, in words; `None` if nothing is."""
     try:
         item = json.loads(line)
     except ValueError as error:

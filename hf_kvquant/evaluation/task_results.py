@@ -1,7 +1,7 @@
-"""What is kept of lm-eval's results, one task under one preset at a time, and what is said about them.
+"""The results of lm-eval's tasks: what is kept of each task under each preset, the averages, and the tables.
 
-Values are kept per item, so that everything can be paired later. What a difference means is in `paired.py`; `tasks.py`
-prints what is said here, `page.py` and the README show it.
+Values are kept per item, so that presets can be compared item by item later. `paired.py` has the statistics of such
+comparisons. `tasks.py` prints the tables; `page.py` and `evals/render_readme.py` show some of the numbers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .counter import DEQUANTIZED
 from .paired import bootstrap_average, mean_and_error, paired_accuracy, ratio_and_error
 from .task_files import AVERAGED
 
-# Metrics of an item that is right or wrong, the first one being what is compared.
+# Metrics of items that are right or wrong. The first that a task has is the one that is compared.
 _ACCURACIES = ("acc", "exact_match", "acc_norm")
-# Metrics of texts that are scored whole, and what a text has more or less of, so that it counts more or less.
+# Metrics of texts that are scored whole, and the unit by which each text is weighted.
 _PER_UNIT = {"word_perplexity": "words", "byte_perplexity": "bytes", "bits_per_byte": "bytes"}
-# Of the columns of a table behind that of presets, and what they mean.
+# The columns of a table after the preset, and what they mean.
 HEADINGS = ("items", "acc, %", "norm, %", "change", "p", "same", "gold")
 LEGEND = (
-    "Acc: accuracy, or exact match, with its standard error; norm: with log-likelihoods per character. Change: of "
-    "accuracy from that of the unquantised cache on the same items, in points, with its standard error; p: of an exact "
-    "McNemar test. Same: items with the same answer. Gold: mean change of the log-likelihood of the right answer, or "
-    "of a whole text, in nats."
+    "Acc: accuracy or exact match, with its standard error; norm: accuracy by log-likelihood per character. Change: "
+    "accuracy minus that of the unquantised cache on the same items, in points, with its standard error; p: p-value of "
+    "an exact McNemar test. Same: items with the same answer. Gold: mean change of the log-likelihood of the right "
+    "answer, or of a whole text, in nats."
 )
 
 # One task under one preset, as `evaluate` returns it and a record keeps it.
@@ -39,12 +39,12 @@ Part = Mapping[str, Any]
 
 
 def part_name(task: str, preset: str) -> str:
-    """How a results file calls one task under one preset."""
+    """The name of one task under one preset in a results file."""
     return f"{task}/{preset}"
 
 
 def by_task_and_preset(parts: Mapping[str, Part]) -> dict[tuple[str, str], Part]:
-    """The parts of a results file."""
+    """The parts of a results file, by task and preset."""
     return {(task, preset): part for name, part in parts.items() for task, _, preset in [name.partition("/")]}
 
 
@@ -52,14 +52,14 @@ def evaluate(lm: Any, name: str, task: Any, limit: int | None) -> dict[str, Any]
     """Run one task.
 
     Args:
-        lm: The model, in the preset it is to be run with.
-        name: Of the task.
-        task: lm-eval's object.
-        limit: Items at most; `None` takes all.
+        lm: The model, under the preset to run.
+        name: Name of the task.
+        task: lm-eval's task object.
+        limit: The most items to run; `None` runs all.
 
     Returns:
-        What a results file says of it: aggregates, counters, and per item what pairs are made of. `None` where another
-        process has it.
+        The part of the results file: aggregates, counters, and values per item. `None` in a process of lm-eval that
+        does not collect the results.
     """
     import lm_eval
 
@@ -94,12 +94,13 @@ def evaluate(lm: Any, name: str, task: Any, limit: int | None) -> dict[str, Any]
 
 
 def item_values(task: Any, samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """What is kept per item, each a list over items, as far as the task has it.
+    """The values kept per item. Each is a list over items; a task has only some of them.
 
     Returns:
-        One list per accuracy, 0 or 1; `answer`: the choice taken, or whether the text is the greedy one, or what was
-        generated; `gold_log_likelihood`: nats, of the right choice or of the text; `words` and `bytes` of texts that
-        are scored whole.
+        - One list of 0 or 1 per accuracy metric.
+        - `answer`: the choice taken, whether the continuation is the greedy one (0 or 1), or the generated text.
+        - `gold_log_likelihood`: of the right choice or of the text, in nats.
+        - `words` and `bytes`: of texts that are scored whole.
     """
     items: dict[str, list[Any]] = {
         metric: [int(sample[metric]) for sample in samples] for metric in _ACCURACIES if metric in samples[0]["metrics"]
@@ -126,7 +127,7 @@ def item_values(task: Any, samples: Sequence[Mapping[str, Any]]) -> dict[str, li
 
 
 def gold_index(task: Any, sample: Mapping[str, Any]) -> int | None:
-    """The right choice of an item, `None` where there are several."""
+    """The index of an item's right choice; `None` if there is not exactly one."""
     doc = sample["doc"]
     gold = task.doc_to_text(doc) if task.multiple_input else sample["target"]
     if isinstance(gold, str):
@@ -136,7 +137,10 @@ def gold_index(task: Any, sample: Mapping[str, Any]) -> int | None:
 
 
 def standard_error(metric: str, value: float, items: Mapping[str, Sequence[Any]]) -> float | None:
-    """Of an aggregate over items; `None` where it is no mean, nor ratio of sums, nor a function of one."""
+    """The standard error of an aggregate over items.
+
+    `None` unless it is a mean, a ratio of sums, or a function of one.
+    """
     if metric in items:
         return mean_and_error(items[metric])[1]
     if metric == "perplexity" and "gold_log_likelihood" in items:
@@ -155,13 +159,13 @@ def standard_error(metric: str, value: float, items: Mapping[str, Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Average:
-    """The zero-shot average of a preset, with 95 % intervals by resampling items within tasks. All are shares.
+    """The zero-shot average of a preset, with 95 % intervals from resampling items within tasks. All between 0 and 1.
 
     Attributes:
-        value: Mean over tasks of the accuracy.
-        interval: Of it.
-        change: From that of the unquantised cache, on the same items; `None` for that one itself.
-        change_interval: Of the change.
+        value: Mean accuracy over tasks.
+        interval: Its interval.
+        change: `value` minus that of the unquantised cache on the same items; `None` for the unquantised cache.
+        change_interval: Interval of the change.
     """
 
     value: float
@@ -171,10 +175,10 @@ class Average:
 
 
 def averages(parts: Mapping[tuple[str, str], Part]) -> dict[str, Average]:
-    """Per preset that answered all tasks of QServe's average, as the unquantised cache did, its average.
+    """The average of each preset that ran all tasks of QServe's average. Empty if the unquantised cache did not.
 
     Args:
-        parts: By task and preset.
+        parts: Results by task and preset.
     """
     right = {
         preset: {task: parts[task, preset]["items"]["acc"] for task in AVERAGED}
@@ -198,10 +202,10 @@ def averages(parts: Mapping[tuple[str, str], Part]) -> dict[str, Average]:
 
 
 def average_lines(parts: Mapping[tuple[str, str], Part]) -> list[str]:
-    """The averages in words; where tasks of them did not run, which."""
+    """The averages in words; or, if some of their tasks did not run, a line that names those."""
     missing = [name for name in AVERAGED if name not in {task for task, _ in parts}]
     if missing:
-        return [f"No average: it is that of {', '.join(AVERAGED)}, and {', '.join(missing)} did not run."]
+        return [f"No average: it needs {', '.join(AVERAGED)}, and {', '.join(missing)} did not run."]
     lines = []
     for preset, average in averages(parts).items():
         low, high = average.interval
@@ -220,9 +224,9 @@ def show(console: Console, parts: Mapping[tuple[str, str], Part], *, title: str)
     """Print the table of tasks and presets, the averages, and what the columns mean.
 
     Args:
-        console: Where to.
+        console: Where to print.
         parts: Results by task and preset.
-        title: Of the table.
+        title: Title of the table.
     """
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, padding=0)
     table.add_column("preset", no_wrap=True)
@@ -249,7 +253,7 @@ def show(console: Console, parts: Mapping[tuple[str, str], Part], *, title: str)
 
 
 def cells(preset: str, part: Part, reference: Part | None) -> list[str]:
-    """A row of the table: the preset, then what `HEADINGS` say."""
+    """A row of the table: the preset, then one cell for each of `HEADINGS`."""
     items, metrics, errors = part["items"], part["metrics"], part["standard_errors"]
     metric = next((name for name in _ACCURACIES if name in items), None)
     row = [preset, str(part["num_items"])]

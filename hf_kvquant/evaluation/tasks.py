@@ -1,8 +1,8 @@
-"""`hf-kvquant eval tasks`: zero-shot accuracy through lm-eval, each preset paired with the unquantised cache.
+"""`hf-kvquant eval tasks`: zero-shot accuracy through lm-eval, each preset compared with the unquantised cache.
 
-Here is decided what is run in which order; how a log-likelihood is computed is in `lm_eval_model.py`, which tasks there
-are in `task_files.py`, what is kept and said of each in `task_results.py`. A part of the results file is one task under
-one preset, so that an interrupted run loses one part.
+This file decides what runs in which order. `lm_eval_model.py` computes log-likelihoods, `task_files.py` knows the
+tasks, and `task_results.py` keeps and prints results. A part of the results file is one task under one preset, so an
+interrupted run loses at most one part.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def add_parser(commands: Any) -> None:
         "tasks",
         help="zero-shot accuracy through lm-eval, with log-likelihoods that read the quantised cache",
         description="Zero-shot accuracy through lm-eval. Every preset answers the same items as the unquantised cache "
-        f"('{UNQUANTIZED}', always run), so that the difference has an error of its own. Without --data, lm-eval's own "
-        "tasks run by name, and download their data; with it, the task files of the package read JSON lines. Under "
-        "accelerate launch (on CPUs: torchrun), items are spread over processes.",
+        f"('{UNQUANTIZED}', always run), so the difference has its own error bar. Without --data, lm-eval's own tasks "
+        "run by name and download their data. With it, the package's own task files read JSON lines. Under accelerate "
+        "launch (on CPUs: torchrun), items are spread over processes.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     parser.add_argument(
-        "--tasks", nargs="+", metavar="NAME", help="with --data, any of its files by name (default: all that there are)"
+        "--tasks", nargs="+", metavar="NAME", help="tasks to run (default with --data: all that it has files for)"
     )
     parser.add_argument(
         "--data", metavar="DIR", help=f"a folder with NAME.jsonl for every task, JSON objects with {described_fields()}"
@@ -65,26 +65,26 @@ def add_parser(commands: Any) -> None:
         "--mode",
         choices=MODES,
         default=MODES[0],
-        help="decode: the context but for its last token fills the cache, what follows reads it through the kernels; "
-        "simulated: one forward does what that would, without kernels (default: decode)",
+        help="decode: the context without its last token fills the cache, and all later tokens read it through the "
+        "kernels; simulated: one forward computes the same without kernels (default: decode)",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="the first N items of each task only")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts of a forward (default: 8)")
+    parser.add_argument("--limit", type=int, metavar="N", help="run only the first N items of each task")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts per forward (default: 8)")
     preparation.add_options(parser)
-    add_placement(parser, "; float32 keeps out the noise of 16-bit sums, which depend on the batch")
+    add_placement(parser, "; float32 avoids the noise of 16-bit sums, which depend on the batch")
     parser.add_argument(
-        "--output", metavar="FILE", help="JSON, written after each task and preset; a second run goes on with it"
+        "--output", metavar="FILE", help="write results as JSON after each task and preset; run again to resume"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """`hf-kvquant eval tasks`.
+    """Run `hf-kvquant eval tasks`.
 
     Raises:
-        Interrupted: The text says what was kept.
+        Interrupted: Ctrl-C; the message says what was kept.
         Refused: Scores were not those of the quantised cache.
-        UsageError: An argument has no meaning or does not fit, data are not there, or memory does not suffice.
+        UsageError: An argument is invalid, data are missing, or memory ran out.
     """
     configs = preparation.compared_configs(args, WHERE)
     check_record(args.output, WHERE)
@@ -147,10 +147,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def import_lm_eval(*, is_offline: bool) -> None:
-    """Import lm-eval, without a look at the network where none is needed, and without its chatter.
+    """Import lm-eval, with its logs and progress bars silenced.
+
+    Args:
+        is_offline: Whether to tell the Hugging Face libraries not to use the network.
 
     Raises:
-        UsageError: It is not installed.
+        UsageError: lm-eval is not installed.
     """
     if is_offline:
         os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -166,25 +169,25 @@ def import_lm_eval(*, is_offline: bool) -> None:
 
 
 def this_process_device() -> str | None:
-    """The GPU of this process under `accelerate launch`, `None` where there is nothing to choose."""
+    """The GPU of this process under `accelerate launch`; `None` for a single process or without GPUs."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and torch.cuda.is_available():
         return f"cuda:{os.environ['LOCAL_RANK']}"
     return None
 
 
 def tell_one_process() -> None:
-    """Say so where `accelerate launch` was asked for several processes on CPUs and has started one, for lack of MPI."""
+    """Say on stderr that `accelerate launch` was to start several processes on CPUs but, without MPI, started one."""
     is_launched = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
     if is_launched and "WORLD_SIZE" not in os.environ:
         print(
-            f"{WHERE}: accelerate started one process, not several: without MPI it does on CPUs. Results are the same. "
-            "To spread items, start it with torchrun --nproc_per_node N -m hf_kvquant.",
+            f"{WHERE}: accelerate started one process, not several: on CPUs it needs MPI for that. Results are the "
+            "same. To spread items, start it with torchrun --nproc_per_node N -m hf_kvquant.",
             file=sys.stderr,
         )
 
 
 def settings(args: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """What all results depend on beside the model. Tasks and presets may be added to a file, so they are not here."""
+    """What all results depend on besides the model. Not tasks and presets: a later run may add some to the file."""
     import lm_eval
 
     folder = Path(args.model).expanduser()
@@ -196,6 +199,6 @@ def settings(args: argparse.Namespace, model: Any) -> dict[str, Any]:
         "mode": args.mode,
         "limit": args.limit,
         "is_offline": args.data is not None,
-        # Presets are not among these, but what they mean is.
+        # They change what every preset means.
         **{name: getattr(args, name) for name in WINDOWS},
     }
