@@ -121,7 +121,7 @@ def test_the_command(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: 
     assert code == 0 and error == ""
     for test in ("needle", "recall"):
         assert f"{test}, none" in text and f"{test}, int4" in text
-    assert "0%, cannot" in text and "The model can do none of the cells" in text
+    assert "0%, cannot" in text and "The model itself fails in every cell" in text
     assert "0 of 4" in text
     parts = json.loads(output.read_text())["parts"]
     assert list(parts) == ["needle/256/0", "needle/256/100", "recall/256/0", "recall/256/100", SUMMARY]
@@ -233,7 +233,7 @@ def test_the_summary_is_over_what_is_scored() -> None:
     file = io.StringIO()
     long_results.show(Console(file=file, width=120), record, cells, summary, title="model")
     text = " ".join(file.getvalue().split())
-    assert "int4 │ 1 of 2 │ 50.0% │ -0.2500 ± 0.1443 │" in text and "can do none" not in text
+    assert "int4 │ 1 of 2 │ 50.0% │ -0.2500 ± 0.1443 │" in text and "fails in every cell" not in text
 
 
 @pytest.mark.parametrize(

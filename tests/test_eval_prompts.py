@@ -80,13 +80,13 @@ def test_chat_templates_wrap_prompts(test: str) -> None:
     [
         (
             None,
-            "`--chat-template` needs a tokenizer whose chat template takes what a user says, got none. Leave it",
+            "`--chat-template` needs a tokenizer with a chat template for a user's message, got none. Leave it",
         ),
         (
             "{{ raise_exception('no user') }}",
-            "takes what a user says, got no user. Leave it out, or name a chat model.",
+            "a chat template for a user's message, got no user. Leave it out, or name a chat model.",
         ),
-        ("{{ messages[0].content | upper }}", "that has what a user says in it once, got it 0 times. Leave it out."),
+        ("{{ messages[0].content | upper }}", "that contains the user's message once, got it 0 times. Leave it out."),
     ],
 )
 def test_chat_templates_that_cannot_be_used(template: str | None, message: str) -> None:

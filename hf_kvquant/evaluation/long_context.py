@@ -1,7 +1,7 @@
-"""`hf-kvquant eval long`: can a model still find things in a long text whose keys and values are codes?
+"""`hf-kvquant eval long`: can a model still find something in a long text when its cache is quantised?
 
-Here is decided which prompts are asked, and when numbers are refused. What a prompt is, is `prompts.py`'s; how a model
-is asked is in `long_scores.py`, what is kept and said of its answers in `long_results.py`.
+This file decides which prompts are asked, and when results are refused. `prompts.py` writes the prompts,
+`long_scores.py` asks the model, and `long_results.py` keeps and prints the results.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def add_parser(commands: Any) -> None:
         help="find things in long contexts",
         description="Hide numbers in long contexts and ask for them, under each preset: a pass key in sentences that "
         "repeat themselves (passkey), a sentence in text that does not (needle), one of a list of keys (recall). "
-        f"Presets are scored where the unquantised cache finds {MIN_ACCURACY:.0%}; the log-likelihood of the right "
-        "answer is compared everywhere.",
+        f"Accuracy counts only where the unquantised cache finds {MIN_ACCURACY:.0%} of the numbers; the log-likelihood "
+        "of the right answer is compared everywhere.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
     add_presets(parser, DEFAULT_PRESETS, f"; '{UNQUANTIZED}' is always there")
     parser.add_argument(
-        "--tests", default=",".join(TESTS), metavar="LIST", help=f"of {', '.join(TESTS)} (default: all)"
+        "--tests", default=",".join(TESTS), metavar="LIST", help=f"some of {', '.join(TESTS)} (default: all)"
     )
     parser.add_argument(
         "--lengths",
@@ -66,10 +66,13 @@ def add_parser(commands: Any) -> None:
         help="tokens of context, question and answer; 1k is 1024 (default: 1k,4k)",
     )
     parser.add_argument(
-        "--depths", default="0,25,50,75,100", metavar="LIST", help="of the needle, percent (default: 0,25,50,75,100)"
+        "--depths",
+        default="0,25,50,75,100",
+        metavar="LIST",
+        help="hidden at these percentages of the context (default: 0,25,50,75,100)",
     )
-    parser.add_argument("--samples", type=int, default=10, metavar="N", help="prompts of a cell (default: 10)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all prompts (default: 0)")
+    parser.add_argument("--samples", type=int, default=10, metavar="N", help="prompts per cell (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all prompts (default: 0)")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default: 8)")
     parser.add_argument(
         "--filler-file", metavar="FILE", help="text for needle and recall (default: sentences from a few words)"
@@ -77,19 +80,19 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--chat-template", action="store_true", help="wrap prompts with the tokenizer's chat template, for chat models"
     )
-    parser.add_argument("--output", metavar="FILE", help="JSON, written cell by cell; a second run resumes it")
+    parser.add_argument("--output", metavar="FILE", help="write results as JSON after each cell; run again to resume")
     preparation.add_options(parser)
     add_placement(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """`hf-kvquant eval long`.
+    """Run `hf-kvquant eval long`.
 
     Raises:
-        Interrupted: The text says what was kept.
-        Refused: A preset was not read as codes.
-        UsageError: An argument has no meaning, or does not fit the model, the record or memory.
+        Interrupted: Ctrl-C; the message says what was kept.
+        Refused: A number was not computed from codes, or a log-likelihood is not finite.
+        UsageError: An argument is invalid, does not fit the model or the record, or needs too much memory.
     """
     configs = preparation.compared_configs(args, WHERE)
     check_record(args.output, WHERE)
@@ -129,7 +132,7 @@ def measure(
     num_samples: int,
     batch_size: int,
 ) -> dict[str, Any]:
-    """Fill the record with all cells that it does not have, and with a summary of all, which is returned."""
+    """Fill the record with the cells that it does not have yet and with a summary of all; return the summary."""
     missing = [cell for cell in cells if record.get(cell.part) is None]
     ending = early_end(record, WHERE, lower="--batch-size", value=batch_size, more=", or ask for shorter --lengths")
     num_tokens = num_samples * sum(cell.length for cell in missing)
@@ -152,7 +155,11 @@ def measure(
 
 
 def written(writer: Writer, cell: Cell, sample: int) -> Prompt:
-    """One prompt of a cell."""
+    """One prompt of a cell.
+
+    Raises:
+        UsageError: It cannot be written with these arguments.
+    """
     try:
         return writer.prompt(cell.test, cell.length, cell.depth, sample)
     except PromptError as error:
@@ -162,10 +169,10 @@ def written(writer: Writer, cell: Cell, sample: int) -> Prompt:
 def checked_scores(
     model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[str, KVQuantConfig]
 ) -> dict[str, Scores]:
-    """`score`, refused where its numbers would mean nothing.
+    """`score`, with its results checked.
 
     Raises:
-        Refused: Quantised layers were not read as codes, or log-likelihoods are no numbers.
+        Refused: A number was not computed from codes, or a log-likelihood is not finite.
     """
     results = score(model, prompts, configs)
     for name, scores in results.items():
@@ -232,7 +239,7 @@ def _depth(word: str) -> float:
 
 
 def check_context(model: PreTrainedModel, name: str, cells: Sequence[Cell]) -> None:
-    """Refuse lengths that the model was not made for."""
+    """Refuse lengths beyond the positions of the model."""
     context = context_of(model)
     longest = max(cell.length for cell in cells)
     if context is not None and longest > context:

@@ -1,6 +1,6 @@
-"""What is kept of `eval long`, one test at one length and depth at a time, and what is said about it.
+"""The results of `eval long`: what is kept of each test at one length and depth, the summary, and the tables.
 
-A preset is scored only where the unquantised cache finds nine of ten. `long_context.py` fills a record with such parts.
+`long_context.py` fills a record with these parts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .long_scores import Scores
 from .prompts import NUM_ANSWERS
 from .records import RunRecord
 
-# A preset is scored where the unquantised cache gets this share of answers right. What a model cannot do anyway says
-# nothing about its cache, and a preset that is right there by chance would look better than it is.
+# Presets are scored only where the unquantised cache gets this share of answers right. A test that the model fails
+# anyway says nothing about the cache, and right answers by chance would make a preset look better than it is.
 MIN_ACCURACY = 0.9
 
 
@@ -35,12 +35,12 @@ class Cell:
 
     @property
     def part(self) -> str:
-        """Its name in a record."""
+        """Name of its part in a record."""
         return f"{self.test}/{self.length}/{self.depth:g}"
 
 
 def joined(parts: Sequence[Scores]) -> dict[str, Any]:
-    """Batches of one cell, as a record holds them."""
+    """The batches of one cell, joined into a part of a record."""
     return {
         "correct": [value for part in parts for value in part.correct],
         "log_likelihood": [value for part in parts for value in part.log_likelihood],
@@ -51,7 +51,7 @@ def joined(parts: Sequence[Scores]) -> dict[str, Any]:
 
 
 def summarize(record: RunRecord, cells: Sequence[Cell], presets: Mapping[str, Any]) -> dict[str, Any]:
-    """Per preset: accuracy over the cells that the model can do, and the change of the log-likelihood over all."""
+    """Per preset: accuracy over the scored cells, and the mean change of the log-likelihood over all cells."""
     results = [_result(record, cell) for cell in cells]
     scored = [result for result in results if is_scored(result)]
     summary = {}
@@ -70,17 +70,17 @@ def summarize(record: RunRecord, cells: Sequence[Cell], presets: Mapping[str, An
 
 
 def is_scored(result: Mapping[str, Any]) -> bool:
-    """Whether the unquantised cache gets enough of a cell right."""
+    """Whether the unquantised cache gets `MIN_ACCURACY` of a cell right, so that presets are scored there."""
     return accuracy_of(result, UNQUANTIZED) >= MIN_ACCURACY
 
 
 def accuracy_of(result: Mapping[str, Any], preset: str) -> float:
-    """Share of a cell's answers that are right."""
+    """The share of a cell's answers that are right."""
     return statistics.fmean(result[preset]["correct"])
 
 
 def changes_of(result: Mapping[str, Any], preset: str) -> list[float]:
-    """Per prompt, what a preset adds to the log-likelihood of the answer, nats."""
+    """By how much a preset changes the log-likelihood of the answer, per prompt, in nats."""
     exact, other = (result[name]["log_likelihood"] for name in (UNQUANTIZED, preset))
     return [after - before for before, after in zip(exact, other, strict=True)]
 
@@ -92,7 +92,7 @@ def _result(record: RunRecord, cell: Cell) -> dict[str, Any]:
 
 
 def show(console: Console, record: RunRecord, cells: Sequence[Cell], summary: Mapping[str, Any], *, title: str) -> None:
-    """Print a table per test and preset, and one of all presets."""
+    """Print a table per test and preset, a summary of all presets, and notes on what they mean."""
     depths = dict.fromkeys(cell.depth for cell in cells)
     lengths = dict.fromkeys(cell.length for cell in cells)
     for test in dict.fromkeys(cell.test for cell in cells):
@@ -133,13 +133,13 @@ def _summary_cells(row: Mapping[str, Any]) -> Iterator[str]:
 
 def _notes(summary: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        f"Rows: tokens of the prompt; columns: depth of what is hidden. Right: each token of the answer is the most "
-        f"likely one, in cells where '{UNQUANTIZED}' gets {MIN_ACCURACY:.0%} right; in others the model itself cannot. "
-        f"Below: log-likelihood of the right answer under '{UNQUANTIZED}', nats (a guess: "
+        f"Rows: tokens of the prompt; columns: depth of the number. Right: answers whose every token is the most "
+        f"likely one, in cells where '{UNQUANTIZED}' gets {MIN_ACCURACY:.0%} right; cannot: the model itself fails "
+        f"there. Below: log-likelihood of the right answer under '{UNQUANTIZED}', nats (a guess: "
         f"{-math.log(NUM_ANSWERS):.1f}), and how presets change it on the same prompts, ± one standard error. "
-        "Questions and answers read codes, which was counted."
+        "Questions and answers read codes, which was checked by counting."
     )
     if any(row["pairs_dequantized"] for row in summary.values()):
         yield DEQUANTIZED
     if not any(row["num_scored"] for row in summary.values()):
-        yield "The model can do none of the cells: only the log-likelihoods say something."
+        yield "The model itself fails in every cell, so only the log-likelihoods compare presets."

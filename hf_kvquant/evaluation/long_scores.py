@@ -1,10 +1,10 @@
-"""What a model makes of prompts with something hidden in them, through caches whose keys and values are codes.
+"""Asks a model the prompts of `eval long` through quantised caches, and scores its answers.
 
-A context is the first chunk of a cache, which is exact by design; so the question goes in as a second chunk, and the
-answer token by token, as `generate` decodes it. All of these read codes, which is counted. The right answer is fed
-whatever the model would say: up to its first mistake that is what greedy decoding feeds, so that an answer is right
-where each of its tokens was the most likely one; and its log-likelihood tells presets apart on models that are never
-right. What is asked is `prompts.py`'s, of which prompts `long_context.py` decides.
+The context is the first chunk of a cache, which is exact by design. The question follows as a second chunk, and the
+answer token by token, as `generate` decodes it; both read codes, which is counted. The right answer is always fed,
+whatever the model would say. Up to its first mistake, greedy decoding feeds the same tokens, so an answer is right if
+each of its tokens was the most likely one. The log-likelihood of the answer tells presets apart even on models that are
+never right. `prompts.py` writes the prompts; `long_context.py` decides which are asked.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .prompts import Prompt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores(Pairs):
-    """What one config makes of some prompts.
+    """The scores of some prompts under one config.
 
     Attributes:
         correct: Per prompt, whether greedy decoding gives the answer.
-        log_likelihood: Per prompt, of the whole answer behind the question, nats.
+        log_likelihood: Per prompt, log-likelihood of the whole answer, given context and question, in nats.
     """
 
     correct: list[bool]
@@ -44,15 +44,16 @@ class Scores(Pairs):
 def score(model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[str, KVQuantConfig]) -> dict[str, Scores]:
     """Ask a model all prompts at once, through one cache per config.
 
-    The contexts are read once: all caches keep the same keys and values of a first chunk, each in its own way.
+    The model runs over the contexts once: its keys and values are then written to every cache, each in its own format.
+    Models with layers that do not keep everything run over the contexts once per config.
 
     Args:
         model: Any model that `patch` accepts, patched or not; left as it was.
-        prompts: Of the same shape.
+        prompts: Prompts of the same shape.
         configs: By name.
 
     Returns:
-        One result per name.
+        One result per config, by name.
     """
     context, question, answer = (
         torch.stack([getattr(prompt, part) for prompt in prompts]).to(model.device)
@@ -70,7 +71,7 @@ def score(model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[st
                 for index, layer in enumerate(read.layers):
                     assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
                     cache.update(layer.keys, layer.values, index)
-            else:  # what other layers keep is not all that they were given
+            else:  # other layers do not keep all that they were given
                 _read(model, context, cache)
             count_pairs(cache)
             correct, log_likelihood = ask(model, question, answer, cache)
@@ -90,20 +91,20 @@ def ask(model: PreTrainedModel, question: Tensor, answer: Tensor, cache: Cache) 
     """Feed a question and its answer to a cache that holds a context.
 
     Args:
-        model: Patched where `cache` is ours.
-        question: `[batch, tokens]` int64, one chunk.
+        model: Patched if `cache` is ours.
+        question: `[batch, tokens]` int64, fed as one chunk.
         answer: `[batch, tokens]` int64, fed token by token; the last one is only predicted.
-        cache: Holds the contexts; advances.
+        cache: Holds the contexts; question and answer are appended to it.
 
     Returns:
         correct: `[batch]` bool: whether every token of the answer was the most likely one.
-        log_likelihood: `[batch]` float32: of the answer, nats.
+        log_likelihood: `[batch]` float32: log-likelihood of the answer, nats.
     """
     correct = torch.ones(len(answer), dtype=torch.bool, device=answer.device)
     log_likelihood = torch.zeros(len(answer), device=answer.device)
     for index, chunk in enumerate((question, *answer[:, :-1].split(1, dim=1))):
-        # All logits of a question, few as they are: where only the last are asked for, layers that share the keys and
-        # values of others (Gemma 4) leave out the queries before, and the pairs read have no closed form.
+        # All logits of the question, although only the last are used. If only those were asked for, layers that share
+        # the keys and values of others (Gemma 4) would skip the other queries, and the pairs read could not be checked.
         logits: Tensor = model(input_ids=chunk, past_key_values=cache, use_cache=True).logits
         log_probs = logits[:, -1].float().log_softmax(-1)
         token = answer[:, index]
@@ -114,7 +115,7 @@ def ask(model: PreTrainedModel, question: Tensor, answer: Tensor, cache: Cache) 
 
 def _read(model: PreTrainedModel, ids: Tensor, cache: Cache) -> None:
     """Fill a cache with contexts."""
-    # Those of a whole context may be larger than its keys and values.
+    # Only the last logits: those of a whole context can be larger than its keys and values.
     takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
     options = {"logits_to_keep": 1} if takes_count else {}
     model(input_ids=ids, past_key_values=cache, use_cache=True, **options)

@@ -1,13 +1,13 @@
-"""Prompts for long contexts: something to be found, text around it, a question, and the answer, from a seed alone.
+"""Writes the prompts of `eval long`, from a seed: text with a hidden number (the needle), a question, and the answer.
 
 Three tests. `passkey` hides a number in sentences that repeat themselves (Mohtashami and Jaggi, 2023), `needle` hides
-one in text that does not (Kamradt, 2023), `recall` is a list of keys and numbers of which one is asked for. Here is
-decided what is written and where; `long_context.py` decides what a model makes of it.
+one in text that does not (Kamradt, 2023), and `recall` is a list of keys and numbers, one of which is asked for.
+`long_scores.py` asks the model.
 
-Pieces are tokenised one by one and their ids joined, so that a prompt has the length that was asked for to the token,
-with any tokenizer. All prompts of a test have questions and answers of the same number of tokens (others are drawn
-again), so that those of one length make a batch without padding. For a chat model, context and question are what the
-user says, and the answer begins with words that are the assistant's already.
+Pieces are tokenised one by one and their ids joined, so a prompt has exactly the length asked for, with any tokenizer.
+All prompts of a test have questions and answers with the same number of tokens (others are drawn again), so prompts of
+one length form a batch without padding. For a chat model, the user says context and question, and the assistant's turn
+has already begun with the words before the number.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from transformers import PreTrainedTokenizerBase
 
 TESTS = ("passkey", "needle", "recall")
 
-# All numbers of five digits can be an answer.
+# The answer is any number of five digits.
 NUM_ANSWERS = 90_000
-# Draws that settle how many tokens a test's questions and answers have: as many as most of these.
+# Draws that settle how many tokens the questions and answers of a test have: the most common numbers among these.
 NUM_TRIALS = 64
-# More draws than this to get that number of tokens are not to be expected, when most of `NUM_TRIALS` had it.
+# Draws after which something must be wrong, since those numbers were the most common among `NUM_TRIALS`.
 MAX_DRAWS = 100 * NUM_TRIALS
 
 _NOISE = (
@@ -79,7 +79,7 @@ _NOUNS = (
 
 
 class PromptError(ValueError):
-    """A prompt that cannot be written; the text says which argument is at fault and what to do."""
+    """A prompt cannot be written. The message names the argument at fault and says what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +87,10 @@ class Prompt:
     """One prompt, in token ids.
 
     Attributes:
-        context: `[tokens]` int64: the text in which something hides.
-        question: `[tokens]` int64: what follows it, up to the answer.
-        answer: `[tokens]` int64: what is right.
-        needle: Positions in the context of what hides.
+        context: `[tokens]` int64: the text with the needle in it.
+        question: `[tokens]` int64: everything between context and answer.
+        answer: `[tokens]` int64: the right answer.
+        needle: Positions of the needle in the context.
     """
 
     context: Tensor
@@ -105,7 +105,7 @@ class Prompt:
 
 
 class _Task(NamedTuple):
-    """What is hidden and asked, and the words that the answer, a number, stands behind."""
+    """What is hidden and asked, and the words (`lead`) that come right before the answer, a number."""
 
     subject: str
     needle: str
@@ -118,14 +118,14 @@ class Writer:
     """Writes prompts with one tokenizer.
 
     Args:
-        tokenizer: Of the model.
-        filler: Text for `needle`, and for what is left over in `recall`; `None` for sentences made from a few words.
-            White space in it becomes single spaces.
-        seed: Of all that is drawn. Prompts of equal seed and arguments are equal.
-        is_chat: Whether prompts are wrapped with the tokenizer's chat template.
+        tokenizer: The model's.
+        filler: Text for `needle`, and for the rest of the length in `recall`; `None` for sentences made from a few
+            words. White space in it becomes single spaces.
+        seed: Seed of all random choices. Equal seeds and arguments give equal prompts.
+        is_chat: Whether to wrap prompts with the tokenizer's chat template.
 
     Raises:
-        PromptError: There is no chat template, or none that a prompt can be put into.
+        PromptError: There is no chat template, or a prompt cannot be put into it.
     """
 
     def __init__(
@@ -133,13 +133,13 @@ class Writer:
     ) -> None:
         self.tokenizer = tokenizer
         self.seed = seed
-        # Some tokenizers put a space before everything that they are given, others want to be told.
+        # Some tokenizers put a space before every text, others only where the text has one.
         twice = 2 * self._encode("x")
         self._space = "" if str(tokenizer.decode(twice)).strip() == "x x" else " "
         with_special = list(tokenizer("x").input_ids)
         bos = tokenizer.bos_token_id
         self._start = [bos] if bos is not None and with_special[:1] == [bos] else []
-        self._turn: list[int] | None = None  # from the end of what the user says to the beginning of the answer
+        self._turn: list[int] | None = None  # ids between the user's message and the answer
         if is_chat:
             self._start, self._turn = map(self._encode, _parts_of_template(tokenizer))
         self._noise = [self._encode(self._space + sentence) for sentence in _NOISE]
@@ -152,9 +152,9 @@ class Writer:
         Args:
             test: One of `TESTS`.
             length: Tokens of context, question and answer together.
-            depth: Where in the context the needle is, in percent: 0 at the beginning, 100 at the end; at the nearest
-                beginning of a sentence.
-            sample: Which of the prompts of this kind.
+            depth: Where in the context the needle is, in percent: 0 at the beginning, 100 at the end. It is put at the
+                nearest start of a sentence.
+            sample: Number of the prompt among those of this kind.
 
         Raises:
             PromptError: The length has no room for the needle, or the filler is shorter than the length.
@@ -185,7 +185,7 @@ class Writer:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _asked(self, task: _Task) -> tuple[list[int], list[int]]:
-        """Ids of a question and its answer, the latter as they are behind the former."""
+        """Ids of a question and of its answer, the answer tokenised as it follows the question."""
         opening: list[int] = []
         lead = f"{self._space}{task.question} {task.lead}"
         if self._turn is not None:
@@ -195,7 +195,7 @@ class Writer:
         return opening + question, self._encode(f"{lead} {task.answer}")[len(question) :]
 
     def _usual_shape(self, test: str) -> tuple[int, int]:
-        """Tokens of question and answer in most of some draws, whatever the seed."""
+        """The most common numbers of tokens of question and answer, the same for every seed."""
         rng = random.Random(test)
         shapes = collections.Counter(self._shape(_task(test, rng)) for _ in range(NUM_TRIALS))
         return shapes.most_common(1)[0][0]
@@ -213,7 +213,7 @@ class Writer:
         raise AssertionError(f"no {test} of the usual {self._shapes[test]} tokens")
 
     def _pairs(self, task: _Task, room: int, depth: float, rng: random.Random) -> tuple[list[int], list[int]]:
-        """What stands before and after the pair that is asked for: other pairs, and filler where none fits."""
+        """What stands before and after the pair that is asked for: other pairs, and filler where no more fit."""
         pairs: list[list[int]] = []
         used = {task.subject}
         left = room
@@ -236,7 +236,7 @@ class Writer:
         return itertools.islice(itertools.cycle(self._noise), start, None)
 
     def _text(self, room: int, rng: random.Random) -> Iterator[list[int]]:
-        """Sentences of the filler from a random one on, or made-up ones without end."""
+        """Sentences of the filler, from a random one on; without a filler, endless made-up ones."""
         if self._filler is None:
             return iter(lambda: self._encode(self._space + _sentence(rng)), None)
         num_tokens = sum(map(len, self._filler))
@@ -254,7 +254,7 @@ class Writer:
 
 
 def _split(sentences: Iterator[list[int]], room: int, depth: float) -> tuple[list[int], list[int]]:
-    """`room` tokens of sentences, the first one cut at its beginning, parted at the sentence nearest to a depth."""
+    """`room` tokens of sentences, split at the start of a sentence nearest to a depth. The first loses its start."""
     ids: list[int] = []
     starts = [0]
     while len(ids) < room:
@@ -267,7 +267,7 @@ def _split(sentences: Iterator[list[int]], room: int, depth: float) -> tuple[lis
 
 
 def _parts_of_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """What a chat template puts before and behind what a user says first, up to where the answer begins."""
+    """What a chat template puts before and after the user's first message, up to where the answer begins."""
     mark = "hf-kvquant-prompt"
     try:
         text = tokenizer.apply_chat_template(
@@ -276,13 +276,13 @@ def _parts_of_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     except Exception as error:  # a template is a program, whose errors are of any type
         reason = " ".join(str(error).split()) if tokenizer.chat_template else "none"
         raise PromptError(
-            f"`--chat-template` needs a tokenizer whose chat template takes what a user says, got {reason}. Leave it "
+            f"`--chat-template` needs a tokenizer with a chat template for a user's message, got {reason}. Leave it "
             "out, or name a chat model."
         ) from error
     parts = str(text).split(mark)
     if len(parts) != 2:
         raise PromptError(
-            "`--chat-template` needs a chat template that has what a user says in it once, got it "
+            "`--chat-template` needs a chat template that contains the user's message once, got it "
             f"{len(parts) - 1} times. Leave it out."
         )
     return parts[0], parts[1]
@@ -307,7 +307,7 @@ def _sentence(rng: random.Random) -> str:
 
 
 def _subject(rng: random.Random, used: Collection[str] = ()) -> str:
-    """Two words, or more of them where those may be used up."""
+    """An adjective and a noun that are not used yet; more adjectives if those pairs seem used up."""
     num_adjectives = 1
     while True:
         for _ in range(NUM_TRIALS):
