@@ -165,7 +165,7 @@ def test_reports(folder_of: Any, family: str, capsys: pytest.CaptureFixture[str]
     assert code == 0, error
     assert "perplexity_outliers.json is left out. eval perplexity: nothing can be injected into " in error
     page = (output / "report.md").read_text(encoding="utf-8")
-    assert "- `perplexity_outliers.json`: not there." in page
+    assert "- `perplexity_outliers.json`: missing." in page
     assert ("no kernel serves the model; chunks and single tokens agree where" in page) == (family == "xglm")
     assert "![Divergence with one layer quantised at a time](layers.svg)" in page
 

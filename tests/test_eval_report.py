@@ -220,7 +220,7 @@ def test_what_is_not_there_is_left_out_and_told(capsys: pytest.CaptureFixture[st
         "`perplexity_outliers.json`: 2026-11-22 10:00 UTC, commit 0123456789, with uncommitted changes. Not finished"
         in text
     )
-    assert "`tasks.json`: not there." in text and "Keys were not looked at as it is: its weights are packed." in text
+    assert "`tasks.json`: missing." in text and "Keys were not measured as it is: its weights are packed." in text
 
 
 @needs_matplotlib

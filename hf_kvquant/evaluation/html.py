@@ -1,6 +1,6 @@
-"""A report's page as one HTML file that opens by itself: pictures inside, light and dark, and no network.
+"""Turns the Markdown page of a report (`page.py`) into one self-contained HTML file.
 
-What the page says is decided in `page.py`; this turns its Markdown into HTML.
+Pictures are embedded, nothing is loaded from the network, and the page follows the reader's light or dark theme.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def page_as_html(markdown: str, folder: Path) -> str:
     """The page as HTML.
 
     Args:
-        markdown: The page, which opens with its title.
-        folder: Where the pictures are that it shows.
+        markdown: The page; its first line is the title.
+        folder: The folder with its pictures, all SVG.
     """
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(markdown)

@@ -1,8 +1,8 @@
-"""What a report says of finished records: a page of Markdown, and nothing measured.
+"""Writes the page of a report, in Markdown, from finished records. Nothing is measured here.
 
-Records are those of `eval perplexity` and `eval tasks` as they stand in their files, so that the same files always make
-the same page. Which records there are is decided in `report.py`, which pictures in `pictures.py`. What is not in the
-records is left out, and the page says so.
+Records of `eval perplexity` and `eval tasks` are read as they stand in their files, so the same files always make the
+same page. `report.py` decides which records there are, and `pictures.py` which pictures. What is missing in the records
+is left out, and the page says so.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ TITLES = {PLAIN: "as it is", OUTLIERS: "with injected outliers"}
 
 
 def of_texts(records: Mapping[str, Record]) -> dict[str, Record]:
-    """By title, the finished records of `eval perplexity`."""
+    """The finished records of `eval perplexity`, by title."""
     return {TITLES[kind]: records[kind] for kind in TITLES if kind in records and is_finished(records[kind])}
 
 
-# --- how numbers are spelled ------------------------------------------------------------------------------------------
+# --- numbers as text --------------------------------------------------------------------------------------------------
 
 
 def scientific(number: float) -> str:
@@ -38,7 +38,7 @@ def scientific(number: float) -> str:
 
 
 def spelled_change(change: float) -> str:
-    """`+1.28%`, without a sign where nothing is left of the change."""
+    """`+1.28%`; without a sign if it rounds to zero."""
     text = f"{change:+.2%}"
     return text if text.strip("+-0.%") else "0.00%"
 
@@ -55,7 +55,7 @@ def spelled_average(average: Average | None) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, whose first column is text and whose others are numbers."""
+    """A Markdown table. The first column is text, all others are numbers."""
     rule = "|---" + "|--:" * (len(headings) - 1) + "|"
     return "\n".join([f"| {' | '.join(headings)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)])
 
@@ -64,11 +64,11 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def page(records: Mapping[str, Record], files: Mapping[str, str], pictures: Sequence[str]) -> str:
-    """The page.
+    """The page, in Markdown.
 
     Args:
-        records: By kind, as their files hold them; one of a text is finished.
-        files: By kind, the names of their files.
+        records: By kind; at least one of `eval perplexity` is finished.
+        files: Names of their files, by kind.
         pictures: Names of the files that `draw` has drawn.
     """
     texts = of_texts(records)
@@ -84,7 +84,7 @@ def page(records: Mapping[str, Record], files: Mapping[str, str], pictures: Sequ
         sections += [f"## {picture.heading}"] * bool(picture.heading) + [f"![{picture.alt}]({name})", picture.text]
     for title, record in texts.items():
         reason = record["parts"].get("keys", {}).get("unmeasured")
-        sections += [f"Keys were not looked at {title}: {reason.rstrip('.')}."] if reason else []
+        sections += [f"Keys were not measured {title}: {reason.rstrip('.')}."] if reason else []
     if TASKS in records:
         sections += ["## Zero-shot tasks", *task_sections(of_tasks, records[TASKS]["settings"]["limit"])]
     sections += ["## How these numbers came about", provenance(records, files)]
@@ -101,15 +101,16 @@ def opening(record: Record) -> str:
     mode, rows = rows_of(record)
     how = {"chunked": f"in chunks of {settings['chunk']} tokens", "decode": "token by token"}.get(mode, mode)
     return (
-        "What each preset of a quantised key-value cache costs this model in quality, and what it saves, against the "
-        f"unquantised cache of the same run. Measured on {rows[UNQUANTIZED]['scored_tokens']:,} tokens of {name} "
-        f"({source['convention']}) in windows of {settings['window']}, {how}, {settings['dtype']} on {machine}. "
+        "What each preset of a quantised key-value cache costs this model in quality, and how much memory it saves, "
+        "compared with the unquantised cache in the same run. Measured on "
+        f"{rows[UNQUANTIZED]['scored_tokens']:,} tokens of {name} ({source['convention']}) in windows of "
+        f"{settings['window']}, {how}, {settings['dtype']} on {machine}. "
         f"hf_kvquant {card['hf_kvquant']}, torch {card['torch']}, transformers {card['transformers']}."
     )
 
 
 def quality_table(record: Record, averages: Mapping[str, Average]) -> str:
-    """A row per preset."""
+    """The table of `eval perplexity`, one row per preset."""
     headings = [
         "preset",
         "bits a value",
@@ -136,15 +137,15 @@ def quality_table(record: Record, averages: Mapping[str, Average]) -> str:
 def columns_text(*, has_outliers: bool, has_averages: bool) -> str:
     """What the columns mean."""
     text = (
-        "Bits a value: of the cache, scales and zeros included. KL: how far the "
-        "next-token distribution is from that over the unquantised cache, with its standard error over windows; 0 is "
-        "the same. Median and 99 %: of the KL of single tokens. Same next token: how often the most likely token stays "
-        "the same. Perplexity: per token."
+        "Bits a value: bits per cached value, scales and zeros included. KL: how far the next-token distribution is "
+        "from that of the unquantised cache, with its standard error over windows; 0 means equal. Median and 99 %: "
+        "percentiles of the KL over tokens. Same next token: how often the most likely token stays the same. "
+        "Perplexity: per token."
     )
     if has_outliers:
         text += (
-            " With injected outliers, some channels of the keys are larger and those of the queries as much smaller, "
-            "as in some large models. The unquantised model computes the same; only quantising becomes harder."
+            " With injected outliers, some channels of the keys are made larger, as in some large models, and the same "
+            "channels of the queries smaller. The unquantised model computes the same; only quantising becomes harder."
         )
     if has_averages:
         text += (
@@ -155,7 +156,7 @@ def columns_text(*, has_outliers: bool, has_averages: bool) -> str:
 
 
 def task_sections(parts: Mapping[tuple[str, str], Part], limit: int | None) -> list[str]:
-    """What columns mean, and a table per task, as far as tasks were run."""
+    """What the columns mean, then a table for each task that was run."""
     items = "All items" if limit is None else f"The first {limit} items"
     sections = [f"{items} of each task. {LEGEND}"]
     for task in dict.fromkeys(task for task, _ in parts):
@@ -167,12 +168,12 @@ def task_sections(parts: Mapping[tuple[str, str], Part], limit: int | None) -> l
 
 
 def provenance(records: Mapping[str, Record], files: Mapping[str, str]) -> str:
-    """Per record, its file, its command and what it has passed; and what there is no record of."""
+    """The file and checks of each record, which records are missing, and the commands."""
     lines = []
     commands = dict.fromkeys(record["card"]["command"] for record in records.values())
     for kind, name in files.items():
         if kind not in records:
-            lines.append(f"- `{name}`: not there.")
+            lines.append(f"- `{name}`: missing.")
             continue
         record = records[kind]
         card = record["card"]
@@ -181,7 +182,7 @@ def provenance(records: Mapping[str, Record], files: Mapping[str, str]) -> str:
             made.append(f"commit {card['commit'][:10]}{', with uncommitted changes' if card['is_dirty'] else ''}")
         line = f"- `{name}`: {', '.join(made)}."
         if kind != TASKS and not is_finished(record):
-            line += " Not finished, and so not shown: run the command again."
+            line += " Not finished, so not shown. Run the command again."
         elif kind != TASKS:
             line += f" {passed(record)}"
         lines.append(line)

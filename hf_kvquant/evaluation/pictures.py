@@ -1,7 +1,7 @@
-"""Which pictures a report has, the numbers that each one takes from finished records, and what is said below it.
+"""The pictures of a report: the numbers that each takes from finished records, its title, and the text below it.
 
-Records are those of `eval perplexity` as they stand in their files. How a picture looks is decided in `plots.py`, where
-it stands in the page in `page.py`.
+Records of `eval perplexity` are read as they stand in their files. `plots.py` draws the pictures; `page.py` puts them
+into the page.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ KLD_LABEL = "KL divergence, nats a token"
 Panels = dict[str, dict[str, Any]]
 
 
-# --- their numbers ----------------------------------------------------------------------------------------------------
+# --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def quality_numbers(texts: Mapping[str, Record]) -> Panels:
-    """By panel and preset: bits of a value, and the mean divergence."""
+    """By panel and preset: bits per cached value, and the mean divergence."""
     found = {
         title: {
             name: [[row["bits_per_value"], row["kld"]]]
@@ -52,7 +52,7 @@ def position_numbers(texts: Mapping[str, Record]) -> Panels:
 
 
 def layer_numbers(texts: Mapping[str, Record]) -> Panels:
-    """By panel and preset: each layer, and the mean divergence with it alone quantised."""
+    """By panel and preset: each layer, and the mean divergence when only that layer is quantised."""
     found: Panels = {}
     for title, record in texts.items():
         layers = record["parts"].get("layers", {})
@@ -63,8 +63,8 @@ def layer_numbers(texts: Mapping[str, Record]) -> Panels:
 
 
 def key_numbers(texts: Mapping[str, Record]) -> Panels:
-    """By panel: the channels of the layer where calibration evens out most, and of each layer its largest channel over
-    the median one, before and after."""
+    """By panel: the channels of the layer that calibration evens out most, before and after, and for each layer the
+    ratio of the largest to the median channel, before and after."""
     found: Panels = {}
     for title, record in texts.items():
         layers = record["parts"].get("keys", {}).get("layers")
@@ -82,15 +82,15 @@ def key_numbers(texts: Mapping[str, Record]) -> Panels:
 
 
 def ratio(values: Sequence[float]) -> float:
-    """The largest over the median, which is not zero in keys that are more than a constant."""
+    """The largest value over the median. The median is zero only where keys are constant."""
     return max(values) / max(statistics.median(values), 1e-12)
 
 
-# --- their messages, of the first panel -------------------------------------------------------------------------------
+# --- messages, from the first panel -----------------------------------------------------------------------------------
 
 
 def quality_message(panels: Panels) -> str:
-    """Which presets no other one beats in both bits and divergence."""
+    """Which presets no other beats in both bits and divergence."""
     points = {name: point for name, (point,) in first(panels).items()}
     best = [
         name
@@ -104,7 +104,7 @@ def quality_message(panels: Panels) -> str:
 
 
 def position_message(panels: Panels) -> str:
-    """Where the preset that diverges most does so."""
+    """Where the preset that diverges most is at its worst."""
     points = first(panels)
     worst = max(points, key=lambda name: statistics.fmean(kld for _, kld in points[name]))
     begin, _ = max(points[worst], key=lambda point: point[1])
@@ -119,7 +119,7 @@ def layer_message(panels: Panels) -> str:
 
 
 def key_message(panels: Panels) -> str:
-    """How much calibration evens out, in the layer that is shown."""
+    """How much calibration evens out the layer that is shown."""
     panel = first(panels)
     before, after = (ratio(panel[when]) for when in ("before", "after"))
     largest = f"layer {panel['layer']}'s largest key channel"
@@ -139,12 +139,12 @@ class Picture:
     """A picture of the page.
 
     Attributes:
-        numbers: Of records by the title of their panel; nothing where they have none.
-        message: Its title, of the numbers.
-        draw: Takes the place of the SVG, the numbers and the title.
-        heading: Of its section; the section before goes on where there is none.
-        alt: What a reader is told who does not see it.
-        text: Below it.
+        numbers: Takes records by the title of their panel; returns its numbers, empty if the records have none.
+        message: Takes the numbers; returns the title.
+        draw: Takes the path of the SVG, the numbers and the title.
+        heading: Heading of its section; empty to continue the section before.
+        alt: Alternative text.
+        text: The text below it.
     """
 
     numbers: Callable[[Mapping[str, Record]], Panels]
@@ -170,8 +170,8 @@ PICTURES = {
         functools.partial(plots.lines, xlabel="position in the window, tokens", ylabel=KLD_LABEL),
         "Where in a text",
         "Divergence by position in the window",
-        "Each point is the mean over a part of the window that begins there. Every window starts with an empty cache, "
-        "so further to the right more is read from codes.",
+        "Each point is the mean over the part of the window that begins there. Every window starts with an empty "
+        "cache, so tokens further right read more codes.",
     ),
     "layers.svg": Picture(
         layer_numbers,
@@ -179,7 +179,7 @@ PICTURES = {
         functools.partial(plots.lines, xlabel="layer, the only one quantised", ylabel=KLD_LABEL),
         "Layer by layer",
         "Divergence with one layer quantised at a time",
-        'A layer that stands out is the first to be given a larger format: `layers={0: "int8"}` in a config.',
+        'If a layer stands out, give it a larger format first: `layers={0: "int8"}` in a config.',
     ),
     "keys.svg": Picture(
         key_numbers,
@@ -187,11 +187,11 @@ PICTURES = {
         plots.keys,
         "Why: the keys",
         "Largest key per channel before and after calibration",
-        "The largest magnitude of each channel of the keys, in the layer that calibration evens out most, and how far "
-        "the largest channel of every layer is above the median one. A few large channels leave few codes for all "
-        "others. Calibration for `int4` subtracts a centre and divides by factors; rotation, which spreads what is "
-        "left over a head, comes after it and is not shown. The numbers above are of caches without this calibration, "
-        "unless the model came with it.",
+        "The largest magnitude of each key channel, in the layer that calibration evens out most, and for every layer "
+        "the ratio of its largest channel to the median one. A few large channels leave few codes for all others. "
+        "Calibration for `int4` subtracts a centre and divides by factors. Rotation, which then spreads what is left "
+        "over a head, is not shown. The numbers above were measured without this calibration, unless the model came "
+        "with it.",
     ),
 }
 
@@ -200,11 +200,11 @@ def draw(texts: Mapping[str, Record], folder: Path) -> list[str]:
     """Draw the pictures for which there are numbers.
 
     Args:
-        texts: By the title of a panel, finished records of `eval perplexity`.
-        folder: For the files.
+        texts: Finished records of `eval perplexity`, by the title of a panel.
+        folder: Where the files are written.
 
     Returns:
-        Names of their files.
+        Names of the files.
     """
     drawn = []
     for name, picture in PICTURES.items():

@@ -1,11 +1,10 @@
-"""How pictures of results look and are written: SVG with text as text, the same bytes for the same numbers.
+"""Draws pictures of results as SVG, with text as text, and the same bytes for the same numbers.
 
-Every picture is as wide as a README shows it, says its message in its title, and names points, bars and lines where
-they stand instead of in a legend. It follows the reader's light or dark page and brings its own background, so that it
-can be read on either. Presets differ by colour and by marker. A picture carries the numbers that it shows in its
-description, so that a test can compare them with the results whatever the version of matplotlib; which numbers those
-are is decided in `pictures.py`, for the README in `evals/pictures.py`. matplotlib is optional and imported inside
-functions.
+Every picture is as wide as a README shows it, says its message in its title, and labels points, bars and lines directly
+instead of in a legend. It follows the reader's light or dark theme and has its own background, so it can be read on any
+page. Presets differ by colour and by marker. A picture's description holds the numbers that it shows, so that a test
+can compare them with the results under any version of matplotlib. `pictures.py` decides which numbers those are;
+`evals/pictures.py` does for the README and `docs/`. matplotlib is optional and imported inside functions.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..arguments import UsageError
 from ..config import PRESETS
 
 PAPER, INK, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#d1d9e0"
-# Told apart by people who see no red or no green, in this order, and dark enough for text on PAPER.
+# In this order, colours that colour-blind readers (red or green) can tell apart, dark enough for text on PAPER.
 PALETTE = ("#0b5fa5", "#1a7f5a", "#c2410c", "#8a6100", "#b0307a", "#6e4fb0")
 # What each colour becomes on a dark page.
 ON_DARK = {
@@ -36,7 +35,7 @@ ON_DARK = {
 }
 MARKERS = ("o", "s", "^", "D", "v", "P")
 WIDTH = 6.25  # inches, which browsers show as 600 pixels
-HEIGHT = 2.4  # of a row of panels
+HEIGHT = 2.4  # inches, of a row of panels
 TITLE_COLUMNS = 62  # characters of a title that fit into WIDTH
 LOOK = {
     "svg.fonttype": "none",
@@ -64,7 +63,8 @@ LOOK = {
     "xtick.labelsize": "medium",
     "ytick.labelsize": "medium",
 }
-# Where a label may stand beside its point, the best place first: points to the right and up, and how it is aligned.
+# Where a label may stand next to its point, best place first: offset to the right and up in points (1/72 inch), then
+# horizontal and vertical alignment.
 PLACES = [
     *((7, shift, "left", "center") for shift in (0, -3, -6, -9, -12, -15, 3, 6, 9, 12, 15)),
     (-7, 0, "right", "center"),
@@ -77,7 +77,7 @@ Points = Sequence[Sequence[float]]
 
 
 def check_matplotlib(where: str) -> None:
-    """Refuse a run that could not draw.
+    """Refuse a run that could not draw its pictures.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -93,15 +93,15 @@ def check_matplotlib(where: str) -> None:
 def picture(
     path: Path, numbers: Mapping[str, Any], title: str, *, rows: int = 1, columns: int = 1, height: float = HEIGHT
 ) -> Iterator[list[list[Any]]]:
-    """Panels to draw into, written at the end of the `with` block, when labels find their places.
+    """Panels to draw into. At the end of the `with` block, labels are placed and the picture is written.
 
     Args:
-        path: Of the SVG.
-        numbers: What it shows.
+        path: The SVG file.
+        numbers: The numbers that the picture shows, JSON-serialisable.
         title: Its message, a sentence.
-        rows: Of panels.
-        columns: The same.
-        height: Of a row, inches.
+        rows: Rows of panels.
+        columns: Columns of panels.
+        height: Height of a row, inches.
 
     Yields:
         The axes by row and column.
@@ -125,7 +125,7 @@ def picture(
 
 
 def dark_rules() -> str:
-    """CSS that exchanges every colour on a dark page."""
+    """CSS that replaces every colour on a dark page."""
     rules = (
         f'[style*="{what}: {light}"]{{{what}: {dark} !important}}'
         for light, dark in ON_DARK.items()
@@ -135,20 +135,20 @@ def dark_rules() -> str:
 
 
 def label(axes: Any, text: str, point: Sequence[float], color: str = INK) -> None:
-    """Name a point, in data coordinates; `place_labels` finds the place."""
+    """Label a point, given in data coordinates. `place_labels` decides where the label stands."""
     dx, dy, ha, va = PLACES[0]
     axes.annotate(text, point, xytext=(dx, dy), textcoords="offset points", ha=ha, va=va, color=color)
 
 
 def place_labels(figure: Any) -> None:
-    """Put every label of `label` into the first of PLACES where it covers nothing, or else as little as can be.
+    """Put every label of `label` into the first of PLACES where it covers nothing, or else covers least.
 
-    Texts, markers, lines and axes are not to be covered, and nothing is to leave the figure.
+    Labels should cover no text, marker, line or axis, and stay inside the figure.
     """
     import numpy as np
     from matplotlib.text import Annotation, Text
 
-    figure.draw_without_rendering()  # lays panels out with room for labels to the right of them
+    figure.draw_without_rendering()  # lays out the panels, with room for labels to their right
     figure.set_layout_engine("none")
     texts = figure.findobj(lambda artist: isinstance(artist, Text) and artist.get_text())
     labels: list[Any] = [text for text in texts if isinstance(text, Annotation)]
@@ -160,7 +160,7 @@ def place_labels(figure: Any) -> None:
     drawn = np.concatenate(dots)
 
     def shared(box: Any, low: Any, high: Any) -> Any:
-        """The area that a box has in common with others."""
+        """The areas that a box shares with others."""
         return np.clip(np.minimum(box.max, high) - np.maximum(box.min, low), 0, None).prod(-1)
 
     def covered(box: Any) -> float:
@@ -174,32 +174,32 @@ def place_labels(figure: Any) -> None:
         text.set(position=(dx, dy), ha=ha, va=va)
         return text.get_window_extent()
 
-    # From the top down, so that the names of lines come in the order of their ends.
+    # From the top down, so that labels stand in the order of the ends of their lines.
     for text in sorted(labels, key=lambda text: -text.axes.transData.transform(text.xy)[1]):
         best = min(PLACES, key=lambda place: covered(moved(text, place)))
         taken.append(moved(text, best).get_points())
 
 
 def described(path: Path) -> dict[str, Any]:
-    """The numbers that a picture of ours says it shows."""
+    """The numbers in the description of a picture that `picture` wrote."""
     found = ElementTree.parse(path).find(".//{http://purl.org/dc/elements/1.1/}description")
     numbers: dict[str, Any] = json.loads("" if found is None or found.text is None else found.text)
     return numbers
 
 
 def style_of(name: str, number: int) -> dict[str, Any]:
-    """Colour and marker of a line: of a preset always the same ones, else by its number in the picture."""
+    """Colour and marker of a line: fixed for each preset, otherwise by its number in the picture."""
     known = [preset for preset in PRESETS if preset != "none"]
     place = known.index(name) if name in known else number
     return {"color": PALETTE[place % len(PALETTE)], "marker": MARKERS[place % len(MARKERS)]}
 
 
 def bars(axes: Any, values: Sequence[tuple[float, float, str, str]]) -> None:
-    """Horizontal bars from zero, named at their ends, which needs no axis.
+    """Draw horizontal bars from zero, labelled at their ends, without an axis.
 
     Args:
-        axes: Where.
-        values: Of each bar its place from the top, its length, its label and its colour.
+        axes: Where to draw.
+        values: For each bar: its place from the top, its length, its label and its colour.
     """
     for place, length, text, color in values:
         axes.barh(place, length, height=0.76, color=color)
@@ -212,16 +212,16 @@ def bars(axes: Any, values: Sequence[tuple[float, float, str, str]]) -> None:
 
 
 def lines(path: Path, numbers: Mapping[str, Mapping[str, Points]], title: str, *, xlabel: str, ylabel: str) -> None:
-    """Lines or points, named at their right ends, a panel above the other with the same y, logarithmic.
+    """Draw lines or points, labelled at their right ends, in panels above each other with the same logarithmic y axis.
 
     Args:
-        path: Of the SVG.
-        numbers: By panel and label, points from left to right.
+        path: The SVG file.
+        numbers: Points from left to right, by panel and label.
         title: Its message.
-        xlabel: With the unit.
-        ylabel: The same.
+        xlabel: Label of the x axis, with the unit.
+        ylabel: Label of the y axis, with the unit.
     """
-    # What a logarithmic scale can show.
+    # A logarithmic scale shows only positive numbers.
     shown = {
         heading: {
             name: above for name, points in panel.items() if (above := [point for point in points if point[1] > 0])
@@ -244,12 +244,12 @@ def lines(path: Path, numbers: Mapping[str, Mapping[str, Points]], title: str, *
 
 
 def keys(path: Path, numbers: Mapping[str, Mapping[str, Any]], title: str) -> None:
-    """Channels of one layer before and after, and beside them how uneven every layer is; a row for each panel.
+    """Draw the channels of one layer before and after calibration, and next to them how uneven every layer is.
 
     Args:
-        path: Of the SVG.
-        numbers: By panel: `layer`, `before` and `after` of its channels, and `uneven`: `before` and `after` as points
-            of layer and ratio.
+        path: The SVG file.
+        numbers: By panel, one row each: `layer`, `before` and `after` of its channels, and `uneven`: `before` and
+            `after` as points of layer and ratio.
         title: Its message.
     """
     styles = {"before": {"color": PALETTE[2], "marker": "s"}, "after": {"color": PALETTE[0], "marker": "o"}}
@@ -257,7 +257,7 @@ def keys(path: Path, numbers: Mapping[str, Mapping[str, Any]], title: str) -> No
         for (channels, layers), (heading, panel) in zip(panels, numbers.items(), strict=True):
             for when, style in styles.items():
                 edges = [x - 0.5 for x in range(len(panel[when]) + 1)]
-                # What was there before is an area, so that what is left of it shows as a line in front.
+                # `before` is a filled area, so that `after` shows in front of it as a line.
                 look = {"fill": True, "alpha": 0.45} if when == "before" else {}
                 channels.stairs(panel[when], edges, color=style["color"], **look)
                 layers.plot(*zip(*panel["uneven"][when], strict=True), **style)

@@ -1,9 +1,9 @@
-"""`hf-kvquant eval report`: the whole suite on one model, and a page of it with pictures.
+"""`hf-kvquant eval report`: runs the whole suite on one model and writes a page with pictures.
 
-Runs `eval perplexity` on the model as it is and with injected outliers, then `eval tasks`, each of which keeps its own
-record in one folder and resumes it, so an interrupted report does as well. Outliers are left out where none can be put
-into the model's keys. Here is decided which evaluations there are and with which defaults; what is said of their
-records is `page.py`'s, which needs no model: `--render` does only that.
+Runs `eval perplexity` on the model as it is and with injected outliers, then `eval tasks`. Each keeps its own record in
+the output folder and resumes it, so an interrupted report can be resumed too. If no outliers can be injected into the
+model's keys, that part is left out. This file decides which evaluations run and with which defaults. `page.py` writes
+the page from the records alone, without a model; `--render` does only that.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FILES = {page.PLAIN: "perplexity.json", page.OUTLIERS: "perplexity_outliers.json
 PAGE, HTML = "report.md", "report.html"
 # A power of two changes no bit of what the model computes, in any dtype.
 OUTLIER_FACTOR = 8.0
-# Items of each task: over five tasks of so many, the change of the average has an error of some 0.9 points where 8 % of
-# the answers change, as under int4 those of the reference model do; half of that takes four times as long.
+# Items of each task. If 8 % of the answers change, as on the reference model under int4, the change of the average over
+# five tasks has a standard error of some 0.9 points. Halving it would take four times as long.
 LIMIT = 200
 SKIPPABLE = (page.OUTLIERS, page.TASKS)
 
@@ -43,36 +43,41 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         help="the whole suite, as one page with pictures",
-        description="Divergence and perplexity of all presets, with the model as it is and with injected outliers, "
-        "where in a text and in which layer they arise, and zero-shot tasks: one folder with a page in HTML and in "
-        "Markdown, pictures and the records. The same command again goes on where one stopped.",
+        description="Measure divergence and perplexity of all presets, on the model as it is and with injected "
+        "outliers, by position in the text and by layer, then zero-shot tasks. Writes a folder with a page in HTML and "
+        "in Markdown, pictures and the records. Run the same command again to resume.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
-    parser.add_argument("--output", required=True, metavar="DIR", help="for the page, its pictures and the records")
     parser.add_argument(
-        "--render", action="store_true", help="make page and pictures from the records in DIR, and measure nothing"
+        "--output", required=True, metavar="DIR", help="folder for the page, its pictures and the records"
+    )
+    parser.add_argument(
+        "--render", action="store_true", help="only make page and pictures from the records in DIR; measure nothing"
     )
     parser.add_argument("--skip", action="append", choices=SKIPPABLE, help="leave out an evaluation; repeatable")
     add_presets(parser, PRESETS)
     windows.add_source(parser)
     windows.add_options(parser)
-    parser.add_argument("--data", metavar="DIR", help="JSON lines of the tasks (default: lm-eval downloads its own)")
+    parser.add_argument(
+        "--data", metavar="DIR", help="folder with JSON lines of the tasks (default: lm-eval downloads its own)"
+    )
     parser.add_argument(
         "--limit", type=int, default=LIMIT, metavar="N", help=f"the first N items of each task (default: {LIMIT})"
     )
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts of a forward (default: 8)")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="texts per forward of the tasks (default: 8)"
+    )
     add_placement(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    """`hf-kvquant eval report`.
+    """Run `hf-kvquant eval report`.
 
     Raises:
-        Interrupted: The text says what was kept.
-        Refused: An evaluation has failed its own checks.
-        UsageError: An argument has no meaning, something that is needed is not installed, or the folder holds what does
-            not belong together.
+        Interrupted: Ctrl-C; the message says what was kept.
+        Refused: An evaluation failed one of its own checks.
+        UsageError: An argument is invalid, a package is missing, or the folder holds something else.
     """
     plots.check_matplotlib(WHERE)
     folder = checked_output(
@@ -90,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
         measure(args, folder, steps)
     finally:
         if is_new:
-            with contextlib.suppress(OSError):  # it holds something
+            with contextlib.suppress(OSError):  # not empty: keep it
                 folder.rmdir()
     render(args.model, folder)
 
@@ -104,15 +109,15 @@ def measure(args: argparse.Namespace, folder: Path, steps: dict[str, str]) -> No
         try:
             evaluate(args, kind, folder / name)
         except preparation.CannotInject as error:
-            # As it is, the model has been measured all the same, and the page says what is not there.
+            # The model was still measured as it is, and the page says what is missing.
             console.print(f"{name} is left out. {error}", soft_wrap=True, markup=False)
 
 
 def check(args: argparse.Namespace, steps: dict[str, str]) -> None:
-    """Refuse what would only be found out hours later.
+    """Refuse mistakes at once that would otherwise stop the run hours later.
 
     Raises:
-        UsageError: There is something.
+        UsageError: An argument is invalid, or lm-eval or task files are missing.
     """
     checked_configs(args, WHERE)
     check_counts(args, ("window", "stride", "tokens", "limit", "batch_size"), WHERE)
@@ -130,7 +135,7 @@ def check(args: argparse.Namespace, steps: dict[str, str]) -> None:
 
 
 def evaluate(args: argparse.Namespace, kind: str, path: Path) -> None:
-    """Run one evaluation as its own command would, into a record."""
+    """Run one evaluation as its own command would, and keep its results in a record."""
     module, name = (tasks, "tasks") if kind == page.TASKS else (perplexity, "perplexity")
     parser = argparse.ArgumentParser(prog=WHERE)
     module.add_parser(parser.add_subparsers())
@@ -147,10 +152,10 @@ def evaluate(args: argparse.Namespace, kind: str, path: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """By kind, what the records in a folder hold.
+    """The records in a folder, by kind.
 
     Raises:
-        UsageError: A file is no record.
+        UsageError: A file is not a record.
     """
     try:
         return {kind: read_record(folder / name) for kind, name in FILES.items() if (folder / name).exists()}
@@ -159,10 +164,10 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_same_model(model: str, records: dict[str, dict[str, Any]]) -> None:
-    """Refuse a folder of another model.
+    """Refuse a folder with records of another model.
 
     Raises:
-        UsageError: It is one.
+        UsageError: A record is of another model.
     """
     name = model_name(model)
     for kind, record in records.items():
@@ -177,7 +182,7 @@ def render(model: str, folder: Path) -> None:
     """Make the page and its pictures from the records in a folder.
 
     Raises:
-        UsageError: There is no finished record of a text, or one of another model.
+        UsageError: No record of `eval perplexity` is finished, or one is of another model.
     """
     records = read(folder)
     check_same_model(model, records)
