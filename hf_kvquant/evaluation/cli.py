@@ -1,4 +1,4 @@
-"""`hf-kvquant eval`: which evaluations there are. What each takes and does is decided in its own module.
+"""`hf-kvquant eval`: the list of evaluations. Each is a module with its own options.
 
 Every such module has `add_parser(commands)` and `run(args)`, and imports what is heavy or optional inside `run`.
 """

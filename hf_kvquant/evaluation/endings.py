@@ -1,6 +1,6 @@
-"""What a user is told, in one line, of a run that ends before its time.
+"""The one line that a user gets when a run ends early: interrupted, out of memory, or unable to write its results.
 
-What was measured by then, and when a file may be gone on with, is `records.py`'s.
+`records.py` says what was kept and when a file can be resumed.
 """
 
 from __future__ import annotations
@@ -16,25 +16,28 @@ from .records import CannotKeep, RunRecord
 
 @dataclasses.dataclass
 class Ongoing:
-    """What is being measured, in words, for whoever has to be told that it was not."""
+    """What a run is measuring right now, in words, for the message that it ended there."""
 
     part: str = "the first steps"
 
 
 @contextlib.contextmanager
 def early_end(record: RunRecord, where: str, *, lower: str, value: object, more: str = "") -> Iterator[Ongoing]:
-    """Tell in a line what is left of a run that is interrupted, or lacks memory or room for its results.
+    """Turn an interrupt, lack of memory or lack of disk space into one line that says what was kept.
 
     Args:
-        record: Of the run.
-        where: Opens the message.
-        lower: The option that takes the most memory.
-        value: What was given for it.
-        more: What else to do, opening with a comma.
+        record: The run's record.
+        where: Start of the message.
+        lower: The option that takes the most memory, and that the user should lower.
+        value: Its value.
+        more: What else to do; starts with a comma.
+
+    Yields:
+        An `Ongoing`, to be told what is being measured.
 
     Raises:
-        Interrupted: The run is; the text says what was kept.
-        UsageError: Memory has run out, or what was measured cannot be written.
+        Interrupted: Ctrl-C.
+        UsageError: Memory ran out, or results could not be written.
     """
     ongoing = Ongoing()
     try:

@@ -1,8 +1,8 @@
-"""What every evaluation does before it measures: which configs it compares, and what is done to the model.
+"""What every evaluation does before it measures: choose the configs to compare, and prepare the model.
 
-A model is made harder, calibrated, or left as it is. How keys get outliers or a bias is `transforms/injection.py`'s,
-how centres and factors are found `transforms/smoothing.py`'s; here is decided what a user may ask for, in which order
-it is done, and what a record says of it.
+A model can be made harder to quantise, calibrated, or left as it is. `transforms/injection.py` puts outliers or a bias
+into keys, `transforms/smoothing.py` calibrates. This file decides which options there are, in which order they apply,
+and what a record says about them.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from ..transforms.smoothing import smooth_attention
 from ..transforms.smoothing_file import FILE_NAME, SmoothingResult
 from .provenance import model_name, sha256
 
-OUTLIER_PAIRS = 3  # RoPE pairs per head, of the channels that are made larger
-OUTLIER_FACTOR = 10.0  # about what large models have
+OUTLIER_PAIRS = 3  # RoPE pairs per head whose channels are made larger
+OUTLIER_FACTOR = 10.0  # about that of large models
 BIAS_NORM = 100.0
 CALIBRATED_PRESET = "int4"
 
 
 class CannotInject(UsageError):
-    """A model whose keys are made in a way that is not known, or cannot be what was asked for."""
+    """Nothing can be injected: it is unknown how the model computes its keys, or the number asked for is invalid."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of evaluations that change a model before it is measured."""
+    """Add the options that change a model before it is measured."""
     parser.add_argument(
         "--inject-outliers",
         type=float,
         nargs="?",
         const=OUTLIER_FACTOR,
         metavar="F",
-        help=f"first make {OUTLIER_PAIRS} RoPE pairs of every head of keys F times as large, and queries so much "
-        f"smaller (F: {OUTLIER_FACTOR:g} if left out)",
+        help=f"first make {OUTLIER_PAIRS} RoPE pairs of every key head F times as large, and the same channels of the "
+        f"queries F times as small (F: {OUTLIER_FACTOR:g} if left out)",
     )
     parser.add_argument(
         "--inject-bias",
@@ -51,18 +51,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=BIAS_NORM,
         metavar="NORM",
-        help=f"first add a constant of this norm to every head of keys (NORM: {BIAS_NORM:g} if left out)",
+        help=f"first add a constant vector of this norm to every key head (NORM: {BIAS_NORM:g} if left out)",
     )
     parser.add_argument("--calibrate", metavar="FILE", help="then calibrate the model on this text")
     parser.add_argument(
         "--calibrate-for",
         choices=tuple(PRESETS),
-        help=f"with --calibrate, what for (default: {CALIBRATED_PRESET})",
+        help=f"preset to calibrate for, with --calibrate (default: {CALIBRATED_PRESET})",
     )
 
 
 def compared_configs(args: argparse.Namespace, where: str) -> dict[str, KVQuantConfig]:
-    """The configs to run by name, the unquantised cache, which others are compared with, always and first.
+    """The configs to run, by name. The unquantised cache always comes first: the others are compared with it.
 
     Raises:
         UsageError: As for `checked_configs`.
@@ -77,14 +77,14 @@ def prepare(
     args: argparse.Namespace,
     where: str,
 ) -> dict[str, Any]:
-    """Make a model harder and calibrate it, as far as the arguments ask for that.
+    """Inject outliers or a bias into a model and calibrate it, as far as the arguments ask for it.
 
     Returns:
-        What a record says of the model, among its settings.
+        Settings of the record that describe the model.
 
     Raises:
-        CannotInject: Keys are not made in a way that is known, or a number has no meaning.
-        UsageError: An argument has no meaning, the model cannot be calibrated, or memory runs out.
+        CannotInject: It is unknown how the model computes its keys, or a number is invalid.
+        UsageError: An argument is invalid, the model cannot be calibrated, or memory runs out.
     """
     if args.calibrate_for is not None and args.calibrate is None:
         raise UsageError(f"{where}: `--calibrate-for` must come with --calibrate, got it alone. Add --calibrate FILE.")
@@ -129,7 +129,7 @@ def prepare(
 
 
 def describe(result: SmoothingResult, path: Path, preset: str) -> dict[str, Any]:
-    """What a record says of a calibration."""
+    """A calibration, as a record describes it."""
     return {
         "data": path.name,
         "data_sha256": sha256(path),

@@ -1,9 +1,8 @@
 """Where a number comes from: what every results file says about code, machine, model and data.
 
-Whatever measures puts `card` into its results, the scripts of `evals/` as well; what they measure is theirs. Nothing
-here names a path of the machine: files appear by name and hash, folders relative to the repository. Where a copy of the
-tree runs without its history, or with an older one, the variable `HF_KVQUANT_COMMIT` says what it is a copy of: the
-commit, then `clean` or `dirty`.
+Every evaluation puts `card` into its results, and so do the scripts of `evals/`. No path of the machine is recorded:
+files appear by name and hash, folders relative to the repository. A copy of the tree without its history can be told
+its commit by the variable `HF_KVQUANT_COMMIT`: the commit, then `clean` or `dirty`.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ import transformers
 
 from .. import __version__, ops
 
-ROOT = Path(__file__).resolve().parents[2]  # of the repository; of an installed package, the folder that it lies in
+ROOT = Path(__file__).resolve().parents[2]  # the repository, or the folder of the installed package
 COMMIT_VARIABLE = "HF_KVQUANT_COMMIT"
 
 
 def card() -> dict[str, Any]:
-    """Command, commit, date, versions and processor of this run. What cannot be found out is `None`."""
+    """Command, commit, date, versions and processor of this run. Unknown entries are `None`."""
     module = ops.extension()
     commit, is_dirty = checkout()
     return {
@@ -49,7 +48,7 @@ def card() -> dict[str, Any]:
 
 
 def gpu_card() -> dict[str, Any]:
-    """Name, memory, driver and software of the first GPU. What cannot be found out is `None`."""
+    """Name, memory, driver and software of the first GPU. Unknown entries are `None`."""
     properties = torch.cuda.get_device_properties(0)
     smi = _nvidia_smi("driver_version", "clocks.max.sm", "clocks.max.mem")
     return {
@@ -66,7 +65,7 @@ def gpu_card() -> dict[str, Any]:
 
 
 def gpu_state() -> dict[str, Any]:
-    """Clocks, temperature and power of the first GPU at this moment; `None` where nvidia-smi does not tell."""
+    """Clocks, temperature and power of the first GPU right now; `None` for what nvidia-smi does not report."""
     fields = {
         "sm_mhz": "clocks.sm",
         "memory_mhz": "clocks.mem",
@@ -78,20 +77,20 @@ def gpu_state() -> dict[str, Any]:
 
 
 def checkout() -> tuple[str | None, bool | None]:
-    """The commit of this tree, and whether tracked files differ from it; `None` each outside a checkout."""
+    """The commit of this tree, and whether tracked files differ from it; both `None` outside a checkout."""
     given = os.environ.get(COMMIT_VARIABLE)
     if given is not None:
         commit, state = given.split()
         return commit, state != "clean"
     top = _git("rev-parse", "--show-toplevel")
     if top is None or Path(top) != ROOT:
-        return None, None  # an installed package, perhaps in an environment within somebody else's repository
+        return None, None  # an installed package, perhaps in an environment inside another repository
     head, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
     return head, None if status is None else bool(status)
 
 
 def command() -> str:
-    """The command line of this process, files outside the repository by their names."""
+    """The command line of this process. Files outside the repository are reduced to their names."""
     program, *words = sys.argv
     is_ours = Path(program).name == "hf-kvquant" or Path(program).parent.name == "hf_kvquant"
     opening = ["hf-kvquant"] if is_ours else ["python", place(Path(program)) if "/" in program else program]
@@ -99,13 +98,13 @@ def command() -> str:
 
 
 def place(path: Path) -> str:
-    """A path relative to the repository, or the name alone of what lies outside."""
+    """A path relative to the repository; only its name if it lies outside."""
     path = path.resolve()
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def model_name(name: str) -> str:
-    """How a record calls a model: a folder by its place, whatever else by its hub id."""
+    """The name of a model in a record: `place` of a folder, or the hub id."""
     path = Path(name).expanduser()
     return place(path) if path.is_dir() else name
 

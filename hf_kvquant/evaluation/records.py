@@ -1,8 +1,8 @@
 """What a run has measured so far: one JSON file, written after every part and resumed by a second run.
 
-A record holds the card of the run (`provenance.py`), its settings, and its parts, results by name. What a part is, the
-evaluation decides; here is decided when a file may be gone on with: where its settings are equal, and so are the code
-and the machine that its parts come from.
+A record holds the card of the run (`provenance.py`), its settings, and its parts: results by name. The evaluation
+decides what a part is. A file is resumed only if its settings, code and machine are those of the new run; this file
+decides that.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ..arguments import UsageError, checked_output
 from ..output import why_unwritable, written
 from .provenance import card, gpu_card
 
-# What may differ between the runs that fill one record.
+# Entries of the card that may differ between the runs that fill one record.
 _FREE = ("command", "date", "threads")
 _REMEDY = "Name another file, or remove this one."
 
 
 class CannotKeep(OSError):
-    """A record's file that cannot be written."""
+    """A record's file could not be written."""
 
 
 class RunRecord:
     """One run's results. `open` makes or resumes one.
 
     Args:
-        path: Of the file; `None` keeps everything in memory.
+        path: The file; `None` keeps everything in memory.
         content: Card, settings and parts.
     """
 
@@ -46,12 +46,12 @@ class RunRecord:
         """Begin a record, or resume the one that the file holds.
 
         Args:
-            path: Of the file, written from the first part on; `None` keeps everything in memory.
-            settings: JSON-serialisable: whatever results depend on.
+            path: The file, first written with the first part; `None` keeps everything in memory.
+            settings: Everything that the results depend on, JSON-serialisable.
 
         Raises:
-            ValueError: The file is no record, or one of other settings, or of other code or another machine; or it
-                cannot be written.
+            ValueError: The file is not a record, or comes from other settings, other code or another machine, or cannot
+                be written.
         """
         where = {**card(), **(gpu_card() if torch.cuda.is_available() else {})}
         content = {"card": where, "settings": _plain(settings), "parts": {}}
@@ -73,7 +73,7 @@ class RunRecord:
         return cls(path, earlier)
 
     def get(self, part: str) -> dict[str, Any] | None:
-        """A part's result, `None` where it has none yet."""
+        """A part's result; `None` if it has none yet."""
         found: dict[str, Any] | None = self._content["parts"].get(part)
         return found
 
@@ -81,7 +81,7 @@ class RunRecord:
         """Keep a part's result, and write the file.
 
         Raises:
-            CannotKeep: It cannot be written; what it held before, it holds.
+            CannotKeep: The file cannot be written. It still holds what it held before.
         """
         self._content["parts"][part] = _plain(result)
         if self._path is not None:
@@ -96,7 +96,7 @@ class RunRecord:
         return self._content
 
     def kept(self) -> str:
-        """Where what was measured is, and how to go on, for a run that ends early."""
+        """What was kept of a run that ends early, and how to resume it, in a sentence."""
         if self._path is None:
             return "Nothing is kept: add --output FILE to keep what was measured."
         if not self._content["parts"]:
@@ -105,20 +105,20 @@ class RunRecord:
 
 
 def check_record(output: str | None, where: str) -> None:
-    """Refuse an `--output` that cannot be written, before there is anything to write.
+    """Refuse an `--output` that cannot be written, before anything is measured.
 
     Raises:
-        UsageError: It cannot.
+        UsageError: It cannot be written.
     """
     if output is not None:
         checked_output(output, where)
 
 
 def open_record(output: str | None, settings: Mapping[str, Any], where: str) -> RunRecord:
-    """The record of `--output`; `where` opens the message where it cannot be used.
+    """Make or resume the record of `--output`.
 
     Raises:
-        UsageError: It cannot.
+        UsageError: It cannot be used. The message starts with `where`.
     """
     try:
         return RunRecord.open(None if output is None else Path(output).expanduser(), settings)
@@ -130,7 +130,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """Card, settings and parts of a file.
 
     Raises:
-        ValueError: The file is no record.
+        ValueError: The file is not a record.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -144,7 +144,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _difference(earlier: Mapping[str, Any], now: Mapping[str, Any], allowed: tuple[str, ...]) -> str | None:
-    """The first entry that is not the same, in words."""
+    """The first entry that differs, in words; `None` if none does."""
     for name in dict.fromkeys([*now, *earlier]):
         if name not in allowed and earlier.get(name) != now.get(name):
             return f"`{name}` was {_short(earlier.get(name))} and is {_short(now.get(name))}"
@@ -157,7 +157,7 @@ def _short(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON gives it back; what is not finite is unknown, and so `None`."""
+    """A value as JSON would return it. Infinity and NaN become `None`, which stands for unknown."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -170,6 +170,6 @@ def _plain(value: Any) -> Any:
 
 
 def _spell(content: Mapping[str, Any]) -> str:
-    """JSON with an entry a line, and lists of numbers in one line each."""
+    """JSON with one entry per line, and each list of numbers on one line."""
     text = json.dumps(content, indent=1, allow_nan=False)
     return re.sub(r"\[\n[^\[\]{}\"]*\]", lambda match: re.sub(r"\s+", " ", match[0]), text) + "\n"
