@@ -2,23 +2,26 @@
 
     python evals/bench_generate.py --model llama-3-8b --output evals/results/generate.json
 
-The physics: a step reads the weights and the cache once, so their bytes over the read bandwidth, measured in the same
-run, is the roofline that stands beside each figure. No loop gets there: the model's other kernels and the host take
-their time too. How much that is, the floor says: the same model, batch and loop with transformers' static compiled
-cache at hardly any context. A step should cost its floor plus the bytes of the cache.
+Physics: a step reads the weights and the cache once. Their bytes over the read bandwidth, measured in the same run, are
+the roofline, shown with each figure. No loop reaches it, because the model's other kernels and the host take time too.
+The floor shows how much: the same model, batch and loop with transformers' static compiled cache at hardly any context.
+A step should cost its floor plus the time to read the cache.
 
-The method: random prompts, no end token, greedy. A system is warmed up on a short prompt with the same batch and
-capacity, which is where it compiles. Then the whole prompt goes in, and a streamer notes when each token arrives on the
-host: `ms a step` is the difference between two lengths of one call, so that prefill, compilation and set-up cancel
-without the noise of a second prefill; the first token's time is the prefill's. A streamer makes transformers' loop copy
-each token to the host, which it waits for anyway; every system pays that, the floor too. Where the whole prompt does
-not fit, it is prefilled in chunks, and the row says in which. A system that fails is named with its reason, never with
-a number, and so is one of ours that attends to dequantised tensors. One that takes the process with it has to be left
-out: on an H200, torch 2.11 ends in a segmentation fault where transformers' static cache gets 64x8k in chunks, so that
-case is measured by `--cases 64x8k --systems int8-static,int4-static,int4-capture --resume` behind the others.
+Method:
+- Random prompts, no end token, greedy. A system is warmed up, and compiles, on a short prompt with the same batch and
+  capacity. Then the whole prompt is fed, and a streamer notes when each token arrives on the host.
+- `ms a step` is the time between an early and the last token of one call, per step, so prefill, compilation and set-up
+  do not count. The time of the first token is the prefill's.
+- Because of the streamer, transformers' loop copies each token to the host, for which it waits anyway. Every system
+  pays this, the floor too.
+- If the whole prompt does not fit into memory, it is prefilled in chunks, and the row gives their size.
+- A system that fails is listed with the reason and without a number; so is one of ours that attends to dequantised
+  tensors. A system that ends the process has to be left out: on an H200, torch 2.11 ends in a segmentation fault when
+  transformers' static cache gets 64x8k in chunks. So that case is measured after the others, by `--cases 64x8k
+  --systems int8-static,int4-static,int4-capture --resume`.
 
-The largest context and batch that fit are computed from what the case took, as `generate_cases.largest` says. Models,
-cases and goals are there, too.
+`generate_cases.py` has models, cases and goals, and computes the largest context and batch that fit from the memory
+that a case took.
 """
 
 from __future__ import annotations
@@ -60,15 +63,15 @@ from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu
 
 DTYPE = torch.bfloat16
 WARM_UP_CONTEXT = 64
-# Where the whole prompt does not fit, chunks of this part of it.
+# If the whole prompt does not fit into memory, it is prefilled in this many chunks.
 CHUNKS = 8
-# Calls that count: two, unless the first took longer than this.
+# Timed calls: two, or one if the first took longer than this.
 CALLS, LONG_SECONDS = 2, 10.0
 
 
 # --- the systems ------------------------------------------------------------------------------------------------------
 
-# Sets a model up for a capacity in tokens, and gives what makes the arguments of each call of `generate`.
+# Sets a model up for a capacity in tokens, and yields a function that makes the arguments of each call of `generate`.
 System = Callable[[Any, int], contextlib.AbstractContextManager[Callable[[], dict[str, Any]]]]
 
 
@@ -80,7 +83,7 @@ def transformers_cache(model: Any, capacity: int, **arguments: Any) -> Iterator[
 
 @contextlib.contextmanager
 def static_cache(model: Any, capacity: int) -> Iterator[Callable[[], dict[str, Any]]]:
-    """One static cache for all calls: so its addresses stay, and graphs of the compiled step are not recorded again."""
+    """One static cache for all calls: its addresses stay, so graphs of the compiled step are recorded only once."""
     cache = StaticCache(config=model.config, max_cache_len=capacity)
 
     def arguments() -> dict[str, Any]:
@@ -92,7 +95,7 @@ def static_cache(model: Any, capacity: int) -> Iterator[Callable[[], dict[str, A
 
 @contextlib.contextmanager
 def ours(model: Any, capacity: int, *, grows: bool = False, **config: Any) -> Iterator[Callable[[], dict[str, Any]]]:
-    """A patched model."""
+    """A patched model; its cache is static unless it `grows`."""
     with patched(model, config if grows else {**config, "max_cache_len": capacity}):
         yield dict
 
@@ -121,7 +124,7 @@ DEFAULT_SYSTEMS = ["static", "int8-static", "int4-static", "int4-capture"]
 
 
 class Clock(BaseStreamer):  # type: ignore[misc]
-    """Notes when tokens arrive on the host, and how much memory was allocated up to the first and after it."""
+    """Notes when tokens arrive on the host, and the peak of allocated memory up to the first token and after it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -130,7 +133,7 @@ class Clock(BaseStreamer):  # type: ignore[misc]
         self.start = self.now()
 
     def now(self) -> float:
-        """Seconds, when the device is done."""
+        """The time in seconds, after the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -143,7 +146,7 @@ class Clock(BaseStreamer):  # type: ignore[misc]
             self._note_peak()
 
     def end(self) -> None:
-        """Nothing comes any more."""
+        """Take the end of the text."""
         self._note_peak()
 
     def _note_peak(self) -> None:
@@ -155,7 +158,7 @@ class Clock(BaseStreamer):  # type: ignore[misc]
 
 
 def call(model: Any, case: Case, num_new: int, arguments: Mapping[str, Any]) -> tuple[Clock, Any]:
-    """One call of `generate` on random tokens: when they came, and what it returned."""
+    """Call `generate` once on random tokens. Returns when tokens arrived, and what it returned."""
     prompt = torch.randint(5, model.config.vocab_size, (case.batch, case.context), device=model.device)
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -175,7 +178,7 @@ def call(model: Any, case: Case, num_new: int, arguments: Mapping[str, Any]) -> 
 
 
 def bytes_per_token(cache: Cache) -> int | None:
-    """Bytes that one token of one sequence takes in all layers; `None` where a cache does not tell."""
+    """Bytes that one token of one sequence takes in all layers; `None` if the cache does not tell."""
     if isinstance(cache, KVQuantCache):
         return cache.bytes_per_token
     if not all(type(layer) in (DynamicLayer, StaticLayer) for layer in cache.layers):
@@ -185,7 +188,7 @@ def bytes_per_token(cache: Cache) -> int | None:
 
 
 def check_served(cache: Cache) -> None:
-    """Refuse figures of a cache of ours whose codes were not attended to directly."""
+    """Refuse figures of our cache if attention read dequantised tensors."""
     if isinstance(cache, KVQuantCache):
         reasons = sorted({reason for storage in cache.storages for reason in storage.fallbacks})
         if reasons:
@@ -193,23 +196,26 @@ def check_served(cache: Cache) -> None:
 
 
 def measure(model: Any, name: str, case: Case, num_new: int) -> dict[str, Any]:
-    """One system at one case: the figures of its row that need no other row.
+    """Measure one system at one case. If memory runs out, try again with the prompt in chunks.
+
+    Returns:
+        The figures of its row that need no other row.
 
     Raises:
-        Exception: Whatever the system fails with, also when the prompt fits in chunks no more than whole.
+        Exception: Whatever the system fails with.
     """
     try:
         return _measure(model, name, case, num_new, chunk=None)
     except torch.OutOfMemoryError:
         if case.context < CHUNKS:
             raise
-    clean_up()  # outside of the handler, which keeps what failed alive
+    clean_up()  # not in the handler: the exception keeps the failed call's tensors alive
     return _measure(model, name, case, num_new, chunk=case.context // CHUNKS)
 
 
 def _measure(model: Any, name: str, case: Case, num_new: int, chunk: int | None) -> dict[str, Any]:
     first, tokens = num_new // 4, case.context + num_new
-    # Without chunks the step is all that compiles, and it does not depend on the prompt.
+    # Without chunks, only the decode step compiles, which does not depend on the prompt.
     warm_up = case if chunk is not None else Case(case.batch, min(case.context, WARM_UP_CONTEXT))
     counters.clear()
     clocks: list[Clock] = []
@@ -219,7 +225,7 @@ def _measure(model: Any, name: str, case: Case, num_new: int, chunk: int | None)
         _, result = call(model, warm_up, first, {"return_dict_in_generate": True, **chunked, **arguments()})
         check_served(result.past_key_values)
         token_bytes = bytes_per_token(result.past_key_values)
-        del result  # so that the buffers of a cache that is kept for the next call serve it
+        del result  # frees the cache, or lets the next call reuse its buffers
         call(model, warm_up, first, {**chunked, **arguments()})
         start_s = time.perf_counter() - start
         while len(clocks) < CALLS and (not clocks or clocks[0].times[-1] < LONG_SECONDS):
@@ -262,7 +268,7 @@ def _measure(model: Any, name: str, case: Case, num_new: int, chunk: int | None)
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Memory of a GPU."""
+    """Memory of a GPU; `None` for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
@@ -275,7 +281,7 @@ def clean_up() -> None:
 
 
 def attempt(model: Any, name: str, case: Case, num_new: int) -> tuple[dict[str, Any] | None, str | None]:
-    """A system's row, or why there is none."""
+    """A system's row, or the reason why there is none."""
     row, reason = None, None
     try:
         row = measure(model, name, case, num_new)
@@ -286,7 +292,7 @@ def attempt(model: Any, name: str, case: Case, num_new: int) -> tuple[dict[str, 
 
 
 def add_roofline(row: dict[str, Any], weight_bytes: int, bandwidth: float) -> None:
-    """What a row means beside the bytes that a step reads."""
+    """Add the roofline to a row, and the share of it that the row reaches."""
     row["roofline_ms"] = roofline_ms(weight_bytes, row["cache_bytes"], bandwidth)
     row["share"] = None if row["roofline_ms"] is None else row["roofline_ms"] / row["step_ms"]
 
@@ -295,7 +301,7 @@ def add_roofline(row: dict[str, Any], weight_bytes: int, bandwidth: float) -> No
 
 
 def load(name: str, device: torch.device) -> Any:
-    """A model with random weights, by its name in `MODELS`, or a checkpoint. Generates without end, greedily."""
+    """A model of `MODELS` with random weights, or a checkpoint. It generates greedily and without an end token."""
     if name in MODELS:
         model_type, sizes = MODELS[name]
         with device:
@@ -307,14 +313,14 @@ def load(name: str, device: torch.device) -> Any:
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of weights that a step reads: all, but of the embedding a few rows, where it is not the output's too."""
+    """Bytes of weights that a step reads: all, except an embedding that is not tied to the output."""
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     total: int = sum(parameter.nbytes for parameter in model.parameters())
     return total if output is embedding else total - embedding.nbytes
 
 
 def bandwidth_of(device: torch.device) -> float:
-    """GB/s that memory gives to a plain read."""
+    """GB/s of a plain read of memory."""
     if device.type == "cpu":
         return read_gbps()
     from gpu_timing import MAX_READ_BYTES, ReadBandwidth
@@ -332,7 +338,7 @@ def _number(value: float | None, digits: int, unit: float = 1.0) -> str:
 
 
 def case_table(case: dict[str, Any]) -> Table:
-    """One case: the floor, then the systems."""
+    """The table of one case: the floor, then the systems."""
     table = Table(title=f"{case['case']}: batch {case['batch']}, {case['context']:,} tokens", title_justify="left")
     columns = ("", "ms a step", "10 %", "90 %", "tokens/s", "roofline ms", "of it", "over floor", "prefill ms")
     columns += ("chunk", "cache GB", "peak GB", "largest context", "largest batch", "start s", "graphs")
@@ -362,7 +368,7 @@ def case_table(case: dict[str, Any]) -> Table:
 
 
 def goals_table(results: dict[str, Any]) -> Table:
-    """A row per case: the floor, and each system with a goal there, whether it was reached or not."""
+    """The table of goals, one row per case: the floor, and for each system whether its goals were reached."""
     checks = results["checks"]
     systems = list(dict.fromkeys(check["system"] for check in checks))
     table = Table(title="goals", title_justify="left")
@@ -385,29 +391,29 @@ def _goal(check: dict[str, Any]) -> str:
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """The command line; what is unknown ends the program with what is known."""
+    """Parse the command line. An unknown case or system ends the program with a list of the known ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models = ", ".join(MODELS)
     parser.add_argument(
         "--model", default="llama-3-8b", help=f"random weights: {models}; or a checkpoint (default: %(default)s)"
     )
-    parser.add_argument("--device", type=torch.device, help="(default: cuda where there is one, else cpu)")
+    parser.add_argument("--device", type=torch.device, help="(default: cuda if there is a GPU, else cpu)")
     cases = ",".join(case.name for case in DEFAULT_CASES)
     parser.add_argument("--cases", type=_cases, default=DEFAULT_CASES, help=f"batch x context (default: {cases})")
-    systems = f"all, or of {', '.join(SYSTEMS)} (default: {','.join(DEFAULT_SYSTEMS)})"
+    systems = f"all, or some of {', '.join(SYSTEMS)} (default: {','.join(DEFAULT_SYSTEMS)})"
     parser.add_argument("--systems", type=_systems, default=DEFAULT_SYSTEMS, help=systems)
     parser.add_argument(
-        "--new-tokens", type=int, default=64, help="of a call; the first quarter is not timed (default: %(default)s)"
+        "--new-tokens", type=int, default=64, help="per call; the first quarter is not timed (default: %(default)s)"
     )
-    parser.add_argument("--output", type=Path, help="write the JSON here too, after every case")
+    parser.add_argument("--output", type=Path, help="also write the JSON here, after every case")
     parser.add_argument(
-        "--resume", action="store_true", help="keep the cases that --output has, of this commit, machine and model"
+        "--resume", action="store_true", help="keep the cases in --output if they are of this commit, machine and model"
     )
     arguments = parser.parse_args(words)
     if arguments.new_tokens < 8:
         parser.error(f"--new-tokens must be at least 8, got {arguments.new_tokens}")
     if arguments.resume and arguments.output is None:
-        parser.error("--resume needs --output, the results to go on with")
+        parser.error("--resume needs --output, the results to resume")
     if arguments.device is None:
         arguments.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return arguments
@@ -428,7 +434,8 @@ def _systems(words: str) -> list[str]:
     return names
 
 
-# What the cases of one results file share. Each is compared within itself: its floor and its systems are of one run.
+# What all cases of one results file share. Figures are only compared within a case, whose floor and systems were
+# measured in one run.
 _SHARED = (
     "commit",
     "is_dirty",
@@ -445,7 +452,7 @@ _SHARED = (
 
 
 def kept(results: dict[str, Any], path: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """The commands and cases of the earlier runs that a results file is of, none where there is no file.
+    """The commands and cases of the earlier runs in a results file; empty if there is no file.
 
     Raises:
         SystemExit: They are of another commit, machine or model.
@@ -463,11 +470,13 @@ def kept(results: dict[str, Any], path: Path) -> tuple[list[str], list[dict[str,
 
 
 def main() -> None:
-    """Measure every case, and print card, tables, and the results as one JSON line."""
+    """Measure every case. Print card, tables, and the results as one line of JSON."""
     arguments = parse()
     device: torch.device = arguments.device
     if not ops.has_kernels(device.type):
-        raise SystemExit(f"bench_generate: there are no {device.type} kernels. See the README on installing.")
+        raise SystemExit(
+            f"bench_generate: there are no {device.type} kernels. docs/install.md says how to install them."
+        )
     started = time.perf_counter()
     torch.manual_seed(0)
     console = Console(width=200)
@@ -489,7 +498,7 @@ def main() -> None:
         console.print(f"{key:>18}  {value}", highlight=False, markup=False)
     commands, cases = kept(results, arguments.output) if arguments.resume else ([], [])
     done = {case["case"] for case in cases}
-    # `command` is that of the newest run, as on every card; the cases are of all of these.
+    # `command` is that of the newest run, as on every card; `commands` are those of all runs that measured the cases.
     results |= {"commands": [*commands, results["command"]], "cases": cases, "checks": [], "state_after": None}
 
     def save() -> None:

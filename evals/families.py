@@ -1,10 +1,11 @@
-"""What becomes of each model family: run, told by `hf_kvquant.report`, and kept in `evals/results/families.json`.
+"""How each model family is served: runs one model of each, and writes `evals/results/families.json`.
 
     python evals/families.py
 
-The models are the tiny random ones of `tests/models.py`: each generates under `int4` on a CPU, and `report` says what
-served its layers. Which of transformers' models are refused is asked of `KVQuantCache` by their default configs. A test
-does the same with each that is in the file, and compares; `render_families.py` makes the README's table of it.
+The models are the tiny random ones of `tests/models.py`. Each generates under `int4` on a CPU, and `hf_kvquant.report`
+says what served its layers. For all other model types of transformers, `KVQuantCache` is built from their default
+config, to see which are refused. A test repeats every entry of the file and compares. `render_families.py` makes the
+table on `docs/models.md` from it.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ RESULTS = ROOT / "evals" / "results" / "families.json"
 sys.path.insert(0, str(ROOT / "tests"))
 import models  # noqa: E402
 
-UNTOLD = "untold"  # of model types about which a default config says nothing
+UNTOLD = "untold"  # model types whose default config does not tell
 
 
 def how_served(name: str) -> str:
-    """Which heading of render_families.py a family of `tests/models.py` belongs under."""
+    """The heading of render_families.py under which a family of `tests/models.py` belongs."""
     model = models.family(name)
     with hf_kvquant.patched(model, "int4"), torch.inference_mode():
         output = models.greedy(model, models.left_padded(), 4)
         report = hf_kvquant.report(model, output.past_key_values)
-    # Whether layers that read what another keeps are listed at all depends on the version of transformers.
+    # Whether layers that share another layer's cache are listed depends on the version of transformers.
     layers = [layer for layer in report.layers if layer.layer_type != "dummy"]
     ours = [layer for layer in layers if layer.formats is not None]
     if not ours or not all(layer.is_served for layer in ours):
@@ -47,27 +48,24 @@ def how_served(name: str) -> str:
 
 
 def how_refused(model_type: str) -> str | None:
-    """Which heading one of transformers' models belongs under.
+    """The heading under which a refused model type of transformers belongs.
 
     Returns:
-        `None` where its cache is taken; `"untold"` where the default config is none, or of a size that no model has.
+        `None` if it is not refused; `"untold"` if its default config cannot be built or used.
     """
     try:
         KVQuantCache(AutoConfig.for_model(model_type), "int4")
     except NotImplementedError as error:
         marks = {"(MLA)": "latent", "`num_hidden_layers`": "parts", "no keys and values": "states"}
         return next((heading for mark, heading in marks.items() if mark in str(error)), "others")
-    except Exception:  # transformers' own mistakes in default configs are of many kinds
+    except Exception:  # default configs of transformers fail in many ways of their own
         return UNTOLD
     return None
 
 
 def measured() -> dict[str, Any]:
-    """What `families.json` holds: for each family, and for each refused model type of transformers, its heading.
-
-    And what was run: the card of every results file.
-    """
-    # Not of those that run: default configs of two hybrids have no attention at all.
+    """The content of `families.json`: the card, and the heading of each family and of each refused model type."""
+    # Families that run are left out: the default configs of two hybrids have no attention at all.
     others = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {family.model_type for family in models.FAMILIES.values()}
     headings = {model_type: how_refused(model_type) for model_type in sorted(others)}
     return {
@@ -79,7 +77,7 @@ def measured() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run every family, and write the results."""
+    """Run every family and write the results."""
     RESULTS.write_text(json.dumps(measured(), indent=1) + "\n", encoding="utf-8")
 
 

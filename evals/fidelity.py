@@ -1,11 +1,11 @@
-"""The results files of quality: `hf-kvquant eval perplexity` on the reference model, in the form that the README reads.
+"""Runs `hf-kvquant eval perplexity` on the reference model and writes a results file for `render_readme.py`.
 
     python evals/fidelity.py --data wikitext2.test.raw --chunk 128 --output evals/results/fidelity.json
 
-Everything is decided in `hf_kvquant/evaluation/`: windows, gate, counter, aggregates, and most options. `--data` is
-`--text` with `--rows`, the convention of papers; `--record` is what `--output` is there; dtype and device have the
-defaults that results are compared at. Here a record becomes a results file, whose names are those of
-`render_readme.py`: one row per preset with its windows, and weights and tokenizer by their hashes.
+The numbers stand in the table of the README, and in the table of all presets on `docs/presets.md`. Windows, gate,
+counter, aggregates and most options are those of `hf_kvquant/evaluation/`. `--data` is its `--text` with `--rows`, the
+convention of papers; `--record` is its `--output`; dtype and device default to those of the published results. This
+script turns a record into a results file: one row per preset with its windows, and hashes of weights and tokenizer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hf_kvquant.evaluation.provenance import ROOT, sha256
 
 
 def flattened(record: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A results file.
+    """The content of a results file.
 
     Args:
-        record: Of a run in one mode.
-        folder: Of the model.
+        record: A finished record with one mode.
+        folder: The model's folder.
     """
     settings, parts = record["settings"], record["parts"]
     ((mode, rows),) = parts["summary"]["modes"].items()
@@ -81,7 +81,7 @@ def window(part: dict[str, Any]) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, print the tables, and write the results file; the last line on stdout holds the same."""
+    """Measure, print the tables, and write the results file. The last line on stdout holds the same JSON."""
     output, args.output = args.output, args.record
     record = perplexity.measure(args).to_dict()
     results = flattened(record, Path(args.model))
@@ -93,10 +93,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """The exit code, as for `hf-kvquant`."""
+    """Parse the command line and run. Returns the exit code, as `hf-kvquant` does."""
     parser = argparse.ArgumentParser(
         description="Compare presets with the unquantised cache on a text file.",
-        conflict_handler="resolve",  # some options are other ones here
+        conflict_handler="resolve",  # some options are redefined here
     )
     perplexity.add_options(parser)
     parser.add_argument("--data", dest="text", required=True, metavar="FILE", help="lines, joined by two newlines")
@@ -104,18 +104,16 @@ def main() -> int:
         "--model",
         default=str(ROOT / "evals/reference_model"),
         metavar="FOLDER",
-        help="of a checkpoint (default: the reference model)",
+        help="folder of a checkpoint (default: the reference model)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model (default: float32)")
     parser.add_argument("--device", default="cpu", metavar="NAME", help="such as cpu or cuda:0 (default: cpu)")
-    parser.add_argument("--output", metavar="FILE", help="for the results, which stdout ends with too")
-    parser.add_argument(
-        "--record", metavar="FILE", help="what is measured so far; a second run goes on where one stopped"
-    )
+    parser.add_argument("--output", metavar="FILE", help="write the results here; stdout also ends with them")
+    parser.add_argument("--record", metavar="FILE", help="keep what is measured so far; run again to resume")
     parser.set_defaults(run=run, rows=True, dataset=None, split=None, field=None)
     args = parser.parse_args()
     if args.mode == "all":
-        parser.error("--mode must be one that a results file is for, got all. Run each by itself.")
+        parser.error("--mode must be a single mode, got all. Run each by itself.")
     return cli.run(args)
 
 

@@ -1,6 +1,6 @@
-"""The models and cases of the benchmark of `generate`, the goals for its figures, and what follows from them alone.
+"""The models, cases and goals of the benchmark of `generate`, and numbers computed from its results.
 
-Nothing here needs a GPU or a model. `bench_generate.py` measures, and holds the systems that are compared.
+Nothing here needs a GPU or a model. `bench_generate.py` has the systems that are compared, and measures.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import re
 from typing import Any
 
-# transformers' names and sizes, for weights that are drawn at random.
+# Model types of transformers and their sizes. Weights are random.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3-8b": (
         "llama",
@@ -67,15 +67,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# The context of the floor: a step that reads hardly any cache.
+# The context of the floor, a step that reads hardly any cache.
 FLOOR_CONTEXT = 64
-# Shares of a GPU's memory that can be filled: what is left serves the driver and fragmentation.
+# Share of a GPU's memory that can be used. The rest is for the driver and fragmentation.
 USABLE = 0.97
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """So many sequences with prompts of so many tokens."""
+    """`batch` sequences with prompts of `context` tokens."""
 
     batch: int
     context: int
@@ -91,7 +91,7 @@ class Case:
         """The case of a name like `8x16k` or `2x100`.
 
         Raises:
-            ValueError: It is no such name.
+            ValueError: The name has another form.
         """
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(k?)", name)
         if match is None:
@@ -107,15 +107,15 @@ DEFAULT_CASES = [Case(1, 2048), Case(1, 32768), Case(8, 16384), Case(64, 8192)]
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A figure of the `llama-3-8b` shape, to be reached at most.
+    """An upper limit for a figure of the `llama-3-8b` shape.
 
     Attributes:
-        case: A case's name.
-        system: A system's name.
-        unit: `"over_floor"` in ms a step more than the floor, `"ms"` a step, `"cache_gb"`, or `"times"` the step of
+        case: Name of a case.
+        system: Name of a system.
+        unit: `"over_floor"`: ms per step above the floor; `"ms"` per step; `"cache_gb"`; or `"times"` the step of
             `other`.
-        value: The most that it may be.
-        other: A system's name, for `"times"`.
+        value: The limit.
+        other: Name of a system, for `"times"`.
     """
 
     case: str
@@ -125,7 +125,7 @@ class Goal:
     other: str = ""
 
     def describe(self) -> str:
-        """For tables."""
+        """The goal in words, for tables."""
         what = {
             "over_floor": f"floor + {self.value:g} ms",
             "ms": f"{self.value:g} ms",
@@ -151,7 +151,7 @@ GOALS = [
 
 
 def check_goals(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every goal with its limit and what was measured; `None` where the run left it out. None for other models."""
+    """Every goal with its limit and what was measured, `None` if the run left it out. Other models have no goals."""
     checks = []
     for goal in GOALS if results["model"] == GOALS_OF else []:
         case = next((case for case in results["cases"] if case["case"] == goal.case), None)
@@ -175,31 +175,31 @@ def check_goals(results: dict[str, Any]) -> list[dict[str, Any]]:
     return checks
 
 
-# --- what follows from bytes ------------------------------------------------------------------------------------------
+# --- computed from bytes ----------------------------------------------------------------------------------------------
 
 
 def roofline_ms(weight_bytes: int, cache_bytes: int | None, read_gbps: float) -> float | None:
-    """The time to read weights and cache once; `None` where the bytes of the cache are not known."""
+    """The time to read weights and cache once; `None` if the bytes of the cache are unknown."""
     return None if cache_bytes is None else (weight_bytes + cache_bytes) / read_gbps / 1e6
 
 
 def largest(
     case: Case, *, total_bytes: int | None, peak_bytes: int | None, cache_bytes: int | None, tokens: int
 ) -> dict[str, int] | None:
-    """The longest context at a case's batch, and the largest batch at its context, by what the case took.
+    """Estimate the longest context at a case's batch, and the largest batch at its context, from the memory it took.
 
-    Whatever is not cache is taken to stay: weights, and what a prefill needs beside them. That holds for prompts that
-    are prefilled in chunks of as many tokens together as the case's.
+    Assumes that all memory besides the cache (weights, and what prefill needs) stays the same. This holds if prompts
+    are prefilled in chunks with as many tokens in total as in the case.
 
     Args:
         case: The case that ran.
-        total_bytes: Of the GPU.
-        peak_bytes: Allocated at the most.
-        cache_bytes: Of that, the cache.
-        tokens: Per sequence in the cache, prompt and new ones.
+        total_bytes: Memory of the GPU.
+        peak_bytes: The most that was allocated.
+        cache_bytes: How much of that was the cache.
+        tokens: Tokens per sequence in the cache, prompt and new ones.
 
     Returns:
-        `context` and `batch`; `None` where something is not known.
+        `context` and `batch`; `None` if an argument is unknown.
     """
     if total_bytes is None or peak_bytes is None or cache_bytes is None:
         return None

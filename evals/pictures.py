@@ -1,7 +1,6 @@
-"""The pictures of the README: the numbers that each takes from results files, and how they are drawn.
+"""The pictures of the README and of `docs/`: the numbers that each takes from results files, and how it is drawn.
 
-`render_readme.py` writes them, which needs matplotlib. How every picture looks is decided in
-`hf_kvquant/evaluation/plots.py`.
+`render_readme.py` writes them, which needs matplotlib. `hf_kvquant/evaluation/plots.py` decides their common look.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from typing import Any
 
 from hf_kvquant.evaluation.plots import MUTED, PALETTE, bars, label, picture
 
-# What pictures show of decode.json and generate.json, and in which colour; the names are those of decode_cases.py and
-# bench_generate.py. Whatever is compared with is grey.
+# What pictures show of decode.json and generate.json, and in which colour. Names are those of decode_cases.py and
+# bench_generate.py. The baseline is grey.
 UNQUANTISED = "bf16"
 COLOURS = {UNQUANTISED: MUTED, "int8": PALETTE[0], "int4": PALETTE[2]}
 SPEED_CASE = "64x8k"
@@ -28,7 +27,8 @@ SYSTEMS = {
 
 
 def plotted_presets(fidelity: dict[str, Any], gpu: dict[str, Any]) -> dict[str, Any]:
-    """By preset, size of the cache and change of perplexity, and how many times as fast as bf16; on which GPU."""
+    """`quality`: by preset, relative size of the cache and change of perplexity. `speed`: by preset, how many times as
+    fast as bf16. `gpu`: its name."""
     whole = fidelity["presets"]["none"]["bytes_per_token"]
     (case,) = (case for case in gpu["cases"] if case["case"] == SPEED_CASE)
     return {
@@ -42,7 +42,7 @@ def plotted_presets(fidelity: dict[str, Any], gpu: dict[str, Any]) -> dict[str, 
 
 
 def draw_presets(numbers: dict[str, Any], path: Path) -> None:
-    """Quality against memory, and the speed that it buys."""
+    """Draw quality against memory, and the speed of each preset."""
     size, speedup = numbers["quality"]["int4"][0], numbers["speed"]["int4"]
     title = f"int4 shrinks the cache to {size:.0%} and attends {speedup:.1f} times as fast"
     colours = {name: COLOURS.get(name, COLOURS["int8"]) for name in numbers["quality"]}
@@ -64,7 +64,8 @@ def draw_presets(numbers: dict[str, Any], path: Path) -> None:
 
 
 def plotted_decode(gpu: dict[str, Any]) -> dict[str, Any]:
-    """Points from left to right: `time` by context, of one sequence; `share` of the read bandwidth by MB; the GPU."""
+    """Points from left to right: `time` of one sequence by context, and `share` of the read bandwidth by MB. `gpu`: its
+    name."""
     time: dict[str, list[list[float]]] = {}
     share: dict[str, list[list[float]]] = {}
     for case in gpu["cases"]:
@@ -87,7 +88,7 @@ def plotted_decode(gpu: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw_decode(numbers: dict[str, Any], path: Path) -> None:
-    """Time against context, and share of the bandwidth against bytes."""
+    """Draw time against context, and share of the bandwidth against bytes."""
     (context, unquantised), (_, int4) = (numbers["time"][name][-1] for name in (UNQUANTISED, "int4"))
     title = f"int4 attends {unquantised / int4:.1f} times as fast as bf16 at {thousands(context)} tokens"
     with picture(path, numbers, title, columns=2, height=2.8) as ((time, share),):
@@ -124,14 +125,14 @@ def thousands(tokens: float) -> str:
 
 
 def plotted_generate(results: dict[str, Any]) -> dict[str, Any]:
-    """By case and system, milliseconds a step, `None` where not measured; of how large a model on which GPU."""
+    """`steps`: by case and system, milliseconds per step, `None` if not measured. `parameters` of the model, `gpu`."""
     found = {case["case"]: {row["system"]: row["step_ms"] for row in case["rows"]} for case in results["cases"]}
     steps = {case: {system: rows.get(system) for system in SYSTEMS} for case, rows in found.items()}
     return {"steps": steps, "parameters": results["parameters"], "gpu": short(results["gpu"])}
 
 
 def draw_generate(numbers: dict[str, Any], path: Path) -> None:
-    """A group of bars for each case."""
+    """Draw a group of bars for each case."""
     gains = {
         case: static / min(time for system, time in times.items() if system.startswith("int4") and time is not None)
         for case, times in numbers["steps"].items()
@@ -165,6 +166,6 @@ def short(gpu: str) -> str:
 
 
 def described_case(name: str) -> str:
-    """`8 sequences of 16k tokens` in two lines."""
+    """`8 sequences of 16k tokens`, on two lines."""
     batch, context = name.split("x")
     return f"{batch} sequence{'' if batch == '1' else 's'}\nof {context} tokens"

@@ -1,13 +1,13 @@
-"""The table of model families, from `evals/results/families.json` and from nothing else.
+"""The table of model families, from `evals/results/families.json` alone.
 
-`families.py` runs them, and `render_readme.py` puts the table into its page.
+`families.py` runs the models, and `render_readme.py` puts the table into its page.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# How the table describes what `families.py` found, in its order.
+# What the table says for each result of `families.py`, in the order of its rows.
 HEADINGS = {
     "codes": "every layer decodes from codes",
     "rings": "every layer decodes from codes; layers with a sliding window keep only their window",

@@ -1,4 +1,4 @@
-"""What the pages say about `generate` on a GPU, from `evals/results/generate.json` and from nothing else.
+"""What the pages say about `generate` on a GPU, from `evals/results/generate.json` alone.
 
 `bench_generate.py` measures, and `render_readme.py` puts this into the pages.
 """
@@ -9,19 +9,19 @@ from typing import Any
 
 from hf_kvquant.evaluation.page import table
 
-# How the columns are called, in their order; the names are those of bench_generate.py.
+# The columns and their headings, in order. Names are those of bench_generate.py.
 SYSTEMS = {
     "static": "transformers, static",
     "int8-static": "`int8`, compiled",
     "int4-static": "`int4`, compiled",
     "int4-capture": "`int4`, captured",
 }
-# Whose cache is shown, and how it is called.
+# Systems whose cache size is shown, and the names it is shown under.
 CACHES = {"static": "bf16", "int8-static": "`int8`", "int4-static": "`int4`"}
 
 
 def step_table(results: dict[str, Any]) -> str:
-    """Per case: milliseconds a step and tokens a second of each system, the floor first, and the caches' sizes."""
+    """Per case: the floor, then milliseconds per step and tokens per second of each system, and the caches' sizes."""
     headings = ["batch x context", "floor, ms per step", *SYSTEMS.values(), "speed-up"]
     headings.append(f"cache, GB: {', '.join(CACHES.values())}")
     lines = []
@@ -38,7 +38,7 @@ def _speed(row: dict[str, Any] | None) -> str:
 
 
 def _ratio(rows: dict[str, Any]) -> str:
-    """How many times as fast as transformers' static cache our fastest is."""
+    """How many times as fast our fastest system is as transformers' static cache."""
     ours = [rows[name]["step_ms"] for name in SYSTEMS if name != "static" and name in rows]
     return f"{rows['static']['step_ms'] / min(ours):.1f}x" if "static" in rows and ours else "-"
 
@@ -65,10 +65,10 @@ def caption(results: dict[str, Any]) -> str:
 
 
 def compared(results: dict[str, Any], name: str) -> tuple[tuple[float, float], float, tuple[float, float]]:
-    """One case in three comparisons of transformers' static cache with `int4`, captured.
+    """Compare transformers' static cache with captured `int4` on one case.
 
     Returns:
-        Milliseconds a step of both, how many times as fast ours is, and gigabytes of both caches.
+        Milliseconds per step of both, how many times as fast ours is, and gigabytes of both caches.
     """
     (case,) = (case for case in results["cases"] if case["case"] == name)
     rows = {row["system"]: row for row in case["rows"]}

@@ -1,12 +1,12 @@
-"""Renders the tables of the README and of `docs/` from `evals/results/`, and their pictures, and from nothing else.
+"""Renders the tables and pictures of the README and of `docs/`, from `evals/results/` alone.
 
     python evals/render_readme.py
 
-A page says where a part goes with `<!-- begin: NAME -->` and `<!-- end -->`; `parts` has the text of each name. A test
-renders every page again and compares, so each of these numbers is one of a results file. A picture carries its numbers
-along for that, since its bytes depend on the version of matplotlib, which only drawing needs (`pip install
-matplotlib`). `pictures.py` draws, `render_generate.py` has the table of `generate`, `render_families.py` the table of
-models. What is measured and how is decided in the other scripts of this folder and in `hf_kvquant/evaluation/`.
+A page marks the place of a part with `<!-- begin: NAME -->` and `<!-- end -->`; `parts` has the text for each name. A
+test renders every page again and compares, so every number on a page comes from a results file. A picture is compared
+by the numbers in its description, since its bytes depend on the version of matplotlib (`pip install matplotlib`, needed
+only for drawing). `pictures.py` draws, `render_generate.py` has the table of `generate`, `render_families.py` that of
+model families. The other scripts of this folder and `hf_kvquant/evaluation/` measure.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ PICTURE = RESULTS / "presets.svg"
 GPU_PICTURE = RESULTS / "decode.svg"
 GENERATE_PICTURE = RESULTS / "generate.svg"
 MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-# The results files that parts are made of.
+# The results files that parts are made from.
 FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "generate", "families")
-# What is shown of `decode.json`; the names are those of decode_cases.py.
+# What is shown of `decode.json`. Names are those of decode_cases.py.
 GPU_CASES = ["64x8k", "512x8k-1head", "32x4k-32heads", "128x16k", "64x16k-ragged", "16x8k", "1x128k", "1x8k", "1x1k"]
 GPU_PRESETS = ["int8", "int4"]
 PEER_CASES = ["64x8k", "512x8k-1head", "1x128k", "1x8k"]
-# The README's table: its rows, and the case of each results file whose speed it shows.
+# The summary, on the README and on docs/index.md: the rows of its table, and the case of each results file it shows.
 SUMMARY_PRESETS = ["int8", "fp8", "k8v4", "int4-channel", "int4"]
 SUMMARY_GPU_CASE, SUMMARY_GENERATE_CASE = "64x8k", "8x16k"
 
@@ -81,11 +81,11 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def rendered(page: str, texts: Mapping[str, str]) -> str:
-    """A page with what stands between its markers made anew."""
+    """A page with the text between its markers rendered again."""
     return MARKED.sub(lambda found: f"{found[1]}\n{texts[found[2]]}\n\n{found[3]}", page)
 
 
-# --- the README's table -----------------------------------------------------------------------------------------------
+# --- the summary ------------------------------------------------------------------------------------------------------
 
 
 def summary_table(fidelity: dict[str, Any], cpu: dict[str, Any], decode: dict[str, Any]) -> str:
@@ -116,7 +116,7 @@ def end_to_end_sentence(generate: dict[str, Any]) -> str:
 
 
 def summary_caption(cpu: dict[str, Any], decode: dict[str, Any]) -> str:
-    """What each column of the README's table compares with what."""
+    """What each column of the summary compares."""
     (case,) = shown_cases(decode, [SUMMARY_GPU_CASE])
     return (
         f"Cache size: against 16 bits per value. Quality: our {MODEL} on WikiText-2. GPU attention: one decode step "
@@ -136,7 +136,7 @@ MODEL = "15.5-million-parameter reference model"
 
 
 def speedups(cpu: dict[str, Any]) -> dict[str, float]:
-    """Per preset, how many times as fast as the faster of PyTorch's fp32 and bf16 attention."""
+    """By preset, how many times as fast it is as the faster of PyTorch's fp32 and bf16 attention."""
     return {row["preset"]: row["speedup"] for row in cpu["rows"]}
 
 
@@ -176,7 +176,7 @@ def caption(fidelity: dict[str, Any], tasks: dict[str, Any], cpu: dict[str, Any]
 
 
 def windows_sentence(windows: dict[str, Any]) -> str:
-    """What dense windows are worth on the reference model."""
+    """How much dense windows help on the reference model."""
     dense, short, long = (scientific(windows["presets"][name]["kld"]) for name in ("int4", "int4:0+32", "int4:0+128"))
     return (
         f"On the reference model, `residual_length=32` lowers the KL divergence of `int4` from {dense} to {short} nats "
@@ -187,7 +187,7 @@ def windows_sentence(windows: dict[str, Any]) -> str:
 
 
 def offloading_sentence(fidelity: dict[str, Any]) -> str:
-    """How much less the bus carries."""
+    """How many fewer bytes offloading transfers."""
     sizes = {name: row["bytes_per_token"] for name, row in fidelity["presets"].items()}
     return (
         f"With `int4`, a step transfers {sizes['int4'] / sizes['none']:.0%} of the bytes that transformers' own "
@@ -199,7 +199,7 @@ def offloading_sentence(fidelity: dict[str, Any]) -> str:
 
 
 def shown_cases(gpu: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
-    """The cases of these names that were measured, in this order."""
+    """The named cases that were measured, in the order of the names."""
     cases = {case["case"]: case for case in gpu["cases"]}
     return [cases[name] for name in names if name in cases]
 
@@ -216,12 +216,12 @@ def describe_context(case: dict[str, Any]) -> str:
 
 
 def describe_heads(case: dict[str, Any]) -> str:
-    """Query heads over key-value heads."""
+    """`32/8`: query heads over key-value heads."""
     return f"{case['shape']['num_q_heads']}/{case['shape']['num_kv_heads']}"
 
 
 def microseconds(number: float) -> str:
-    """Three digits or more."""
+    """A time with one decimal, or none from 100 on."""
     return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
 
 
@@ -259,7 +259,7 @@ def gpu_caption(gpu: dict[str, Any]) -> str:
 
 
 def peer_table(gpu: dict[str, Any]) -> str:
-    """Every kernel that was measured, in microseconds; ours, then the others."""
+    """The time of every kernel that was measured, in microseconds: ours, then the others."""
     cases = shown_cases(gpu, PEER_CASES)
     ours = list(dict.fromkeys(row["preset"] for case in cases for row in case["rows"]))
     others = list(dict.fromkeys(row["peer"] for case in cases for row in case["peers"]))
@@ -275,13 +275,13 @@ def peer_table(gpu: dict[str, Any]) -> str:
 
 
 def peer_caption(gpu: dict[str, Any]) -> str:
-    """Which versions of other kernels."""
+    """The versions of the other kernels."""
     versions = [f"{name.removesuffix('-python')} {number}" for name, number in gpu["peer_versions"].items() if number]
     return f"Measured in the same run as the table above. Other kernels: {', '.join(versions)}. A dash: not measured."
 
 
 def short_sentence(gpu: dict[str, Any]) -> str:
-    """What a step costs where there is little to read."""
+    """What a step costs when there is little to read."""
     cases = shown_cases(gpu, ["1x1k", "1x8k"])
     times = [row["median_us"] for case in cases for row in case["rows"]]
     shortest = cases[0]
@@ -299,7 +299,7 @@ def _time(case: dict[str, Any], preset: str) -> float:
 
 
 def head_dim_sentence(gpu: dict[str, Any]) -> str:
-    """What kernels get of the bandwidth where head_dim is no power of two."""
+    """The share of the bandwidth that kernels reach when head_dim is not a power of two."""
     (case,) = shown_cases(gpu, ["64x8k-dim96"])
     rows = {row["preset"]: row for row in case["rows"]}
     shares = [row["share"] for row in rows.values()]

@@ -132,7 +132,7 @@ def test_what_is_measured_is_data(
     monkeypatch.setattr(sys, "argv", ["fidelity.py", "--data", "x", "--mode", "all"])
     with pytest.raises(SystemExit):
         fidelity.main()
-    assert "--mode must be one that a results file is for, got all. Run each by itself." in capsys.readouterr().err
+    assert "--mode must be a single mode, got all. Run each by itself." in capsys.readouterr().err
 
 
 # --- the GPU benchmark ------------------------------------------------------------------------------------------------
@@ -503,7 +503,7 @@ def test_generate_arithmetic(generating: ModuleType) -> None:
         (["--cases", "8k16"], "a case must be batch and context, such as 8x16k or 2x100, got '8k16'"),
         (["--systems", "int4,int5"], "unknown systems ['int5']"),
         (["--new-tokens", "7"], "--new-tokens must be at least 8, got 7"),
-        (["--resume"], "--resume needs --output, the results to go on with"),
+        (["--resume"], "--resume needs --output, the results to resume"),
     ],
 )
 def test_generate_argument_errors(

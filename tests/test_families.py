@@ -1,4 +1,4 @@
-"""That the README's table of model families says what is so: each is run as `evals/families.py` does."""
+"""That the table of model families on `docs/models.md` is true: each is run as `evals/families.py` does."""
 
 from __future__ import annotations
 
