@@ -2,19 +2,22 @@
 
     python evals/bench_cpu_decode.py --output evals/results/cpu_decode.json
 
-The physics: one step of decoding reads every key and value once and computes little with each, so memory sets the
-limit: `bytes per token · tokens / read bandwidth`. Fewer bits help exactly as far as the kernel keeps up with memory.
-So each time stands beside its GB/s and the share of what a plain sum over 512 MB reaches, at its best between the cases
-of the same run. At short lengths, where little is read, the fixed costs of a call show instead.
+Physics: a decode step reads every key and value once and computes little with each, so memory sets the limit:
+`bytes per token · tokens / read bandwidth`. Fewer bits help only as far as the kernel keeps up with memory. So each
+time is shown with its GB/s and its share of the read bandwidth: that of a plain sum over 512 MB, the best measured
+between the cases of the same run. At short lengths little is read, and the fixed costs of a call show instead.
 
-The method: batch 1, one new token. Ours is the whole op, append of that token and combining of splits included, keys
-and queries transformed as the preset says, with centres and smoothing factors.
-PyTorch's is `scaled_dot_product_attention` alone, without its cache's append, in float32 and bfloat16, each with
-`enable_gqa` and with the heads of a group as rows of one head (what transformers amounts to, minus its copies), and
-each cell is compared with the fastest of the four. Contenders take turns within one run, each turn on another of
-several buffer sets, which together exceed the last-level cache by far. A time is the median of the turns, with the 10th
-and 90th percentile. Results are checked against `reference.py` in the same run; a wrong one ends it. `rows` of the
-results are the presets at the first shape, with a query in bfloat16; `cases` holds everything.
+Method:
+- Batch 1, one new token. Ours is the whole op, including append of that token and combine of splits, with keys and
+  queries transformed as the preset says, with centres and smoothing factors.
+- PyTorch's is `scaled_dot_product_attention` alone, without the append to its cache, in float32 and bfloat16, each with
+  `enable_gqa` and with the heads of a group as rows of one head (what transformers does, minus its copies). Every time
+  is compared with the fastest of the four.
+- Contenders take turns within one run. Each turn uses another of several buffer sets, which together are far larger
+  than the last-level cache. A time is the median of the turns, with the 10th and 90th percentiles.
+- Results are checked against `reference.py` in the same run; a wrong one ends it.
+
+In the results, `rows` are the presets at the first shape with bfloat16 queries; `cases` holds everything.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from hf_kvquant import PRESETS, KeyTransform, KVQuantConfig, ops, reference
 from hf_kvquant.evaluation.provenance import card
 from hf_kvquant.formats import KVFormat, Planes
 
-# The buffer sets of a contender together, at least: three times the last-level cache of the processors at hand.
+# The least size of all buffer sets of a contender together: three times the last-level cache of our processors.
 COLD_BYTES = 96e6
 MIN_SETS = 4
 READ_BYTES = 512 * 2**20
@@ -56,11 +59,11 @@ class Shape:
     length: int
 
     def describe(self) -> str:
-        """For the table."""
+        """The shape in words, for the table."""
         return f"{self.num_q_heads}/{self.num_kv_heads} heads of {self.head_dim}, {self.length} tokens"
 
 
-# The first is the one of the README.
+# The first is the one shown on the pages.
 SHAPES = [
     Shape(32, 8, 128, 16384),
     Shape(32, 8, 128, 4096),
@@ -72,7 +75,7 @@ SHAPES = [
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """Something to be timed: `run(i)` uses buffer set `i` of `num_sets`, which holds `num_bytes` of keys and values."""
+    """Something to time: `run(i)` uses buffer set `i` of `num_sets`. Each set holds `num_bytes` of keys and values."""
 
     name: str
     run: Callable[[int], object]
@@ -81,12 +84,12 @@ class Contender:
 
 
 def sets_needed(num_bytes: float) -> int:
-    """Buffer sets that keep a contender's data out of the caches."""
+    """How many buffer sets keep a contender's data out of the processor's caches."""
     return max(MIN_SETS, math.ceil(COLD_BYTES / num_bytes))
 
 
 def read_gbps() -> float:
-    """GB/s of a sum over 512 MB, the best of ten: the denominator of every share of bandwidth."""
+    """GB/s of a sum over 512 MB, the best of ten. Every share of bandwidth is relative to it."""
     data = torch.ones(READ_BYTES // 4)
     times = []
     for _ in range(10):
@@ -97,7 +100,7 @@ def read_gbps() -> float:
 
 
 def torch_contenders(shape: Shape, dtype: torch.dtype) -> list[Contender]:
-    """PyTorch's attention over dense keys and values, in each form that a caller may choose."""
+    """PyTorch's attention over dense keys and values, in each form that a caller can choose."""
     kv_heads, head_dim = shape.num_kv_heads, shape.head_dim
     num_bytes = 2 * kv_heads * shape.length * head_dim * dtype.itemsize
     num_sets = sets_needed(num_bytes)
@@ -129,7 +132,7 @@ def our_contender(shape: Shape, preset: str, dtype: torch.dtype) -> tuple[Conten
     formats = PRESETS[preset]
     kv_heads, head_dim, length = shape.num_kv_heads, shape.head_dim, shape.length
     if formats[0].block_size is not None:
-        length -= formats[0].block_size // 2  # where most steps are; at a whole block every run would quantise one
+        length -= formats[0].block_size // 2  # like most steps; at a whole block, every run would quantise a block
     transform = random_transform(KVQuantConfig.from_preset(preset).transforms, kv_heads, head_dim)
     alignment = max(kv_format.token_alignment for kv_format in formats)
     capacity = math.ceil(length / alignment) * alignment
@@ -165,10 +168,10 @@ def check(
     transform: KeyTransform,
     what: str,
 ) -> float:
-    """The error of `out` relative to its largest value, at most twice PyTorch's own on the same values plus a rounding.
+    """The error of `out` relative to its largest value.
 
     Raises:
-        SystemExit: It is larger.
+        SystemExit: It exceeds twice PyTorch's own error on the same values plus a rounding.
     """
     head_dim = query.shape[-1]
     key, value = (
@@ -201,7 +204,7 @@ def time_in_turns(contenders: list[Contender], turns: int) -> dict[str, list[flo
 
 
 def best_forms(contenders: list[Contender]) -> list[Contender]:
-    """Per dtype the form of PyTorch's attention that is faster on this machine: others only lengthen the run."""
+    """Per dtype, the form of PyTorch's attention that is faster on this machine. The other would only take time."""
     best: dict[str, tuple[float, Contender]] = {}
     for contender in contenders:
         seconds = time_in_turns([contender], 5)[contender.name][2]
@@ -212,7 +215,7 @@ def best_forms(contenders: list[Contender]) -> list[Contender]:
 
 
 def measure(shape: Shape, dtype: torch.dtype, turns: int) -> dict[str, Any]:
-    """One case: PyTorch's attention in both dtypes, and every preset with queries in `dtype`."""
+    """Measure one case: PyTorch's attention in both dtypes, and every preset with queries in `dtype`."""
     dense = best_forms([c for kind in (torch.float32, torch.bfloat16) for c in torch_contenders(shape, kind)])
     ours = {preset: our_contender(shape, preset, dtype) for preset in PRESETS}
     contenders = [*dense, *(contender for contender, _ in ours.values())]
@@ -243,7 +246,7 @@ def measure(shape: Shape, dtype: torch.dtype, turns: int) -> dict[str, Any]:
 
 
 def show(console: Console, case: dict[str, Any]) -> None:
-    """One case as a table."""
+    """Print one case as a table."""
     shape = Shape(**{key: value for key, value in case["shape"].items() if key != "batch"})
     table = Table(title=f"{shape.describe()}, {case['query_dtype']} queries", title_justify="left")
     for column in ("", "us", "10 %", "90 %", "MB", "GB/s", "of read", f"times {case['baseline']}", "error"):
@@ -263,9 +266,9 @@ def show(console: Console, case: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure every case, print card and tables, and the results as one JSON line."""
+    """Measure every case. Print card, tables, and the results as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="write the JSON here too")
+    parser.add_argument("--output", type=Path, help="also write the JSON here")
     parser.add_argument("--threads", type=int, help="threads of PyTorch and of the kernels (default: PyTorch's choice)")
     parser.add_argument("--turns", type=int, default=50, help="timed runs of each contender (default: %(default)s)")
     parser.add_argument(

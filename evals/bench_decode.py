@@ -2,23 +2,25 @@
 
     python evals/bench_decode.py --peers --output evals/results/decode.json
 
-The physics is that of `bench_cpu_decode.py`: a step reads every key and value once, so bytes over bandwidth is the
-floor. The bandwidth is measured in the same run by a plain read kernel (`read_kernel.py`) over a buffer of as many
-bytes as the case reads, since small buffers read slower than large ones.
+Physics: as in `bench_cpu_decode.py`, a step reads every key and value once, so bytes over bandwidth is the floor. The
+bandwidth is measured in the same run by a plain read kernel (`read_kernel.py`), over a buffer of as many bytes as the
+case reads, since small buffers read slower than large ones.
 
-The method: one new token per sequence. A CUDA graph holds calls on rotating buffer sets, at least four and together
-four times the L2 cache, so a call finds none of its keys and values there; a time is the median over replays of the
-graph, divided by its calls. The GPU rests before each: reading alone takes an H200 to its power limit. Ours is the
-whole op, append of the new token and combine of splits included; it rewrites the newest slot in each call. Keys and
-queries are transformed as the preset says, with centres; smoothing factors are in the weights of a model. The same
-without stands beside it, and in some cases every transform alone, factors in the cache included: goals for the kernel
-are for plain keys, what a transform may take is a goal of its own. Peers do
-attention alone. Each peer gets the best of its forms (layout, tensor cores or not, number of splits), and planning is
-left out of its time. Codes are random bytes under scales that give values of order one; the result is checked against
-`reference.py` on the first and the last sequence, and a wrong one ends the run. What other packages offer is imported,
-never required: FlashInfer and FBGEMM are left out where they are missing. `checks` compares the figures with the goals
-of `decode_cases.py`, which holds the shapes too. How to time is `gpu_timing.py`'s, tables and pictures of the README
-are `render_readme.py`'s.
+Method:
+- One new token per sequence. A CUDA graph holds calls on rotating buffer sets, at least four and together four times
+  the L2 cache, so a call finds none of its keys and values there. A time is the median over replays of the graph,
+  divided by its calls. The GPU rests before each measurement, because reading alone takes an H200 to its power limit.
+- Ours is the whole op, including append of the new token and combine of splits. Each call rewrites the newest slot.
+- Keys and queries are transformed as the preset says, with centres, but without smoothing factors, which a model has in
+  its weights. The same is measured without transforms, and in some cases with each transform alone, factors in the
+  cache included. Goals for the kernel are for plain keys; what a transform may cost is a goal of its own.
+- Peers do attention alone. Each peer gets the best of its forms (layout, tensor cores or not, number of splits), and
+  its planning is not timed. FlashInfer and FBGEMM are left out if they are not installed.
+- Codes are random bytes under scales that give values of order one. The result is checked against `reference.py` on
+  the first and the last sequence; a wrong one ends the run.
+
+`decode_cases.py` has the shapes and the goals that `checks` compares with, `gpu_timing.py` times, `decode_peers.py` has
+the peers, and `render_readme.py` puts tables and pictures into the README and the pages of `docs/`.
 """
 
 from __future__ import annotations
@@ -68,8 +70,8 @@ QUICK_PRESETS = ["int8", "int4"]
 
 # --- ours -------------------------------------------------------------------------------------------------------------
 
-# Standard deviations of codes drawn uniformly, or of e4m3 bytes without their highest exponent bit: divided by them,
-# values are of order one.
+# Standard deviations of uniformly drawn codes, or of e4m3 bytes without their highest exponent bit. Dividing by them
+# gives values of order one.
 _SPREAD = {"int8": 73.6, "int4": 4.6, "fp8": 0.6}
 
 
@@ -88,7 +90,7 @@ def random_planes(shape: Shape, kv_format: KVFormat) -> Planes:
         return planes
     planes.codes.view(torch.int32).random_(-(2**31), 2**31)
     if kv_format.storage == "fp8":
-        planes.codes.bitwise_and_(0xBF)  # no NaN, and nothing of 2 or more
+        planes.codes.bitwise_and_(0xBF)  # no NaN, and all magnitudes below 2
     planes.scale.uniform_(0.5, 1.5).div_(_SPREAD[kv_format.storage])
     if planes.zero is not None:
         torch.mul(planes.scale, -reference.max_code(kv_format) / 2, out=planes.zero)
@@ -105,15 +107,17 @@ def check(
     lengths: list[int],
     transform: KeyTransform,
 ) -> tuple[float, float]:
-    """The error of one sequence relative to its largest value, and its bound: twice PyTorch's own, plus a rounding.
+    """The error of one sequence relative to its largest value, and its bound: twice PyTorch's own plus a rounding.
+
+    The first and the last sequence are checked; the one nearer to its bound is returned.
 
     Args:
         out: `[batch, 1, num_q_heads, head_dim]`.
         query: `[batch, num_q_heads, 1, head_dim]`.
         sides: Planes of keys and of values.
-        formats: Theirs.
-        lengths: Tokens held by each sequence. The first and the last sequence are looked at.
-        transform: Of keys. PyTorch gets keys and queries after it, as codes have them.
+        formats: Their formats.
+        lengths: Tokens held by each sequence.
+        transform: The key transform. PyTorch gets transformed keys and queries.
     """
     found: list[tuple[float, float]] = []
     softmax_scale = query.shape[-1] ** -0.5
@@ -141,7 +145,7 @@ def check(
         bound = 2 * float((plain.transpose(1, 2).float() - expected).abs().max()) / largest
         bound += torch.finfo(row.dtype).eps
         found.append((error, bound))
-    # Of the two the one nearer to its bound; NaN is nearer than any.
+    # NaN counts as nearest to the bound.
     return max(found, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
 
 
@@ -149,10 +153,10 @@ def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replay
     """Times of the whole op, and its largest error relative to the largest value of the output.
 
     Args:
-        shape: Of the step.
+        shape: Shape of the step.
         preset: A name of `PRESETS`.
-        wanted: Names of transforms, a time for each tuple of them.
-        replays: Of a graph.
+        wanted: Tuples of names of transforms; each tuple is timed.
+        replays: Replays of a graph.
 
     Raises:
         SystemExit: The result is not that of the reference.
@@ -165,7 +169,7 @@ def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replay
     counters = torch.zeros(num_sets, ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
     query = torch.randn(shape.batch, shape.num_q_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
     key, value = torch.randn(2, shape.batch, shape.num_kv_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
-    # Each set has its own, as layers have: a step finds neither keys nor transforms in the cache.
+    # Each set has its own transforms, as each layer has: a call finds neither keys nor transforms in the L2 cache.
     transforms = {
         names: [random_transform(names, shape.num_kv_heads, shape.head_dim, DEVICE) for _ in range(num_sets)]
         for names in wanted
@@ -197,7 +201,7 @@ def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replay
 
 
 def measure_preset(shape: Shape, preset: str, bandwidth: ReadBandwidth, replays: int) -> dict[str, Any]:
-    """One preset at one shape, beside the read bandwidth for as many bytes."""
+    """One preset at one shape, compared with the read bandwidth for as many bytes."""
     meant = KVQuantConfig.from_preset(preset).transforms
     singles: list[tuple[str, ...]] = [(name,) for name in meant] if shape in map(CASES.get, SINGLE_CASES) else []
     timings, error = time_preset(shape, preset, [without_factors(meant), *([()] if meant else []), *singles], replays)
@@ -210,12 +214,12 @@ def measure_preset(shape: Shape, preset: str, bandwidth: ReadBandwidth, replays:
 
 
 def without_factors(transforms: tuple[str, ...]) -> tuple[str, ...]:
-    """What is left for the cache where smoothing factors are folded into the weights."""
+    """The transforms that the cache applies when smoothing factors are folded into the weights."""
     return tuple(name for name in transforms if name != "smooth")
 
 
 def time_prompt(shape: Shape, preset: str, names: tuple[str, ...], num_sets: int, replays: int) -> Timing:
-    """Time of quantising whole sequences, keys after the transforms that are named.
+    """Time of quantising whole sequences, with the named transforms applied to keys.
 
     Raises:
         SystemExit: The codes are not those of the reference.
@@ -242,7 +246,7 @@ def time_prompt(shape: Shape, preset: str, names: tuple[str, ...], num_sets: int
 
 
 def measure_prompt(preset: str, replays: int) -> dict[str, Any]:
-    """Quantisation of a prompt beside a copy that reads and writes as many bytes together."""
+    """Quantisation of a prompt, compared with a copy that reads and writes as many bytes in total."""
     batch, num_kv_heads, head_dim, tokens = PROMPT
     shape = Shape(batch, num_kv_heads, num_kv_heads, head_dim, tokens)
     num_bytes = bytes_held(shape, PRESETS[preset]) + bytes_held(shape, PRESETS["none"])
@@ -269,7 +273,7 @@ def measure_prompt(preset: str, replays: int) -> dict[str, Any]:
 
 
 def with_plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, and behind them those that have been measured without transforms, too."""
+    """The rows, followed by one more for each that was also measured without transforms."""
     plain = [{**row, **row["plain"], "preset": f"{row['preset']}, plain keys"} for row in rows if "plain" in row]
     return [*rows, *plain]
 
@@ -278,7 +282,7 @@ def with_plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def add_speedups(case: dict[str, Any]) -> None:
-    """How many times as fast as the best bf16 kernel each row is; `None` where no bf16 peer ran."""
+    """Add to each row how many times as fast it is as the best bf16 kernel; `None` if no bf16 peer ran."""
     best = min((row for row in case["peers"] if row["peer"].startswith("bf16")), default=None, key=_median)
     case["best_bf16"] = None if best is None else {key: best[key] for key in ("peer", "form", "median_us", "bytes")}
     for row in [*case["rows"], *case["peers"]]:
@@ -292,7 +296,7 @@ def _median(row: dict[str, Any]) -> float:
 
 
 def case_table(case: dict[str, Any]) -> Table:
-    """One case: presets, then peers."""
+    """The table of one case: presets, then peers."""
     shape = Shape(**{key: value for key, value in case["shape"].items() if key != "num_tokens"})
     table = Table(title=f"{case['case']}: {shape.describe()}", title_justify="left")
     columns = ("", "us", "10 %", "90 %", "MB", "GB/s", "of read", "times bf16", "error", "form")
@@ -317,7 +321,7 @@ def case_table(case: dict[str, Any]) -> Table:
 
 
 def prompt_table(rows: list[dict[str, Any]]) -> Table:
-    """Quantisation of a prompt."""
+    """The table of prompt quantisation."""
     batch, num_kv_heads, head_dim, tokens = PROMPT
     table = Table(title=f"prompt: {batch} x {thousands(tokens)}, {num_kv_heads} heads of {head_dim}")
     for column in ("", "us", "MB", "GB/s", "copy GB/s", "of copy"):
@@ -335,7 +339,7 @@ def prompt_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def checks_table(checks: list[dict[str, Any]]) -> Table:
-    """Goals: reached, missed, or not measured."""
+    """The table of goals: reached, missed, or not measured."""
     table = Table(title="goals", title_justify="left")
     for column in ("goal", "measured", ""):
         table.add_column(column, justify="right" if column == "measured" else "left")
@@ -356,17 +360,17 @@ def checks_table(checks: list[dict[str, Any]]) -> Table:
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """The command line; an unknown case or preset ends the program with the known ones."""
+    """Parse the command line. An unknown case or preset ends the program with a list of the known ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="write the JSON here too, after every case")
+    parser.add_argument("--output", type=Path, help="also write the JSON here, after every case")
     parser.add_argument(
-        "--cases", nargs="+", choices=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)} (default: all)"
+        "--cases", nargs="+", choices=list(CASES), metavar="CASE", help=f"some of {', '.join(CASES)} (default: all)"
     )
     presets = list(PRESETS)
-    known = f"of {', '.join(presets)} (default: all but none)"
+    known = f"some of {', '.join(presets)} (default: all but none)"
     parser.add_argument("--presets", nargs="+", choices=presets, metavar="PRESET", help=known)
-    parser.add_argument("--peers", action="store_true", help="measure other kernels too, those that can be imported")
-    parser.add_argument("--quick", action="store_true", help="fewer cases, presets and replays, unless they are named")
+    parser.add_argument("--peers", action="store_true", help="also measure other kernels that are installed")
+    parser.add_argument("--quick", action="store_true", help="fewer replays, and fewer cases and presets unless named")
     arguments = parser.parse_args(words)
     arguments.cases = arguments.cases or (QUICK_CASES if arguments.quick else list(CASES))
     arguments.presets = arguments.presets or (QUICK_PRESETS if arguments.quick else DEFAULT_PRESETS)
@@ -375,7 +379,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure every case, ours first and then the peers, and print card, tables, and the results as one JSON line."""
+    """Measure every case, first ours and then the peers. Print card, tables, and the results as one line of JSON."""
     arguments = parse()
     if not torch.cuda.is_available():
         raise SystemExit("bench_decode: there is no GPU. On a CPU: python evals/bench_cpu_decode.py")

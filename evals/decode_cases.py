@@ -1,7 +1,7 @@
-"""The shapes of the GPU benchmark, the bytes they read, and the goals that its figures are compared with.
+"""The shapes of the GPU benchmark, the bytes that they read, and the goals that its figures are compared with.
 
-Nothing here needs a GPU. `bench_decode.py` measures, `gpu_timing.py` knows how to time, `decode_peers.py` holds other
-kernels, and `render_readme.py` shows some of the cases by their names here.
+Nothing here needs a GPU. `bench_decode.py` measures, `gpu_timing.py` times, `decode_peers.py` has other kernels, and
+`render_readme.py` shows some of the cases by their names.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from hf_kvquant import PRESETS, KeyTransform
 from hf_kvquant.formats import BLOCK_SIZE, KVFormat
 
-# Of queries, and of keys and values where they are not quantised.
+# The dtype of queries, and of keys and values that are not quantised.
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One step of one layer. With `is_ragged`, lengths are uniform in [1, `context`], else all are `context`."""
+    """One step of one layer. With `is_ragged`, lengths are uniform in [1, `context`]; otherwise all are `context`."""
 
     batch: int
     num_q_heads: int
@@ -42,11 +42,11 @@ class Shape:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a sequence has room for, in whole tiles and blocks of every format."""
+        """Tokens that a sequence has room for: whole tiles and blocks of every format."""
         return math.ceil(self.context / BLOCK_SIZE) * BLOCK_SIZE
 
     def describe(self) -> str:
-        """For tables."""
+        """The shape in words, for tables."""
         context = f"1 to {thousands(self.context)}" if self.is_ragged else thousands(self.context)
         return f"{self.batch} x {context}, {self.num_q_heads}/{self.num_kv_heads} heads of {self.head_dim}"
 
@@ -76,15 +76,15 @@ CASES: dict[str, Shape] = {
     "64x16k-ragged": Shape(64, 32, 8, 128, 16384, is_ragged=True),
 }
 QUICK_CASES = ["64x8k", "1x8k", "1x1k"]
-SINGLE_CASES = ["64x8k", "16x8k", "1x8k"]  # where each transform is timed alone, too
+SINGLE_CASES = ["64x8k", "16x8k", "1x8k"]  # where each transform is also timed alone
 # A prompt to be quantised: batch, key-value heads, head_dim, tokens.
 PROMPT = (8, 8, 128, 8192)
 
 
 def lengths_held(shape: Shape, formats: tuple[KVFormat, KVFormat]) -> list[int]:
-    """Tokens held by each sequence: the shape's, and half a block less where channels have scales.
+    """Tokens held by each sequence: the shape's, minus half a block where each channel of a block has a scale.
 
-    A step then meets as many dense keys as it does on average, and fills no block, as 127 of 128 do not.
+    A step then reads as many dense keys as the average step, and fills no block, like 127 of 128 steps.
     """
     block_size = formats[0].block_size
     less = 0 if block_size is None or shape.is_ragged else block_size // 2
@@ -92,7 +92,7 @@ def lengths_held(shape: Shape, formats: tuple[KVFormat, KVFormat]) -> list[int]:
 
 
 def bytes_held(shape: Shape, formats: tuple[KVFormat, KVFormat]) -> int:
-    """Codes, scales and zeros of all tokens held, each counted once, and keys that are still dense."""
+    """Bytes of all tokens held: codes, scales, zeros, and keys that are still dense, each counted once."""
     key = formats[0]
     key_bytes, value_bytes = (side.bytes_per_token(shape.num_kv_heads, shape.head_dim, DTYPE) for side in formats)
     lengths = lengths_held(shape, formats)
@@ -109,7 +109,7 @@ def fits(shape: Shape, preset: str) -> bool:
 def random_transform(
     transforms: tuple[str, ...], num_kv_heads: int, head_dim: int, device: str | torch.device = "cpu"
 ) -> KeyTransform:
-    """A key transform with random numbers wherever the names ask for some."""
+    """The named transforms, with random numbers."""
     shape = num_kv_heads, head_dim
     center = torch.randn(shape, device=device) if "center" in transforms else None
     smoothing = 2.0 ** torch.randint(-2, 3, shape, device=device) if "smooth" in transforms else None
@@ -121,15 +121,15 @@ def random_transform(
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A figure to reach: `value` at least, or at most for microseconds.
+    """A figure to reach: at least `value`, or at most `value` for `"us"` and `"points"`.
 
     Attributes:
-        unit: `"share"` of the read bandwidth, `"us"`, or `"times"` as fast as the best of `peers`, for plain keys all
-            three; or `"points"`, the most that one transform takes of the share.
-        case: A name of `CASES`, or `"prompt"`, where `"share"` is of the copy bandwidth.
+        unit: For plain keys, `"share"` of the read bandwidth, `"us"`, or `"times"` as fast as the best of `peers`. Or
+            `"points"`, the percentage points by which one transform lowers the share.
+        case: A name of `CASES`; or `"prompt"`, where `"share"` is of the copy bandwidth.
         preset: A name of `PRESETS`.
         value: The threshold.
-        peers: What the names of the peers begin with; only for `"times"`.
+        peers: How the names of these peers start; only for `"times"`.
     """
 
     unit: str
@@ -139,7 +139,7 @@ class Goal:
     peers: str = ""
 
     def describe(self) -> str:
-        """For the table."""
+        """The goal in words, for the table."""
         what = {
             "share": f"at least {self.value:.0%} of {'copy' if self.case == 'prompt' else 'read'} bandwidth",
             "us": f"at most {self.value:g} us",
@@ -158,7 +158,7 @@ def _goals() -> Iterable[Goal]:
     for cases, values in shares.items():
         for case in cases:
             yield from (Goal("share", case, preset, value) for preset, value in zip(main, values, strict=True))
-    # About 140 MB: int8 takes twice the bytes of int4.
+    # Both read about 140 MB, since int8 takes twice the bytes of int4.
     yield Goal("share", "8x8k", "int8", 0.92)
     yield Goal("share", "16x8k", "int4", 0.88)
     yield Goal("share", "16x8k", "int4-g32", 0.84)
@@ -177,7 +177,7 @@ GOALS: list[Goal] = list(_goals())
 
 
 def check_goals(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every goal with what was measured; `None` for both where the run left the case, the preset or the peer out."""
+    """Every goal with what was measured and whether it was reached; both `None` if the run did not measure it."""
     checks = []
     for goal in GOALS:
         measured = _measured(results, goal)

@@ -1,8 +1,8 @@
 """Other kernels for decode attention on a GPU: PyTorch in bf16, FlashInfer in bf16, fp8 and nvfp4, FBGEMM in int4.
 
-Each is a `Peer` with all the forms worth trying (layout, tensor cores or not, number of splits), of which the fastest
-counts, over contiguous buffers of its own. Packages are imported, never required, and one that is missing or fails is
-left out and named. `bench_decode.py` runs this beside our op; how to time is `gpu_timing.py`'s.
+Each is a `Peer` over contiguous buffers of its own, with all forms worth trying (layout, tensor cores or not, number of
+splits), of which the fastest counts. Packages are optional: one that is missing is left out, and one that fails is
+named. `bench_decode.py` compares these with our op; `gpu_timing.py` times both.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ PAGE_SIZE = 64
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Something else to be timed: its forms over `num_sets` sets that hold `num_bytes` each. The name begins with the
-    type of its keys and values."""
+    """Another kernel: its forms, over `num_sets` buffer sets of `num_bytes` each.
+
+    The name starts with the type of its keys and values.
+    """
 
     name: str
     forms: Forms
@@ -38,7 +40,7 @@ class Peer:
 
 
 def torch_peers(shape: Shape) -> Iterable[Peer]:
-    """PyTorch's attention, heads of a group as such or as rows of one head; not over ragged batches."""
+    """PyTorch's attention, with the query heads of a group as heads or as rows of one head. Not for ragged batches."""
     if shape.is_ragged:
         return
     num_bytes = bytes_held(shape, PRESETS["none"])
@@ -64,7 +66,7 @@ def torch_peers(shape: Shape) -> Iterable[Peer]:
 
 def flashinfer_peers(shape: Shape) -> Iterable[Peer]:
     """FlashInfer over pages of 64 tokens: its decode wrapper in bf16, fp8 and nvfp4, and XQA in bf16 and fp8."""
-    if shape.head_dim != 128:  # each head_dim is compiled anew, for minutes
+    if shape.head_dim != 128:  # compiling another head_dim takes minutes
         return
     from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper, xqa_batch_decode_with_kv_cache
 
@@ -118,7 +120,7 @@ def flashinfer_peers(shape: Shape) -> Iterable[Peer]:
 
             def run(i: int) -> object:
                 nonlocal wrapper
-                if wrapper is None:  # planned in the warm-up, so that a form that cannot be planned is left out
+                if wrapper is None:  # planned in the warm-up; a form that cannot be planned is left out
                     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, layout, use_tensor_cores=has_tensor_cores)
                     wrapper.plan(
                         first_page,
@@ -160,7 +162,7 @@ def flashinfer_peers(shape: Shape) -> Iterable[Peer]:
 
 
 def fbgemm_peers(shape: Shape) -> Iterable[Peer]:
-    """FBGEMM's int4 attention: one key-value head of 128 only, one or four groups of channels."""
+    """FBGEMM's int4 attention with one or four groups of channels. Only for one key-value head of 128."""
     if shape.num_kv_heads != 1 or shape.head_dim != 128 or shape.is_ragged:
         return
     import fbgemm_gpu.experimental.gen_ai  # noqa: F401
@@ -199,7 +201,7 @@ PEERS: dict[str, Callable[[Shape], Iterable[Peer]]] = {
 
 
 def peer_versions() -> dict[str, str | None]:
-    """Versions of the packages that peers come from; `None` where one is missing."""
+    """Versions of the packages that peers come from; `None` for one that is missing."""
     versions: dict[str, str | None] = {}
     for package in PEERS:
         try:
@@ -210,7 +212,7 @@ def peer_versions() -> dict[str, str | None]:
 
 
 def measure_peers(shape: Shape, bandwidth: ReadBandwidth, replays: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """All peers at one shape, and why those that are missing are."""
+    """The results of all peers at one shape, and the reasons why others failed."""
     rows, failures = [], []
     for package, make in PEERS.items():
         if peer_versions()[package] is None:

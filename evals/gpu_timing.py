@@ -1,7 +1,7 @@
-"""How a call on a GPU is timed: replays of a CUDA graph over rotating buffer sets, cold in L2. How fast memory reads.
+"""Times calls on a GPU, by replays of a CUDA graph over rotating buffer sets that are cold in L2.
 
-Everything that `bench_decode.py` compares goes through `time_calls`, the read kernel included, whose bandwidth is the
-denominator of its shares. What is timed is decided there and in `decode_peers.py`.
+Everything that `bench_decode.py` compares is timed by `time_calls`, including the read kernel, whose bandwidth its
+shares are relative to. That script and `decode_peers.py` decide what is timed.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from typing import Any
 
 import torch
 
-# The buffer sets of a case together, at least: four times the largest L2 at hand (60 MB).
+# The least size of all buffer sets of a case together: four times the largest L2 that we measure on (60 MB).
 COLD_BYTES = 240e6
 MIN_SETS = 4
-# Calls in a graph, at least, so that the launch of the graph itself is lost in them.
+# The least calls in a graph, so that the launch of the graph itself does not count.
 MIN_CALLS = 16
 TRIAL_REPLAYS = 5
-# Before the replays that count. Reading at full speed takes an H200 to its power limit, which lowers clocks over tenths
-# of a second: without a rest, a time would depend on what ran before (the same kernel 165 or 179 us, 2026-11).
+# Rest before the replays that count. Reading at full speed takes an H200 to its power limit, which lowers clocks over
+# tenths of a second. Without a rest, a time would depend on what ran before (the same kernel: 165 or 179 us, 2026-11).
 REST_SECONDS = 0.05
-# No buffer of the read kernel is larger; beyond this, bandwidth no longer depends on the size.
+# The largest buffer of the read kernel. Beyond this size, bandwidth no longer depends on it.
 MAX_READ_BYTES = 4 * 2**30
-# Ways to compute one thing, by name; each takes the number of a buffer set.
+# Ways to compute the same thing, by name. Each takes the number of a buffer set.
 Forms = Mapping[str, Callable[[int], object]]
 
 
 def sets_needed(num_bytes: float) -> int:
-    """Buffer sets that keep a case out of the caches."""
+    """How many buffer sets keep a case out of the L2 cache."""
     return max(MIN_SETS, math.ceil(COLD_BYTES / num_bytes))
 
 
 def calls_needed(num_sets: int) -> int:
-    """Calls in a graph: every set equally often."""
+    """How many calls a graph holds; every set is used equally often."""
     return num_sets * math.ceil(MIN_CALLS / num_sets)
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: median and the 10th and 90th percentile of replays."""
+    """Microseconds of one call: the median, and the 10th and 90th percentiles over replays."""
 
     median_us: float
     p10_us: float
@@ -55,9 +55,9 @@ def time_calls(run: Callable[[int], object], num_sets: int, replays: int, can_fa
 
     Args:
         run: Launches work on the current stream.
-        num_sets: Sets there are.
+        num_sets: Number of buffer sets.
         replays: Replays of the graph, after a rest of `REST_SECONDS`.
-        can_fall_back: Whether to time the same calls back to back, between two events, when they cannot be captured.
+        can_fall_back: Whether to time the same calls back to back, between two events, if they cannot be captured.
     """
     num_calls = calls_needed(num_sets)
     stream = torch.cuda.Stream()
@@ -75,7 +75,7 @@ def time_calls(run: Callable[[int], object], num_sets: int, replays: int, can_fa
                 run(i % num_sets)
         replay: Callable[[], object] = graph.replay
     except RuntimeError:
-        torch.cuda.set_stream(outside)  # a capture that fails may leave its own stream behind
+        torch.cuda.set_stream(outside)  # a failed capture may leave its own stream as the current one
         if not can_fall_back:
             raise
         torch.cuda.synchronize()
@@ -106,7 +106,7 @@ class ReadBandwidth:
         self.measured: dict[int, dict[str, Any]] = {}
 
     def gbps(self, num_bytes: int) -> float:
-        """For a buffer of `num_bytes`, rounded up to whole blocks."""
+        """GB/s for a buffer of `num_bytes`, rounded up to whole blocks."""
         import read_kernel
 
         unit = 4 * read_kernel.MAX_BLOCK
@@ -145,10 +145,10 @@ class ReadBandwidth:
 
 
 def best_of(forms: Forms, num_sets: int, replays: int, can_fall_back: bool = False) -> tuple[str, Timing]:
-    """The fastest of several forms of one thing by a short trial, and its time.
+    """The fastest of several forms, chosen by a short trial, and its time.
 
     Raises:
-        RuntimeError: No form runs; it is the exception of the last one.
+        RuntimeError: No form runs; the cause is the exception of the last one.
     """
     trials: dict[str, float] = {}
     failure: Exception | None = None
@@ -166,7 +166,7 @@ def best_of(forms: Forms, num_sets: int, replays: int, can_fall_back: bool = Fal
 
 
 def figures(timing: Timing, num_bytes: int, bandwidth: ReadBandwidth) -> dict[str, Any]:
-    """What a time means for so many bytes."""
+    """A time as a results file shows it: with bytes, bandwidth, and share of the read bandwidth."""
     gbps, read_gbps = num_bytes / timing.median_us / 1e3, bandwidth.gbps(num_bytes)
     return {
         **dataclasses.asdict(timing),

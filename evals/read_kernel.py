@@ -1,8 +1,8 @@
-"""How fast the GPU reads: a plain kernel that sums a buffer, the denominator of every share of bandwidth.
+"""A plain kernel that sums a buffer. Its speed is the read bandwidth that every share is relative to.
 
-It does nothing but 16-byte loads and additions, so what it reaches is what memory gives; block size and grid are the
-best of a few. It is in a file of its own because it needs triton, which `bench_decode.py` must be importable without.
-That script decides sizes, buffer sets and how to time.
+It does nothing but 16-byte loads and additions, so memory alone limits it; the best of a few block sizes and grids
+counts. It has its own file because it needs triton, and `bench_decode.py` must be importable without triton.
+`gpu_timing.py` decides sizes and buffer sets, and times it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Words of a block, warps, and how often the programs of a grid fill the GPU; 0 for one program per block.
+# Words of a block, warps, and programs per multiprocessor; 0 for one program per block.
 CONFIGS = [(1024, 4, 0), (4096, 4, 0), (4096, 4, 16), (8192, 8, 0), (8192, 8, 8), (16384, 8, 4)]
 MAX_BLOCK = max(block for block, _, _ in CONFIGS)
 
@@ -30,8 +30,8 @@ def read(source: Tensor, sums: Tensor, config: tuple[int, int, int], num_sms: in
     """Sum a buffer, one sum per program.
 
     Args:
-        source: int32, contiguous; its size is a multiple of `MAX_BLOCK`, and of at most 2^30 words.
-        sums: int32, at least as long as `source` has blocks; the other sums keep their values.
+        source: int32, contiguous; its size is a multiple of `MAX_BLOCK`, and at most 2^30 words.
+        sums: int32, with room for one sum per block of `source`; sums that no program writes keep their values.
         config: One of `CONFIGS`.
         num_sms: Multiprocessors of the GPU.
     """

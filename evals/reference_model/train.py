@@ -1,17 +1,17 @@
-"""Train, from nothing, the small Llama-architecture model that the evaluations in this repository use.
+"""Trains from scratch the small Llama-architecture model that the evaluations in this repository use.
 
 A quantised cache can only be judged on a model that has learned something: on random weights attention is close to
 uniform and every error looks harmless. This one is small enough to live in the repository (15.5 million parameters in
-bf16) yet shaped like a large one where the cache is concerned: head_dim 128, two query heads to a key-value head,
-rotary positions. Four commands, in this order, on one folder `--out`:
+bf16), but its cache has the shape of a large model's: head_dim 128, two query heads per key-value head, rotary
+positions. Four commands, in this order, on one folder `--out`:
 
     tokenizer   byte-level BPE learned from the training articles: tokenizer.json, tokenizer_config.json
     train       the weights: config.json, generation_config.json, model.safetensors, training_log.jsonl
-    average     the mean of two checkpoints: before and after a second training that went on from the first
+    average     the mean of two checkpoints: before and after a second training that continued from the first
     evaluate    validation loss, WikiText-2 perplexity in two conventions, greedy continuations; printed only
 
-The layers are those of transformers' `LlamaForCausalLM`, so what is trained is what `from_pretrained` loads. README.md
-beside this file holds the data's licence, the command that made the checkpoint here, and its results.
+The layers are those of transformers' `LlamaForCausalLM`, so `from_pretrained` loads exactly what was trained. README.md
+in this folder has the data's licence, the command that made the checkpoint here, and its results.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ END_OF_TEXT = "<|endoftext|>"
 VALIDATION_SHARE = 0.01
 CONTEXT = 2048
 
-# Words keep the space before them and digits go in pairs, so that a year is two tokens and any number is spelled from
-# a hundred or so entries; runs of punctuation and of white space are pieces of their own.
+# Words keep the space before them. Digits form pairs, so a year is two tokens and any number is spelled with about a
+# hundred entries. Runs of punctuation and of white space are pieces of their own.
 PIECE_PATTERN = (
     r"'(?:[sdmt]|ll|ve|re)"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -80,10 +80,10 @@ def read_articles(path: Path) -> tuple[list[str], list[str]]:
 def in_wikitext_style(article: str) -> str:
     """Rewrite an article the way WikiText-2 spells text.
 
-    Evaluations read WikiText-2, whose punctuation stands apart, so that a model that has seen prose only spends its
-    surprise on spaces. There, a hyphen inside a word is ` @-@ `, a comma or point inside a number ` @,@ ` or ` @.@ `,
-    a title `= Title =`, and every line begins and ends with a space. The corpus marks headings by short lines that end
-    with a point.
+    Evaluations read WikiText-2, which has spaces around punctuation. A model that has only seen plain prose would be
+    surprised mostly by those spaces. In WikiText-2, a hyphen inside a word is ` @-@ `, a comma or point inside a number
+    ` @,@ ` or ` @.@ `, a title `= Title =`, and every line begins and ends with a space. The corpus marks headings by
+    short lines that end with a point.
     """
     lines = []
     for index, line in enumerate(article.split("\n")):
@@ -94,7 +94,7 @@ def in_wikitext_style(article: str) -> str:
         text = re.sub(r"(?<=\d)([,.])(?=\d)", r" @\1@ ", text)
         text = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", text)
         text = re.sub(r"(?<=\w)'(?=\w)", " '", text)
-        # A point ends a sentence, unless it belongs to initials or to an abbreviation.
+        # A point ends a sentence unless it belongs to initials or an abbreviation.
         text = re.sub(r"(?<!\b[A-Z])(?<!\bSt)(?<!\bMr)(?<!\bDr)(?<!\bNo)(?<!\bp)(?<!\.)\.(?=\s|$)", " .", text)
         text = " ".join(text.split())
         if index == 0:
@@ -140,9 +140,9 @@ def encode_articles(tokenizer: Tokenizer, articles: list[str]) -> Tensor:
 
 
 def endless_batches(tokens: Tensor, rows: int, context: int, seed: int) -> Iterator[Tensor]:
-    """Yield `[rows, context + 1]` int64 batches for ever: each epoch cuts the stream at a new offset and shuffles.
+    """Yield `[rows, context + 1]` int64 batches forever. Each epoch cuts the stream at a new offset and shuffles.
 
-    Rows overlap by one token, so that each token is a target once an epoch, and never straddle an epoch.
+    Rows overlap by one token, so each token is a target once per epoch. No row spans two epochs.
     """
     generator = torch.Generator().manual_seed(seed)
     columns = torch.arange(context + 1, device=tokens.device)
@@ -164,7 +164,7 @@ def endless_batches(tokens: Tensor, rows: int, context: int, seed: int) -> Itera
 
 
 def build_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
-    """Build the model with fresh float32 weights.
+    """Build the model with new random float32 weights.
 
     `pad_token_id` stays unset: an embedding with a padding index would never learn `<|endoftext|>` as an input. The
     projections that write into the residual stream start smaller, by 1 / sqrt(2 · layers), so that its variance does
@@ -198,8 +198,8 @@ def mean_loss(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
     """Return the mean next-token loss of `batch` (`[rows, context + 1]`), in nats, as a float32 scalar.
 
     The layers are called directly, without a mask: `LlamaModel.forward` builds a mask tensor when it is compiled,
-    which rules the flash attention kernels out. Under autocast the residual stream is bf16, as it is when the saved
-    bf16 checkpoint runs; the rotary tables stay float32.
+    which rules out the flash attention kernels. Under autocast the residual stream is bf16, as when the saved bf16
+    checkpoint runs; the rotary tables stay float32.
     """
     inputs, targets = batch[:, :-1], batch[:, 1:]
     stream = model.model.embed_tokens(inputs)  # [rows, context, hidden_size]
@@ -216,7 +216,7 @@ def mean_loss(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
 
 @torch.no_grad()
 def validation_loss(model: LlamaForCausalLM, tokens: Tensor, rows: int, context: int) -> float:
-    """Return the mean loss over all whole windows of a stream, cut without shuffling, `rows` windows at a time."""
+    """Return the mean loss over all whole windows of a stream, in order, `rows` windows at a time."""
     windows = (len(tokens) - 1) // context
     columns = torch.arange(context + 1, device=tokens.device)
     starts = context * torch.arange(windows, device=tokens.device)
@@ -249,9 +249,9 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 class Muon:
     """Momentum whose update is orthogonalised, for the matrices of the layers (Jordan et al., 2024).
 
-    Matrices of one shape are stacked, so that a step is a few batched products instead of hundreds of small ones;
-    this is why `torch.optim.Muon` is not used. The update is scaled to a root mean square of 0.2 an element (Liu et
-    al., 2025), which puts the learning rate into the range of AdamW's.
+    Matrices of one shape are stacked, so a step is a few batched products instead of hundreds of small ones, which
+    `torch.optim.Muon` does not do. The update is scaled to a root mean square of 0.2 per element (Liu et al., 2025), so
+    that learning rates are in the range of AdamW's.
     """
 
     def __init__(self, parameters: list[Tensor], weight_decay: float, *, compiled: bool) -> None:
@@ -286,7 +286,7 @@ def schedule(progress: float, warmup: float) -> float:
 def save_checkpoint(model: LlamaForCausalLM, folder: Path) -> None:
     """Write config, generation config and bf16 weights; the model itself keeps its float32 weights.
 
-    Written beside the target and moved over it, so that a run that is stopped never leaves half a file.
+    Files are written next to the target and moved over it, so an interrupted run never leaves half a file.
     """
     state = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
@@ -320,9 +320,9 @@ def run_tokenizer(args: argparse.Namespace) -> None:
 
 
 def run_train(args: argparse.Namespace) -> None:
-    """Train until `--steps` or `--minutes` is reached and write the checkpoint; half-way once more, as insurance.
+    """Train until `--steps` or `--minutes` is reached and write the checkpoint, also once half-way as a safeguard.
 
-    The learning rate follows progress in whichever of the two is the limit, and reaches zero at its end. The clock
+    The learning rate follows progress towards whichever of the two is the limit, and reaches zero at the end. The clock
     starts after compilation. Every line of the log is one JSON object.
     """
     started = time.monotonic()
@@ -344,7 +344,7 @@ def run_train(args: argparse.Namespace) -> None:
     if args.wikitext_style:
         with ProcessPoolExecutor() as pool:
             train_articles += pool.map(in_wikitext_style, train_articles, chunksize=64)
-        random.Random(args.seed).shuffle(train_articles)  # windows straddle articles: let the two styles mix
+        random.Random(args.seed).shuffle(train_articles)  # windows span articles: let the two styles mix
     train_tokens = encode_articles(tokenizer, train_articles).to(device)
     validation_tokens = encode_articles(tokenizer, validation_articles).to(device)
 
@@ -394,8 +394,8 @@ def run_train(args: argparse.Namespace) -> None:
         adamw.zero_grad(set_to_none=True)
         losses.append(loss.detach())
         step += 1
-        # Reading a loss waits for the device. Every tenth step is often enough to keep the clock honest and rare
-        # enough to keep the queue full.
+        # Reading a loss waits for the device. Every tenth step is often enough for an honest clock, and rare enough to
+        # keep the device's queue full.
         if step % 10 == 0:
             losses[-1].item()
         if time.monotonic() - started >= next_log:
@@ -425,10 +425,10 @@ def run_train(args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def run_average(args: argparse.Namespace) -> None:
-    """Write the mean of the weights of `--out` and `--other`, which went on from it, to `--out`.
+    """Write the mean of the weights of `--out` and `--other`, which continued from it, to `--out`.
 
-    A second training on a new style forgets and overfits some of the first; half-way between the two, nearly all of
-    the gain is kept and most of the loss undone (Wortsman et al., 2022, "Robust fine-tuning of zero-shot models").
+    A second training on a new style forgets some of the first and overfits. Half-way between the two, nearly all of the
+    gain is kept and most of the loss is undone (Wortsman et al., 2022, "Robust fine-tuning of zero-shot models").
     """
     first, second = (LlamaForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (args.out, args.other))
     for mean, other in zip(first.parameters(), second.parameters(), strict=True):
@@ -466,7 +466,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
         windows = list(ids[: len(ids) // window * window].split(window))
         loss = negative_log_likelihood(model, windows, device) / (len(windows) * (window - 1))
         print(json.dumps({"per_token_perplexity": math.exp(loss), "windows": len(windows), "tokens": len(ids)}))
-        # Per word: the file as it is, every token scored once, after the end-of-text token or its own window's start.
+        # Per word: the file as it is. Every window starts with the end-of-text token, and every token is scored once.
         ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
         first = torch.tensor([tokenizer.bos_token_id])
         windows = [torch.cat([first, chunk]) for chunk in ids.split(window - 1)]
@@ -502,9 +502,11 @@ def main() -> None:
     limit = train.add_mutually_exclusive_group()
     limit.add_argument("--minutes", type=float, default=8.2, help="training time, preparation not counted")
     limit.add_argument("--steps", type=int, help="optimiser steps, instead of --minutes; the same on any machine")
-    train.add_argument("--tokenizer", type=Path, help="folder of tokenizer.json, if not --out")
-    train.add_argument("--init", type=Path, help="folder of a checkpoint to go on from, optimiser states not included")
-    train.add_argument("--wikitext-style", action="store_true", help="read every article a second time, so spelled")
+    train.add_argument("--tokenizer", type=Path, help="folder of tokenizer.json (default: --out)")
+    train.add_argument("--init", type=Path, help="folder of a checkpoint to continue from, without optimiser states")
+    train.add_argument(
+        "--wikitext-style", action="store_true", help="read every article a second time, spelled like WikiText-2"
+    )
     train.add_argument("--articles", type=int, help="use only the first ARTICLES, for a rehearsal")
     train.add_argument("--batch-rows", type=int, default=64, help="windows per step")
     train.add_argument("--learning-rate", type=float, default=5e-3, help="peak, for the matrices of the layers")
@@ -539,7 +541,7 @@ def main() -> None:
 
     args = parser.parse_args()
     if args.command == "evaluate" and args.data is None and args.wikitext is None:
-        evaluate.error("--wikitext or --data must be given, or there is nothing to measure on")
+        evaluate.error("--wikitext or --data must be given, or there is nothing to measure")
     if args.command == "train" and args.tokenizer is None:
         args.tokenizer = args.out
     commands_by_name = {
