@@ -1,10 +1,10 @@
-"""Many prompts in batches, at the throughput that a static cache gives.
+"""Runs many prompts in batches with a static cache, for the best throughput.
 
     python examples/batch_job.py MODEL --prompts prompts.txt --batch-size 16 --output answers.jsonl
 
-All batches have the same shape: prompts are padded on the left, a last batch is filled up, `max_cache_len` is fixed. So
-the buffers of one batch serve the next, and on a GPU the decode step is recorded as a CUDA graph once and replayed from
-then on. On a CPU the step runs as it is: compiling it would take longer than a small job.
+All batches have the same shape: prompts are padded on the left, the last batch is filled up, and `max_cache_len` is
+fixed. So every batch reuses the same buffers. On a GPU, the decode step is recorded as a CUDA graph once and replayed
+from then on. On a CPU, it runs as it is, since compiling would take longer than a small job.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments."""
+    """The command line."""
     arguments = argparse.ArgumentParser(description="Continue many prompts.")
     arguments.add_argument(
         "model", nargs="?", default=str(ROOT / "evals" / "reference_model"), help="a folder or a hub id"
     )
-    arguments.add_argument("--prompts", type=Path, help="a file with a prompt in each line (default: three of our own)")
+    arguments.add_argument("--prompts", type=Path, help="a file with one prompt per line (default: three of our own)")
     arguments.add_argument("--output", type=Path, help="JSON lines with prompts and answers (default: print them)")
-    arguments.add_argument("--preset", default="int4", help="of hf_kvquant (default: %(default)s)")
+    arguments.add_argument("--preset", default="int4", help="a preset of hf_kvquant (default: %(default)s)")
     arguments.add_argument("--batch-size", type=int, default=4)
     arguments.add_argument("--max-new-tokens", type=int, default=16)
     return arguments
 
 
 def prompts_of(file: Path | None) -> list[str]:
-    """The lines of a file that hold something."""
+    """The lines of a file that are not blank; without a file, those of our own prompts."""
     files = sorted((ROOT / "evals" / "demo_prompts").glob("*.txt")) if file is None else [file]
     return [line for each in files for line in each.read_text(encoding="utf-8").splitlines() if line.strip()]
 
@@ -69,7 +69,7 @@ def main() -> None:
             pad_token_id=tokenizer.pad_token_id,
         )
         new = output[: len(batch), longest:]
-        num_tokens += int((new != tokenizer.pad_token_id).sum())  # without what follows an end
+        num_tokens += int((new != tokenizer.pad_token_id).sum())  # not the padding after an end token
         answers += tokenizer.batch_decode(new, skip_special_tokens=True)
     seconds = time.perf_counter() - start
 

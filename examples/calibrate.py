@@ -1,10 +1,11 @@
-"""Calibrate a model for 4 bits: check it, find centres and factors, save, load, and check again.
+"""Calibrates a model for 4 bits: checks it, finds centres and factors, saves, loads, and checks again.
 
     python examples/calibrate.py MODEL --text pages.txt --output calibrated
 
-The pre-flight measures what quantising does to the next token (KL divergence in nats), layer by layer, through real
-caches. Calibration then finds the centre of each layer's keys and factors that make outlier channels smaller, and folds
-the factors into the weights. Logits stay the same to the bit; the checkpoint is one like any other.
+The pre-flight measures how much quantising changes the next-token distribution (KL divergence in nats), layer by layer,
+through real caches. Calibration then finds the centre of each layer's keys, and factors that make outlier channels
+smaller, and folds the factors into the weights. Logits stay the same to the bit, and the checkpoint loads like any
+other.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ FACTORS = "kvquant_smoothing.safetensors"  # where `hf-kvquant` looks for them
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments."""
-    arguments = argparse.ArgumentParser(description="Calibrate a model, and say what that was worth.")
+    """The command line."""
+    arguments = argparse.ArgumentParser(description="Calibrate a model and show how much it helped.")
     arguments.add_argument("model", nargs="?", default=str(REFERENCE_MODEL), help="a folder or a hub id")
-    arguments.add_argument("--text", type=Path, default=REFERENCE_MODEL / "README.md", help="like what it will read")
-    arguments.add_argument("--preset", default="int4", help="of hf_kvquant (default: %(default)s)")
-    arguments.add_argument("--output", type=Path, help="a new folder for the model (default: one that is deleted)")
-    arguments.add_argument("--tokens", type=int, default=16384, help="to calibrate on, at most (default: %(default)s)")
+    arguments.add_argument(
+        "--text", type=Path, default=REFERENCE_MODEL / "README.md", help="text like that the model will read"
+    )
+    arguments.add_argument("--preset", default="int4", help="a preset of hf_kvquant (default: %(default)s)")
+    arguments.add_argument("--output", type=Path, help="a new folder for the model (default: a temporary one)")
+    arguments.add_argument(
+        "--tokens", type=int, default=16384, help="calibrate on at most so many (default: %(default)s)"
+    )
     return arguments
 
 
@@ -56,7 +61,7 @@ def main() -> None:
         after = hf_kvquant.run_preflight(loaded, arguments.preset, tokenizer=tokenizer, texts=texts)
     print(f"after:\n{after.report()}\n")
 
-    hf_kvquant.patch(loaded, after.approved())  # raises where the preset would corrupt what the model writes
+    hf_kvquant.patch(loaded, after.approved())  # raises if the preset would corrupt the model's output
     inputs = tokenizer("The village is located in the", return_tensors="pt").to(device)
     print(tokenizer.decode(loaded.generate(**inputs, max_new_tokens=12, do_sample=False)[0]))
 

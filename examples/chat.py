@@ -1,12 +1,12 @@
-"""A chat that keeps its cache between turns, and between runs.
+"""A chat that keeps its cache between turns and between runs.
 
     python examples/chat.py MODEL --file chat.safetensors                  # type, and end with an empty line
     python examples/chat.py --prompt "The village is" --prompt "It has"    # two turns, with the reference model
 
-Each turn renders the conversation anew and compares it with the tokens in the cache: what they have in common is not
-computed again, the rest of the cache is cropped. So it works with every chat template. Models without a template
-continue the text. With `--file`, the cache is saved at the end, with its tokens in a JSON file beside it, and the next
-run continues.
+Each turn renders the whole conversation again and compares it with the tokens in the cache. The common beginning is not
+computed again; the rest of the cache is cropped. This works with every chat template. Models without a template
+continue the text. With `--file`, the cache is saved at the end, with its tokens in a JSON file next to it, and the next
+run continues from there.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ REFERENCE_MODEL = Path(__file__).resolve().parents[1] / "evals" / "reference_mod
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments."""
+    """The command line."""
     arguments = argparse.ArgumentParser(description="Chat with a quantised cache.")
     arguments.add_argument("model", nargs="?", default=str(REFERENCE_MODEL), help="a folder or a hub id")
-    arguments.add_argument("--preset", default="int8", help="of hf_kvquant (default: %(default)s)")
-    arguments.add_argument("--prompt", action="append", help="a turn; repeatable. Without any, turns are typed")
-    arguments.add_argument("--file", type=Path, help="where the cache is kept from one run to the next")
+    arguments.add_argument("--preset", default="int8", help="a preset of hf_kvquant (default: %(default)s)")
+    arguments.add_argument("--prompt", action="append", help="a turn; repeatable (default: type them)")
+    arguments.add_argument("--file", type=Path, help="keep the cache in this file between runs")
     arguments.add_argument("--max-new-tokens", type=int, default=24)
     return arguments
 
 
 class Chat:
-    """A conversation, with the cache of the tokens it has so far."""
+    """A conversation and the cache of its tokens."""
 
     def __init__(self, model_name: str, preset: str, file: Path | None) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,13 +65,13 @@ class Chat:
             max_new_tokens=max_new_tokens,
             do_sample=False,
         )[0].tolist()
-        self.held = output[: self.cache.get_seq_length()]  # the newest token comes into the cache with the next turn
+        self.held = output[: self.cache.get_seq_length()]  # the newest token enters the cache with the next turn
         answer: str = self.tokenizer.decode(output[len(ids) :], skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": answer})
         return answer
 
     def render(self) -> list[int]:
-        """The tokens of the conversation, up to where the model goes on."""
+        """The tokens of the conversation, up to where the model continues."""
         if self.tokenizer.chat_template is not None:
             text = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
             return list(self.tokenizer(text, add_special_tokens=False).input_ids)
@@ -79,18 +79,18 @@ class Chat:
         return list(self.tokenizer(" ".join(turns)).input_ids)
 
     def rewind(self, ids: list[int]) -> None:
-        """Crop the cache to what it has in common with these tokens, of which at least one is left to compute."""
+        """Crop the cache to its common beginning with these tokens. At least one token is left to compute."""
         pairs = zip(self.held, ids[:-1], strict=False)
         common = next((i for i, (held, new) in enumerate(pairs) if held != new), min(len(self.held), len(ids) - 1))
         if common < len(self.held):
             try:
                 self.cache.crop(common - len(self.held))
-            except RuntimeError:  # a sliding window has moved on: the beginning is gone
+            except RuntimeError:  # a sliding window has dropped the beginning
                 self.cache, common = hf_kvquant.KVQuantCache(self.model.config, self.preset), 0
         self.held = self.held[:common]
 
     def save(self) -> None:
-        """Keep the cache for the next run, if there is a file for it."""
+        """Save the cache for the next run, if `--file` was given."""
         if self.file is not None and self.held:
             self.cache.save(self.file, self.model, overwrite=True)
             kept = {"messages": self.messages, "held": self.held}
@@ -98,7 +98,7 @@ class Chat:
 
 
 def typed() -> Iterator[str]:
-    """Turns from the keyboard, until an empty line or the end of the input."""
+    """Turns from the keyboard, up to an empty line or the end of the input."""
     while True:
         try:
             text = input("> ")

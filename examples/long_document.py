@@ -1,10 +1,10 @@
-"""A question about a long document, on a small GPU: the document is read in chunks, codes wait in CPU memory.
+"""Asks a question about a long document on a small GPU: prefill in chunks, with the cache offloaded to CPU memory.
 
     python examples/long_document.py MODEL --document report.txt --question "What was decided?"
 
-A prompt in chunks needs memory for the activations of one chunk only. Its codes take a quarter of an unquantised cache
-with `int4`. On a GPU they are offloaded to CPU memory on top, but for those of two layers, so the length of a document
-is limited by CPU memory and patience. On a CPU, codes are where they are.
+Prefill in chunks needs memory for the activations of one chunk only. With `int4`, the codes take about a quarter of an
+unquantised cache. On a GPU they are also offloaded to CPU memory, except those of two layers, so the document can be as
+long as CPU memory and patience allow. On a CPU, the codes stay in place.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ REFERENCE_MODEL = Path(__file__).resolve().parents[1] / "evals" / "reference_mod
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments."""
+    """The command line."""
     arguments = argparse.ArgumentParser(description="Ask about a long document.")
     arguments.add_argument("model", nargs="?", default=str(REFERENCE_MODEL), help="a folder or a hub id")
     arguments.add_argument("--document", type=Path, default=REFERENCE_MODEL / "README.md", help="a text file")
-    arguments.add_argument("--question", default="In summary, the model", help="comes behind the document")
-    arguments.add_argument("--preset", default="int4", help="of hf_kvquant (default: %(default)s)")
+    arguments.add_argument("--question", default="In summary, the model", help="added after the document")
+    arguments.add_argument("--preset", default="int4", help="a preset of hf_kvquant (default: %(default)s)")
     arguments.add_argument("--chunk", type=int, default=512, help="tokens of a chunk (default: %(default)s)")
     arguments.add_argument("--max-new-tokens", type=int, default=24)
     return arguments
 
 
 def main() -> None:
-    """Read, and answer."""
+    """Read the document and answer."""
     arguments = parser().parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
