@@ -75,7 +75,7 @@ demo: $(INSTALLED)  ## continue real prompts with the reference model under none
 	HF_HUB_OFFLINE=1 $(BIN)/hf-kvquant generate evals/reference_model $(DEMO_PROMPTS:%=--prompt-file %) $(DEMO_ARGS)
 
 # Results go to build/ first, so that the tree stays that of the commit they name, and an interrupted run can resume.
-quality: $(READY)  ## measure quality anew, and render the tables on it (QUALITY_TEXT=FILE QUALITY_TASKS=DIR)
+quality: $(READY)  ## measure quality again, and render its tables (QUALITY_TEXT=FILE QUALITY_TASKS=DIR)
 	mkdir -p build/quality
 	$(BIN)/python evals/fidelity.py --data $(QUALITY_TEXT) --tokens 16384 --chunk 128 \
 	    --record build/quality/record.json --output build/quality/fidelity.json
