@@ -126,7 +126,7 @@ def test_what_is_interrupted_is_told_and_resumed(
     assert code == 130
     assert re.fullmatch(
         rf"hf-kvquant: interrupted. eval \w+ ended in .*\d of \d.*\. What was measured is in {output}: run the same "
-        "command again to go on.",
+        "command again to resume.",
         last_line(error),
     )
     kept = json.loads(output.read_text(encoding="utf-8"))["parts"]
@@ -181,7 +181,7 @@ def test_memory_that_runs_out(
     code, error = evaluation.run(capsys, folder, "--output", str(output))
     assert code == 2
     assert evaluation.lower in last_line(error) and "Lower it" in last_line(error)
-    assert last_line(error).endswith(f"What was measured is in {output}: run the same command again to go on.")
+    assert last_line(error).endswith(f"What was measured is in {output}: run the same command again to resume.")
     assert json.loads(output.read_text(encoding="utf-8"))["parts"]
 
 

@@ -219,4 +219,4 @@ def test_tasks_refuse_a_simulation(
     words = ("--data", task_data(tmp_path, monkeypatch), "--tasks", "lambada_openai", "--mode", "simulated")
     code, found, _, error = run(capsys, tmp_path, "tasks", folder, *words)
     assert code == 2 and found is None
-    assert f"eval tasks: {folder} cannot be evaluated so. {WHY[family]}" in error
+    assert f"eval tasks: {folder} cannot be evaluated in this mode. {WHY[family]}" in error

@@ -187,7 +187,7 @@ def test_what_fails_the_run(
 
     monkeypatch.setattr(perplexity, "compare", out_of_memory)
     code, _, error = run(capsys, folder, tmp_path)
-    assert code == 2 and "`--window` must fit into memory, got 24, which does not in chunked, window 1" in error
+    assert code == 2 and "`--window` must fit into memory, got 24, too much for chunked, window 1" in error
     (tmp_path / "out.json").unlink()
     monkeypatch.setattr(gate, "GATE_SHARE", 0.0)
     monkeypatch.setattr(gate, "GATE_FLOAT32", 0.0)

@@ -129,7 +129,7 @@ def test_a_report_is_run_interrupted_and_resumed(
     monkeypatch.setattr(perplexity, "compare", counted)
     monkeypatch.setattr(details, "compare", counted_layer)
     code, _, error = run(capsys, folder, output, *short(text))
-    assert code == 130 and "run the same command again to go on" in error and not (output / report.PAGE).exists()
+    assert code == 130 and "run the same command again to resume" in error and not (output / report.PAGE).exists()
     code, shown, error = run(capsys, folder, output, *short(text))
     assert code == 0, error
     # Two windows of each record, of which the first was known; two layers of each.
@@ -339,6 +339,7 @@ def test_folders_of_something_else(folder: str, text: str, capsys: pytest.Captur
     (output / "perplexity.json").write_text("{}", encoding="utf-8")
     code, _, error = run(capsys, "somewhere/model", output, "--render")
     assert (
-        code == 2 and "`--output` must hold records alone under their names. RunRecord: `path` must hold card" in error
+        code == 2
+        and "`--output` must hold nothing but records under these names. RunRecord: `path` must hold card" in error
     )
     assert not (output / report.PAGE).exists()

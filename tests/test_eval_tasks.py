@@ -506,9 +506,7 @@ def test_memory_that_runs_out(
     monkeypatch.setattr(tasks, "evaluate", evaluate)
     code, _, error = run(capsys, folder, "--data", str(data), "--tasks", "copa")
     assert code == 2
-    assert (
-        "`--batch-size` must fit into memory, got 8, which does not in part 1 of 3 (copa, none). Lower it. N" in error
-    )
+    assert "`--batch-size` must fit into memory, got 8, too much for part 1 of 3 (copa, none). Lower it. N" in error
 
 
 @pytest.mark.parametrize("injection", [("--inject-outliers", "8"), ("--inject-bias", "100")])

@@ -47,13 +47,13 @@ def early_end(record: RunRecord, where: str, *, lower: str, value: object, more:
     except CannotKeep as error:
         raise UsageError(
             f"{where}: `--output` must be a file that can be written, got {error} in {ongoing.part}. Make room, then "
-            "run the same command again: it goes on with what was written before."
+            "run the same command again: it resumes what was written before."
         ) from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         under = f" under {error.name}" if isinstance(error, OutOfMemory) else ""
         raise UsageError(
-            f"{where}: `{lower}` must fit into memory, got {value}, which does not in {ongoing.part}{under}. Lower it"
+            f"{where}: `{lower}` must fit into memory, got {value}, too much for {ongoing.part}{under}. Lower it"
             f"{more}. {record.kept()}"
         ) from error

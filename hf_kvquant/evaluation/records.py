@@ -101,7 +101,7 @@ class RunRecord:
             return "Nothing is kept: add --output FILE to keep what was measured."
         if not self._content["parts"]:
             return "Nothing was measured yet."
-        return f"What was measured is in {self._path}: run the same command again to go on."
+        return f"What was measured is in {self._path}: run the same command again to resume."
 
 
 def check_record(output: str | None, where: str) -> None:

@@ -160,7 +160,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
     try:
         return {kind: read_record(folder / name) for kind, name in FILES.items() if (folder / name).exists()}
     except ValueError as error:
-        raise UsageError(f"{WHERE}: `--output` must hold records alone under their names. {error}") from error
+        raise UsageError(f"{WHERE}: `--output` must hold nothing but records under these names. {error}") from error
 
 
 def check_same_model(model: str, records: dict[str, dict[str, Any]]) -> None:

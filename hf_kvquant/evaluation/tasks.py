@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         lm = KVQuantLM(model, tokenizer=tokenizer, mode=args.mode, batch_size=args.batch_size)
     except NotImplementedError as error:
-        raise UsageError(f"{WHERE}: {args.model} cannot be evaluated so. {error}") from error
+        raise UsageError(f"{WHERE}: {args.model} cannot be evaluated in this mode. {error}") from error
     console = Console(highlight=False, quiet=lm.rank != 0, stderr=True)
     total, started = len(tasks) * len(configs), time.monotonic()
     with early_end(record, WHERE, lower="--batch-size", value=args.batch_size) as ongoing:
