@@ -150,8 +150,8 @@ def check_modes(
 ) -> dict[str, Any]:
     """Compare the modes on a text (`[1, tokens]`), for every preset.
 
-    The distance between two modes is their mean KL divergence; in 16 bits, the difference of their mean KL divergences
-    from the unquantised cache.
+    All modes get the keys and values of decoding (`Written`). The distance between two modes is their mean KL
+    divergence; in 16 bits, the difference of their mean KL divergences from the unquantised cache.
 
     The simulation of chunks is compared with chunks, and the simulation of single tokens with decoding. Chunks are
     compared with decoding only where both define the same function. They do not with `int4-channel` (a block of tokens
@@ -204,7 +204,7 @@ def check_modes(
             if not each <= bound:
                 raise Refused(
                     f"{WHERE}: preset {name} must give the same distribution {what} within {bound:.1e} nats a token, "
-                    f"got {each:.1e}. Attention depends on how a text comes: a bug, please report it."
+                    f"got {each:.1e}. Attention depends on how a text is fed: a bug, please report it."
                 )
     return found
 
