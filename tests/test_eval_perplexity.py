@@ -269,6 +269,14 @@ def test_the_gate_sees_one_token_that_is_exact_in_one_mode_only(monkeypatch: pyt
         gate.check_modes(models.llama(), ids, {"int4": config}, 32)
 
 
+def test_the_gate_says_when_the_model_is_wrong_by_itself() -> None:
+    """transformers' Jamba forgets its state at the second chunk, with any cache."""
+    ids = torch.randint(3, models.VOCAB_SIZE, (1, gate.GATE_TOKENS))
+    message = r"JambaForCausalLM must give the same distribution for chunks and for single tokens within 1\.0e-06"
+    with pytest.raises(Refused, match=message):
+        gate.check_modes(models.family("jamba"), ids, {"none": KVQuantConfig.from_preset("none")}, 32)
+
+
 def test_an_inexact_control_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "GATE_FLOAT32", -1.0)
     ids = torch.randint(3, models.VOCAB_SIZE, (1, 12))
