@@ -232,7 +232,8 @@ def attention(
         weights: `None`; for raw tensors what `prev` returns.
 
     Raises:
-        NotImplementedError: Over a quantised cache, the call asks for attention weights or picks the keys itself.
+        NotImplementedError: Over a quantised cache, the call asks for attention weights, picks the keys itself or
+            has a sink for each query.
     """
     if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
         if is_bounds(attention_mask):  # the model has changed what `update` gave it
@@ -243,8 +244,8 @@ def attention(
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"attention: `{name}` must be None over a quantised cache, got a value: {type(module).__name__} picks "
-                "the keys it attends to. Leave the model unpatched."
+                f"attention: `{name}` must be None over a quantised cache, got a value. The attention of "
+                f"{type(module).__name__} is not supported. Leave the model unpatched."
             )
     if kwargs.get("output_attentions"):
         raise NotImplementedError(

@@ -319,11 +319,11 @@ def test_queries_that_see_what_comes_later_fall_back() -> None:
 
 
 @pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
-def test_keys_picked_by_the_model_are_refused(name: str) -> None:
+def test_attention_of_another_kind_is_refused(name: str) -> None:
     handles, query = make_handles(), torch.randn(BATCH, Q_HEADS, 1, HEAD_DIM)
     message = (
-        f"attention: `{name}` must be None over a quantised cache, got a value: LlamaAttention picks the keys it "
-        "attends to. Leave the model unpatched."
+        f"attention: `{name}` must be None over a quantised cache, got a value. The attention of "
+        "LlamaAttention is not supported. Leave the model unpatched."
     )
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         attention(make_module(), query, *handles, None, prev="sdpa", **{name: torch.zeros(1)})
