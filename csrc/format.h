@@ -1,4 +1,4 @@
-// The C++ mirror of hf_kvquant/formats.py and ops.py: storage types, planes, and the arguments of the two ops as plain
+// The C++ mirror of hf_kvquant/spec/formats.py and ops.py: storage types, planes, and the arguments of the two ops as plain
 // structs. Nothing here uses torch: csrc/args.h turns op arguments into these structs and checks them, csrc/cpu and
 // csrc/cuda compute with them. When the extension loads, constants are compared with their Python counterparts.
 //

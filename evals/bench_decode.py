@@ -58,9 +58,10 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_kvquant import PRESETS, KeyTransform, KVQuantConfig, ops, reference
+from hf_kvquant import PRESETS, KeyTransform, KVQuantConfig, ops
 from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu_state
-from hf_kvquant.formats import KVFormat, Planes
+from hf_kvquant.spec import reference
+from hf_kvquant.spec.formats import KVFormat, Planes
 
 REPLAYS = 40
 QUICK_REPLAYS = 12

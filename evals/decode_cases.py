@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hf_kvquant import PRESETS, KeyTransform
-from hf_kvquant.formats import BLOCK_SIZE, KVFormat
+from hf_kvquant.spec.formats import BLOCK_SIZE, KVFormat
 
 # The dtype of queries, and of keys and values that are not quantised.
 DTYPE = torch.bfloat16

@@ -10,11 +10,11 @@ changes no existing entry.
 
 from .cache import KVQuantCache
 from .config import PRESETS, KVQuantConfig, LayerFormats
-from .formats import KVFormat
 from .patching import disable, enable, patch, patched, unpatch
 from .preflight import run_preflight
 from .report import LayerReport, Report, report
-from .transforms import KeyTransform
+from .spec.formats import KVFormat
+from .spec.key_transform import KeyTransform
 from .transforms.of_model import key_transforms
 from .transforms.smoothing import load_smoothing, smooth_attention, unsmooth
 from .transforms.smoothing_file import SmoothingResult

@@ -28,10 +28,10 @@ from .handle import KVHandle, KVLength, KVStep, MaskNotes
 from .lengths import LengthGroup, Lengths
 from .offloading import OffloadedStorage, Offloader
 from .pool import BufferPool
+from .spec.key_transform import KeyTransform
 from .steps import Steps
 from .storage import LayerStorage
 from .text_config import head_dim_of, text_config_of
-from .transforms import KeyTransform
 
 _Cache = TypeVar("_Cache", bound="KVQuantCache")
 

@@ -36,13 +36,13 @@ from transformers import PreTrainedModel
 from .cache import STATELESS, KVQuantCache, KVQuantLayer, layer_devices, layers_of, quantized_layers
 from .config import KVQuantConfig
 from .environment import package_version
-from .formats import Planes
 from .offloading import check_home
 from .output import written
 from .rings import RingStorage
+from .spec.formats import Planes
+from .spec.key_transform import KeyTransform
 from .storage import SERVED_DTYPES, LayerStorage
 from .text_config import text_config_of
-from .transforms import KeyTransform
 from .transforms.folding import weights_hash
 from .transforms.sharding import rank_of
 from .transforms.smoothing_file import content_hash

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard, cast
 
 from ._errors import did_you_mean
-from .formats import BLOCK_SIZE, KVFormat
+from .spec.formats import BLOCK_SIZE, KVFormat
 
 BACKEND = "hf_kvquant"
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .config import LayerFormats
-from .formats import KVFormat, Planes
+from .spec.formats import KVFormat, Planes
 from .storage import LayerStorage
 
 # Devices that layers can be offloaded from. Tests add others.

@@ -27,11 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import op_arguments, reference
+from . import op_arguments
 from ._ops import add_op_namespace_prefix
 from ._ops import ops as torch_ops
-from .formats import BLOCK_SIZE, STORAGE_IDS, TOKEN_ALIGNMENT, KVFormat, Planes, format_of
-from .transforms import KeyTransform
+from .spec import reference
+from .spec.formats import BLOCK_SIZE, STORAGE_IDS, TOKEN_ALIGNMENT, KVFormat, Planes, format_of
+from .spec.key_transform import KeyTransform
 
 logger = logging.getLogger(__name__)
 

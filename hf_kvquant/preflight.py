@@ -23,9 +23,9 @@ from .config import PRESETS, KVQuantConfig, LayerFormats
 from .divergence import CannotMeasure, Meter, alone, read_text
 from .patching import check_patchable, patched
 from .progress import show_progress
+from .spec.key_transform import KeyTransform
 from .text_config import check_is_model
 from .transforms.centering import evaluating
-from .transforms.key_transform import KeyTransform
 from .transforms.layout import check_decoder
 from .transforms.of_model import key_transforms
 from .transforms.signals import SHAPES, Finding, KeySignals, read_signals

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops, reference
+from . import ops
 from .cache import KVQuantLayer
 from .config import LayerFormats
-from .formats import BLOCK_SIZE, KVFormat, Planes
 from .handle import KVLength
+from .spec import reference
+from .spec.formats import BLOCK_SIZE, KVFormat, Planes
 from .storage import LayerStorage
 
 

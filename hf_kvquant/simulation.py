@@ -26,10 +26,10 @@ from . import own_attention
 from .attention import call_previous
 from .cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig
-from .formats import KVFormat
 from .lengths import causal_pairs
 from .own_simulation import SimulatingLayer
 from .patching import set_attention, state_of
+from .spec.formats import KVFormat
 from .storage import LayerStorage
 from .text_config import text_config_of
 from .transforms.of_model import key_transforms

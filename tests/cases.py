@@ -10,8 +10,9 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from hf_kvquant import KeyTransform, ops, reference
-from hf_kvquant.formats import KVFormat, Planes
+from hf_kvquant import KeyTransform, ops
+from hf_kvquant.spec import reference
+from hf_kvquant.spec.formats import KVFormat, Planes
 
 HEAD_DIMS = (64, 80, 96, 128, 256, 8, 40)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

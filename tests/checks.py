@@ -14,9 +14,10 @@ from compare import assert_close, assert_same, assert_same_planes
 from tolerances import attention_bound, lse_bound
 from torch import Tensor
 
-from hf_kvquant import ops, reference
-from hf_kvquant.formats import KVFormat, Planes
-from hf_kvquant.transforms import KeyTransform
+from hf_kvquant import ops
+from hf_kvquant.spec import reference
+from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.key_transform import KeyTransform
 
 
 def pair(kv_format: KVFormat) -> tuple[KVFormat, KVFormat]:

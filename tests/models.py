@@ -2,7 +2,7 @@
 
 A family is built from its config alone, with weights large enough that attention is far from uniform, so that an error
 in one key moves the logits. `ReferenceCache` is what every quantised path is compared with: transformers' own growing
-layers, whose tokens are quantised and dequantised by `hf_kvquant.reference` and by nothing else of the package.
+layers, whose tokens are quantised and dequantised by `hf_kvquant.spec.reference` and by nothing else of the package.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
-from hf_kvquant import KVQuantCache, KVQuantConfig, key_transforms, patched, reference
+from hf_kvquant import KVQuantCache, KVQuantConfig, key_transforms, patched
 from hf_kvquant.attention import attention
 from hf_kvquant.cache import KVQuantLayer, layers_of, quantized_layers
 from hf_kvquant.config import LayerFormats
-from hf_kvquant.formats import Planes
-from hf_kvquant.transforms import KeyTransform
+from hf_kvquant.spec import reference
+from hf_kvquant.spec.formats import Planes
+from hf_kvquant.spec.key_transform import KeyTransform
 
 VOCAB_SIZE = 96
 PAD, BOS = 0, 1

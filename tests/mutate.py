@@ -217,7 +217,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/transforms/key_transform.py",
+        "hf_kvquant/spec/key_transform.py",
         (
             "if self.is_rotated != other.is_rotated:",
             "if False:",

@@ -11,7 +11,7 @@ import torch
 
 from hf_kvquant import KVQuantConfig, arguments
 from hf_kvquant.arguments import UNTRANSFORMED, UsageError, checked_configs, config_of
-from hf_kvquant.formats import KVFormat
+from hf_kvquant.spec.formats import KVFormat
 
 NAIVE = KVFormat("int4", symmetric=False, clip_ratio=1.0)
 

@@ -20,9 +20,10 @@ from compare import assert_same, assert_same_planes
 from models import greedy, left_padded
 from torch import Tensor
 
-from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, KVQuantConfig, ops, patched, reference
+from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, KVQuantConfig, ops, patched
 from hf_kvquant.config import LayerFormats
-from hf_kvquant.formats import BLOCK_SIZE, Planes
+from hf_kvquant.spec import reference
+from hf_kvquant.spec.formats import BLOCK_SIZE, Planes
 from hf_kvquant.storage import LayerStorage
 
 KEY = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE, clip_ratio=15 / 16)

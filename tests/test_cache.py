@@ -37,7 +37,7 @@ from transformers.cache_utils import (
 from hf_kvquant import PRESETS, KVFormat, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache import KVQuantLayer, _log_nothing_to_quantize
 from hf_kvquant.handle import KVHandle, KVLength
-from hf_kvquant.transforms import KeyTransform
+from hf_kvquant.spec.key_transform import KeyTransform
 
 BATCH, KV_HEADS, HEAD_DIM = 3, 2, models.HEAD_DIM
 CONFIG = models.llama().config

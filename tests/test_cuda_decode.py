@@ -21,9 +21,10 @@ from tolerances import bias_bound, precision_bounds, root_mean_square, weight_ro
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_kvquant import KeyTransform, ops, reference
+from hf_kvquant import KeyTransform, ops
 from hf_kvquant.config import PRESETS
-from hf_kvquant.formats import KVFormat, Planes
+from hf_kvquant.spec import reference
+from hf_kvquant.spec.formats import KVFormat, Planes
 
 HAS_GPU = torch.cuda.is_available()
 CUDA_ONLY = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")

@@ -10,7 +10,7 @@ import pytest
 
 from hf_kvquant import KVQuantConfig
 from hf_kvquant.evaluation.batches import Row, batches, max_padded_length
-from hf_kvquant.formats import BLOCK_SIZE
+from hf_kvquant.spec.formats import BLOCK_SIZE
 
 BATCH_SIZE = 8
 BELOW_A_BLOCK = BLOCK_SIZE - 1

@@ -33,9 +33,10 @@ from checks import pair, run_append, run_decode
 from compare import assert_same
 from torch import Tensor
 
-from hf_kvquant import KeyTransform, ops, reference
+from hf_kvquant import KeyTransform, ops
 from hf_kvquant.config import PRESETS
-from hf_kvquant.formats import KVFormat, Planes
+from hf_kvquant.spec import reference
+from hf_kvquant.spec.formats import KVFormat, Planes
 
 Pair = tuple[KVFormat, KVFormat]
 

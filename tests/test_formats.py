@@ -16,7 +16,7 @@ import torch
 from cases import HEAD_DIMS, make_formats, name_of
 
 from hf_kvquant import PRESETS, KVFormat
-from hf_kvquant.formats import STORAGE_IDS, TOKEN_ALIGNMENT, Planes, format_of
+from hf_kvquant.spec.formats import STORAGE_IDS, TOKEN_ALIGNMENT, Planes, format_of
 
 CPU = torch.device("cpu")
 INT4_G64 = KVFormat("int4", "group", 64, symmetric=False)

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama
 
-from hf_kvquant import fusion, ops, reference
+from hf_kvquant import fusion, ops
 from hf_kvquant.fusion import fused
+from hf_kvquant.spec import reference
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 HALVES = [torch.bfloat16, torch.float16]

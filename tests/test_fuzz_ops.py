@@ -23,8 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_kvquant import ops, reference
-from hf_kvquant.formats import Planes
+from hf_kvquant import ops
+from hf_kvquant.spec import reference
+from hf_kvquant.spec.formats import Planes
 
 WRITTEN = [f"{side}_{plane}" for side in fuzz.SIDES for plane in fuzz.PLANES]
 # As an op and torch's dispatcher call an argument.

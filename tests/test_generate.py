@@ -36,8 +36,9 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, S
 from transformers.masking_utils import create_chunked_causal_mask
 
 import hf_kvquant
-from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched, reference
+from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache import KVQuantLayer
+from hf_kvquant.spec import reference
 from hf_kvquant.storage import _log_fallback
 
 QUANTIZED = [preset for preset in PRESETS if preset != "none"]

@@ -21,10 +21,10 @@ from torch import Tensor
 from hf_kvquant import ops
 from hf_kvquant import storage as storage_module
 from hf_kvquant.config import LayerFormats
-from hf_kvquant.formats import KVFormat
 from hf_kvquant.handle import LOOKED_INSIDE, KVHandle, KVLength, KVStep, MaskNotes
+from hf_kvquant.spec.formats import KVFormat
+from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.storage import LayerStorage
-from hf_kvquant.transforms import KeyTransform
 
 INT8 = LayerFormats(KVFormat("int8"), KVFormat("int4", symmetric=False))
 NONE = LayerFormats(KVFormat("none"), KVFormat("none"))

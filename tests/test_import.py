@@ -171,7 +171,8 @@ def test_without_the_extension_the_reference_serves_and_says_so_once() -> None:
 
         import torch
         import hf_kvquant
-        from hf_kvquant import ops, reference
+        from hf_kvquant import ops
+        from hf_kvquant.spec import reference
         from hf_kvquant.config import PRESETS, LayerFormats
         from hf_kvquant.storage import LayerStorage
 

@@ -27,9 +27,9 @@ from torch import Tensor
 
 import hf_kvquant
 from hf_kvquant import KVQuantCache, KVQuantConfig, offloading, patched
-from hf_kvquant.formats import KVFormat, Planes
 from hf_kvquant.handle import KVHandle
 from hf_kvquant.offloading import OffloadedStorage, Offloader
+from hf_kvquant.spec.formats import KVFormat, Planes
 from hf_kvquant.storage import LayerStorage
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -17,8 +17,9 @@ from tolerances import attention_bound, lse_bound
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_kvquant import KVFormat, ops, reference
+from hf_kvquant import KVFormat, ops
 from hf_kvquant.config import PRESETS
+from hf_kvquant.spec import reference
 
 INT4 = KVFormat("int4", symmetric=False)
 OPS = ("append", "append_reference", "decode", "decode_reference")

@@ -36,8 +36,9 @@ from compare import assert_close, assert_same, assert_same_planes
 from tolerances import attention_bound
 from torch import Tensor
 
-from hf_kvquant import formats, ops, reference
-from hf_kvquant.formats import KVFormat, Planes
+from hf_kvquant import ops
+from hf_kvquant.spec import formats, reference
+from hf_kvquant.spec.formats import KVFormat, Planes
 
 SOME_FORMATS = [
     KVFormat("none"),

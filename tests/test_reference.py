@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from tolerances import attention_bound, lse_bound, quantization_bound
 from torch import Tensor
 
-from hf_kvquant import reference
-from hf_kvquant.formats import KVFormat, Planes
+from hf_kvquant.spec import reference
+from hf_kvquant.spec.formats import KVFormat, Planes
 
 QUANTIZED = [kv_format for kv_format in make_formats() if kv_format.is_quantized]
 GROUP = 32

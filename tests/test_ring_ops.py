@@ -17,10 +17,11 @@ from checks import pair, run_decode, to
 from compare import assert_same, assert_same_planes
 from torch import Tensor
 
-from hf_kvquant import KVFormat, op_arguments, ops, reference
+from hf_kvquant import KVFormat, op_arguments, ops
 from hf_kvquant.config import PRESETS
-from hf_kvquant.formats import Planes
-from hf_kvquant.transforms import KeyTransform
+from hf_kvquant.spec import reference
+from hf_kvquant.spec.formats import Planes
+from hf_kvquant.spec.key_transform import KeyTransform
 
 CAPACITY, WINDOW = 128, 90
 # New tokens one step after another. 39 is the most that a window of 90 in a ring of 128 leaves room for; those beyond

@@ -25,11 +25,12 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patch, patched, reference
+from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patch, patched
 from hf_kvquant.attention import attention_mask
 from hf_kvquant.handle import KVHandle, KVLength, MaskNotes
 from hf_kvquant.offloading import OffloadedStorage
 from hf_kvquant.rings import KVQuantRingLayer, RingStorage
+from hf_kvquant.spec import reference
 
 BATCH, KV_HEADS, Q_HEADS, HEAD_DIM = 3, 2, 4, models.HEAD_DIM
 PADS = (3, 0, 70)

@@ -25,8 +25,8 @@ from transformers.cache_utils import DynamicCache
 
 from hf_kvquant import KVQuantCache, offloading, patch, patched, unpatch
 from hf_kvquant.encoder_decoder import KVQuantEncoderDecoderCache
-from hf_kvquant.formats import BLOCK_SIZE
 from hf_kvquant.rings import RingStorage
+from hf_kvquant.spec.formats import BLOCK_SIZE
 from hf_kvquant.steps import Steps
 from hf_kvquant.storage import LayerStorage
 

@@ -21,11 +21,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tolerances import attention_bound, lse_bound, max_logit_terms
 from torch import Tensor
 
-from hf_kvquant import ops, reference
+from hf_kvquant import ops
 from hf_kvquant.config import PRESETS, LayerFormats
-from hf_kvquant.formats import KVFormat, Planes
+from hf_kvquant.spec import reference
+from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.storage import LayerStorage
-from hf_kvquant.transforms import KeyTransform
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 64, 32
 MAX_BATCH, MAX_CACHE_LEN = 6, 150

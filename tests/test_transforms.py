@@ -25,7 +25,8 @@ from tolerances import model_bound
 from torch import Tensor
 
 import hf_kvquant
-from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, key_transforms, ops, patched, reference
+from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, key_transforms, ops, patched
+from hf_kvquant.spec import reference
 from hf_kvquant.transforms import of_model
 from hf_kvquant.transforms.centering import bias_centers, whole_cache
 

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.llama import modeling_llama
 
 import hf_kvquant
-from hf_kvquant import reference, rotate_values, unrotate_values
+from hf_kvquant import rotate_values, unrotate_values
 from hf_kvquant.fidelity import compare
+from hf_kvquant.spec import reference
 from hf_kvquant.transforms import value_rotation
 from hf_kvquant.transforms.observation import NAME
 from hf_kvquant.transforms.value_layout import find_value_layouts

@@ -24,9 +24,10 @@ from models import ReferenceCache, greedy, left_padded, logits
 from torch import Tensor
 from transformers.generation.configuration_utils import CompileConfig
 
-from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, KVQuantConfig, ops, patched, reference
+from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, KVQuantConfig, ops, patched
 from hf_kvquant.config import LayerFormats
-from hf_kvquant.formats import BLOCK_SIZE, Planes
+from hf_kvquant.spec import reference
+from hf_kvquant.spec.formats import BLOCK_SIZE, Planes
 from hf_kvquant.storage import LayerStorage
 
 BLOCKS = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE)

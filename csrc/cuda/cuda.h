@@ -1,7 +1,7 @@
 // The interface of the CUDA kernels. csrc/args.cpp has checked all arguments except the lengths, which are on the
 // device: kernels skip tokens beyond the capacity (of a ring: beyond kMaxRingLength), and attention of that sequence
 // returns NaN. Nothing here waits for the device or allocates, so a CUDA graph can capture every call. The grid depends
-// on shapes and the GPU only; lengths are read by the kernels alone. hf_kvquant/reference.py defines the results.
+// on shapes and the GPU only; lengths are read by the kernels alone. hf_kvquant/spec/reference.py defines the results.
 #pragma once
 
 #include <cstddef>

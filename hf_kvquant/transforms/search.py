@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..formats import KVFormat
+from ..spec.formats import KVFormat
+from ..spec.key_transform import KeyTransform
 from .calibration import KeyStatistics, Windows, output_errors
-from .key_transform import KeyTransform
 
 Candidate = float | Literal["energy"]
 CANDIDATES: tuple[Candidate, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, "energy")

@@ -27,12 +27,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .._errors import did_you_mean
 from ..config import KVQuantConfig
-from ..formats import KVFormat
 from ..progress import Tell, show_progress
+from ..spec.formats import KVFormat
+from ..spec.key_transform import KeyTransform
 from ..text_config import check_is_model
 from .calibration import Windows, collect, read_windows
 from .folding import exact_exponents, gains_plus_one, hash_of, parameters_of, scale_keys
-from .key_transform import KeyTransform
 from .layout import LayerLayout, check_decoder, find_layouts
 from .of_model import ModelTransforms, key_transforms, set_centers, set_smoothing, transforms_of
 from .online import find_keys, tensors_of

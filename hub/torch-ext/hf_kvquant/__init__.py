@@ -7,7 +7,7 @@ for single calls.
 
 from .formats import KVFormat, Planes
 from .ops import NUM_COUNTERS, Operands, append, decode, has_kernels, kernel_name
-from .transforms import KeyTransform
+from .spec.key_transform import KeyTransform
 
 __all__ = [
     "NUM_COUNTERS",

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from .formats import KVFormat, Planes
-from .transforms import KeyTransform
+from .key_transform import KeyTransform
 
 MIN_SCALE = 2.0**-24  # the smallest positive float16: nothing is divided by 0, and zeros dequantise to exact zeros
 FP8_MAX = 448.0
