@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ._errors import did_you_mean
+from .common.errors import did_you_mean
+from .common.output import why_unwritable
+from .common.progress import without_bars
 from .config import PRESETS, WINDOWS, KVQuantConfig
 from .fidelity import is_out_of_memory
-from .output import why_unwritable
 from .patching import patched
-from .progress import without_bars
 from .transforms.smoothing import load_smoothing
 from .transforms.smoothing_file import FILE_NAME
 

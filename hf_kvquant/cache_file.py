@@ -34,10 +34,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .cache import STATELESS, KVQuantCache, KVQuantLayer, layer_devices, layers_of, quantized_layers
+from .common.output import written
 from .config import KVQuantConfig
 from .environment import package_version
 from .offloading import check_home
-from .output import written
 from .rings import RingStorage
 from .spec.formats import Planes
 from .spec.key_transform import KeyTransform

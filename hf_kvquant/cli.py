@@ -44,13 +44,13 @@ from .arguments import (
     load_placed,
     read_text,
 )
+from .common.progress import without_bars
 from .config import PRESETS, WINDOWS
 from .environment import environment
 from .evaluation import cli as evaluation
 from .generation import UNQUANTIZED, Summary, run_presets
 from .offloading import HOMES
 from .preflight import run_preflight
-from .progress import without_bars
 from .text_config import context_of
 from .transforms.smoothing import Mode, smooth_attention
 from .transforms.smoothing_file import FILE_NAME, HEADINGS, SmoothingResult

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard, cast
 
-from ._errors import did_you_mean
+from .common.errors import did_you_mean
 from .spec.formats import BLOCK_SIZE, KVFormat
 
 BACKEND = "hf_kvquant"

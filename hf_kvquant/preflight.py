@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ._errors import did_you_mean
+from .common.errors import did_you_mean
+from .common.progress import show_progress
 from .config import PRESETS, KVQuantConfig, LayerFormats
 from .divergence import CannotMeasure, Meter, alone, read_text
 from .patching import check_patchable, patched
-from .progress import show_progress
 from .spec.key_transform import KeyTransform
 from .text_config import check_is_model
 from .transforms.centering import evaluating

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_kvquant.output import why_unwritable, written
+from hf_kvquant.common.output import why_unwritable, written
 
 
 def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:

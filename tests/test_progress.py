@@ -12,7 +12,7 @@ import tqdm.std
 from transformers.utils import logging
 
 from hf_kvquant import run_preflight, smooth_attention
-from hf_kvquant.progress import SECONDS, show_progress
+from hf_kvquant.common.progress import SECONDS, show_progress
 
 TEXT = 8 * models.SENTENCE
 

@@ -26,10 +26,10 @@ from torch import Tensor
 from transformers import Cache
 
 from ..cache import KVQuantCache, KVQuantLayer
+from ..common.progress import show_progress
 from ..config import DEFAULT_PRESET, KVQuantConfig
 from ..pairs import Pairs, count_pairs, expected_pairs, pairs_of
 from ..patching import patch
-from ..progress import show_progress
 from ..simulation import simulated, simulated_cache, why_not_simulated
 from ..text_config import text_config_of
 from ..transforms.of_model import key_transforms

@@ -16,7 +16,6 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from .._errors import did_you_mean
 from ..arguments import (
     Refused,
     UsageError,
@@ -27,9 +26,10 @@ from ..arguments import (
     load_placed,
     read_text,
 )
+from ..common.errors import did_you_mean
+from ..common.progress import show_progress
 from ..config import KVQuantConfig
 from ..generation import UNQUANTIZED
-from ..progress import show_progress
 from ..text_config import context_of
 from . import preparation
 from .counter import check_pairs

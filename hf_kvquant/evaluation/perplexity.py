@@ -29,11 +29,11 @@ from ..arguments import (
     source_of,
 )
 from ..cache import KVQuantCache
+from ..common.progress import show_progress
 from ..config import PRESETS, KVQuantConfig
 from ..fidelity import compare
 from ..generation import UNQUANTIZED
 from ..patching import patched
-from ..progress import show_progress
 from ..simulation import why_not_simulated
 from . import details, preparation, windows
 from .endings import early_end

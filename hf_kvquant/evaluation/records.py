@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..arguments import UsageError, checked_output
-from ..output import why_unwritable, written
+from ..common.output import why_unwritable, written
 from .provenance import card, gpu_card
 
 # Entries of the card that may differ between the runs that fill one record.

@@ -32,7 +32,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from .._errors import did_you_mean
+from ..common.errors import did_you_mean
 
 StorageType = Literal["none", "int8", "int4", "fp8"]
 Granularity = Literal["tensor", "token", "head", "group", "channel"]

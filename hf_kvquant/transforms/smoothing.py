@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .._errors import did_you_mean
+from ..common.errors import did_you_mean
+from ..common.progress import Tell, show_progress
 from ..config import KVQuantConfig
-from ..progress import Tell, show_progress
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
 from ..text_config import check_is_model

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..output import written
+from ..common.output import written
 
 FILE_NAME = "kvquant_smoothing.safetensors"  # the name that `hf-kvquant calibrate` gives it
 _FORMAT = "hf_kvquant-smoothing"
