@@ -2,7 +2,7 @@
 
     python hub/build.py                     # into build/hub
 
-Nothing is kept twice in the repository: `ops.py` and the modules that it imports come from `hf_kvquant/`, the sources
+Nothing is kept twice in the repository: `ops/` and the modules that it imports come from `hf_kvquant/`, the sources
 from `csrc/`, their flags from `setup.py`, and the few files that only the hub needs from this folder. Together they are
 a project for `kernel-builder build`, which needs Nix. Without Nix, this script builds for this machine what
 kernel-builder would, into the project's `build/<variant>`: for CPU and CUDA if there is an nvcc, else for the CPU only.
@@ -42,9 +42,9 @@ def build_rules() -> dict[str, Any]:
 
 
 def needed_modules() -> list[Path]:
-    """`ops.py` and all files that it imports, directly or not, except the package's own `__init__.py`."""
+    """`ops/` and all files that it imports, directly or not, except the package's own `__init__.py`."""
     found: set[Path] = set()
-    waiting = [PACKAGE / "ops.py"]
+    waiting = [PACKAGE / "ops" / "__init__.py"]
     while waiting:
         path = waiting.pop()
         if path in found or path == PACKAGE / "__init__.py" or not path.is_file():
@@ -107,7 +107,7 @@ def assemble(project: Path) -> None:
     shutil.copytree(ROOT / "hub" / PYTHON, project / PYTHON, ignore=shutil.ignore_patterns("__pycache__"))
     for path in needed_modules():
         target = project / PYTHON / path.relative_to(PACKAGE)
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, target)
     shutil.copy2(ROOT / "hub" / "flake.nix", project)
     (project / "build.toml").write_text((ROOT / "hub" / "build.toml").read_text() + kernel_sections(build_rules()))

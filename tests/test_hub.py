@@ -116,7 +116,7 @@ def test_no_file_is_a_second_copy(project: Path) -> None:
     own = {path.name for path in (ROOT / "hub" / "torch-ext" / "hf_kvquant").glob("*.py")}
     assert own == {"__init__.py", "_C.py"}
     copied = {path.relative_to(folder) for path in folder.rglob("*.py")} - {Path(name) for name in own}
-    assert Path("ops.py") in copied and Path("transforms/key_transform.py") in copied
+    assert Path("ops/__init__.py") in copied and Path("spec/key_transform.py") in copied
     for name in copied:
         assert (folder / name).read_bytes() == (ROOT / "hf_kvquant" / name).read_bytes()
 

@@ -17,8 +17,9 @@ from checks import pair, run_decode, to
 from compare import assert_same, assert_same_planes
 from torch import Tensor
 
-from hf_kvquant import KVFormat, op_arguments, ops
+from hf_kvquant import KVFormat, ops
 from hf_kvquant.config import PRESETS
+from hf_kvquant.ops import arguments as op_arguments
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import Planes
 from hf_kvquant.spec.key_transform import KeyTransform

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .spec.formats import BLOCK_SIZE, STORAGE_IDS, TOKEN_ALIGNMENT
+from ..spec.formats import BLOCK_SIZE, STORAGE_IDS, TOKEN_ALIGNMENT
 
 _DENSE = (torch.float32, torch.float16, torch.bfloat16)
 _LARGEST = 2**31 - 1

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import op_arguments
-from ._ops import add_op_namespace_prefix
-from ._ops import ops as torch_ops
-from .spec import reference
-from .spec.formats import BLOCK_SIZE, STORAGE_IDS, TOKEN_ALIGNMENT, KVFormat, Planes, format_of
-from .spec.key_transform import KeyTransform
+from .._ops import add_op_namespace_prefix
+from .._ops import ops as torch_ops
+from ..spec import reference
+from ..spec.formats import BLOCK_SIZE, STORAGE_IDS, TOKEN_ALIGNMENT, KVFormat, Planes, format_of
+from ..spec.key_transform import KeyTransform
+from . import arguments as op_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +309,7 @@ def head_dim_of(codes: Tensor, storage_id: int) -> int:
 def extension() -> ModuleType | ImportError:
     """The compiled extension, loaded on the first call, or the error that kept it from loading."""
     try:
-        module = importlib.import_module(f"{__package__}._C")
+        module = importlib.import_module(f"{__package__.rpartition('.')[0]}._C")
     except ImportError as error:
         return error
     expected = {
