@@ -26,12 +26,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin, QuantizedCache
 from .config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
 from .handle import KVHandle, KVLength, KVStep, MaskNotes
 from .lengths import LengthGroup, Lengths
+from .models.text_config import head_dim_of, text_config_of
 from .offloading import OffloadedStorage, Offloader
 from .pool import BufferPool
 from .spec.key_transform import KeyTransform
 from .steps import Steps
 from .storage import LayerStorage
-from .text_config import head_dim_of, text_config_of
 
 _Cache = TypeVar("_Cache", bound="KVQuantCache")
 

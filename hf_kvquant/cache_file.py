@@ -37,14 +37,14 @@ from .cache import STATELESS, KVQuantCache, KVQuantLayer, layer_devices, layers_
 from .common.output import written
 from .config import KVQuantConfig
 from .environment import package_version
+from .models.sharding import rank_of
+from .models.text_config import text_config_of
 from .offloading import check_home
 from .rings import RingStorage
 from .spec.formats import Planes
 from .spec.key_transform import KeyTransform
 from .storage import SERVED_DTYPES, LayerStorage
-from .text_config import text_config_of
 from .transforms.folding import weights_hash
-from .transforms.sharding import rank_of
 from .transforms.smoothing_file import content_hash
 
 _FORMAT = "hf_kvquant-cache"

@@ -19,7 +19,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 from .cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig, LayerFormats
-from .text_config import positions_of, text_config_of
+from .models.text_config import positions_of, text_config_of
 from .transforms.calibration import MIN_TOKENS, read_windows
 from .transforms.observation import forward
 from .transforms.of_model import key_transforms

@@ -38,11 +38,11 @@ from .encoder_decoder import (
     croppable,
     decoder_cache,
 )
+from .models.sharding import check_heads
+from .models.text_config import check_is_model, text_config_of
 from .pool import BufferPool, drop_pool, pool_of, pooled_models
 from .storage import BufferKind
-from .text_config import check_is_model, text_config_of
 from .transforms.of_model import key_transforms
-from .transforms.sharding import check_heads
 from .uncompiled import leave_uncompiled
 
 logger = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from .common.errors import did_you_mean
 from .common.progress import show_progress
 from .config import PRESETS, KVQuantConfig, LayerFormats
 from .divergence import CannotMeasure, Meter, alone, read_text
+from .models.text_config import check_is_model
 from .patching import check_patchable, patched
 from .spec.key_transform import KeyTransform
-from .text_config import check_is_model
 from .transforms.centering import evaluating
 from .transforms.layout import check_decoder
 from .transforms.of_model import key_transforms

@@ -24,8 +24,8 @@ from .config import KVQuantConfig
 from .encoder_decoder import decoder_cache
 from .environment import environment
 from .handle import LOOKED_INSIDE
+from .models.text_config import check_is_model, head_dim_of, text_config_of
 from .patching import state_of, why_dense
-from .text_config import check_is_model, head_dim_of, text_config_of
 from .transforms.layout import other_caches
 from .verdict import name_of
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig, SwinConfig
 
 from hf_kvquant import KVQuantCache
-from hf_kvquant.text_config import context_of, head_dim_of, positions_of, text_config_of
+from hf_kvquant.models.text_config import context_of, head_dim_of, positions_of, text_config_of
 
 
 @pytest.mark.parametrize("given, expected", [(128, 128), (1, 1), (0, None), (-1, None), (None, None), ("long", None)])

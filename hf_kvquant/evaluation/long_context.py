@@ -30,7 +30,7 @@ from ..common.errors import did_you_mean
 from ..common.progress import show_progress
 from ..config import KVQuantConfig
 from ..generation import UNQUANTIZED
-from ..text_config import context_of
+from ..models.text_config import context_of
 from . import preparation
 from .counter import check_pairs
 from .endings import early_end

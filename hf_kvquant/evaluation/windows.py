@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..arguments import UsageError, read_text
-from ..text_config import context_of, positions_of
+from ..models.text_config import context_of, positions_of
 from .provenance import sha256
 
 WHERE = "eval perplexity"

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..models.text_config import positions_of
 from ..spec import reference
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
-from ..text_config import positions_of
 from .observation import Observation, forward, observed
 
 MIN_TOKENS = 512  # calibration tokens; fewer say little about the largest key of a channel

@@ -28,7 +28,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from ..cache import layers_of
-from ..text_config import positions_of, text_config_of
+from ..models.text_config import positions_of, text_config_of
 
 # Upper limit of T in the formula above; a model's own context may be shorter. Pairs that turn about once or more within
 # T tokens are left to the rotation. A centre over more positions than a text has fits its first tokens badly (reference

@@ -27,11 +27,11 @@ from transformers.pytorch_utils import Conv1D
 
 from ..cache import check_model, layers_of, quantized_layers
 from ..config import KVQuantConfig
+from ..models.sharding import check_whole
+from ..models.text_config import positions_of, text_config_of
 from ..patching import keeps_cache
-from ..text_config import positions_of, text_config_of
 from .observation import Observation, forward, observed
 from .rope import POSITIONS, coupled_channels, tie, turn_per_token
-from .sharding import check_whole
 
 # Which parameters scale features: the rows of a weight, its columns (GPT-2's Conv1D), the gain of a norm, or a gain
 # that is stored as its difference from 1 (Gemma).

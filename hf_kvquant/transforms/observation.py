@@ -24,8 +24,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention import call_previous
+from ..models.text_config import text_config_of
 from ..patching import set_attention
-from ..text_config import text_config_of
 from .centering import evaluating
 
 NAME = "hf_kvquant-observed"

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from ..cache import layers_of, quantized_layers
 from ..config import KVQuantConfig
+from ..models.sharding import of_this_rank
+from ..models.text_config import check_is_model, text_config_of
 from ..spec.key_transform import KeyTransform
-from ..text_config import check_is_model, text_config_of
 from .centering import bias_centers
-from .sharding import of_this_rank
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import layers_of
-from ..text_config import text_config_of
+from ..models.text_config import text_config_of
 from .centering import whole_cache
 from .layout import check_decoder, other_caches
 from .observation import Observation, forward, observed

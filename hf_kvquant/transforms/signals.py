@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from ..cache import layers_of
 from ..config import KVQuantConfig, LayerFormats
+from ..models.text_config import count_of, head_dim_of, text_config_of
 from ..spec.key_transform import KeyTransform
-from ..text_config import count_of, head_dim_of, text_config_of
 from .centering import bias_centers
 from .layout import Scalable, find_layouts, other_caches
 from .observation import Observation, forward, observed

@@ -28,9 +28,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..common.errors import did_you_mean
 from ..common.progress import Tell, show_progress
 from ..config import KVQuantConfig
+from ..models.text_config import check_is_model
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
-from ..text_config import check_is_model
 from .calibration import Windows, collect, read_windows
 from .folding import exact_exponents, gains_plus_one, hash_of, parameters_of, scale_keys
 from .layout import LayerLayout, check_decoder, find_layouts

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..models.text_config import check_is_model, positions_of, text_config_of
 from ..spec import reference
-from ..text_config import check_is_model, positions_of, text_config_of
 from .layout import by_feature
 from .proof import CHECK_TOKENS, check_logits
 from .value_layout import ValueLayout, find_value_layouts

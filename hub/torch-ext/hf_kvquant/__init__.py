@@ -5,8 +5,8 @@ The cache of one layer is a `Planes` for its keys and a `Planes` for its values,
 for single calls.
 """
 
-from .spec.formats import KVFormat, Planes
 from .ops import NUM_COUNTERS, Operands, append, decode, has_kernels, kernel_name
+from .spec.formats import KVFormat, Planes
 from .spec.key_transform import KeyTransform
 
 __all__ = [

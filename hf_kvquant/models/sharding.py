@@ -15,8 +15,8 @@ import torch.distributed
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..text_config import count_of, text_config_of
-from .centering import num_kv_heads
+from ..transforms.centering import num_kv_heads
+from .text_config import count_of, text_config_of
 
 # As in transformers' own check of a tensor-parallel plan: the projections that make keys, the style that shards heads.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
