@@ -25,13 +25,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, QuantizedCache
 
 from .config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
 from .handle import KVHandle, KVLength, KVStep, MaskNotes
-from .lengths import LengthGroup, Lengths
 from .models.text_config import head_dim_of, text_config_of
-from .offloading import OffloadedStorage, Offloader
-from .pool import BufferPool
 from .spec.key_transform import KeyTransform
 from .steps import Steps
-from .storage import LayerStorage
+from .storage.layer_store import LayerStorage
+from .storage.lengths import LengthGroup, Lengths
+from .storage.offloading import OffloadedStorage, Offloader
+from .storage.pool import BufferPool
 
 _Cache = TypeVar("_Cache", bound="KVQuantCache")
 
@@ -315,7 +315,7 @@ class KVQuantCache(QuantizedCache):
                 f"got {foreign}. Was it made for another model?"
             )
         from .hybrids import KVQuantHybridLayer  # here, since they import this module
-        from .rings import KVQuantRingLayer, RingStorage
+        from .storage.rings import KVQuantRingLayer, RingStorage
 
         new_ring = KVQuantRingLayer if max_cache_len is None else KVQuantLayer
         new_storage: Callable[..., LayerStorage] = LayerStorage

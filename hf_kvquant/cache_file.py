@@ -39,11 +39,11 @@ from .config import KVQuantConfig
 from .environment import package_version
 from .models.sharding import rank_of
 from .models.text_config import text_config_of
-from .offloading import check_home
-from .rings import RingStorage
 from .spec.formats import Planes
 from .spec.key_transform import KeyTransform
-from .storage import SERVED_DTYPES, LayerStorage
+from .storage.layer_store import SERVED_DTYPES, LayerStorage
+from .storage.offloading import check_home
+from .storage.rings import RingStorage
 from .transforms.folding import weights_hash
 from .transforms.smoothing_file import content_hash
 

@@ -50,8 +50,8 @@ from .environment import environment
 from .evaluation import cli as evaluation
 from .generation import UNQUANTIZED, Summary, run_presets
 from .models.text_config import context_of
-from .offloading import HOMES
 from .preflight import run_preflight
+from .storage.offloading import HOMES
 from .transforms.smoothing import Mode, smooth_attention
 from .transforms.smoothing_file import FILE_NAME, HEADINGS, SmoothingResult
 from .transforms.smoothing_file import cells as smoothing_cells

@@ -26,7 +26,7 @@ from .config import KVQuantConfig
 from .pairs import Pairs, count_pairs, expected_pairs, pairs_of
 from .patching import patched
 from .simulation import SimulatedLayer, simulated, simulated_cache
-from .storage import LayerStorage
+from .storage.layer_store import LayerStorage
 from .transforms.of_model import key_transforms
 
 

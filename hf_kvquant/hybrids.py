@@ -14,7 +14,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, Linea
 
 from .cache import KVQuantLayer
 from .handle import MaskNotes
-from .storage import LayerStorage
+from .storage.layer_store import LayerStorage
 
 
 class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]

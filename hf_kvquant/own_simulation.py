@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cache import KVQuantCache
-from .storage import LayerStorage
+from .storage.layer_store import LayerStorage
 
 
 class SimulatingLayer(abc.ABC):

@@ -16,9 +16,9 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from ._ops import ops as torch_ops
 from .cache import KVQuantLayer, layers_of
-from .lengths import causal_pairs
 from .models.text_config import text_config_of
 from .simulation import SimulatedLayer, window_of
+from .storage.lengths import causal_pairs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -40,8 +40,8 @@ from .encoder_decoder import (
 )
 from .models.sharding import check_heads
 from .models.text_config import check_is_model, text_config_of
-from .pool import BufferPool, drop_pool, pool_of, pooled_models
-from .storage import BufferKind
+from .storage.layer_store import BufferKind
+from .storage.pool import BufferPool, drop_pool, pool_of, pooled_models
 from .transforms.of_model import key_transforms
 from .uncompiled import leave_uncompiled
 

@@ -26,12 +26,12 @@ from . import own_attention
 from .attention import call_previous
 from .cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig
-from .lengths import causal_pairs
 from .models.text_config import text_config_of
 from .own_simulation import SimulatingLayer
 from .patching import set_attention, state_of
 from .spec.formats import KVFormat
-from .storage import LayerStorage
+from .storage.layer_store import LayerStorage
+from .storage.lengths import causal_pairs
 from .transforms.of_model import key_transforms
 
 # Implementations whose masks say, for every query and key, whether the query sees the key.

@@ -71,7 +71,7 @@ def of(path: str, *mutations: tuple[str, str, str, str]) -> list[Mutation]:
 
 MUTATIONS = [
     *of(
-        "hf_kvquant/storage.py",
+        "hf_kvquant/storage/layer_store.py",
         ("if needed > self.max_cache_len:", "if needed >= self.max_cache_len:", "a cache is full too early", "storage"),
         ("self.is_empty = length == 0", "self.is_empty = False", "a crop to nothing leaves a first chunk", "storage"),
         (
@@ -112,7 +112,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/lengths.py",
+        "hf_kvquant/storage/lengths.py",
         (
             "elif behind == _ONE_STEP_BEHIND and tokens == self._newest:",
             "elif behind == _ONE_STEP_BEHIND:",
@@ -133,7 +133,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/rings.py",
+        "hf_kvquant/storage/rings.py",
         (
             "return self.capacity + 1 - self.window",
             "return self.capacity + 2 - self.window",
@@ -202,7 +202,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/pool.py",
+        "hf_kvquant/storage/pool.py",
         (
             "found is not None and found[0] == kind",
             "found is not None",

@@ -24,7 +24,7 @@ from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, KVQuantConfig, ops,
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import BLOCK_SIZE, Planes
-from hf_kvquant.storage import LayerStorage
+from hf_kvquant.storage.layer_store import LayerStorage
 
 KEY = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE, clip_ratio=15 / 16)
 VALUE = KVFormat("int4", symmetric=False, clip_ratio=15 / 16)

@@ -18,9 +18,9 @@ from hf_kvquant import KVQuantConfig, cli
 from hf_kvquant.arguments import Refused
 from hf_kvquant.evaluation import gate, perplexity, windows
 from hf_kvquant.fidelity import OutOfMemory
-from hf_kvquant.lengths import causal_pairs
 from hf_kvquant.simulation import SimulatedLayer
 from hf_kvquant.spec.formats import KVFormat
+from hf_kvquant.storage.lengths import causal_pairs
 from hf_kvquant.transforms.injection import inject_key_outliers
 
 WINDOW = 24

@@ -23,7 +23,7 @@ from test_fuzz_ops import DICE
 from torch import Tensor
 
 from hf_kvquant import KVQuantCache, cache_file
-from hf_kvquant.storage import LayerStorage
+from hf_kvquant.storage.layer_store import LayerStorage
 from hf_kvquant.transforms.smoothing_file import content_hash
 
 NAMES = ["int8", "windows", "int4-channel", "layers"]

@@ -39,7 +39,7 @@ import hf_kvquant
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache import KVQuantLayer
 from hf_kvquant.spec import reference
-from hf_kvquant.storage import _log_fallback
+from hf_kvquant.storage.layer_store import _log_fallback
 
 QUANTIZED = [preset for preset in PRESETS if preset != "none"]
 
@@ -561,7 +561,7 @@ def test_a_cache_passed_to_an_unpatched_model_falls_back(config: str, caplog: py
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
-    lines = [record.message for record in caplog.records if record.name.startswith("hf_kvquant.storage")]
+    lines = [record.message for record in caplog.records if record.name.startswith("hf_kvquant.storage.layer_store")]
     assert lines == ([] if config == "none" else [
         "attention runs on dequantised tensors: the model or its attention implementation looks at keys and values "
         "itself (is the model patched?). Correct, slower."

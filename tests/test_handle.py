@@ -19,12 +19,12 @@ from compare import assert_same
 from torch import Tensor
 
 from hf_kvquant import ops
-from hf_kvquant import storage as storage_module
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.handle import LOOKED_INSIDE, KVHandle, KVLength, KVStep, MaskNotes
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.key_transform import KeyTransform
-from hf_kvquant.storage import LayerStorage
+from hf_kvquant.storage.layer_store import LayerStorage
+from hf_kvquant.storage.layer_store import layer_store as storage_module
 
 INT8 = LayerFormats(KVFormat("int8"), KVFormat("int4", symmetric=False))
 NONE = LayerFormats(KVFormat("none"), KVFormat("none"))

@@ -174,7 +174,7 @@ def test_without_the_extension_the_reference_serves_and_says_so_once() -> None:
         from hf_kvquant import ops
         from hf_kvquant.spec import reference
         from hf_kvquant.config import PRESETS, LayerFormats
-        from hf_kvquant.storage import LayerStorage
+        from hf_kvquant.storage.layer_store import LayerStorage
 
         assert isinstance(ops.extension(), ImportError)
         assert not ops.has_kernels("cpu") and not ops.has_kernels("cuda")

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_kvquant.config import KVQuantConfig
-from hf_kvquant.lengths import LengthGroup, Lengths
-from hf_kvquant.storage import LayerStorage
+from hf_kvquant.storage.layer_store import LayerStorage
+from hf_kvquant.storage.lengths import LengthGroup, Lengths
 
 CPU = torch.device("cpu")
 HEADS, HEAD_DIM, BATCH = 2, 64, 2

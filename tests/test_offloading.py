@@ -26,11 +26,11 @@ from models import greedy, left_padded, logits
 from torch import Tensor
 
 import hf_kvquant
-from hf_kvquant import KVQuantCache, KVQuantConfig, offloading, patched
+from hf_kvquant import KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.handle import KVHandle
-from hf_kvquant.offloading import OffloadedStorage, Offloader
 from hf_kvquant.spec.formats import KVFormat, Planes
-from hf_kvquant.storage import LayerStorage
+from hf_kvquant.storage.layer_store import LayerStorage, offloading
+from hf_kvquant.storage.offloading import OffloadedStorage, Offloader
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NUM_LAYERS, BATCH, HEAD_DIM = 5, 3, models.HEAD_DIM

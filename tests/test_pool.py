@@ -20,9 +20,9 @@ import torch
 from models import greedy, left_padded, logits
 from transformers.cache_utils import DynamicCache
 
-from hf_kvquant import KVQuantCache, disable, enable, patch, patched, pool, unpatch
-from hf_kvquant.pool import BufferPool, drop_pool, pool_of
-from hf_kvquant.storage import BufferKind
+from hf_kvquant import KVQuantCache, disable, enable, patch, patched, unpatch
+from hf_kvquant.storage.layer_store import BufferKind, pool
+from hf_kvquant.storage.pool import BufferPool, drop_pool, pool_of
 from hf_kvquant.transforms import of_model
 
 STATIC = {"preset": "int4", "static": True}
@@ -289,7 +289,7 @@ def test_a_pool_dies_with_its_model() -> None:
 
 def test_the_garbage_of_the_compiler_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[None] = []
-    monkeypatch.setattr("hf_kvquant.pool.gc.collect", lambda: collected.append(None))
+    monkeypatch.setattr("hf_kvquant.storage.pool.gc.collect", lambda: collected.append(None))
     number = 3
     monkeypatch.setattr(pool, "_num_graphs", lambda: number)
     idle = BufferPool()

@@ -9,10 +9,10 @@ from models import greedy
 
 from hf_kvquant import KVQuantConfig
 from hf_kvquant.fidelity import Chunks, Stream, compare, divergence, route
-from hf_kvquant.lengths import causal_pairs
 from hf_kvquant.pairs import expected_pairs, pairs_of
 from hf_kvquant.patching import patched, why_dense
 from hf_kvquant.simulation import simulated, simulated_cache
+from hf_kvquant.storage.lengths import causal_pairs
 
 TOKENS = 41
 OWN = ["gptj", "codegen", "gpt_neo", "bloom", "falcon", "falcon_alibi", "falcon_new", "mpt"]

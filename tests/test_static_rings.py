@@ -48,8 +48,8 @@ from hf_kvquant.attention import attention_mask
 from hf_kvquant.cache_file import _most_held
 from hf_kvquant.handle import KVHandle, KVLength
 from hf_kvquant.pairs import PairCounter, count_pairs, pairs_of
-from hf_kvquant.pool import BufferPool
-from hf_kvquant.rings import RingStorage
+from hf_kvquant.storage.pool import BufferPool
+from hf_kvquant.storage.rings import RingStorage
 
 MAX_CACHE_LEN = 1100
 # Past the end of every ring, with chunks that a ring is too short for behind others.

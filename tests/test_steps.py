@@ -23,12 +23,12 @@ from models import FAMILIES, greedy, left_padded
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from hf_kvquant import KVQuantCache, offloading, patch, patched, unpatch
+from hf_kvquant import KVQuantCache, patch, patched, unpatch
 from hf_kvquant.encoder_decoder import KVQuantEncoderDecoderCache
-from hf_kvquant.rings import RingStorage
 from hf_kvquant.spec.formats import BLOCK_SIZE
 from hf_kvquant.steps import Steps
-from hf_kvquant.storage import LayerStorage
+from hf_kvquant.storage.layer_store import LayerStorage, offloading
+from hf_kvquant.storage.rings import RingStorage
 
 NUM_LAYERS, PROMPT, WINDOW = 4, 12, 6
 IDS = left_padded(tokens=40)["input_ids"].clamp(min=3)

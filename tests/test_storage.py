@@ -26,7 +26,7 @@ from hf_kvquant.config import PRESETS, LayerFormats
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import KVFormat, Planes
 from hf_kvquant.spec.key_transform import KeyTransform
-from hf_kvquant.storage import LayerStorage
+from hf_kvquant.storage.layer_store import LayerStorage
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 64, 32
 MAX_BATCH, MAX_CACHE_LEN = 6, 150
@@ -882,7 +882,7 @@ def test_only_a_gpu_has_counters(device: str) -> None:
 def test_counters_stay_with_the_buffers(max_cache_len: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, told to have some: the op checks them there and leaves them alone."""
     monkeypatch.setattr(
-        "hf_kvquant.storage._new_counters",
+        "hf_kvquant.storage.layer_store._new_counters",
         lambda device: torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=device),
     )
     passed: list[Tensor] = []

@@ -28,7 +28,7 @@ from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, KVQuantConfig, ops,
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import BLOCK_SIZE, Planes
-from hf_kvquant.storage import LayerStorage
+from hf_kvquant.storage.layer_store import LayerStorage
 
 BLOCKS = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE)
 INT4 = KVFormat("int4", symmetric=False)

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
-from .config import LayerFormats
+from .. import ops
+from ..config import LayerFormats
+from ..spec import reference
+from ..spec.formats import KVFormat, Planes
+from ..spec.key_transform import KeyTransform
 from .lengths import LengthGroup, Lengths, causal_pairs
 from .pool import BufferPool
-from .spec import reference
-from .spec.formats import KVFormat, Planes
-from .spec.key_transform import KeyTransform
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import LayerFormats
-from .spec.formats import KVFormat, Planes
-from .storage import LayerStorage
+from ..config import LayerFormats
+from ..spec.formats import KVFormat, Planes
+from .layer_store import LayerStorage
 
 # Devices that layers can be offloaded from. Tests add others.
 HOMES = frozenset(("cuda",))

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
-from .cache import KVQuantLayer
-from .config import LayerFormats
-from .handle import KVLength
-from .spec import reference
-from .spec.formats import BLOCK_SIZE, KVFormat, Planes
-from .storage import LayerStorage
+from .. import ops
+from ..cache import KVQuantLayer
+from ..config import LayerFormats
+from ..handle import KVLength
+from ..spec import reference
+from ..spec.formats import BLOCK_SIZE, KVFormat, Planes
+from .layer_store import LayerStorage
 
 
 @dataclasses.dataclass(frozen=True)
