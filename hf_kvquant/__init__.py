@@ -8,7 +8,7 @@ Importing this package registers an attention and a mask implementation with tra
 changes no existing entry.
 """
 
-from .cache import KVQuantCache
+from .cache.cache import KVQuantCache
 from .config import PRESETS, KVQuantConfig, LayerFormats
 from .patching import disable, enable, patch, patched, unpatch
 from .preflight import run_preflight

@@ -35,7 +35,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .attention import is_bounds
-from .cache import KVQuantCache
+from .cache.cache import KVQuantCache
 from .capture import RUNNERS, Captures, fill, is_captured, key_of, log_slower_loop, map_tensors
 from .fusion import fused
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from .cache import KVQuantCache, KVQuantLayer
+from .cache.cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig, LayerFormats
 from .models.text_config import positions_of, text_config_of
 from .transforms.calibration import MIN_TOKENS, read_windows

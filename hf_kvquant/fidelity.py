@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from .cache import KVQuantCache, KVQuantLayer
+from .cache.cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig
 from .pairs import Pairs, count_pairs, expected_pairs, pairs_of
 from .patching import patched

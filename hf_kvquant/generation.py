@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from .cache import KVQuantCache
+from .cache.cache import KVQuantCache
 from .config import KVQuantConfig
 from .fidelity import Fidelity, compare
 from .patching import patched

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .attention import is_tracing, num_pads
-from .cache import KVQuantCache, KVQuantLayer, check_layers
-from .handle import KVHandle
+from .cache.cache import KVQuantCache, KVQuantLayer, check_layers
+from .cache.handle import KVHandle
 from .own_simulation import SimulatingLayer, simulate
 
 # Takes query, key and value, each `[batch, heads, q_len, head_dim]`, and options of `LayerStorage.attend`. Returns

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cache import KVQuantCache
+from .cache.cache import KVQuantCache
 from .storage.layer_store import LayerStorage
 
 

@@ -27,7 +27,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from . import encoder_decoder, own_attention
 from .attention import implementation_name, is_ours
-from .cache import KVQuantCache, check_layers, check_model, count_layers, layers_of
+from .cache.cache import KVQuantCache, check_layers, check_model, count_layers, layers_of
 from .capture import Captures, captured_call, check_capturable, check_graphs, is_captured
 from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig, is_like_backend
 from .decode_loop import generate

@@ -19,11 +19,11 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from . import ops
 from .attention import NOT_QUANTIZED
-from .cache import KVQuantCache, KVQuantLayer, check_layers, layer_devices, layers_of
+from .cache.cache import KVQuantCache, KVQuantLayer, check_layers, layer_devices, layers_of
+from .cache.handle import LOOKED_INSIDE
 from .config import KVQuantConfig
 from .encoder_decoder import decoder_cache
 from .environment import environment
-from .handle import LOOKED_INSIDE
 from .models.text_config import check_is_model, head_dim_of, text_config_of
 from .patching import state_of, why_dense
 from .transforms.layout import other_caches

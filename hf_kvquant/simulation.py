@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import own_attention
 from .attention import call_previous
-from .cache import KVQuantCache, KVQuantLayer
+from .cache.cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig
 from .models.text_config import text_config_of
 from .own_simulation import SimulatingLayer

@@ -36,7 +36,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, key_transforms, patched
 from hf_kvquant.attention import attention
-from hf_kvquant.cache import KVQuantLayer, layers_of, quantized_layers
+from hf_kvquant.cache.cache import KVQuantLayer, layers_of, quantized_layers
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import Planes

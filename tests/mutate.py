@@ -160,7 +160,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/cache.py",
+        "hf_kvquant/cache/cache.py",
         (
             "if self.has_transforms or not all(",
             "if not all(",
@@ -181,7 +181,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/cache_file.py",
+        "hf_kvquant/cache/file.py",
         (
             'if metadata.get("sha256") != content_hash(text, tensors):',
             "if False:",

@@ -32,7 +32,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_kvquant import PRESETS, KVQuantCache, patched
 from hf_kvquant.attention import attention, attention_mask, implementation_name, is_ours
-from hf_kvquant.handle import KVHandle, KVLength, MaskNotes
+from hf_kvquant.cache.handle import KVHandle, KVLength, MaskNotes
 from hf_kvquant.spec import reference
 
 BATCH, Q_HEADS, KV_HEADS, HEAD_DIM, LENGTH = 3, 4, 2, 16, 10

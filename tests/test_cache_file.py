@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_kvquant import PRESETS, KeyTransform, KVQuantCache, KVQuantConfig, cache_file, patched
+from hf_kvquant import PRESETS, KeyTransform, KVQuantCache, KVQuantConfig, patched
+from hf_kvquant.cache.cache import file as cache_file
 from hf_kvquant.transforms.smoothing_file import content_hash
 
 TENSOR = {"storage": "int8", "granularity": "tensor"}

@@ -22,7 +22,8 @@ from test_cache_file import CONFIGS, contents, leaves, saved, small_model
 from test_fuzz_ops import DICE
 from torch import Tensor
 
-from hf_kvquant import KVQuantCache, cache_file
+from hf_kvquant import KVQuantCache
+from hf_kvquant.cache.cache import file as cache_file
 from hf_kvquant.storage.layer_store import LayerStorage
 from hf_kvquant.transforms.smoothing_file import content_hash
 

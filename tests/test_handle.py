@@ -19,8 +19,8 @@ from compare import assert_same
 from torch import Tensor
 
 from hf_kvquant import ops
+from hf_kvquant.cache.handle import LOOKED_INSIDE, KVHandle, KVLength, KVStep, MaskNotes
 from hf_kvquant.config import LayerFormats
-from hf_kvquant.handle import LOOKED_INSIDE, KVHandle, KVLength, KVStep, MaskNotes
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.storage.layer_store import LayerStorage

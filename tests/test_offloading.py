@@ -27,7 +27,7 @@ from torch import Tensor
 
 import hf_kvquant
 from hf_kvquant import KVQuantCache, KVQuantConfig, patched
-from hf_kvquant.handle import KVHandle
+from hf_kvquant.cache.handle import KVHandle
 from hf_kvquant.spec.formats import KVFormat, Planes
 from hf_kvquant.storage.layer_store import LayerStorage, offloading
 from hf_kvquant.storage.offloading import OffloadedStorage, Offloader
@@ -59,7 +59,7 @@ class Junk(Offloader):
 def anywhere(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     """Layers are offloaded from the CPU, too."""
     monkeypatch.setattr(offloading, "HOMES", frozenset(("cpu", "cuda")))
-    monkeypatch.setattr("hf_kvquant.cache.Offloader", Junk)
+    monkeypatch.setattr("hf_kvquant.cache.cache.Offloader", Junk)
     yield
 
 

@@ -27,7 +27,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patch, patched
 from hf_kvquant.attention import attention_mask
-from hf_kvquant.handle import KVHandle, KVLength, MaskNotes
+from hf_kvquant.cache.handle import KVHandle, KVLength, MaskNotes
 from hf_kvquant.spec import reference
 from hf_kvquant.storage.offloading import OffloadedStorage
 from hf_kvquant.storage.rings import KVQuantRingLayer, RingStorage

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cache import KVQuantCache, KVQuantLayer
+from ..cache.cache import KVQuantCache, KVQuantLayer
 from ..config import KVQuantConfig
 from ..divergence import alone
 from ..fidelity import compare

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ..cache import KVQuantCache, KVQuantLayer
+from ..cache.cache import KVQuantCache, KVQuantLayer
 from ..config import KVQuantConfig
 from ..generation import UNQUANTIZED
 from ..pairs import Pairs, count_pairs, expected_pairs, pairs_of

@@ -28,7 +28,7 @@ from ..arguments import (
     load_placed,
     source_of,
 )
-from ..cache import KVQuantCache
+from ..cache.cache import KVQuantCache
 from ..common.progress import show_progress
 from ..config import PRESETS, KVQuantConfig
 from ..fidelity import compare

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..cache import KVQuantLayer
+from ..cache.cache import KVQuantLayer
+from ..cache.handle import KVLength
 from ..config import LayerFormats
-from ..handle import KVLength
 from ..spec import reference
 from ..spec.formats import BLOCK_SIZE, KVFormat, Planes
 from .layer_store import LayerStorage

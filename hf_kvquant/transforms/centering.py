@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
-from ..cache import layers_of
+from ..cache.cache import layers_of
 from ..models.text_config import positions_of, text_config_of
 
 # Upper limit of T in the formula above; a model's own context may be shorter. Pairs that turn about once or more within

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..cache import check_model, layers_of, quantized_layers
+from ..cache.cache import check_model, layers_of, quantized_layers
 from ..config import KVQuantConfig
 from ..models.sharding import check_whole
 from ..models.text_config import positions_of, text_config_of

@@ -17,7 +17,7 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cache import layers_of, quantized_layers
+from ..cache.cache import layers_of, quantized_layers
 from ..config import KVQuantConfig
 from ..models.sharding import of_this_rank
 from ..models.text_config import check_is_model, text_config_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cache import layers_of
+from ..cache.cache import layers_of
 from ..models.text_config import text_config_of
 from .centering import whole_cache
 from .layout import check_decoder, other_caches

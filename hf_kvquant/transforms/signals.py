@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cache import layers_of
+from ..cache.cache import layers_of
 from ..config import KVQuantConfig, LayerFormats
 from ..models.text_config import count_of, head_dim_of, text_config_of
 from ..spec.key_transform import KeyTransform

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from .storage.layer_store import LayerStorage
+from ..storage.layer_store import LayerStorage
 
 _UPDATE = "update"
 

@@ -23,15 +23,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, QuantizedCache
 
-from .config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
+from ..config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
+from ..models.text_config import head_dim_of, text_config_of
+from ..spec.key_transform import KeyTransform
+from ..storage.layer_store import LayerStorage
+from ..storage.lengths import LengthGroup, Lengths
+from ..storage.offloading import OffloadedStorage, Offloader
+from ..storage.pool import BufferPool
 from .handle import KVHandle, KVLength, KVStep, MaskNotes
-from .models.text_config import head_dim_of, text_config_of
-from .spec.key_transform import KeyTransform
 from .steps import Steps
-from .storage.layer_store import LayerStorage
-from .storage.lengths import LengthGroup, Lengths
-from .storage.offloading import OffloadedStorage, Offloader
-from .storage.pool import BufferPool
 
 _Cache = TypeVar("_Cache", bound="KVQuantCache")
 
@@ -314,8 +314,8 @@ class KVQuantCache(QuantizedCache):
                 f"KVQuantCache: `key_transforms` must name layers whose cache is quantised, which are {quantized}, "
                 f"got {foreign}. Was it made for another model?"
             )
+        from ..storage.rings import KVQuantRingLayer, RingStorage
         from .hybrids import KVQuantHybridLayer  # here, since they import this module
-        from .storage.rings import KVQuantRingLayer, RingStorage
 
         new_ring = KVQuantRingLayer if max_cache_len is None else KVQuantLayer
         new_storage: Callable[..., LayerStorage] = LayerStorage
@@ -462,7 +462,7 @@ class KVQuantCache(QuantizedCache):
             >>> cache.save("chat.safetensors", model)
             >>> cache = KVQuantCache.load("chat.safetensors", model)
         """
-        from .cache_file import save_cache  # here, since it imports this module
+        from .file import save_cache  # here, since it imports this module
 
         save_cache(self, path, model, overwrite=overwrite)
 
@@ -493,7 +493,7 @@ class KVQuantCache(QuantizedCache):
             TypeError, ValueError: The file is of another kind, damaged, of an unknown version, or of another model or
                 config; the message says which.
         """
-        from .cache_file import load_cache  # here, since it imports this module
+        from .file import load_cache  # here, since it imports this module
 
         return load_cache(cls, path, model, preset_or_config, device)
 

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
+from ..storage.layer_store import LayerStorage
 from .cache import KVQuantLayer
 from .handle import MaskNotes
-from .storage.layer_store import LayerStorage
 
 
 class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]

@@ -33,19 +33,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..common.output import written
+from ..config import KVQuantConfig
+from ..environment import package_version
+from ..models.sharding import rank_of
+from ..models.text_config import text_config_of
+from ..spec.formats import Planes
+from ..spec.key_transform import KeyTransform
+from ..storage.layer_store import SERVED_DTYPES, LayerStorage
+from ..storage.offloading import check_home
+from ..storage.rings import RingStorage
+from ..transforms.folding import weights_hash
+from ..transforms.smoothing_file import content_hash
 from .cache import STATELESS, KVQuantCache, KVQuantLayer, layer_devices, layers_of, quantized_layers
-from .common.output import written
-from .config import KVQuantConfig
-from .environment import package_version
-from .models.sharding import rank_of
-from .models.text_config import text_config_of
-from .spec.formats import Planes
-from .spec.key_transform import KeyTransform
-from .storage.layer_store import SERVED_DTYPES, LayerStorage
-from .storage.offloading import check_home
-from .storage.rings import RingStorage
-from .transforms.folding import weights_hash
-from .transforms.smoothing_file import content_hash
 
 _FORMAT = "hf_kvquant-cache"
 _VERSION = 2

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .storage.layer_store import LayerStorage
+from ..storage.layer_store import LayerStorage
 
 LOOKED_INSIDE = "the model or its attention implementation looks at keys and values itself (is the model patched?)"
 

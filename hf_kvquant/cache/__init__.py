@@ -1,0 +1,1 @@
+"""The transformers `Cache` contract over the storages."""
