@@ -25,8 +25,9 @@ from typing import Any, TypeVar
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from . import encoder_decoder, own_attention
-from .attention import implementation_name, is_ours
+from . import encoder_decoder
+from .attention import unregistered as own_attention
+from .attention.registry import implementation_name, is_ours
 from .cache.cache import KVQuantCache, check_layers, check_model, count_layers, layers_of
 from .capture import Captures, captured_call, check_capturable, check_graphs, is_captured
 from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig, is_like_backend

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
 from . import ops
-from .attention import NOT_QUANTIZED
+from .attention.registry import NOT_QUANTIZED
 from .cache.cache import KVQuantCache, KVQuantLayer, check_layers, layer_devices, layers_of
 from .cache.handle import LOOKED_INSIDE
 from .config import KVQuantConfig

@@ -22,12 +22,12 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from . import own_attention
-from .attention import call_previous
+from .attention import unregistered as own_attention
+from .attention.registry import call_previous
+from .attention.simulated import SimulatingLayer
 from .cache.cache import KVQuantCache, KVQuantLayer
 from .config import KVQuantConfig
 from .models.text_config import text_config_of
-from .own_simulation import SimulatingLayer
 from .patching import set_attention, state_of
 from .spec.formats import KVFormat
 from .storage.layer_store import LayerStorage

@@ -35,7 +35,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, key_transforms, patched
-from hf_kvquant.attention import attention
+from hf_kvquant.attention.registry import attention
 from hf_kvquant.cache.cache import KVQuantLayer, layers_of, quantized_layers
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.spec import reference

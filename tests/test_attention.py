@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from hf_kvquant import PRESETS, KVQuantCache, patched
-from hf_kvquant.attention import attention, attention_mask, implementation_name, is_ours
+from hf_kvquant.attention.registry import attention, attention_mask, implementation_name, is_ours
 from hf_kvquant.cache.handle import KVHandle, KVLength, MaskNotes
 from hf_kvquant.spec import reference
 

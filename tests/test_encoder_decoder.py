@@ -30,7 +30,7 @@ from transformers.generation.configuration_utils import CompileConfig
 
 import hf_kvquant
 from hf_kvquant import KVQuantCache, encoder_decoder, patch, patched, report, uncompiled, unpatch
-from hf_kvquant.attention import is_ours
+from hf_kvquant.attention.registry import is_ours
 from hf_kvquant.encoder_decoder import KVQuantEncoderDecoderCache, croppable
 from hf_kvquant.transforms.centering import _keys_of_a_token
 

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 import hf_kvquant
 from hf_kvquant import KVQuantCache, LayerReport, Report, capture, environment, ops, patched, report
-from hf_kvquant.attention import NOT_QUANTIZED
+from hf_kvquant.attention.registry import NOT_QUANTIZED
 from hf_kvquant.cache.handle import LOOKED_INSIDE
 from hf_kvquant.storage.layer_store import offloading
 

@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patch, patched
-from hf_kvquant.attention import attention_mask
+from hf_kvquant.attention.registry import attention_mask
 from hf_kvquant.cache.handle import KVHandle, KVLength, MaskNotes
 from hf_kvquant.spec import reference
 from hf_kvquant.storage.offloading import OffloadedStorage

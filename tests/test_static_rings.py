@@ -44,7 +44,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from hf_kvquant import KVQuantCache, patched, report
-from hf_kvquant.attention import attention_mask
+from hf_kvquant.attention.registry import attention_mask
 from hf_kvquant.cache.file import _most_held
 from hf_kvquant.cache.handle import KVHandle, KVLength
 from hf_kvquant.pairs import PairCounter, count_pairs, pairs_of

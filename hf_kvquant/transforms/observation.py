@@ -23,7 +23,7 @@ from transformers import AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..attention import call_previous
+from ..attention.registry import call_previous
 from ..models.text_config import text_config_of
 from ..patching import set_attention
 from .centering import evaluating

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cache.cache import KVQuantCache
-from .storage.layer_store import LayerStorage
+from ..cache.cache import KVQuantCache
+from ..storage.layer_store import LayerStorage
 
 
 class SimulatingLayer(abc.ABC):

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .attention import is_tracing, num_pads
-from .cache.cache import KVQuantCache, KVQuantLayer, check_layers
-from .cache.handle import KVHandle
-from .own_simulation import SimulatingLayer, simulate
+from ..cache.cache import KVQuantCache, KVQuantLayer, check_layers
+from ..cache.handle import KVHandle
+from .registry import is_tracing, num_pads
+from .simulated import SimulatingLayer, simulate
 
 # Takes query, key and value, each `[batch, heads, q_len, head_dim]`, and options of `LayerStorage.attend`. Returns
 # `[batch, q_len, num_q_heads * head_dim]`.
