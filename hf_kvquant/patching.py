@@ -25,26 +25,26 @@ from typing import Any, TypeVar
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from . import encoder_decoder
 from .attention import unregistered as own_attention
 from .attention.registry import implementation_name, is_ours
 from .cache.cache import KVQuantCache, check_layers, check_model, count_layers, layers_of
 from .capture import Captures, captured_call, check_capturable, check_graphs, is_captured
 from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig, is_like_backend
 from .decode_loop import generate
-from .encoder_decoder import (
+from .generate import encoder_decoder
+from .generate.encoder_decoder import (
     beside_cross_attention,
     check_cross_attention,
     compile_with_masks_only,
     croppable,
     decoder_cache,
 )
+from .generate.uncompiled import leave_uncompiled
 from .models.sharding import check_heads
 from .models.text_config import check_is_model, text_config_of
 from .storage.layer_store import BufferKind
 from .storage.pool import BufferPool, drop_pool, pool_of, pooled_models
 from .transforms.of_model import key_transforms
-from .uncompiled import leave_uncompiled
 
 logger = logging.getLogger(__name__)
 

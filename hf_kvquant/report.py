@@ -22,8 +22,8 @@ from .attention.registry import NOT_QUANTIZED
 from .cache.cache import KVQuantCache, KVQuantLayer, check_layers, layer_devices, layers_of
 from .cache.handle import LOOKED_INSIDE
 from .config import KVQuantConfig
-from .encoder_decoder import decoder_cache
 from .environment import environment
+from .generate.encoder_decoder import decoder_cache
 from .models.text_config import check_is_model, head_dim_of, text_config_of
 from .patching import state_of, why_dense
 from .transforms.layout import other_caches

@@ -29,9 +29,10 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCa
 from transformers.generation.configuration_utils import CompileConfig
 
 import hf_kvquant
-from hf_kvquant import KVQuantCache, encoder_decoder, patch, patched, report, uncompiled, unpatch
+from hf_kvquant import KVQuantCache, patch, patched, report, unpatch
 from hf_kvquant.attention.registry import is_ours
-from hf_kvquant.encoder_decoder import KVQuantEncoderDecoderCache, croppable
+from hf_kvquant.generate import encoder_decoder, uncompiled
+from hf_kvquant.generate.encoder_decoder import KVQuantEncoderDecoderCache, croppable
 from hf_kvquant.transforms.centering import _keys_of_a_token
 
 WIDTH = 2 * HEAD_DIM
@@ -506,7 +507,7 @@ def test_without_a_mask_old_versions_of_transformers_do_not_compile(
         for _ in range(2):
             check_equal(greedy(model, inputs_of(model), **compiled), expected)
     assert not counters["stats"]["unique_graphs"]
-    assert [record.message for record in caplog.records if record.name == "hf_kvquant.uncompiled"] == [
+    assert [record.message for record in caplog.records if record.name == "hf_kvquant.generate.uncompiled"] == [
         "generate: BartForConditionalGeneration is not compiled without a decoder_attention_mask by this version of "
         "transformers. Correct, slower. Install transformers 5.18 or later, or pass a mask of ones."
     ]

@@ -32,7 +32,8 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 
 import hf_kvquant
-from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, uncompiled, unpatch
+from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, unpatch
+from hf_kvquant.generate import uncompiled
 from hf_kvquant.patching import state_of
 
 FLAG = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int4"}}

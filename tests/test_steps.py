@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_kvquant import KVQuantCache, patch, patched, unpatch
 from hf_kvquant.cache.steps import Steps
-from hf_kvquant.encoder_decoder import KVQuantEncoderDecoderCache
+from hf_kvquant.generate.encoder_decoder import KVQuantEncoderDecoderCache
 from hf_kvquant.spec.formats import BLOCK_SIZE
 from hf_kvquant.storage.layer_store import LayerStorage, offloading
 from hf_kvquant.storage.rings import RingStorage

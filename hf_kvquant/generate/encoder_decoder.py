@@ -16,7 +16,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from .cache.cache import KVQuantCache
+from ..cache.cache import KVQuantCache
 from .uncompiled import leave_uncompiled
 
 _MAKES_MASKS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 18)

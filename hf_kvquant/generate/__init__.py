@@ -1,0 +1,1 @@
+"""What `generate` needs beyond a cache."""
