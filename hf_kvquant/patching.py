@@ -28,9 +28,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from .attention import unregistered as own_attention
 from .attention.registry import implementation_name, is_ours
 from .cache.cache import KVQuantCache, check_layers, check_model, count_layers, layers_of
-from .capture import Captures, captured_call, check_capturable, check_graphs, is_captured
 from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig, is_like_backend
-from .decode_loop import generate
 from .generate import encoder_decoder
 from .generate.encoder_decoder import (
     beside_cross_attention,
@@ -40,6 +38,8 @@ from .generate.encoder_decoder import (
     decoder_cache,
 )
 from .generate.uncompiled import leave_uncompiled
+from .graphs.capture import Captures, captured_call, check_capturable, check_graphs, is_captured
+from .graphs.decode_loop import generate
 from .models.sharding import check_heads
 from .models.text_config import check_is_model, text_config_of
 from .storage.layer_store import BufferKind

@@ -298,7 +298,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/capture.py",
+        "hf_kvquant/graphs/capture.py",
         ("        model.training,\n", "", "a step captured in training serves evaluation", "capture"),
         (
             "            storage.check_room(1)\n",
@@ -310,7 +310,7 @@ MUTATIONS = [
         ("popitem(last=False)", "popitem()", "the newest graph is dropped, not the oldest", "capture"),
     ),
     *of(
-        "hf_kvquant/fusion.py",
+        "hf_kvquant/graphs/fusion.py",
         (
             "if last.total is not x or x._version != last.version:",
             "if last.total is not x:",
@@ -331,7 +331,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/decode_loop.py",
+        "hf_kvquant/graphs/decode_loop.py",
         (
             "chosen = chosen * unfinished + self.pad * (1 - unfinished)",
             "chosen = chosen * 1",

@@ -27,8 +27,9 @@ from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.streamers import BaseStreamer
 
 import hf_kvquant
-from hf_kvquant import KVQuantCache, KVQuantConfig, capture, patch, patched, unpatch
-from hf_kvquant.capture import Captures, StepRunner
+from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, unpatch
+from hf_kvquant.graphs import capture
+from hf_kvquant.graphs.capture import Captures, StepRunner
 
 INT4 = {"preset": "int4"}
 NEW_TOKENS = 9
@@ -126,7 +127,7 @@ def slower(reason: str) -> str:
 
 
 def slower_loop(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == "hf_kvquant.capture"]
+    return [record.message for record in caplog.records if record.name == "hf_kvquant.graphs.capture"]
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama
 
-from hf_kvquant import fusion, ops
-from hf_kvquant.fusion import fused
+from hf_kvquant import ops
+from hf_kvquant.graphs import fusion
+from hf_kvquant.graphs.fusion import fused
 from hf_kvquant.spec import reference
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -388,7 +389,7 @@ def test_other_threads_use_the_model_code_as_it_is() -> None:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == "hf_kvquant.fusion"]
+    return [record.message for record in caplog.records if record.name == "hf_kvquant.graphs.fusion"]
 
 
 def test_the_log_says_what_became_of_each(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,9 +17,10 @@ from models import greedy, left_padded
 from transformers import DynamicCache
 
 import hf_kvquant
-from hf_kvquant import KVQuantCache, LayerReport, Report, capture, environment, ops, patched, report
+from hf_kvquant import KVQuantCache, LayerReport, Report, environment, ops, patched, report
 from hf_kvquant.attention.registry import NOT_QUANTIZED
 from hf_kvquant.cache.handle import LOOKED_INSIDE
+from hf_kvquant.graphs import capture
 from hf_kvquant.storage.layer_store import offloading
 
 KERNEL = {"cpu": f"CPU kernel, {ops.extension().cpu_capability()}", "cuda": "CUDA kernel"}  # type: ignore[union-attr]

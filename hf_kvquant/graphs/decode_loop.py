@@ -34,8 +34,8 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .attention.registry import is_bounds
-from .cache.cache import KVQuantCache
+from ..attention.registry import is_bounds
+from ..cache.cache import KVQuantCache
 from .capture import RUNNERS, Captures, fill, is_captured, key_of, log_slower_loop, map_tensors
 from .fusion import fused
 

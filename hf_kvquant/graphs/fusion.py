@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from . import ops
-from ._ops import ops as torch_ops
+from .. import ops
+from .._ops import ops as torch_ops
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from . import ops  # noqa: F401  (defines the ops)
-from ._ops import ops as torch_ops
+from .. import ops  # noqa: F401  (defines the ops)
+from .._ops import ops as torch_ops
 
 # Limits for one weight. 4 to 20 MB made no difference; the bytes must not be evicted from the L2 cache before use.
 MAX_BYTES = 8 * 2**20

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
-from .cache.cache import KVQuantCache
+from ..cache.cache import KVQuantCache
 from .fusion import fused
 from .prefetch import Prefetch
 
