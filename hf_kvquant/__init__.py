@@ -9,6 +9,9 @@ changes no existing entry.
 """
 
 from .cache.cache import KVQuantCache
+from .calibration.smoothing import load_smoothing, smooth_attention, unsmooth
+from .calibration.smoothing_file import SmoothingResult
+from .calibration.value_rotation import rotate_values, unrotate_values
 from .config import PRESETS, KVQuantConfig, LayerFormats
 from .patching import disable, enable, patch, patched, unpatch
 from .preflight import run_preflight
@@ -16,9 +19,6 @@ from .report import LayerReport, Report, report
 from .spec.formats import KVFormat
 from .spec.key_transform import KeyTransform
 from .transforms.of_model import key_transforms
-from .transforms.smoothing import load_smoothing, smooth_attention, unsmooth
-from .transforms.smoothing_file import SmoothingResult
-from .transforms.value_rotation import rotate_values, unrotate_values
 from .verdict import Preflight, PreflightError
 
 __version__ = "0.1.0"

@@ -44,6 +44,10 @@ from .arguments import (
     load_placed,
     read_text,
 )
+from .calibration.smoothing import Mode, smooth_attention
+from .calibration.smoothing_file import FILE_NAME, HEADINGS, SmoothingResult
+from .calibration.smoothing_file import cells as smoothing_cells
+from .calibration.value_rotation import rotate_values
 from .common.progress import without_bars
 from .config import PRESETS, WINDOWS
 from .environment import environment
@@ -52,10 +56,6 @@ from .generation import UNQUANTIZED, Summary, run_presets
 from .models.text_config import context_of
 from .preflight import run_preflight
 from .storage.offloading import HOMES
-from .transforms.smoothing import Mode, smooth_attention
-from .transforms.smoothing_file import FILE_NAME, HEADINGS, SmoothingResult
-from .transforms.smoothing_file import cells as smoothing_cells
-from .transforms.value_rotation import rotate_values
 from .verdict import Preflight, PreflightError, cells
 
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")

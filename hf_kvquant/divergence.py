@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .cache.cache import KVQuantCache, KVQuantLayer
+from .calibration.observation import forward
+from .calibration.text import MIN_TOKENS, read_windows
 from .config import KVQuantConfig, LayerFormats
 from .models.text_config import positions_of, text_config_of
-from .transforms.calibration import MIN_TOKENS, read_windows
-from .transforms.observation import forward
 from .transforms.of_model import key_transforms
 from .transforms.signals import reason_of
 

@@ -232,7 +232,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/transforms/folding.py",
+        "hf_kvquant/calibration/folding.py",
         (
             " | (after / factors[:, None] != before)",
             "",
@@ -268,7 +268,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/transforms/value_rotation.py",
+        "hf_kvquant/calibration/value_rotation.py",
         (
             "if errors[worst] > bound:",
             "if errors[worst] > 1.0:",
@@ -283,7 +283,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/transforms/search.py",
+        "hf_kvquant/calibration/search.py",
         (
             "<= (1 - MIN_GAIN) * errors[0]",
             "<= errors[0]",

@@ -17,11 +17,11 @@ import torch
 from hf_kvquant import KVQuantConfig, cli
 from hf_kvquant.arguments import Refused
 from hf_kvquant.evaluation import gate, perplexity, windows
+from hf_kvquant.evaluation.injection import inject_key_outliers
 from hf_kvquant.fidelity import OutOfMemory
 from hf_kvquant.simulation import SimulatedLayer
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.storage.lengths import causal_pairs
-from hf_kvquant.transforms.injection import inject_key_outliers
 
 WINDOW = 24
 TEXT = 8 * models.SENTENCE

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from hf_kvquant import KVQuantCache
 from hf_kvquant.cache.cache import file as cache_file
+from hf_kvquant.calibration.smoothing_file import content_hash
 from hf_kvquant.storage.layer_store import LayerStorage
-from hf_kvquant.transforms.smoothing_file import content_hash
 
 NAMES = ["int8", "windows", "int4-channel", "layers"]
 # All that a load may ask for here, some times what these caches take.

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_kvquant
 from hf_kvquant import KVQuantConfig, PreflightError, cli, divergence, preflight, run_preflight, verdict
+from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
 from hf_kvquant.patching import state_of
-from hf_kvquant.transforms.injection import inject_key_bias, inject_key_outliers
 from hf_kvquant.transforms.signals import read_signals
 
 UNTRANSFORMED: dict[str, Any] = {"preset": "int4", "transforms": []}

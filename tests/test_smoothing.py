@@ -26,14 +26,14 @@ from transformers.models.llama import modeling_llama
 
 import hf_kvquant
 from hf_kvquant import KVQuantConfig, SmoothingResult, load_smoothing, smooth_attention, unsmooth
+from hf_kvquant.calibration import proof, search, smoothing, smoothing_file
+from hf_kvquant.calibration.folding import exact_exponents, scale_keys
+from hf_kvquant.calibration.layout import LayerLayout, find_layouts
+from hf_kvquant.calibration.observation import Observation, forward, observed
+from hf_kvquant.calibration.rope import tie
+from hf_kvquant.calibration.text import KeyStatistics, collect, read_windows
+from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
 from hf_kvquant.fidelity import compare
-from hf_kvquant.transforms import proof, search, smoothing, smoothing_file
-from hf_kvquant.transforms.calibration import KeyStatistics, collect, read_windows
-from hf_kvquant.transforms.folding import exact_exponents, scale_keys
-from hf_kvquant.transforms.injection import inject_key_bias, inject_key_outliers
-from hf_kvquant.transforms.layout import LayerLayout, find_layouts
-from hf_kvquant.transforms.observation import Observation, forward, observed
-from hf_kvquant.transforms.rope import tie
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FACTOR = 8.0

@@ -21,11 +21,11 @@ from transformers.models.llama import modeling_llama
 
 import hf_kvquant
 from hf_kvquant import rotate_values, unrotate_values
+from hf_kvquant.calibration import value_rotation
+from hf_kvquant.calibration.observation import NAME
+from hf_kvquant.calibration.value_layout import find_value_layouts
 from hf_kvquant.fidelity import compare
 from hf_kvquant.spec import reference
-from hf_kvquant.transforms import value_rotation
-from hf_kvquant.transforms.observation import NAME
-from hf_kvquant.transforms.value_layout import find_value_layouts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IDS = torch.randint(3, models.VOCAB_SIZE, (2, 40), generator=torch.Generator().manual_seed(3))

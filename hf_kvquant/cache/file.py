@@ -33,6 +33,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..calibration.folding import weights_hash
+from ..calibration.smoothing_file import content_hash
 from ..common.output import written
 from ..config import KVQuantConfig
 from ..environment import package_version
@@ -43,8 +45,6 @@ from ..spec.key_transform import KeyTransform
 from ..storage.layer_store import SERVED_DTYPES, LayerStorage
 from ..storage.offloading import check_home
 from ..storage.rings import RingStorage
-from ..transforms.folding import weights_hash
-from ..transforms.smoothing_file import content_hash
 from .cache import STATELESS, KVQuantCache, KVQuantLayer, layer_devices, layers_of, quantized_layers
 
 _FORMAT = "hf_kvquant-cache"

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache.cache import KVQuantCache, KVQuantLayer
+from ..calibration.smoothing import is_smoothed, smooth_attention, state_of, unsmooth
+from ..calibration.text import collect
 from ..config import KVQuantConfig
 from ..divergence import alone
 from ..fidelity import compare
 from ..generation import UNQUANTIZED
-from ..transforms.calibration import collect
-from ..transforms.smoothing import is_smoothed, smooth_attention, state_of, unsmooth
 from .counter import check_pairs
 from .records import RunRecord
 from .windows import FIRST_CHUNK, WHERE

@@ -15,13 +15,13 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..arguments import UsageError, checked_configs, load_calibration, read_text
+from ..calibration.folding import weights_hash
+from ..calibration.smoothing import smooth_attention
+from ..calibration.smoothing_file import FILE_NAME, SmoothingResult
 from ..config import PRESETS, KVQuantConfig
 from ..fidelity import is_out_of_memory
 from ..generation import UNQUANTIZED
-from ..transforms.folding import weights_hash
-from ..transforms.injection import inject_key_bias, inject_key_outliers
-from ..transforms.smoothing import smooth_attention
-from ..transforms.smoothing_file import FILE_NAME, SmoothingResult
+from .injection import inject_key_bias, inject_key_outliers
 from .provenance import model_name, sha256
 
 OUTLIER_PAIRS = 3  # RoPE pairs per head whose channels are made larger

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..cache.cache import layers_of
+from ..calibration.layout import Scalable, find_layouts, other_caches
+from ..calibration.observation import Observation, forward, observed
 from ..config import KVQuantConfig, LayerFormats
 from ..models.text_config import count_of, head_dim_of, text_config_of
 from ..spec.key_transform import KeyTransform
 from .centering import bias_centers
-from .layout import Scalable, find_layouts, other_caches
-from .observation import Observation, forward, observed
 
 # Limits for 4-bit keys. The numbers below are the largest KL divergence of a layer in nats per token, measured on the
 # reference model with int4 and no transforms. 8-bit keys have 16 times as many steps, so their limits are 16 times

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..attention.registry import call_previous
 from ..models.text_config import text_config_of
 from ..patching import set_attention
-from .centering import evaluating
+from ..transforms.centering import evaluating
 
 NAME = "hf_kvquant-observed"
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .calibration import Windows
-from .centering import evaluating
+from ..transforms.centering import evaluating
 from .folding import gains_plus_one, scale_keys
 from .layout import LayerLayout
 from .observation import Observation, forward, observed
+from .text import Windows
 
 # The check runs the model on the last tokens of this many windows: more in float16, where few tokens show a rounding.
 CHECK_WINDOWS, CHECK_TOKENS, CHECK_TOKENS_FLOAT16 = 4, 64, 1024

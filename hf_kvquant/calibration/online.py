@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..cache.cache import layers_of
 from ..models.text_config import text_config_of
-from .centering import whole_cache
+from ..transforms.centering import whole_cache
 from .layout import check_decoder, other_caches
 from .observation import Observation, forward, observed
 

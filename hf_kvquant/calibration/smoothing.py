@@ -31,14 +31,14 @@ from ..config import KVQuantConfig
 from ..models.text_config import check_is_model
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
-from .calibration import Windows, collect, read_windows
+from ..transforms.of_model import ModelTransforms, key_transforms, set_centers, set_smoothing, transforms_of
 from .folding import exact_exponents, gains_plus_one, hash_of, parameters_of, scale_keys
 from .layout import LayerLayout, check_decoder, find_layouts
-from .of_model import ModelTransforms, key_transforms, set_centers, set_smoothing, transforms_of
 from .online import find_keys, tensors_of
 from .proof import check_ids, fold, scale_back, settled_exponents
 from .search import CANDIDATES, Candidate, checked_candidates, errors_of, exponents_of, pick
 from .smoothing_file import LayerSmoothing, Placement, SmoothingResult
+from .text import Windows, collect, read_windows
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
-from .calibration import KeyStatistics, Windows, output_errors
+from .text import KeyStatistics, Windows, output_errors
 
 Candidate = float | Literal["energy"]
 CANDIDATES: tuple[Candidate, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, "energy")

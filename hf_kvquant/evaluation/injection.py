@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .folding import scale_keys
-from .layout import LayerLayout, Scalable, find_layouts
+from ..calibration.folding import scale_keys
+from ..calibration.layout import LayerLayout, Scalable, find_layouts
 
 
 def inject_key_outliers(
