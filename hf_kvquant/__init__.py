@@ -14,12 +14,12 @@ from .calibration.smoothing_file import SmoothingResult
 from .calibration.value_rotation import rotate_values, unrotate_values
 from .config import PRESETS, KVQuantConfig, LayerFormats
 from .patching import disable, enable, patch, patched, unpatch
-from .preflight import run_preflight
+from .preflight.check import run_preflight
+from .preflight.verdict import Preflight, PreflightError
 from .report import LayerReport, Report, report
 from .spec.formats import KVFormat
 from .spec.key_transform import KeyTransform
 from .transforms.of_model import key_transforms
-from .verdict import Preflight, PreflightError
 
 __version__ = "0.1.0"
 

@@ -54,9 +54,9 @@ from .environment import environment
 from .evaluation import cli as evaluation
 from .generation import UNQUANTIZED, Summary, run_presets
 from .models.text_config import context_of
-from .preflight import run_preflight
+from .preflight.check import run_preflight
+from .preflight.verdict import Preflight, PreflightError, cells
 from .storage.offloading import HOMES
-from .verdict import Preflight, PreflightError, cells
 
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
 # Options that say how to calibrate, and their defaults.

@@ -230,7 +230,7 @@ class KVQuantConfig:
         Example:
             >>> hf_kvquant.patch(model, KVQuantConfig.for_model(model))
         """
-        from .preflight import run_preflight  # which runs models, and imports this module
+        from .preflight.check import run_preflight  # which runs models, and imports this module
 
         return run_preflight(model, preset_or_config, **options).approved(force=force)
 

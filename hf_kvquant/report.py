@@ -27,7 +27,7 @@ from .environment import environment
 from .generate.encoder_decoder import decoder_cache
 from .models.text_config import check_is_model, head_dim_of, text_config_of
 from .patching import state_of, why_dense
-from .verdict import name_of
+from .preflight.verdict import name_of
 
 WHERE = "report"
 TRANSFORMERS = "transformers' own cache"

@@ -19,9 +19,9 @@ from ..cache.cache import KVQuantCache, KVQuantLayer
 from ..calibration.smoothing import is_smoothed, smooth_attention, state_of, unsmooth
 from ..calibration.text import collect
 from ..config import KVQuantConfig
-from ..divergence import alone
 from ..fidelity import compare
 from ..generation import UNQUANTIZED
+from ..preflight.divergence import alone
 from .counter import check_pairs
 from .records import RunRecord
 from .windows import FIRST_CHUNK, WHERE

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .calibration.layout import check_decoder
-from .common.errors import did_you_mean
-from .common.progress import show_progress
-from .config import PRESETS, KVQuantConfig, LayerFormats
+from ..calibration.layout import check_decoder
+from ..common.errors import did_you_mean
+from ..common.progress import show_progress
+from ..config import PRESETS, KVQuantConfig, LayerFormats
+from ..models.text_config import check_is_model
+from ..patching import check_patchable, patched
+from ..spec.key_transform import KeyTransform
+from ..transforms.centering import evaluating
+from ..transforms.of_model import key_transforms
 from .divergence import CannotMeasure, Meter, alone, read_text
-from .models.text_config import check_is_model
-from .patching import check_patchable, patched
-from .spec.key_transform import KeyTransform
-from .transforms.centering import evaluating
-from .transforms.of_model import key_transforms
-from .transforms.signals import SHAPES, Finding, KeySignals, read_signals
+from .signals import SHAPES, Finding, KeySignals, read_signals
 from .verdict import KLD, UNKNOWN, WHERE, LayerCheck, Preflight, name_of
 
 # The presets to pick from, the smallest first.

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from .config import PRESETS, KVQuantConfig, LayerFormats
-from .transforms.signals import SHAPES, Finding, KeySignals
+from ..config import PRESETS, KVQuantConfig, LayerFormats
+from .signals import SHAPES, Finding, KeySignals
 
 logger = logging.getLogger(__name__)
 

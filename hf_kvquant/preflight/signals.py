@@ -24,7 +24,7 @@ from ..calibration.observation import Observation, forward, observed
 from ..config import KVQuantConfig, LayerFormats
 from ..models.text_config import count_of, head_dim_of, text_config_of
 from ..spec.key_transform import KeyTransform
-from .centering import bias_centers
+from ..transforms.centering import bias_centers
 
 # Limits for 4-bit keys. The numbers below are the largest KL divergence of a layer in nats per token, measured on the
 # reference model with int4 and no transforms. 8-bit keys have 16 times as many steps, so their limits are 16 times

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from .cache.cache import KVQuantCache, KVQuantLayer
-from .calibration.observation import forward
-from .calibration.text import MIN_TOKENS, read_windows
-from .config import KVQuantConfig, LayerFormats
-from .models.text_config import positions_of, text_config_of
-from .transforms.of_model import key_transforms
-from .transforms.signals import reason_of
+from ..cache.cache import KVQuantCache, KVQuantLayer
+from ..calibration.observation import forward
+from ..calibration.text import MIN_TOKENS, read_windows
+from ..config import KVQuantConfig, LayerFormats
+from ..models.text_config import positions_of, text_config_of
+from ..transforms.of_model import key_transforms
+from .signals import reason_of
 
 # The text: this many windows of this many tokens, fed in chunks of this size after the first token. Divergences of int4
 # on the reference model, summed over layers: .0286; two windows of 512 tokens .0289, one of 2048 .0279; other parts of

@@ -1,0 +1,1 @@
+"""Judges a config for a model before it generates anything."""
