@@ -19,8 +19,8 @@ from typing import Any
 from rich.console import Console
 
 from hf_kvquant import cli
-from hf_kvquant.arguments import DTYPES
 from hf_kvquant.evaluation import perplexity
+from hf_kvquant.evaluation.arguments import DTYPES
 from hf_kvquant.evaluation.perplexity_results import kld_of, show
 from hf_kvquant.evaluation.preparation import OUTLIER_PAIRS
 from hf_kvquant.evaluation.provenance import ROOT, sha256

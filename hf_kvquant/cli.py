@@ -26,7 +26,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import __version__
-from .arguments import (
+from .calibration.smoothing import Mode, smooth_attention
+from .calibration.smoothing_file import FILE_NAME, HEADINGS, SmoothingResult
+from .calibration.smoothing_file import cells as smoothing_cells
+from .calibration.value_rotation import rotate_values
+from .common.progress import without_bars
+from .config import PRESETS, WINDOWS
+from .environment import environment
+from .evaluation import cli as evaluation
+from .evaluation.arguments import (
     Interrupted,
     Parser,
     Refused,
@@ -44,15 +52,7 @@ from .arguments import (
     load_placed,
     read_text,
 )
-from .calibration.smoothing import Mode, smooth_attention
-from .calibration.smoothing_file import FILE_NAME, HEADINGS, SmoothingResult
-from .calibration.smoothing_file import cells as smoothing_cells
-from .calibration.value_rotation import rotate_values
-from .common.progress import without_bars
-from .config import PRESETS, WINDOWS
-from .environment import environment
-from .evaluation import cli as evaluation
-from .generation import UNQUANTIZED, Summary, run_presets
+from .evaluation.generation import UNQUANTIZED, Summary, run_presets
 from .models.text_config import context_of
 from .preflight.check import run_preflight
 from .preflight.verdict import Preflight, PreflightError, cells

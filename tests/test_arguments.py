@@ -9,8 +9,9 @@ import models
 import pytest
 import torch
 
-from hf_kvquant import KVQuantConfig, arguments
-from hf_kvquant.arguments import UNTRANSFORMED, UsageError, checked_configs, config_of
+from hf_kvquant import KVQuantConfig
+from hf_kvquant.evaluation import arguments
+from hf_kvquant.evaluation.arguments import UNTRANSFORMED, UsageError, checked_configs, config_of
 from hf_kvquant.spec.formats import KVFormat
 
 NAIVE = KVFormat("int4", symmetric=False, clip_ratio=1.0)

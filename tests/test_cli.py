@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 import hf_kvquant
 from hf_kvquant import cli, ops
-from hf_kvquant.arguments import load, load_calibration
+from hf_kvquant.evaluation.arguments import load, load_calibration
 from hf_kvquant.evaluation.injection import inject_key_outliers
 
 CONTEXT = 64

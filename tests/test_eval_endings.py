@@ -19,8 +19,8 @@ from transformers.utils import logging
 
 pytest.importorskip("lm_eval")
 
-from hf_kvquant import arguments, cli
-from hf_kvquant.evaluation import long_context, perplexity, preparation, records, tasks
+from hf_kvquant import cli
+from hf_kvquant.evaluation import arguments, long_context, perplexity, preparation, records, tasks
 from hf_kvquant.evaluation.records import RunRecord
 
 # lm-eval says so of every model that is handed to it, and its dependencies of each other.

@@ -15,8 +15,8 @@ from rich.console import Console
 from transformers import DynamicCache
 
 from hf_kvquant import KVQuantConfig, cli
-from hf_kvquant.arguments import Refused
 from hf_kvquant.evaluation import long_context, long_results, long_scores
+from hf_kvquant.evaluation.arguments import Refused
 from hf_kvquant.evaluation.counter import DEQUANTIZED
 from hf_kvquant.evaluation.long_context import SUMMARY
 from hf_kvquant.evaluation.long_results import Cell

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from hf_kvquant import KVQuantConfig, cli
-from hf_kvquant.arguments import Refused
 from hf_kvquant.evaluation import gate, perplexity, windows
+from hf_kvquant.evaluation.arguments import Refused
+from hf_kvquant.evaluation.fidelity import OutOfMemory
 from hf_kvquant.evaluation.injection import inject_key_outliers
-from hf_kvquant.fidelity import OutOfMemory
-from hf_kvquant.simulation import SimulatedLayer
+from hf_kvquant.evaluation.simulation import SimulatedLayer
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.storage.lengths import causal_pairs
 

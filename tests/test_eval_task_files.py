@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_kvquant.arguments import UsageError
 from hf_kvquant.evaluation import task_files
+from hf_kvquant.evaluation.arguments import UsageError
 
 
 @pytest.mark.parametrize(

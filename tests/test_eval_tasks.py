@@ -22,8 +22,8 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from hf_kvquant import KVQuantCache, KVQuantConfig, cli, fidelity
-from hf_kvquant.evaluation import lm_eval_model, task_files, tasks
+from hf_kvquant import KVQuantCache, KVQuantConfig, cli
+from hf_kvquant.evaluation import fidelity, lm_eval_model, task_files, tasks
 from hf_kvquant.evaluation.counter import NothingRead
 from hf_kvquant.evaluation.lm_eval_model import MODES, KVQuantLM
 from hf_kvquant.patching import patched

@@ -12,8 +12,8 @@ import torch
 from hf_kvquant import KVQuantCache, KVQuantConfig
 from hf_kvquant.evaluation import gate
 from hf_kvquant.evaluation.counter import NothingRead, Refused, check_pairs
-from hf_kvquant.fidelity import Chunks, Stream, compare, route
-from hf_kvquant.pairs import PairCounter, Pairs, count_pairs, expected_pairs, num_readers, pairs_of
+from hf_kvquant.evaluation.fidelity import Chunks, Stream, compare, route
+from hf_kvquant.evaluation.pairs import PairCounter, Pairs, count_pairs, expected_pairs, num_readers, pairs_of
 from hf_kvquant.patching import patched
 from hf_kvquant.storage.layer_store import LayerStorage
 from hf_kvquant.storage.lengths import causal_pairs

@@ -8,10 +8,10 @@ import torch
 from models import greedy
 
 from hf_kvquant import KVQuantConfig
-from hf_kvquant.fidelity import Chunks, Stream, compare, divergence, route
-from hf_kvquant.pairs import expected_pairs, pairs_of
+from hf_kvquant.evaluation.fidelity import Chunks, Stream, compare, divergence, route
+from hf_kvquant.evaluation.pairs import expected_pairs, pairs_of
+from hf_kvquant.evaluation.simulation import simulated, simulated_cache
 from hf_kvquant.patching import patched, why_dense
-from hf_kvquant.simulation import simulated, simulated_cache
 from hf_kvquant.storage.lengths import causal_pairs
 
 TOKENS = 41

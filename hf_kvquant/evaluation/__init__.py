@@ -10,5 +10,5 @@
 - `perplexity_results.py`, `task_results.py` and `long_results.py` aggregate and print the results; `page.py`,
   `html.py`, `pictures.py` and `plots.py` make the report.
 
-`hf_kvquant/fidelity.py` compares one text under several configs.
+`hf_kvquant/evaluation/fidelity.py` compares one text under several configs.
 """

@@ -6,8 +6,8 @@ layer attended to something else; with more, our picture of the model is wrong. 
 
 from __future__ import annotations
 
-from ..arguments import Refused
-from ..pairs import Pairs
+from .arguments import Refused
+from .pairs import Pairs
 
 # The note on numbers measured without kernels.
 DEQUANTIZED = (

@@ -19,10 +19,10 @@ from ..cache.cache import KVQuantCache, KVQuantLayer
 from ..calibration.smoothing import is_smoothed, smooth_attention, state_of, unsmooth
 from ..calibration.text import collect
 from ..config import KVQuantConfig
-from ..fidelity import compare
-from ..generation import UNQUANTIZED
 from ..preflight.divergence import alone
 from .counter import check_pairs
+from .fidelity import compare
+from .generation import UNQUANTIZED
 from .records import RunRecord
 from .windows import FIRST_CHUNK, WHERE
 

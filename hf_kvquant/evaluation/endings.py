@@ -9,8 +9,8 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from ..arguments import Interrupted, UsageError
-from ..fidelity import OutOfMemory, is_out_of_memory
+from .arguments import Interrupted, UsageError
+from .fidelity import OutOfMemory, is_out_of_memory
 from .records import CannotKeep, RunRecord
 
 

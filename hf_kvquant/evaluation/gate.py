@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..arguments import Refused
 from ..config import KVQuantConfig
-from ..fidelity import Chunks, Stream, divergence, route
-from ..generation import UNQUANTIZED
-from ..pairs import PairCounter
+from .arguments import Refused
+from .fidelity import Chunks, Stream, divergence, route
+from .generation import UNQUANTIZED
+from .pairs import PairCounter
 from .windows import FIRST_CHUNK, WHERE
 
 GATE_TOKENS = 160  # more than the largest block of any preset, 128 tokens

@@ -29,12 +29,12 @@ from ..cache.cache import KVQuantCache, KVQuantLayer
 from ..common.progress import show_progress
 from ..config import DEFAULT_PRESET, KVQuantConfig
 from ..models.text_config import text_config_of
-from ..pairs import Pairs, count_pairs, expected_pairs, pairs_of
 from ..patching import patch
-from ..simulation import simulated, simulated_cache, why_not_simulated
 from ..transforms.of_model import key_transforms
 from .batches import Row, batches, max_padded_length
 from .counter import NothingRead, check_pairs
+from .pairs import Pairs, count_pairs, expected_pairs, pairs_of
+from .simulation import simulated, simulated_cache, why_not_simulated
 
 MODES = ("decode", "simulated")
 # Tokens of each chunk after the first, so that the logits of a long text (lm-eval's wikitext) are never held at once.

@@ -16,7 +16,12 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from ..arguments import (
+from ..common.errors import did_you_mean
+from ..common.progress import show_progress
+from ..config import KVQuantConfig
+from ..models.text_config import context_of
+from . import preparation
+from .arguments import (
     Refused,
     UsageError,
     add_placement,
@@ -26,14 +31,9 @@ from ..arguments import (
     load_placed,
     read_text,
 )
-from ..common.errors import did_you_mean
-from ..common.progress import show_progress
-from ..config import KVQuantConfig
-from ..generation import UNQUANTIZED
-from ..models.text_config import context_of
-from . import preparation
 from .counter import check_pairs
 from .endings import early_end
+from .generation import UNQUANTIZED
 from .long_results import MIN_ACCURACY, Cell, joined, show, summarize
 from .long_scores import Scores, score
 from .prompts import TESTS, Prompt, PromptError, Writer

@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..generation import UNQUANTIZED
 from .counter import DEQUANTIZED
+from .generation import UNQUANTIZED
 from .long_scores import Scores
 from .prompts import NUM_ANSWERS
 from .records import RunRecord

@@ -20,10 +20,10 @@ from transformers.cache_utils import DynamicLayer
 
 from ..cache.cache import KVQuantCache, KVQuantLayer
 from ..config import KVQuantConfig
-from ..generation import UNQUANTIZED
-from ..pairs import Pairs, count_pairs, expected_pairs, pairs_of
 from ..patching import patched
 from ..transforms.of_model import key_transforms
+from .generation import UNQUANTIZED
+from .pairs import Pairs, count_pairs, expected_pairs, pairs_of
 from .prompts import Prompt
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..generation import UNQUANTIZED
+from .generation import UNQUANTIZED
 from .perplexity_results import Record, is_finished, passed, rows_of
 from .pictures import PICTURES
 from .task_files import AVERAGED

@@ -19,7 +19,12 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, PreTrainedModel
 
-from ..arguments import (
+from ..cache.cache import KVQuantCache
+from ..common.progress import show_progress
+from ..config import PRESETS, KVQuantConfig
+from ..patching import patched
+from . import details, preparation, windows
+from .arguments import (
     UsageError,
     add_placement,
     add_presets,
@@ -28,18 +33,13 @@ from ..arguments import (
     load_placed,
     source_of,
 )
-from ..cache.cache import KVQuantCache
-from ..common.progress import show_progress
-from ..config import PRESETS, KVQuantConfig
-from ..fidelity import compare
-from ..generation import UNQUANTIZED
-from ..patching import patched
-from ..simulation import why_not_simulated
-from . import details, preparation, windows
 from .endings import early_end
+from .fidelity import compare
 from .gate import check_modes, gate_text, run_controls
+from .generation import UNQUANTIZED
 from .perplexity_results import of_window, show, summarize
 from .records import RunRecord, check_record, open_record
+from .simulation import why_not_simulated
 from .windows import FIRST_CHUNK, WHERE
 
 MODES = ("simulated", "chunked", "decode")

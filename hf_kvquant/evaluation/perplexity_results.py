@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ..fidelity import Fidelity
-from ..generation import UNQUANTIZED
 from .counter import check_pairs
 from .details import by_position
+from .fidelity import Fidelity
+from .generation import UNQUANTIZED
 from .records import RunRecord
 from .windows import WHERE
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..generation import UNQUANTIZED
 from . import plots
+from .generation import UNQUANTIZED
 from .perplexity_results import Record, rows_of
 
 KLD_LABEL = "KL divergence, nats a token"

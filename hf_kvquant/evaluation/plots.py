@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from ..arguments import UsageError
 from ..config import PRESETS
+from .arguments import UsageError
 
 PAPER, INK, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#d1d9e0"
 # In this order, colours that colour-blind readers (red or green) can tell apart, dark enough for text on PAPER.

@@ -14,13 +14,13 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..arguments import UsageError, checked_configs, load_calibration, read_text
 from ..calibration.folding import weights_hash
 from ..calibration.smoothing import smooth_attention
 from ..calibration.smoothing_file import FILE_NAME, SmoothingResult
 from ..config import PRESETS, KVQuantConfig
-from ..fidelity import is_out_of_memory
-from ..generation import UNQUANTIZED
+from .arguments import UsageError, checked_configs, load_calibration, read_text
+from .fidelity import is_out_of_memory
+from .generation import UNQUANTIZED
 from .injection import inject_key_bias, inject_key_outliers
 from .provenance import model_name, sha256
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..arguments import UsageError, checked_output
 from ..common.output import why_unwritable, written
+from .arguments import UsageError, checked_output
 from .provenance import card, gpu_card
 
 # Entries of the card that may differ between the runs that fill one record.

@@ -18,10 +18,10 @@ from typing import Any
 
 from rich.console import Console
 
-from ..arguments import UsageError, add_placement, add_presets, check_counts, checked_configs, checked_output
 from ..common.output import written
 from ..config import PRESETS
 from . import page, perplexity, pictures, plots, preparation, tasks, windows
+from .arguments import UsageError, add_placement, add_presets, check_counts, checked_configs, checked_output
 from .html import page_as_html
 from .provenance import model_name
 from .records import read_record

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from ..arguments import UsageError
 from ..common.errors import did_you_mean
+from .arguments import UsageError
 
 FOLDER = Path(__file__).parent / "tasks_offline"
 # The tasks of the zero-shot average: QServe's choice (arXiv 2405.04532).

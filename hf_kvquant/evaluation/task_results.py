@@ -16,8 +16,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..generation import UNQUANTIZED
 from .counter import DEQUANTIZED
+from .generation import UNQUANTIZED
 from .paired import bootstrap_average, mean_and_error, paired_accuracy, ratio_and_error
 from .task_files import AVERAGED
 

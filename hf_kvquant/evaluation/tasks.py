@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..arguments import (
+from ..config import WINDOWS
+from . import preparation
+from .arguments import (
     Refused,
     UsageError,
     add_placement,
@@ -28,11 +30,9 @@ from ..arguments import (
     fitting_configs,
     load_placed,
 )
-from ..config import WINDOWS
-from ..generation import UNQUANTIZED
-from . import preparation
 from .counter import NothingRead
 from .endings import early_end
+from .generation import UNQUANTIZED
 from .provenance import sha256
 from .records import check_record, open_record
 from .task_files import check_data, checked_names, data_file, described_fields, load_tasks

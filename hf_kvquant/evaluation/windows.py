@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..arguments import UsageError, read_text
 from ..models.text_config import context_of, positions_of
+from .arguments import UsageError, read_text
 from .provenance import sha256
 
 WHERE = "eval perplexity"

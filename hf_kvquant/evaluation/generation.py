@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from .cache.cache import KVQuantCache
-from .config import KVQuantConfig
+from ..cache.cache import KVQuantCache
+from ..config import KVQuantConfig
+from ..patching import patched
 from .fidelity import Fidelity, compare
-from .patching import patched
 
 # The preset that keeps keys and values as they come. The others are measured on its text.
 UNQUANTIZED = "none"

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from .cache.cache import KVQuantCache, KVQuantLayer
-from .config import KVQuantConfig
+from ..cache.cache import KVQuantCache, KVQuantLayer
+from ..config import KVQuantConfig
+from ..patching import patched
+from ..storage.layer_store import LayerStorage
+from ..transforms.of_model import key_transforms
 from .pairs import Pairs, count_pairs, expected_pairs, pairs_of
-from .patching import patched
 from .simulation import SimulatedLayer, simulated, simulated_cache
-from .storage.layer_store import LayerStorage
-from .transforms.of_model import key_transforms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .calibration.smoothing import load_smoothing
-from .calibration.smoothing_file import FILE_NAME
-from .common.errors import did_you_mean
-from .common.output import why_unwritable
-from .common.progress import without_bars
-from .config import PRESETS, WINDOWS, KVQuantConfig
+from ..calibration.smoothing import load_smoothing
+from ..calibration.smoothing_file import FILE_NAME
+from ..common.errors import did_you_mean
+from ..common.output import why_unwritable
+from ..common.progress import without_bars
+from ..config import PRESETS, WINDOWS, KVQuantConfig
+from ..patching import patched
 from .fidelity import is_out_of_memory
-from .patching import patched
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Suffix of a preset's name for its naive baseline, which shows how much transforms and clipping gain.

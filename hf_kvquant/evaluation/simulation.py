@@ -22,17 +22,17 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention import unregistered as own_attention
-from .attention.registry import call_previous
-from .attention.simulated import SimulatingLayer
-from .cache.cache import KVQuantCache, KVQuantLayer
-from .config import KVQuantConfig
-from .models.text_config import text_config_of
-from .patching import set_attention, state_of
-from .spec.formats import KVFormat
-from .storage.layer_store import LayerStorage
-from .storage.lengths import causal_pairs
-from .transforms.of_model import key_transforms
+from ..attention import unregistered as own_attention
+from ..attention.registry import call_previous
+from ..attention.simulated import SimulatingLayer
+from ..cache.cache import KVQuantCache, KVQuantLayer
+from ..config import KVQuantConfig
+from ..models.text_config import text_config_of
+from ..patching import set_attention, state_of
+from ..spec.formats import KVFormat
+from ..storage.layer_store import LayerStorage
+from ..storage.lengths import causal_pairs
+from ..transforms.of_model import key_transforms
 
 # Implementations whose masks say, for every query and key, whether the query sees the key.
 _SERVED = ("sdpa", "eager")
