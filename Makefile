@@ -118,9 +118,10 @@ sanitize-cpu: $(PACKAGES)  ## test and fuzz CPU kernels under the address and un
 	$(BIN)/pytest -q --capture=sys $(PYTEST_ARGS) -m sanitize tests/test_extreme_values.py && \
 	$(BIN)/pytest -q --capture=sys --all $(PYTEST_ARGS) tests/test_fuzz_ops.py
 
-lint: $(PACKAGES)  ## check errors and format with ruff
+lint: $(PACKAGES)  ## check errors and format with ruff, and that imports point one way
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 lint-workflows: $(WORKFLOW_TOOLS)/stamp  ## validate workflows, issue forms and CITATION.cff, and audit the workflows
 	$(call step,checking schemas,check() { $(WORKFLOW_TOOLS)/bin/check-jsonschema --builtin-schema vendor.$$@; } && \

@@ -12,6 +12,7 @@ from .cache.cache import KVQuantCache
 from .calibration.smoothing import load_smoothing, smooth_attention, unsmooth
 from .calibration.smoothing_file import SmoothingResult
 from .calibration.value_rotation import rotate_values, unrotate_values
+from .common.version import __version__
 from .config import PRESETS, KVQuantConfig, LayerFormats
 from .patching import disable, enable, patch, patched, unpatch
 from .preflight.check import run_preflight
@@ -20,8 +21,6 @@ from .report import LayerReport, Report, report
 from .spec.formats import KVFormat
 from .spec.key_transform import KeyTransform
 from .transforms.of_model import key_transforms
-
-__version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",

@@ -25,12 +25,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import __version__
 from .calibration.smoothing import Mode, smooth_attention
 from .calibration.smoothing_file import FILE_NAME, HEADINGS, SmoothingResult
 from .calibration.smoothing_file import cells as smoothing_cells
 from .calibration.value_rotation import rotate_values
 from .common.progress import without_bars
+from .common.version import __version__
 from .config import PRESETS, WINDOWS
 from .environment import environment
 from .evaluation import cli as evaluation

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard, cast
 
 from .common.errors import did_you_mean
@@ -230,9 +230,9 @@ class KVQuantConfig:
         Example:
             >>> hf_kvquant.patch(model, KVQuantConfig.for_model(model))
         """
-        from .preflight.check import run_preflight  # which runs models, and imports this module
-
-        return run_preflight(model, preset_or_config, **options).approved(force=force)
+        assert _run_preflight is not None  # the package imports the pre-flight
+        approved: KVQuantConfig = _run_preflight(model, preset_or_config, **options).approved(force=force)
+        return approved
 
     @classmethod
     def resolve(cls, preset_or_config: str | KVQuantConfig | Mapping[str, Any]) -> KVQuantConfig:
@@ -339,6 +339,16 @@ class KVQuantConfig:
             "capture": self.capture,
             "offloading": self.offloading,
         }
+
+
+# What `KVQuantConfig.for_model` calls. The pre-flight runs models, so it is far above this file and registers itself.
+_run_preflight: Callable[..., Any] | None = None
+
+
+def register_preflight(run: Callable[..., Any]) -> None:
+    """Make `KVQuantConfig.for_model` use this function."""
+    global _run_preflight
+    _run_preflight = run
 
 
 def is_like_backend(name: object) -> bool:

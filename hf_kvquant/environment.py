@@ -15,16 +15,10 @@ import torch
 import transformers
 
 from . import ops
+from .common.version import __version__
 
 # The packages of the extra `eval` in pyproject.toml.
 EVALUATION = ("lm-eval", "accelerate", "markdown-it-py", "matplotlib", "numpy", "PyYAML")
-
-
-def package_version() -> str:
-    """The version of this package."""
-    from . import __version__  # imported late: the package may import this module
-
-    return __version__
 
 
 def environment() -> dict[str, str]:
@@ -32,7 +26,7 @@ def environment() -> dict[str, str]:
     module = ops.extension()
     built_for = "CPUs" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
     facts = {
-        "hf-kvquant": package_version(),
+        "hf-kvquant": __version__,
         "python": platform.python_version(),
         "torch": f"{torch.__version__}, built for {built_for}",
         "transformers": transformers.__version__,

@@ -27,7 +27,8 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .attention import unregistered as own_attention
 from .attention.registry import implementation_name, is_ours
-from .cache.cache import KVQuantCache, check_layers, check_model, count_layers, layers_of
+from .cache.cache import KVQuantCache
+from .cache.support import check_layers, check_model
 from .config import BACKEND, DEFAULT_PRESET, KVQuantConfig, is_like_backend
 from .generate import encoder_decoder
 from .generate.encoder_decoder import (
@@ -40,6 +41,7 @@ from .generate.encoder_decoder import (
 from .generate.uncompiled import leave_uncompiled
 from .graphs.capture import Captures, captured_call, check_capturable, check_graphs, is_captured
 from .graphs.decode_loop import generate
+from .models.layers import count_layers, layers_of
 from .models.sharding import check_heads
 from .models.text_config import check_is_model, text_config_of
 from .storage.layer_store import BufferKind

@@ -19,12 +19,15 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from . import ops
 from .attention.registry import NOT_QUANTIZED
-from .cache.cache import KVQuantCache, KVQuantLayer, check_layers, layer_devices, layers_of
+from .cache.cache import KVQuantCache
 from .cache.handle import LOOKED_INSIDE
+from .cache.layers import KVQuantLayer
+from .cache.support import check_layers
 from .calibration.layout import other_caches
 from .config import KVQuantConfig
 from .environment import environment
 from .generate.encoder_decoder import decoder_cache
+from .models.layers import layer_devices, layers_of
 from .models.text_config import check_is_model, head_dim_of, text_config_of
 from .patching import state_of, why_dense
 from .preflight.verdict import name_of

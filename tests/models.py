@@ -36,8 +36,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, key_transforms, patched
 from hf_kvquant.attention.registry import attention
-from hf_kvquant.cache.cache import KVQuantLayer, layers_of, quantized_layers
+from hf_kvquant.cache.layers import KVQuantLayer
+from hf_kvquant.cache.support import quantized_layers
 from hf_kvquant.config import LayerFormats
+from hf_kvquant.models.layers import layers_of
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import Planes
 from hf_kvquant.spec.key_transform import KeyTransform

@@ -35,8 +35,9 @@ from transformers.cache_utils import (
 )
 
 from hf_kvquant import PRESETS, KVFormat, KVQuantCache, KVQuantConfig, patched
-from hf_kvquant.cache.cache import KVQuantLayer, _log_nothing_to_quantize
+from hf_kvquant.cache.cache import _log_nothing_to_quantize
 from hf_kvquant.cache.handle import KVHandle, KVLength
+from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.spec.key_transform import KeyTransform
 
 BATCH, KV_HEADS, HEAD_DIM = 3, 2, models.HEAD_DIM

@@ -26,7 +26,7 @@ from transformers import DynamicCache
 
 from hf_kvquant import PRESETS, KeyTransform, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache.cache import file as cache_file
-from hf_kvquant.calibration.smoothing_file import content_hash
+from hf_kvquant.models.hashes import content_hash
 
 TENSOR = {"storage": "int8", "granularity": "tensor"}
 CONFIGS: dict[str, Any] = {

@@ -33,7 +33,7 @@ from hf_kvquant import KVQuantCache, patch, patched, report, unpatch
 from hf_kvquant.attention.registry import is_ours
 from hf_kvquant.generate import encoder_decoder, uncompiled
 from hf_kvquant.generate.encoder_decoder import KVQuantEncoderDecoderCache, croppable
-from hf_kvquant.transforms.centering import _keys_of_a_token
+from hf_kvquant.models.probing import keys_of_a_token
 
 WIDTH = 2 * HEAD_DIM
 # The names of BART's config, which most of its relatives share. Encoder and decoder differ in their number of layers.
@@ -264,7 +264,7 @@ def test_centres_are_the_biases_of_the_decoders_self_attention() -> None:
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "t5gemma"])  # wants an encoder; has no biases
 def test_one_token_gives_one_key_of_the_decoder(name: str) -> None:
     """Where centres and numbers of heads are looked up."""
-    keys = _keys_of_a_token(family(name))
+    keys = keys_of_a_token(family(name))
     assert list(keys) == [0, 1]
     assert {tuple(key.shape) for key in keys.values()} <= {(1, heads, 1, HEAD_DIM) for heads in (1, 2)}
 

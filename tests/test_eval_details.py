@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hf_kvquant import KVQuantConfig, smooth_attention
-from hf_kvquant.calibration.folding import hash_of
 from hf_kvquant.calibration.smoothing import CONFIG_KEY
 from hf_kvquant.evaluation import details
 from hf_kvquant.evaluation.injection import inject_key_outliers
 from hf_kvquant.evaluation.records import RunRecord
+from hf_kvquant.models.hashes import hash_of
 
 TEXT = 30 * models.SENTENCE
 

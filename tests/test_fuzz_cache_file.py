@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hf_kvquant import KVQuantCache
 from hf_kvquant.cache.cache import file as cache_file
-from hf_kvquant.calibration.smoothing_file import content_hash
+from hf_kvquant.models.hashes import content_hash
 from hf_kvquant.storage.layer_store import LayerStorage
 
 NAMES = ["int8", "windows", "int4-channel", "layers"]

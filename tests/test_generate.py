@@ -37,7 +37,7 @@ from transformers.masking_utils import create_chunked_causal_mask
 
 import hf_kvquant
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched
-from hf_kvquant.cache.cache import KVQuantLayer
+from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.spec import reference
 from hf_kvquant.storage.layer_store import _log_fallback
 

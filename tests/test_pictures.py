@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicLayer
 
 from hf_kvquant import KVQuantCache, patch, patched, report
-from hf_kvquant.cache.cache import KVQuantLayer
+from hf_kvquant.cache.layers import KVQuantLayer
 
 # Of Mllama itself in transformers 5.17.
 pytestmark = pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")

@@ -28,9 +28,10 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patch, patched
 from hf_kvquant.attention.registry import attention_mask
 from hf_kvquant.cache.handle import KVHandle, KVLength, MaskNotes
+from hf_kvquant.cache.layers import KVQuantRingLayer
 from hf_kvquant.spec import reference
 from hf_kvquant.storage.offloading import OffloadedStorage
-from hf_kvquant.storage.rings import KVQuantRingLayer, RingStorage
+from hf_kvquant.storage.rings import RingStorage
 
 BATCH, KV_HEADS, Q_HEADS, HEAD_DIM = 3, 2, 4, models.HEAD_DIM
 PADS = (3, 0, 70)

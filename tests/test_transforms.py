@@ -26,9 +26,10 @@ from torch import Tensor
 
 import hf_kvquant
 from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, key_transforms, ops, patched
+from hf_kvquant.models.probing import whole_cache
 from hf_kvquant.spec import reference
 from hf_kvquant.transforms import of_model
-from hf_kvquant.transforms.centering import bias_centers, whole_cache
+from hf_kvquant.transforms.centering import bias_centers
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 EPS = torch.finfo(torch.float32).eps

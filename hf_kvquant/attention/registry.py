@@ -26,8 +26,9 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..cache.cache import check_layers, count_layers
 from ..cache.handle import KVHandle, KVLength, MaskNotes
+from ..cache.support import check_layers
+from ..models.layers import count_layers
 
 NAME = "hf_kvquant"
 NOT_QUANTIZED = "nothing is quantised in this layer"

@@ -27,8 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..cache.cache import KVQuantCache, KVQuantLayer, check_layers
+from ..cache.cache import KVQuantCache
 from ..cache.handle import KVHandle
+from ..cache.layers import KVQuantLayer
+from ..cache.support import check_layers
 from .registry import is_tracing, num_pads
 from .simulated import SimulatingLayer, simulate
 

@@ -1,7 +1,7 @@
 """`KVQuantCache`: the transformers `Cache` contract over `storage.py`.
 
 A cache is a list of layers. Full-attention layers become `KVQuantLayer`s here, sliding-window layers become rings
-(`rings.py`), and layers that also have a recurrent state become hybrid layers (`hybrids.py`). Other layers (chunked or
+(`rings.py`), and layers that also have a recurrent state become hybrid layers. Other layers (chunked or
 linear attention) keep transformers' own classes. Caches that cannot be quantised per head (latent caches) are refused.
 
 For the first chunk, `update` returns the tensors it was given, so prefill runs as usual and the first token is exact.
@@ -15,223 +15,31 @@ import functools
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, QuantizedCache
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, QuantizedCache
 
-from ..config import DEFAULT_PRESET, KVQuantConfig, LayerFormats
-from ..models.text_config import head_dim_of, text_config_of
+from ..config import DEFAULT_PRESET, KVQuantConfig
+from ..models.layers import layers_of
 from ..spec.key_transform import KeyTransform
 from ..storage.layer_store import LayerStorage
 from ..storage.lengths import LengthGroup, Lengths
 from ..storage.offloading import OffloadedStorage, Offloader
 from ..storage.pool import BufferPool
-from .handle import KVHandle, KVLength, KVStep, MaskNotes
+from ..storage.rings import RingStorage
+from .file import load_cache, save_cache
+from .handle import MaskNotes
+from .layers import KVQuantHybridLayer, KVQuantLayer, KVQuantRingLayer, transformers_layer
 from .steps import Steps
+from .support import OTHER_MODEL, WITH_STATE, check_model, quantized_layers
 
 _Cache = TypeVar("_Cache", bound="KVQuantCache")
 
 logger = logging.getLogger(__name__)
-
-# Layers that keep transformers' own cache layers: they do not grow with the sequence, or hold no keys and values.
-# Sliding windows are among them only where `quantized_layers` leaves them out.
-_LEFT_TO_TRANSFORMERS = (
-    "sliding_attention",
-    "chunked_attention",
-    "conv",
-    "linear_attention",
-    "cross_attention",
-    "hybrid_sliding",
-    "dummy",
-    "moe",
-    "mlp",
-)
-
-# Layers without keys and values. Models with no other layers are refused.
-_RECURRENT = frozenset(("conv", "linear_attention"))
-
-# Layers whose keys and values are quantised whatever the config says ...
-_FULL_ATTENTION = ("full_attention", "hybrid")
-# ... and those among them that also have a state, which transformers keeps.
-_WITH_STATE = frozenset(("hybrid",))
-
-# Layers that have no state. CUDA graphs can capture these layers and ours, whose state is all on the device.
-STATELESS = frozenset(("dummy", "moe", "mlp"))
-
-_OTHER_MODEL = "Was it made for another model? KVQuantCache(model.config, ...) makes one for this."
-
-# Models that select keys by computing with the mask themselves. They cannot use our masks.
-_PICK_KEYS = ("doge", "minimax_m3_vl", "minimax_m3_vl_text")
-
-
-class KVQuantLayer(CacheLayerMixin):
-    """One quantised layer of a `KVQuantCache`. Sliding windows of growing caches have a subclass (`rings.py`).
-
-    Args:
-        storage: The buffers.
-        notes: What the masks of the cache have shown, shared by its layers.
-    """
-
-    is_croppable = True
-    # Whether the layer also has a state besides keys and values (`hybrids.py`).
-    holds_state = False
-
-    def __init__(self, storage: LayerStorage, notes: MaskNotes) -> None:
-        # Not CacheLayerMixin.__init__: it assigns `keys` and `values`, which are computed on demand here.
-        self.storage = storage
-        self.notes = notes
-        self.home: torch.device | None = None  # the layer's device when it is not offloaded
-
-    def __repr__(self) -> str:
-        transform, window = self.storage.key_transform, self.storage.window
-        described = [self.storage.formats.describe()]
-        if transform is not None:
-            described.append(transform.describe())
-        if window > 0:
-            described.append(f"window {window}")
-        return f"{type(self).__name__}({', '.join(described)})"
-
-    @property
-    def is_sliding(self) -> bool:
-        """Whether a window hides the oldest tokens."""
-        return self.storage.window > 0
-
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether `generate` may compile the decode step: static storages only."""
-        return self.storage.is_static
-
-    @property
-    def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether buffers exist."""
-        return self.storage.is_allocated
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences held. Raises `AttributeError` before the first tokens, as a layer of transformers does."""
-        if not self.storage.is_allocated:
-            raise AttributeError("batch_size is known after the first update")
-        return self.storage.batch
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """Dense keys, dequantised at every access; `None` before the first tokens. For inspection."""
-        return self.storage.dequantize()[0] if self.storage.is_allocated else None
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """Dense values, like `keys`."""
-        return self.storage.dequantize()[1] if self.storage.is_allocated else None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate buffers for tokens like these; the tensors may hold no tokens."""
-        self.storage.allocate(key_states, value_states)
-
-    def update(  # type: ignore[override]
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor | KVHandle, Tensor | KVHandle]:
-        """Take new tokens.
-
-        Args:
-            key_states: `[batch, num_kv_heads, q_len, head_dim]`, after RoPE.
-            value_states: The same for values.
-
-        Returns:
-            For the first chunk, the tensors that were given (made contiguous where nothing is quantised). Afterwards
-            two handles that share one step, which includes the new tokens. These are written when attention runs.
-
-        Raises:
-            RuntimeError: Tokens after the first chunk require gradients. Nothing has changed then.
-            TypeError, ValueError: See `LayerStorage.extend`. Nothing has changed then.
-        """
-        storage = self.storage
-        is_first_chunk = storage.is_empty
-        if not is_first_chunk and torch.is_grad_enabled():
-            _check_no_gradients(storage.name, key_states, value_states)
-        storage.extend(key_states, value_states)
-        if is_first_chunk:
-            # Later chunks get `starts` from attention. The mask may be on another device: that of the first layer.
-            starts = self.notes.starts
-            storage.set_starts(None if starts is None else starts.to(storage.device))
-            storage.flush()
-            if not storage.is_quantized:
-                # Contiguous like the tensors of transformers' own layers, so that products sum in the same order.
-                return key_states.contiguous(), value_states.contiguous()
-            return key_states, value_states
-        step = KVStep(storage)
-        return KVHandle(step, 0), KVHandle(step, 1)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset for the mask: of the chunk itself while empty, else of all tokens held and the chunk."""
-        if self.storage.is_empty:
-            if self.notes.has_seen_mask and torch.compiler.is_compiling():
-                # The compiler cannot trace an integer with attributes, and none is needed here: transformers has
-                # already made the mask of this chunk, found that it needs none, and asks again within the step.
-                return query_length, 0
-            return KVLength(query_length, self.notes, is_first_chunk=True), 0
-        max_cache_len = self.storage.max_cache_len
-        length = self.storage.length + query_length if max_cache_len is None else max_cache_len
-        if self.notes.has_dense_masks:
-            return length, 0
-        return KVLength(length, self.notes, is_first_chunk=False, window=self.storage.window), 0
-
-    def get_seq_length(self) -> int | Tensor:  # type: ignore[override]
-        """Tokens held: an integer; in a static layer a 0-d int32 tensor, so that no step waits for the device."""
-        if not self.storage.is_static:
-            return self.storage.length
-        return 0 if self.storage.lengths is None else self.storage.lengths[0]
-
-    def get_max_length(self) -> int:
-        """Capacity of a static layer, -1 for a growing one."""
-        return -1 if self.storage.max_cache_len is None else self.storage.max_cache_len
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest `-tokens_to_remove` tokens.
-
-        Raises:
-            ValueError: `tokens_to_remove` is positive.
-        """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                "KVQuantLayer: `tokens_to_remove` must be 0 or negative, "
-                f"got {tokens_to_remove}. crop(-n) removes the newest n tokens."
-            )
-        self.storage.crop(-tokens_to_remove)
-
-    def reset(self) -> None:
-        """Forget all tokens. A static layer keeps its buffers and their addresses."""
-        if self.storage.is_static:
-            self.storage.reset()
-        else:
-            self.storage.release()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the batch for beam search."""
-        self.storage.select(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these sequences of the batch."""
-        self.storage.select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times in the batch."""
-        self.storage.repeat(repeats)
-
-    def offload(self) -> None:
-        """Move the codes to CPU memory."""
-        if self.storage.is_allocated:
-            if self.storage.device.type != "cpu":
-                self.home = self.storage.device
-            self.storage.move("cpu")
-
-    def prefetch(self) -> None:
-        """Move the codes back to the layer's device."""
-        if self.home is not None:
-            self.storage.move(self.home)
 
 
 class KVQuantCache(QuantizedCache):
@@ -314,8 +122,6 @@ class KVQuantCache(QuantizedCache):
                 f"KVQuantCache: `key_transforms` must name layers whose cache is quantised, which are {quantized}, "
                 f"got {foreign}. Was it made for another model?"
             )
-        from ..storage.rings import KVQuantRingLayer, RingStorage
-        from .hybrids import KVQuantHybridLayer  # here, since they import this module
 
         new_ring = KVQuantRingLayer if max_cache_len is None else KVQuantLayer
         new_storage: Callable[..., LayerStorage] = LayerStorage
@@ -324,7 +130,7 @@ class KVQuantCache(QuantizedCache):
 
         def new_layer(index: int, layer_type: str, kwargs: dict[str, Any]) -> Any:
             if index not in quantized:
-                return _transformers_layer(layer_type, kwargs, max_cache_len)
+                return transformers_layer(layer_type, kwargs, max_cache_len)
             formats = quant_config.formats(index)
             options: dict[str, Any] = {
                 "max_cache_len": max_cache_len,
@@ -335,7 +141,7 @@ class KVQuantCache(QuantizedCache):
             }
             if layer_type == "full_attention":
                 return KVQuantLayer(new_storage(formats, **options), self.notes)
-            if layer_type in _WITH_STATE:
+            if layer_type in WITH_STATE:
                 return KVQuantHybridLayer(new_storage(formats, **options), self.notes, **kwargs)
             return new_ring(RingStorage(formats, window=kwargs["sliding_window"], **options), self.notes)
 
@@ -360,7 +166,7 @@ class KVQuantCache(QuantizedCache):
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"KVQuantCache: `layer_idx` must be below {len(self.layers)}, the layers of this cache, "
-                f"got {layer_idx}. {_OTHER_MODEL}"
+                f"got {layer_idx}. {OTHER_MODEL}"
             )
         layer: Any = self.layers[layer_idx]
         if torch.compiler.is_compiling():
@@ -462,8 +268,6 @@ class KVQuantCache(QuantizedCache):
             >>> cache.save("chat.safetensors", model)
             >>> cache = KVQuantCache.load("chat.safetensors", model)
         """
-        from .file import save_cache  # here, since it imports this module
-
         save_cache(self, path, model, overwrite=overwrite)
 
     @classmethod
@@ -493,8 +297,6 @@ class KVQuantCache(QuantizedCache):
             TypeError, ValueError: The file is of another kind, damaged, of an unknown version, or of another model or
                 config; the message says which.
         """
-        from .file import load_cache  # here, since it imports this module
-
         return load_cache(cls, path, model, preset_or_config, device)
 
     def adopt(self, key_transforms: Mapping[int, KeyTransform]) -> None:
@@ -577,169 +379,10 @@ class KVQuantCache(QuantizedCache):
         return sum(storage.bytes_per_token for storage in self.storages if storage.is_allocated and not storage.window)
 
 
-def _check_no_gradients(name: str, key: Tensor, value: Tensor) -> None:
-    """Refuse tokens whose gradients the cache would lose. Not called for the first chunk, which `update` returns.
-
-    Raises:
-        RuntimeError: Keys or values require gradients.
-    """
-    if key.requires_grad or value.requires_grad:
-        raise RuntimeError(
-            f"{name}: `key_states` and `value_states` after the first chunk must not require gradients, got "
-            f"{'keys' if key.requires_grad else 'values'} that do: a quantised cache keeps no autograd graph, "
-            "so gradients would be wrong. Call the model under torch.no_grad(), or train it with use_cache=False."
-        )
-
-
 def _own_transforms(config: KVQuantConfig, num_layers: int) -> dict[int, KeyTransform]:
     """The transforms that a config determines without the model: rotation only."""
     rotated = [index for index in range(num_layers) if "rotate" in config.formats(index).transforms]
     return {index: KeyTransform(is_rotated=True) for index in rotated}
-
-
-def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
-    """The types of a decoder's cache layers, as transformers names them, and the keyword arguments of each.
-
-    transformers treats Mllama's layers that attend to pictures like any other. They hold the pictures' tokens instead
-    of the text's, without its padding, and do not grow. Here their type is `cross_attention`.
-
-    Raises:
-        NotImplementedError: The config has no number of layers, such as that of several models in sequence (BLT).
-    """
-    if not isinstance(getattr(text_config, "num_hidden_layers", None), int):
-        raise NotImplementedError(
-            f"KVQuantCache: {text_config.model_type} has no `num_hidden_layers` in its config, so the number of cache "
-            "layers is unknown. Leave the model unpatched."
-        )
-    layer_types, layer_kwargs = cache_utils.get_layer_types_and_kwargs(text_config)
-    if isinstance(layer_kwargs, dict):  # transformers 5.17 has one dictionary for all layers
-        layer_kwargs = [layer_kwargs] * len(layer_types)
-    # Early exit lowers the number of layers for a while, but not the list of their types.
-    layer_types = layer_types[: len(layer_kwargs)]
-    across = getattr(text_config, "cross_attention_layers", None) or ()
-    layer_types = ["cross_attention" if index in across else each for index, each in enumerate(layer_types)]
-    return layer_types, layer_kwargs
-
-
-def count_layers(config: PreTrainedConfig) -> int:
-    """How many layers the caches of a model have, given its own config or its text model's.
-
-    Can be fewer than the model has: layers that share the keys of others may have no cache layer.
-    """
-    return len(layers_of(config.get_text_config(decoder=True))[0])
-
-
-def check_layers(where: str, argument: str, num_layers: int, expected: int) -> None:
-    """Refuse a cache that was made for a model with another number of layers.
-
-    Args:
-        where: Begins the message.
-        argument: Name of the argument that holds the cache.
-        num_layers: Of the cache.
-        expected: Of the model's own caches. See `count_layers`.
-
-    Raises:
-        ValueError: They differ.
-    """
-    if num_layers != expected:
-        raise ValueError(
-            f"{where}: `{argument}` must have {expected} layers like the model's own cache, got a cache with "
-            f"{num_layers}. {_OTHER_MODEL}"
-        )
-
-
-def quantized_layers(layer_types: Sequence[str], quant_config: KVQuantConfig) -> list[int]:
-    """Indices of the layers that a cache quantises.
-
-    Args:
-        layer_types: As `layers_of` returns them.
-        quant_config: What the user asks for.
-    """
-    kinds = (*_FULL_ATTENTION, "sliding_attention") if quant_config.sliding else _FULL_ATTENTION
-    return [index for index, layer_type in enumerate(layer_types) if layer_type in kinds]
-
-
-def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
-    """The device of each layer's weights, by layer index; the model's device for layers that are not found."""
-    layer_types, _ = layers_of(text_config_of(model))
-    found: dict[int, torch.device] = {}
-    for module in (model.get_decoder() or model).modules():
-        index, parameter = getattr(module, "layer_idx", None), next(module.parameters(), None)
-        if isinstance(index, int) and parameter is not None:
-            found.setdefault(index, parameter.device)
-    return {index: found.get(index, model.device) for index in range(len(layer_types))}
-
-
-def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_config: KVQuantConfig) -> None:
-    """Refuse a model or a config that cannot be served, before anything is built.
-
-    Args:
-        text_config: Of the decoder.
-        layer_types: As `layers_of` returns them.
-        quant_config: What the user asks for.
-
-    Raises:
-        NotImplementedError: The model's cache is not keys and values per head, or an option does not work for it.
-        ValueError: The config names layers that do not exist, or a format that head_dim does not fit.
-    """
-    model_type = text_config.model_type
-    layer_configs = text_config.per_layer_config
-    if any(getattr(layer_config, "kv_lora_rank", None) is not None for layer_config in layer_configs):
-        raise NotImplementedError(
-            f"KVQuantCache: {model_type} keeps a latent (MLA) cache, which cannot be quantised per head. "
-            "Leave the model unpatched."
-        )
-    if model_type in _PICK_KEYS:
-        raise NotImplementedError(
-            f"KVQuantCache: {model_type} selects the keys that it attends to, which attention over codes does not "
-            "support. Leave the model unpatched."
-        )
-    unknown = sorted(set(layer_types) - {*_FULL_ATTENTION, *_LEFT_TO_TRANSFORMERS})
-    if unknown:
-        raise NotImplementedError(
-            f"KVQuantCache: {model_type} has layers of type {unknown}, whose caches are not keys and values per head. "
-            "Leave the model unpatched."
-        )
-    if set(layer_types) <= _RECURRENT | STATELESS:
-        raise NotImplementedError(
-            f"KVQuantCache: {model_type} has only layers of type {sorted(set(layer_types))}, which keep a state of "
-            "fixed size and no keys and values. Leave the model unpatched."
-        )
-    if quant_config.static and "cross_attention" in layer_types:
-        raise NotImplementedError(
-            f"KVQuantCache: `static` must be False for {model_type}, got True: some of its layers attend to pictures, "
-            "whose length is not known in advance. Leave out static, max_cache_len and capture."
-        )
-    quantized = quantized_layers(layer_types, quant_config)
-    ours = {layer_types[index] for index in quantized} - _WITH_STATE
-    uncapturable = sorted(set(layer_types) - ours - STATELESS)
-    if quant_config.capture and uncapturable:
-        raise NotImplementedError(
-            f"KVQuantCache: `capture` must be False for {model_type}, got True: its layers of type {uncapturable} keep "
-            "their state outside our buffers, some of it on the host. Pass static=True instead, and generate compiles."
-        )
-    beyond = [index for index in quant_config.layers if index >= len(layer_types)]
-    if beyond:
-        raise ValueError(
-            f"KVQuantCache: `layers` must name layers below {len(layer_types)}, the model's number of layers, "
-            f"got {beyond}."
-        )
-    # In transformers 5.17, layers at the end that share the keys and values of others have no cache layer at all.
-    for index, layer_config in zip(range(len(layer_types)), layer_configs, strict=False):
-        head_dim = head_dim_of(layer_config)
-        if index in quantized and head_dim is not None:
-            formats: LayerFormats = quant_config.formats(index)
-            formats.key.num_groups(head_dim)
-            formats.value.num_groups(head_dim)
-
-
-def _transformers_layer(layer_type: str, kwargs: dict[str, Any], max_cache_len: int | None) -> Any:
-    """One of transformers' own cache layers, growing or static like ours."""
-    if layer_type == "cross_attention":
-        layer_type = "full_attention"
-    if max_cache_len is None:
-        return cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**kwargs)
-    return cache_utils.STATIC_LAYER_TYPE_MAPPING[layer_type](max_cache_len=max_cache_len, **kwargs)
 
 
 @functools.cache

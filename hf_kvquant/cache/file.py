@@ -25,7 +25,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,11 +33,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..calibration.folding import weights_hash
-from ..calibration.smoothing_file import content_hash
 from ..common.output import written
+from ..common.version import __version__
 from ..config import KVQuantConfig
-from ..environment import package_version
+from ..models.hashes import content_hash, weights_hash
+from ..models.layers import layer_devices, layers_of
 from ..models.sharding import rank_of
 from ..models.text_config import text_config_of
 from ..spec.formats import Planes
@@ -45,7 +45,11 @@ from ..spec.key_transform import KeyTransform
 from ..storage.layer_store import SERVED_DTYPES, LayerStorage
 from ..storage.offloading import check_home
 from ..storage.rings import RingStorage
-from .cache import STATELESS, KVQuantCache, KVQuantLayer, layer_devices, layers_of, quantized_layers
+from .layers import KVQuantLayer
+from .support import STATELESS, quantized_layers
+
+if TYPE_CHECKING:
+    from .cache import KVQuantCache
 
 _FORMAT = "hf_kvquant-cache"
 _VERSION = 2
@@ -82,7 +86,7 @@ _LARGEST = 2**31 - 1  # lengths are int32
 _LONGEST_QUOTE = 1000  # characters
 _PLANES = ("codes", "scale", "zero", "tail")
 
-_Cache = TypeVar("_Cache", bound=KVQuantCache)
+_Cache = TypeVar("_Cache", bound="KVQuantCache")
 
 
 def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrainedModel, *, overwrite: bool) -> None:
@@ -115,7 +119,7 @@ def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrai
         }
     text = json.dumps(
         {
-            "package": package_version(),
+            "package": __version__,
             "config": cache.quant_config.to_dict(),
             "model": _identity(model),
             "length": length,
@@ -354,7 +358,7 @@ def _checked_text(expected: str, metadata: Mapping[str, str]) -> str:
     if version != str(_VERSION):
         raise ValueError(
             f"{expected} of format version {_quoted(version)}, this is version {_VERSION} "
-            f"(hf_kvquant {package_version()}). Install the version of hf_kvquant that wrote it."
+            f"(hf_kvquant {__version__}). Install the version of hf_kvquant that wrote it."
         )
     text = metadata.get("facts", "")
     if metadata.get("facts_sha256") != content_hash(text, {}):

@@ -8,7 +8,6 @@ no value leaves the range of its dtype; `exact_exponents` shrinks factors that w
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -16,9 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .layout import LayerLayout, Rule, Scalable, by_feature
-
-# Numbers hashed of each weight: a model of 300 weights is identified within some hundredths of a second, at any size.
-SAMPLES = 4096
 
 
 def query_factor(layout: LayerLayout, factor: Tensor) -> Tensor:
@@ -80,45 +76,6 @@ def parameters_of(layouts: Iterable[LayerLayout], model: PreTrainedModel) -> lis
         for name in modules
         for parameter, _ in model.get_submodule(name).named_parameters(recurse=False)
     )
-
-
-def weights_hash(model: PreTrainedModel) -> str:
-    """SHA-256 over a sample of every weight, including changes that were injected, folded or calibrated into it.
-
-    The hash changes with another checkpoint, after training and with an adapter. It may miss changes to a few numbers.
-    """
-    # Quantised layers add entries to `state_dict` that are no tensors of a module. Buffers that are not saved, such as
-    # the frequencies of a RoPE that grows with the context, change while the model runs. Neither is hashed.
-    owned = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-    return hash_of(model, sorted(owned.intersection(model.state_dict())), samples=SAMPLES)
-
-
-def hash_of(model: PreTrainedModel, names: Iterable[str], samples: int | None = None) -> str:
-    """SHA-256 of parameters and buffers.
-
-    Floating-point tensors are hashed as float32, so a checkpoint has the same hash when it is loaded in a wider dtype.
-    Offloaded tensors count only by name and shape.
-
-    Args:
-        model: Owns the tensors.
-        names: Names of the parameters and buffers.
-        samples: About how many numbers of each tensor to hash, spread evenly; `None` for all.
-
-    Raises:
-        AttributeError: The model has no tensor of that name.
-    """
-    digest = hashlib.sha256()
-    for name in names:
-        owner, _, last = name.rpartition(".")
-        tensor = getattr(model.get_submodule(owner), last).detach()
-        digest.update(f"{name} {tuple(tensor.shape)}\n".encode())
-        if not tensor.is_meta:
-            if samples is not None:
-                # An odd stride reaches every row and every column of a matrix whose sides are powers of two.
-                tensor = tensor.reshape(-1)[:: tensor.numel() // samples | 1]
-            numbers = tensor.float() if tensor.is_floating_point() else tensor
-            digest.update(numbers.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _multiplier_of(scalable: Scalable, multiplier: Tensor) -> tuple[Tensor, Tensor]:

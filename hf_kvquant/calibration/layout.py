@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..cache.cache import check_model, layers_of, quantized_layers
+from ..cache.support import check_model, quantized_layers
 from ..config import KVQuantConfig
+from ..models.layers import layers_of
 from ..models.sharding import check_whole
 from ..models.text_config import positions_of, text_config_of
 from ..patching import keeps_cache

@@ -24,9 +24,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention.registry import call_previous
+from ..models.probing import evaluating
 from ..models.text_config import text_config_of
 from ..patching import set_attention
-from ..transforms.centering import evaluating
 
 NAME = "hf_kvquant-observed"
 

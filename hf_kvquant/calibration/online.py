@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cache.cache import layers_of
+from ..models.layers import layers_of
+from ..models.probing import whole_cache
 from ..models.text_config import text_config_of
-from ..transforms.centering import whole_cache
 from .layout import check_decoder, other_caches
 from .observation import Observation, forward, observed
 

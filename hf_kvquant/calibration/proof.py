@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..transforms.centering import evaluating
+from ..models.probing import evaluating
 from .folding import gains_plus_one, scale_keys
 from .layout import LayerLayout
 from .observation import Observation, forward, observed

@@ -28,11 +28,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..common.errors import did_you_mean
 from ..common.progress import Tell, show_progress
 from ..config import KVQuantConfig
+from ..models.hashes import hash_of
 from ..models.text_config import check_is_model
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
 from ..transforms.of_model import ModelTransforms, key_transforms, set_centers, set_smoothing, transforms_of
-from .folding import exact_exponents, gains_plus_one, hash_of, parameters_of, scale_keys
+from .folding import exact_exponents, gains_plus_one, parameters_of, scale_keys
 from .layout import LayerLayout, check_decoder, find_layouts
 from .online import find_keys, tensors_of
 from .proof import check_ids, fold, scale_back, settled_exponents

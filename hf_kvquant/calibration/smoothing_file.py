@@ -9,7 +9,6 @@ fits a model.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..common.output import written
+from ..models.hashes import content_hash
 
 FILE_NAME = "kvquant_smoothing.safetensors"  # the name that `hf-kvquant calibrate` gives it
 _FORMAT = "hf_kvquant-smoothing"
@@ -270,12 +270,3 @@ class SmoothingResult:
             folded_hash=facts["folded_hash"],
             originals=originals,
         )
-
-
-def content_hash(facts: str, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of a file's content. It detects damage, not tampering: whoever writes a file can compute its hash."""
-    digest = hashlib.sha256(facts.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cache.cache import KVQuantCache, KVQuantLayer
+from ..cache.cache import KVQuantCache
+from ..cache.layers import KVQuantLayer
 from ..calibration.smoothing import is_smoothed, smooth_attention, state_of, unsmooth
 from ..calibration.text import collect
 from ..config import KVQuantConfig

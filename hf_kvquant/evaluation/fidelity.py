@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from ..cache.cache import KVQuantCache, KVQuantLayer
+from ..cache.cache import KVQuantCache
+from ..cache.layers import KVQuantLayer
 from ..config import KVQuantConfig
 from ..patching import patched
 from ..storage.layer_store import LayerStorage

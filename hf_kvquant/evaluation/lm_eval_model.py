@@ -25,7 +25,8 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from transformers import Cache
 
-from ..cache.cache import KVQuantCache, KVQuantLayer
+from ..cache.cache import KVQuantCache
+from ..cache.layers import KVQuantLayer
 from ..common.progress import show_progress
 from ..config import DEFAULT_PRESET, KVQuantConfig
 from ..models.text_config import text_config_of

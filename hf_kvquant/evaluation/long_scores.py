@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ..cache.cache import KVQuantCache, KVQuantLayer
+from ..cache.cache import KVQuantCache
+from ..cache.layers import KVQuantLayer
 from ..config import KVQuantConfig
 from ..patching import patched
 from ..transforms.of_model import key_transforms

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from .._ops import ops as torch_ops
-from ..cache.cache import KVQuantLayer, layers_of
+from ..cache.layers import KVQuantLayer
+from ..models.layers import layers_of
 from ..models.text_config import text_config_of
 from ..storage.lengths import causal_pairs
 from .simulation import SimulatedLayer, window_of

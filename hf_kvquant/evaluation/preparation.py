@@ -14,10 +14,10 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..calibration.folding import weights_hash
 from ..calibration.smoothing import smooth_attention
 from ..calibration.smoothing_file import FILE_NAME, SmoothingResult
 from ..config import PRESETS, KVQuantConfig
+from ..models.hashes import weights_hash
 from .arguments import UsageError, checked_configs, load_calibration, read_text
 from .fidelity import is_out_of_memory
 from .generation import UNQUANTIZED

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import transformers
 
-from .. import __version__, ops
+from .. import ops
+from ..common.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]  # the repository, or the folder of the installed package
 COMMIT_VARIABLE = "HF_KVQUANT_COMMIT"

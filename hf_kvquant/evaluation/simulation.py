@@ -25,7 +25,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..attention import unregistered as own_attention
 from ..attention.registry import call_previous
 from ..attention.simulated import SimulatingLayer
-from ..cache.cache import KVQuantCache, KVQuantLayer
+from ..cache.cache import KVQuantCache
+from ..cache.layers import KVQuantLayer
 from ..config import KVQuantConfig
 from ..models.text_config import text_config_of
 from ..patching import set_attention, state_of

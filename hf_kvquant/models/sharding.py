@@ -15,7 +15,7 @@ import torch.distributed
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..transforms.centering import num_kv_heads
+from .probing import num_kv_heads
 from .text_config import count_of, text_config_of
 
 # As in transformers' own check of a tensor-parallel plan: the projections that make keys, the style that shards heads.

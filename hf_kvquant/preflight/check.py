@@ -21,11 +21,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..calibration.layout import check_decoder
 from ..common.errors import did_you_mean
 from ..common.progress import show_progress
-from ..config import PRESETS, KVQuantConfig, LayerFormats
+from ..config import PRESETS, KVQuantConfig, LayerFormats, register_preflight
+from ..models.probing import evaluating
 from ..models.text_config import check_is_model
 from ..patching import check_patchable, patched
 from ..spec.key_transform import KeyTransform
-from ..transforms.centering import evaluating
 from ..transforms.of_model import key_transforms
 from .divergence import CannotMeasure, Meter, alone, read_text
 from .signals import SHAPES, Finding, KeySignals, read_signals
@@ -340,3 +340,6 @@ def _remedies(
                 remedies[index] = formats
                 break
     return remedies
+
+
+register_preflight(run_preflight)

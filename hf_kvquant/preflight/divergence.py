@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cache.cache import KVQuantCache, KVQuantLayer
+from ..cache.cache import KVQuantCache
+from ..cache.layers import KVQuantLayer
 from ..calibration.observation import forward
 from ..calibration.text import MIN_TOKENS, read_windows
 from ..config import KVQuantConfig, LayerFormats

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cache.cache import layers_of
 from ..calibration.layout import Scalable, find_layouts, other_caches
 from ..calibration.observation import Observation, forward, observed
 from ..config import KVQuantConfig, LayerFormats
+from ..models.layers import layers_of
 from ..models.text_config import count_of, head_dim_of, text_config_of
 from ..spec.key_transform import KeyTransform
 from ..transforms.centering import bias_centers

@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..cache.cache import KVQuantLayer
-from ..cache.handle import KVLength
 from ..config import LayerFormats
 from ..spec import reference
 from ..spec.formats import BLOCK_SIZE, KVFormat, Planes
@@ -314,58 +312,6 @@ class RingStorage(LayerStorage):
     def __getstate__(self) -> dict[str, Any]:
         """See `LayerStorage.__getstate__`; temporary buffers are left out."""
         return {**super().__getstate__(), "_has_long_chunk": False, "_unrolled": None}
-
-
-class KVQuantRingLayer(KVQuantLayer):
-    """One sliding-window layer of a growing `KVQuantCache`, with the mask sizes of `DynamicSlidingWindowLayer`.
-
-    Static caches use a plain `KVQuantLayer` over a `RingStorage`: their masks cover all positions, as in other layers.
-
-    Args:
-        storage: The buffers.
-        notes: What the masks of the cache have shown, shared by its layers.
-    """
-
-    storage: RingStorage
-
-    @property
-    def record_past(self) -> bool:
-        """Whether tokens that leave the window are kept until the next crop, so that it can bring them back."""
-        return self.storage.kept_from is not None
-
-    @record_past.setter
-    def record_past(self, record_past: bool) -> None:
-        self.storage.record_past(record_past)
-
-    def activate_past_recording(self) -> None:
-        """Keep tokens that leave the window between crops, for callers that crop (such as assisted decoding)."""
-        self.record_past = True
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """Dense keys that the next query will see, dequantised at every access; `None` before the first tokens."""
-        return self._newest(super().keys)
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """Dense values, like `keys`."""
-        return self._newest(super().values)
-
-    def _newest(self, dense: Tensor | None) -> Tensor | None:
-        return None if dense is None else dense[:, :, max(0, dense.shape[2] - self.storage.window + 1) :]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset for the mask: of the chunk itself while empty, else of the tokens that its queries see."""
-        storage = self.storage
-        if storage.is_empty:
-            return super().get_mask_sizes(query_length)
-        num_before = min(storage.length, storage.window - 1)
-        length = KVLength(num_before + query_length, self.notes, is_first_chunk=False, window=storage.window)
-        return length, storage.length - num_before
-
-    def get_max_length(self) -> int:
-        """Size of the window in tokens."""
-        return self.storage.window
 
 
 def _whole_blocks(tokens: int) -> int:

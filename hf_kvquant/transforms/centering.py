@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
+from transformers import PreTrainedModel
 
-from ..cache.cache import layers_of
-from ..models.text_config import positions_of, text_config_of
+from ..models.probing import keys_of_a_token
+from ..models.text_config import positions_of
 
 # Upper limit of T in the formula above; a model's own context may be shorter. Pairs that turn about once or more within
 # T tokens are left to the rotation. A centre over more positions than a text has fits its first tokens badly (reference
@@ -68,55 +67,9 @@ def bias_centers(model: PreTrainedModel, num_positions: int | None = None) -> di
     if not has_biases(model):
         return {}
     with _probed(model, num_positions):
-        keys = _keys_of_a_token(model)
+        keys = keys_of_a_token(model)
     centers = {index: key[0, :, 0].float() for index, key in keys.items()}
     return {index: center for index, center in centers.items() if bool(center.any())}
-
-
-@torch.no_grad()
-def num_kv_heads(model: PreTrainedModel) -> dict[int, int]:
-    """Per layer index, how many key-value heads this process computes. Sends one token through the model."""
-    return {index: key.shape[1] for index, key in _keys_of_a_token(model).items()}
-
-
-def _keys_of_a_token(model: PreTrainedModel) -> dict[int, Tensor]:
-    """The cached keys of one token, `[1, num_kv_heads, 1, head_dim]` for each layer that keeps all keys."""
-    cache = whole_cache(model)
-    decoder: Any = model
-    given: Cache = cache
-    if model.config.is_encoder_decoder:
-        # Without encoder states most models skip cross-attention. Moonshine runs it, and needs the cache for it.
-        decoder, given = model.get_decoder(), EncoderDecoderCache(cache, DynamicCache())
-    token = torch.zeros((1, 1), dtype=torch.long, device="cpu" if model.device.type == "meta" else model.device)
-    with evaluating(model):
-        decoder(input_ids=token, attention_mask=torch.ones_like(token), past_key_values=given, use_cache=True)
-    whole = {
-        i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer) and not layer.is_sliding
-    }
-    return {i: layer.keys for i, layer in whole.items() if layer.keys is not None and layer.keys.numel() > 0}
-
-
-def whole_cache(model: PreTrainedModel) -> DynamicCache:
-    """A `DynamicCache` that keeps all keys, even those outside a sliding window. Masks hide those."""
-    text_config = text_config_of(model)
-    cache = DynamicCache(config=text_config)
-    for index, layer_type in enumerate(layers_of(text_config)[0]):
-        if layer_type == "sliding_attention":
-            cache.layers[index] = DynamicLayer()
-    return cache
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, uncompiled: compiled code ignores hooks and was compiled for other shapes."""
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module in was_training:
-            module.training = True
 
 
 @contextlib.contextmanager

@@ -17,8 +17,9 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cache.cache import layers_of, quantized_layers
+from ..cache.support import quantized_layers
 from ..config import KVQuantConfig
+from ..models.layers import layers_of
 from ..models.sharding import of_this_rank
 from ..models.text_config import check_is_model, text_config_of
 from ..spec.key_transform import KeyTransform

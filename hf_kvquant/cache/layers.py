@@ -1,0 +1,336 @@
+"""The layers of a `KVQuantCache`: transformers' contract of one layer, over one storage.
+
+Layers that have both attention and a state of fixed size, such as those of Falcon-H1 and Zamba 2, are one cache layer
+of type `hybrid` in transformers. Here keys and values are quantised like those of any other layer, and transformers'
+own class keeps the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
+from ..storage.layer_store import LayerStorage
+from ..storage.rings import RingStorage
+from .handle import KVHandle, KVLength, KVStep, MaskNotes
+
+
+class KVQuantLayer(CacheLayerMixin):
+    """One quantised layer of a `KVQuantCache`. Sliding windows of growing caches have a subclass (`rings.py`).
+
+    Args:
+        storage: The buffers.
+        notes: What the masks of the cache have shown, shared by its layers.
+    """
+
+    is_croppable = True
+    # Whether the layer also has a state besides keys and values (`hybrids.py`).
+    holds_state = False
+
+    def __init__(self, storage: LayerStorage, notes: MaskNotes) -> None:
+        # Not CacheLayerMixin.__init__: it assigns `keys` and `values`, which are computed on demand here.
+        self.storage = storage
+        self.notes = notes
+        self.home: torch.device | None = None  # the layer's device when it is not offloaded
+
+    def __repr__(self) -> str:
+        transform, window = self.storage.key_transform, self.storage.window
+        described = [self.storage.formats.describe()]
+        if transform is not None:
+            described.append(transform.describe())
+        if window > 0:
+            described.append(f"window {window}")
+        return f"{type(self).__name__}({', '.join(described)})"
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether a window hides the oldest tokens."""
+        return self.storage.window > 0
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether `generate` may compile the decode step: static storages only."""
+        return self.storage.is_static
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """Whether buffers exist."""
+        return self.storage.is_allocated
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences held. Raises `AttributeError` before the first tokens, as a layer of transformers does."""
+        if not self.storage.is_allocated:
+            raise AttributeError("batch_size is known after the first update")
+        return self.storage.batch
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """Dense keys, dequantised at every access; `None` before the first tokens. For inspection."""
+        return self.storage.dequantize()[0] if self.storage.is_allocated else None
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """Dense values, like `keys`."""
+        return self.storage.dequantize()[1] if self.storage.is_allocated else None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate buffers for tokens like these; the tensors may hold no tokens."""
+        self.storage.allocate(key_states, value_states)
+
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor | KVHandle, Tensor | KVHandle]:
+        """Take new tokens.
+
+        Args:
+            key_states: `[batch, num_kv_heads, q_len, head_dim]`, after RoPE.
+            value_states: The same for values.
+
+        Returns:
+            For the first chunk, the tensors that were given (made contiguous where nothing is quantised). Afterwards
+            two handles that share one step, which includes the new tokens. These are written when attention runs.
+
+        Raises:
+            RuntimeError: Tokens after the first chunk require gradients. Nothing has changed then.
+            TypeError, ValueError: See `LayerStorage.extend`. Nothing has changed then.
+        """
+        storage = self.storage
+        is_first_chunk = storage.is_empty
+        if not is_first_chunk and torch.is_grad_enabled():
+            _check_no_gradients(storage.name, key_states, value_states)
+        storage.extend(key_states, value_states)
+        if is_first_chunk:
+            # Later chunks get `starts` from attention. The mask may be on another device: that of the first layer.
+            starts = self.notes.starts
+            storage.set_starts(None if starts is None else starts.to(storage.device))
+            storage.flush()
+            if not storage.is_quantized:
+                # Contiguous like the tensors of transformers' own layers, so that products sum in the same order.
+                return key_states.contiguous(), value_states.contiguous()
+            return key_states, value_states
+        step = KVStep(storage)
+        return KVHandle(step, 0), KVHandle(step, 1)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset for the mask: of the chunk itself while empty, else of all tokens held and the chunk."""
+        if self.storage.is_empty:
+            if self.notes.has_seen_mask and torch.compiler.is_compiling():
+                # The compiler cannot trace an integer with attributes, and none is needed here: transformers has
+                # already made the mask of this chunk, found that it needs none, and asks again within the step.
+                return query_length, 0
+            return KVLength(query_length, self.notes, is_first_chunk=True), 0
+        max_cache_len = self.storage.max_cache_len
+        length = self.storage.length + query_length if max_cache_len is None else max_cache_len
+        if self.notes.has_dense_masks:
+            return length, 0
+        return KVLength(length, self.notes, is_first_chunk=False, window=self.storage.window), 0
+
+    def get_seq_length(self) -> int | Tensor:  # type: ignore[override]
+        """Tokens held: an integer; in a static layer a 0-d int32 tensor, so that no step waits for the device."""
+        if not self.storage.is_static:
+            return self.storage.length
+        return 0 if self.storage.lengths is None else self.storage.lengths[0]
+
+    def get_max_length(self) -> int:
+        """Capacity of a static layer, -1 for a growing one."""
+        return -1 if self.storage.max_cache_len is None else self.storage.max_cache_len
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                "KVQuantLayer: `tokens_to_remove` must be 0 or negative, "
+                f"got {tokens_to_remove}. crop(-n) removes the newest n tokens."
+            )
+        self.storage.crop(-tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget all tokens. A static layer keeps its buffers and their addresses."""
+        if self.storage.is_static:
+            self.storage.reset()
+        else:
+            self.storage.release()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the batch for beam search."""
+        self.storage.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences of the batch."""
+        self.storage.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times in the batch."""
+        self.storage.repeat(repeats)
+
+    def offload(self) -> None:
+        """Move the codes to CPU memory."""
+        if self.storage.is_allocated:
+            if self.storage.device.type != "cpu":
+                self.home = self.storage.device
+            self.storage.move("cpu")
+
+    def prefetch(self) -> None:
+        """Move the codes back to the layer's device."""
+        if self.home is not None:
+            self.storage.move(self.home)
+
+
+def _check_no_gradients(name: str, key: Tensor, value: Tensor) -> None:
+    """Refuse tokens whose gradients the cache would lose. Not called for the first chunk, which `update` returns.
+
+    Raises:
+        RuntimeError: Keys or values require gradients.
+    """
+    if key.requires_grad or value.requires_grad:
+        raise RuntimeError(
+            f"{name}: `key_states` and `value_states` after the first chunk must not require gradients, got "
+            f"{'keys' if key.requires_grad else 'values'} that do: a quantised cache keeps no autograd graph, "
+            "so gradients would be wrong. Call the model under torch.no_grad(), or train it with use_cache=False."
+        )
+
+
+def transformers_layer(layer_type: str, kwargs: dict[str, Any], max_cache_len: int | None) -> Any:
+    """One of transformers' own cache layers, growing or static like ours."""
+    if layer_type == "cross_attention":
+        layer_type = "full_attention"
+    if max_cache_len is None:
+        return cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**kwargs)
+    return cache_utils.STATIC_LAYER_TYPE_MAPPING[layer_type](max_cache_len=max_cache_len, **kwargs)
+
+
+class KVQuantRingLayer(KVQuantLayer):
+    """One sliding-window layer of a growing `KVQuantCache`, with the mask sizes of `DynamicSlidingWindowLayer`.
+
+    Static caches use a plain `KVQuantLayer` over a `RingStorage`: their masks cover all positions, as in other layers.
+
+    Args:
+        storage: The buffers.
+        notes: What the masks of the cache have shown, shared by its layers.
+    """
+
+    storage: RingStorage
+
+    @property
+    def record_past(self) -> bool:
+        """Whether tokens that leave the window are kept until the next crop, so that it can bring them back."""
+        return self.storage.kept_from is not None
+
+    @record_past.setter
+    def record_past(self, record_past: bool) -> None:
+        self.storage.record_past(record_past)
+
+    def activate_past_recording(self) -> None:
+        """Keep tokens that leave the window between crops, for callers that crop (such as assisted decoding)."""
+        self.record_past = True
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """Dense keys that the next query will see, dequantised at every access; `None` before the first tokens."""
+        return self._newest(super().keys)
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """Dense values, like `keys`."""
+        return self._newest(super().values)
+
+    def _newest(self, dense: Tensor | None) -> Tensor | None:
+        return None if dense is None else dense[:, :, max(0, dense.shape[2] - self.storage.window + 1) :]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset for the mask: of the chunk itself while empty, else of the tokens that its queries see."""
+        storage = self.storage
+        if storage.is_empty:
+            return super().get_mask_sizes(query_length)
+        num_before = min(storage.length, storage.window - 1)
+        length = KVLength(num_before + query_length, self.notes, is_first_chunk=False, window=storage.window)
+        return length, storage.length - num_before
+
+    def get_max_length(self) -> int:
+        """Size of the window in tokens."""
+        return self.storage.window
+
+
+class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
+    """A hybrid layer of a `KVQuantCache`, growing or static. Inherits from transformers' class to be recognised as one.
+
+    Args:
+        storage: The buffers for keys and values.
+        notes: What the masks of the cache have shown, shared by its layers.
+        **kwargs: Passed to transformers' class for the state.
+    """
+
+    holds_state = True
+
+    def __init__(self, storage: LayerStorage, notes: MaskNotes, **kwargs: Any) -> None:
+        KVQuantLayer.__init__(self, storage, notes)
+        LinearAttentionLayer.__init__(self, **kwargs)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether a crop can restore the layer. It cannot once there is a recurrent state."""
+        return bool(LinearAttentionLayer.is_croppable.__get__(self))
+
+    def lazy_initialization(self, *args: Tensor, **kwargs: Any) -> None:  # type: ignore[override]
+        """Allocate buffers: for keys and values like two given by position, or for a state given by keyword."""
+        if args:
+            KVQuantLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest `-tokens_to_remove` tokens.
+
+        Raises:
+            RuntimeError: Past states were not recorded. See `Cache.activate_past_recording`.
+            ValueError: `tokens_to_remove` is positive.
+        """
+        if tokens_to_remove <= 0:
+            LinearAttentionLayer.crop(self, tokens_to_remove)
+        KVQuantLayer.crop(self, tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget all tokens, and the state."""
+        LinearAttentionLayer.reset(self)
+        KVQuantLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the batch for beam search."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        KVQuantLayer.reorder_cache(self, beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences of the batch."""
+        self._map_states(lambda state: state[indices.to(state.device)])
+        KVQuantLayer.batch_select_indices(self, indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times in the batch."""
+        self._map_states(lambda state: state.repeat_interleave(repeats, dim=0))
+        KVQuantLayer.batch_repeat_interleave(self, repeats)
+
+    def _map_states(self, function: Callable[[Tensor], Tensor]) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            for index, state in states.items():
+                if state is not None:
+                    states[index] = function(state)
+
+    def offload(self) -> None:
+        """Move codes and state to CPU memory."""
+        KVQuantLayer.offload(self)
+        LinearAttentionLayer.offload(self)
+
+    def prefetch(self) -> None:
+        """Move codes and state back to the layer's device."""
+        KVQuantLayer.prefetch(self)
+        LinearAttentionLayer.prefetch(self)

@@ -1,0 +1,140 @@
+"""Which models and layers a cache serves, and the messages for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedConfig
+
+from ..config import KVQuantConfig, LayerFormats
+from ..models.text_config import head_dim_of
+
+# Layers that keep transformers' own cache layers: they do not grow with the sequence, or hold no keys and values.
+# Sliding windows are among them only where `quantized_layers` leaves them out.
+_LEFT_TO_TRANSFORMERS = (
+    "sliding_attention",
+    "chunked_attention",
+    "conv",
+    "linear_attention",
+    "cross_attention",
+    "hybrid_sliding",
+    "dummy",
+    "moe",
+    "mlp",
+)
+
+
+# Layers without keys and values. Models with no other layers are refused.
+_RECURRENT = frozenset(("conv", "linear_attention"))
+
+
+# Layers whose keys and values are quantised whatever the config says ...
+_FULL_ATTENTION = ("full_attention", "hybrid")
+
+
+# ... and those among them that also have a state, which transformers keeps.
+WITH_STATE = frozenset(("hybrid",))
+
+
+# Layers that have no state. CUDA graphs can capture these layers and ours, whose state is all on the device.
+STATELESS = frozenset(("dummy", "moe", "mlp"))
+
+
+OTHER_MODEL = "Was it made for another model? KVQuantCache(model.config, ...) makes one for this."
+
+
+# Models that select keys by computing with the mask themselves. They cannot use our masks.
+_PICK_KEYS = ("doge", "minimax_m3_vl", "minimax_m3_vl_text")
+
+
+def check_layers(where: str, argument: str, num_layers: int, expected: int) -> None:
+    """Refuse a cache that was made for a model with another number of layers.
+
+    Args:
+        where: Begins the message.
+        argument: Name of the argument that holds the cache.
+        num_layers: Of the cache.
+        expected: Of the model's own caches. See `count_layers`.
+
+    Raises:
+        ValueError: They differ.
+    """
+    if num_layers != expected:
+        raise ValueError(
+            f"{where}: `{argument}` must have {expected} layers like the model's own cache, got a cache with "
+            f"{num_layers}. {OTHER_MODEL}"
+        )
+
+
+def quantized_layers(layer_types: Sequence[str], quant_config: KVQuantConfig) -> list[int]:
+    """Indices of the layers that a cache quantises.
+
+    Args:
+        layer_types: As `layers_of` returns them.
+        quant_config: What the user asks for.
+    """
+    kinds = (*_FULL_ATTENTION, "sliding_attention") if quant_config.sliding else _FULL_ATTENTION
+    return [index for index, layer_type in enumerate(layer_types) if layer_type in kinds]
+
+
+def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_config: KVQuantConfig) -> None:
+    """Refuse a model or a config that cannot be served, before anything is built.
+
+    Args:
+        text_config: Of the decoder.
+        layer_types: As `layers_of` returns them.
+        quant_config: What the user asks for.
+
+    Raises:
+        NotImplementedError: The model's cache is not keys and values per head, or an option does not work for it.
+        ValueError: The config names layers that do not exist, or a format that head_dim does not fit.
+    """
+    model_type = text_config.model_type
+    layer_configs = text_config.per_layer_config
+    if any(getattr(layer_config, "kv_lora_rank", None) is not None for layer_config in layer_configs):
+        raise NotImplementedError(
+            f"KVQuantCache: {model_type} keeps a latent (MLA) cache, which cannot be quantised per head. "
+            "Leave the model unpatched."
+        )
+    if model_type in _PICK_KEYS:
+        raise NotImplementedError(
+            f"KVQuantCache: {model_type} selects the keys that it attends to, which attention over codes does not "
+            "support. Leave the model unpatched."
+        )
+    unknown = sorted(set(layer_types) - {*_FULL_ATTENTION, *_LEFT_TO_TRANSFORMERS})
+    if unknown:
+        raise NotImplementedError(
+            f"KVQuantCache: {model_type} has layers of type {unknown}, whose caches are not keys and values per head. "
+            "Leave the model unpatched."
+        )
+    if set(layer_types) <= _RECURRENT | STATELESS:
+        raise NotImplementedError(
+            f"KVQuantCache: {model_type} has only layers of type {sorted(set(layer_types))}, which keep a state of "
+            "fixed size and no keys and values. Leave the model unpatched."
+        )
+    if quant_config.static and "cross_attention" in layer_types:
+        raise NotImplementedError(
+            f"KVQuantCache: `static` must be False for {model_type}, got True: some of its layers attend to pictures, "
+            "whose length is not known in advance. Leave out static, max_cache_len and capture."
+        )
+    quantized = quantized_layers(layer_types, quant_config)
+    ours = {layer_types[index] for index in quantized} - WITH_STATE
+    uncapturable = sorted(set(layer_types) - ours - STATELESS)
+    if quant_config.capture and uncapturable:
+        raise NotImplementedError(
+            f"KVQuantCache: `capture` must be False for {model_type}, got True: its layers of type {uncapturable} keep "
+            "their state outside our buffers, some of it on the host. Pass static=True instead, and generate compiles."
+        )
+    beyond = [index for index in quant_config.layers if index >= len(layer_types)]
+    if beyond:
+        raise ValueError(
+            f"KVQuantCache: `layers` must name layers below {len(layer_types)}, the model's number of layers, "
+            f"got {beyond}."
+        )
+    # In transformers 5.17, layers at the end that share the keys and values of others have no cache layer at all.
+    for index, layer_config in zip(range(len(layer_types)), layer_configs, strict=False):
+        head_dim = head_dim_of(layer_config)
+        if index in quantized and head_dim is not None:
+            formats: LayerFormats = quant_config.formats(index)
+            formats.key.num_groups(head_dim)
+            formats.value.num_groups(head_dim)

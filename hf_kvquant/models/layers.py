@@ -1,0 +1,53 @@
+"""Which layers of a model have a cache, of which type, and on which device. transformers decides; this file asks it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
+
+from .text_config import text_config_of
+
+
+def layers_of(text_config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
+    """The types of a decoder's cache layers, as transformers names them, and the keyword arguments of each.
+
+    transformers treats Mllama's layers that attend to pictures like any other. They hold the pictures' tokens instead
+    of the text's, without its padding, and do not grow. Here their type is `cross_attention`.
+
+    Raises:
+        NotImplementedError: The config has no number of layers, such as that of several models in sequence (BLT).
+    """
+    if not isinstance(getattr(text_config, "num_hidden_layers", None), int):
+        raise NotImplementedError(
+            f"KVQuantCache: {text_config.model_type} has no `num_hidden_layers` in its config, so the number of cache "
+            "layers is unknown. Leave the model unpatched."
+        )
+    layer_types, layer_kwargs = cache_utils.get_layer_types_and_kwargs(text_config)
+    if isinstance(layer_kwargs, dict):  # transformers 5.17 has one dictionary for all layers
+        layer_kwargs = [layer_kwargs] * len(layer_types)
+    # Early exit lowers the number of layers for a while, but not the list of their types.
+    layer_types = layer_types[: len(layer_kwargs)]
+    across = getattr(text_config, "cross_attention_layers", None) or ()
+    layer_types = ["cross_attention" if index in across else each for index, each in enumerate(layer_types)]
+    return layer_types, layer_kwargs
+
+
+def count_layers(config: PreTrainedConfig) -> int:
+    """How many layers the caches of a model have, given its own config or its text model's.
+
+    Can be fewer than the model has: layers that share the keys of others may have no cache layer.
+    """
+    return len(layers_of(config.get_text_config(decoder=True))[0])
+
+
+def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
+    """The device of each layer's weights, by layer index; the model's device for layers that are not found."""
+    layer_types, _ = layers_of(text_config_of(model))
+    found: dict[int, torch.device] = {}
+    for module in (model.get_decoder() or model).modules():
+        index, parameter = getattr(module, "layer_idx", None), next(module.parameters(), None)
+        if isinstance(index, int) and parameter is not None:
+            found.setdefault(index, parameter.device)
+    return {index: found.get(index, model.device) for index in range(len(layer_types))}
