@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_kvquant import PRESETS, KeyTransform, KVQuantCache, KVQuantConfig, patched
-from hf_kvquant.cache.cache import file as cache_file
+from hf_kvquant.cache import file as cache_file
 from hf_kvquant.models.hashes import content_hash
 
 TENSOR = {"storage": "int8", "granularity": "tensor"}

@@ -23,7 +23,7 @@ from test_fuzz_ops import DICE
 from torch import Tensor
 
 from hf_kvquant import KVQuantCache
-from hf_kvquant.cache.cache import file as cache_file
+from hf_kvquant.cache import file as cache_file
 from hf_kvquant.models.hashes import content_hash
 from hf_kvquant.storage.layer_store import LayerStorage
 

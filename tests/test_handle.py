@@ -23,8 +23,8 @@ from hf_kvquant.cache.handle import LOOKED_INSIDE, KVHandle, KVLength, KVStep, M
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.key_transform import KeyTransform
+from hf_kvquant.storage import layer_store as storage_module
 from hf_kvquant.storage.layer_store import LayerStorage
-from hf_kvquant.storage.layer_store import layer_store as storage_module
 
 INT8 = LayerFormats(KVFormat("int8"), KVFormat("int4", symmetric=False))
 NONE = LayerFormats(KVFormat("none"), KVFormat("none"))

@@ -5,7 +5,6 @@ Imports are looked at from fresh interpreters, which are slow to start: each scr
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import logging
@@ -60,44 +59,6 @@ def test_all_is_what_there_is() -> None:
 def test_the_package_is_typed_and_has_a_version() -> None:
     assert (PACKAGE / "py.typed").exists()
     assert hf_kvquant.__version__.count(".") == 2
-
-
-def imported_by(module: str) -> dict[str, bool]:
-    """What a module of the package imports, under absolute names: modules, and names in them.
-
-    Each with whether it is imported along with the module, not only where a function is called.
-    """
-    path = PACKAGE / f"{module.replace('.', '/')}.py"
-    package = f"hf_kvquant.{module}".split(".")[:-1]
-    if not path.exists():
-        path, package = PACKAGE / module.replace(".", "/") / "__init__.py", f"hf_kvquant.{module}".split(".")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    found: dict[str, bool] = {}
-    for node in ast.walk(tree):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) + 1 - node.level] if node.level else []
-            source = ".".join([*above, *([node.module] if node.module else [])])
-            names = [source, *(f"{source}.{alias.name}" for alias in node.names)]
-        found |= {name: found.get(name, False) or node in tree.body for name in names}
-    return found
-
-
-def test_what_is_below_the_cache_knows_no_transformers() -> None:
-    """Neither these modules nor what is imported along with them."""
-    below, pending = set(), ["storage", "handle", "lengths", "pool", "ops", "reference", "config", "prefetch"]
-    while pending:
-        module = pending.pop()
-        below.add(module)
-        for name, is_at_once in imported_by(module).items():
-            assert name.split(".")[0] != "transformers", f"hf_kvquant.{module} imports {name}"
-            own = name.removeprefix("hf_kvquant.")
-            is_module = (PACKAGE / own.replace(".", "/")).is_dir() or (PACKAGE / f"{own.replace('.', '/')}.py").exists()
-            if is_at_once and name != own and is_module and own not in below:
-                pending.append(own)
-    assert below >= {"formats", "op_arguments", "transforms", "transforms.key_transform"}, "imports are not followed"
 
 
 # --- what an import does ----------------------------------------------------------------------------------------------

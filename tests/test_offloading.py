@@ -29,7 +29,8 @@ import hf_kvquant
 from hf_kvquant import KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache.handle import KVHandle
 from hf_kvquant.spec.formats import KVFormat, Planes
-from hf_kvquant.storage.layer_store import LayerStorage, offloading
+from hf_kvquant.storage import offloading
+from hf_kvquant.storage.layer_store import LayerStorage
 from hf_kvquant.storage.offloading import OffloadedStorage, Offloader
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

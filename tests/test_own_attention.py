@@ -22,7 +22,7 @@ from torch import Tensor
 
 import hf_kvquant
 from hf_kvquant import KVQuantCache, patched
-from hf_kvquant.attention.registry import unregistered as own_attention
+from hf_kvquant.attention import unregistered as own_attention
 
 OWN = ["gptj", "codegen", "gpt_neo", "bloom", "falcon", "falcon_alibi", "falcon_new", "mpt"]
 # The keys of the first layer depend on the tokens alone, so that they are the same in two runs to the last bit.

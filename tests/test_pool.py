@@ -21,7 +21,8 @@ from models import greedy, left_padded, logits
 from transformers.cache_utils import DynamicCache
 
 from hf_kvquant import KVQuantCache, disable, enable, patch, patched, unpatch
-from hf_kvquant.storage.layer_store import BufferKind, pool
+from hf_kvquant.storage import pool
+from hf_kvquant.storage.layer_store import BufferKind
 from hf_kvquant.storage.pool import BufferPool, drop_pool, pool_of
 from hf_kvquant.transforms import of_model
 

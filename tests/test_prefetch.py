@@ -27,14 +27,14 @@ INT4 = {"preset": "int4"}
 
 
 def test_opcheck(device: str) -> None:
-    torch.library.opcheck(torch.ops.hf_kvquant.graphs.prefetch.default, (torch.randn(64, 64, device=device), 4096))
+    torch.library.opcheck(torch.ops.hf_kvquant.prefetch.default, (torch.randn(64, 64, device=device), 4096))
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 128, 16384, 16385, 2**19 - 1, 2**19, 3 * 2**20])
 def test_weights_stay_as_they_are(num_bytes: int, device: str) -> None:
     weight = torch.randn(3 * 2**20 // 4, device=device)
     before = weight.clone()
-    torch.ops.hf_kvquant.graphs.prefetch(weight, num_bytes)
+    torch.ops.hf_kvquant.prefetch(weight, num_bytes)
     compare.assert_same(weight, before.cpu(), "weight")
 
 
@@ -60,7 +60,7 @@ def test_weights_stay_as_they_are(num_bytes: int, device: str) -> None:
 )
 def test_what_is_refused(change: Callable[[Tensor], Tensor], num_bytes: int, message: str, device: str) -> None:
     with pytest.raises(ValueError) as raised:
-        torch.ops.hf_kvquant.graphs.prefetch(change(torch.randn(4, 8, device=device)), num_bytes)
+        torch.ops.hf_kvquant.prefetch(change(torch.randn(4, 8, device=device)), num_bytes)
     assert str(raised.value) == message
 
 

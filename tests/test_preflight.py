@@ -24,8 +24,8 @@ import hf_kvquant
 from hf_kvquant import KVQuantConfig, PreflightError, cli, run_preflight
 from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
 from hf_kvquant.patching import state_of
-from hf_kvquant.preflight.check import check as preflight
-from hf_kvquant.preflight.check import divergence, verdict
+from hf_kvquant.preflight import check as preflight
+from hf_kvquant.preflight import divergence, verdict
 from hf_kvquant.preflight.signals import read_signals
 
 UNTRANSFORMED: dict[str, Any] = {"preset": "int4", "transforms": []}

@@ -21,7 +21,7 @@ from hf_kvquant import KVQuantCache, LayerReport, Report, environment, ops, patc
 from hf_kvquant.attention.registry import NOT_QUANTIZED
 from hf_kvquant.cache.handle import LOOKED_INSIDE
 from hf_kvquant.graphs import capture
-from hf_kvquant.storage.layer_store import offloading
+from hf_kvquant.storage import offloading
 
 KERNEL = {"cpu": f"CPU kernel, {ops.extension().cpu_capability()}", "cuda": "CUDA kernel"}  # type: ignore[union-attr]
 REINSTALL = ops.REINSTALL

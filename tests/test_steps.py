@@ -27,7 +27,8 @@ from hf_kvquant import KVQuantCache, patch, patched, unpatch
 from hf_kvquant.cache.steps import Steps
 from hf_kvquant.generate.encoder_decoder import KVQuantEncoderDecoderCache
 from hf_kvquant.spec.formats import BLOCK_SIZE
-from hf_kvquant.storage.layer_store import LayerStorage, offloading
+from hf_kvquant.storage import offloading
+from hf_kvquant.storage.layer_store import LayerStorage
 from hf_kvquant.storage.rings import RingStorage
 
 NUM_LAYERS, PROMPT, WINDOW = 4, 12, 6
