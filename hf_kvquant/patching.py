@@ -44,8 +44,8 @@ from .graphs.decode_loop import generate
 from .models.layers import count_layers, layers_of
 from .models.sharding import check_heads
 from .models.text_config import check_is_model, text_config_of
-from .storage.layer_store import BufferKind
 from .storage.pool import BufferPool, drop_pool, pool_of, pooled_models
+from .storage.residency import BufferKind
 from .transforms.of_model import key_transforms
 
 logger = logging.getLogger(__name__)

@@ -157,9 +157,9 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
         if cache is not None:
             layer = cache.layers[index]
             assert isinstance(layer, KVQuantLayer)
-            tally = layer.storage.fallbacks
+            tally = layer.storage.tally.fallbacks
             if layer.storage.is_allocated:
-                device, head_dims = layer.storage.device, (layer.storage.key_head_dim, layer.storage.value_head_dim)
+                device, head_dims = layer.storage.device, layer.storage.shape[2:]
         kernel, reason = _served_by(config, index, device, head_dims, dense)
         name = name_of(config.formats(index))
         layers.append(LayerReport(index, layer_type, name, str(device), kernel, reason, dict(tally)))

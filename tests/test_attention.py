@@ -223,7 +223,7 @@ def test_handles_are_served_from_codes(padded: bool, q_len: int, static: bool) -
     assert weights is None
     starts = PADS.int() if padded else None
     check(out, expected_output(query, handles, softmax_scale=0.3, starts=starts), "output")
-    assert handles[0].step.storage.fallbacks.total() == 1, "only by the look of this test"
+    assert handles[0].step.storage.tally.fallbacks.total() == 1, "only by the look of this test"
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_handles_are_served_from_codes(padded: bool, q_len: int, static: bool) -
 def test_keyword_arguments_that_the_kernel_serves(options: dict[str, Any], meaning: dict[str, Any]) -> None:
     handles, query = make_handles(), torch.randn(BATCH, Q_HEADS, 1, HEAD_DIM)
     out, _ = attention(make_module(), query, *handles, None, prev="eager", **options)
-    assert not handles[0].step.storage.fallbacks
+    assert not handles[0].step.storage.tally.fallbacks
     check(out, expected_output(query, handles, **meaning), "output")
 
 
@@ -270,7 +270,7 @@ def test_a_cap_that_prefill_leaves_out_is_left_out() -> None:
 def test_unknown_keyword_arguments_fall_back(options: dict[str, Any], reason: str, static: bool) -> None:
     handles, query = make_handles(max_cache_len=32 if static else None), torch.randn(BATCH, Q_HEADS, 1, HEAD_DIM)
     out, _ = attention(make_module(), query, *handles, make_bounds(PADS, LENGTH - 1), prev="sdpa", **options)
-    assert handles[0].step.storage.fallbacks == {reason: 1}
+    assert handles[0].step.storage.tally.fallbacks == {reason: 1}
     check(out, expected_output(query, handles, starts=PADS.int()), "output")
 
 
@@ -283,7 +283,7 @@ def test_a_position_bias_falls_back(padded: bool, q_len: int) -> None:
     bounds = make_bounds(PADS if padded else torch.zeros(3), LENGTH - q_len)
     out, _ = attention(make_module(), query, *handles, bounds, prev="sdpa", position_bias=bias)
     storage = handles[0].step.storage
-    assert storage.fallbacks == {"a position bias is added to the scores": 1}
+    assert storage.tally.fallbacks == {"a position bias is added to the scores": 1}
     key, value = (x.repeat_interleave(2, 1) for x in storage.dequantize())
     scores = query @ key.mT * HEAD_DIM**-0.5 + bias
     column, position = torch.arange(LENGTH), torch.arange(LENGTH - q_len, LENGTH)[:, None]
@@ -298,14 +298,14 @@ def test_a_mask_of_the_user_falls_back() -> None:
     mask = torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.bool)
     mask[..., :3] = False
     out, _ = attention(make_module(), query, *handles, mask, prev="sdpa")
-    assert handles[0].step.storage.fallbacks == {"the attention mask is neither causal nor left padding": 1}
+    assert handles[0].step.storage.tally.fallbacks == {"the attention mask is neither causal nor left padding": 1}
     check(out, expected_output(query, handles, starts=torch.full((BATCH,), 3)), "output")
 
 
 def test_dropout_in_training_falls_back() -> None:
     handles, query = make_handles(), torch.randn(BATCH, Q_HEADS, 1, HEAD_DIM)
     attention(make_module().train(), query, *handles, None, prev="sdpa", dropout=0.1)
-    assert handles[0].step.storage.fallbacks == {"attention dropout": 1}
+    assert handles[0].step.storage.tally.fallbacks == {"attention dropout": 1}
 
 
 def test_queries_that_see_what_comes_later_fall_back() -> None:
@@ -313,7 +313,7 @@ def test_queries_that_see_what_comes_later_fall_back() -> None:
     mask = torch.ones(BATCH, 1, 3, LENGTH, dtype=torch.bool)
     out, _ = attention(make_module(), query, *handles, mask, prev="sdpa", is_causal=False)
     storage = handles[0].step.storage
-    assert storage.fallbacks.total() == 1
+    assert storage.tally.fallbacks.total() == 1
     key, value = (x.repeat_interleave(2, 1) for x in storage.dequantize())
     weights = (query @ key.mT * HEAD_DIM**-0.5).softmax(-1)
     check(out, (weights @ value).transpose(1, 2), "output")

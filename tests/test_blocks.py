@@ -24,7 +24,8 @@ from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, KVQuantConfig, ops,
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import BLOCK_SIZE, Planes
-from hf_kvquant.storage.layer_store import LayerStorage
+from hf_kvquant.storage import rewind
+from hf_kvquant.storage.layer_store import LayerStore
 
 KEY = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE, clip_ratio=15 / 16)
 VALUE = KVFormat("int4", symmetric=False, clip_ratio=15 / 16)
@@ -323,8 +324,8 @@ def test_a_graph_is_replayed_across_borders() -> None:
 # --- storage ----------------------------------------------------------------------------------------------------------
 
 
-def stored(counts: list[int], max_cache_len: int | None = None) -> LayerStorage:
-    storage = LayerStorage(LayerFormats(KEY, VALUE), max_cache_len=max_cache_len, name="layer 3")
+def stored(counts: list[int], max_cache_len: int | None = None) -> LayerStore:
+    storage = LayerStore(LayerFormats(KEY, VALUE), max_cache_len=max_cache_len, name="layer 3")
     for count in counts:
         storage.extend(torch.randn(2, 2, count, 16), torch.randn(2, 2, count, 16))
     return storage
@@ -334,10 +335,10 @@ def stored(counts: list[int], max_cache_len: int | None = None) -> LayerStorage:
 def test_a_crop_opens_a_block_again(max_cache_len: int | None) -> None:
     storage = stored([200, 100], max_cache_len)
     before = storage.dequantize()[0][:, :, :250]
-    storage.crop(50)  # into the second block, which had codes
+    rewind.crop(storage, 50)  # into the second block, which had codes
     assert_same(storage.dequantize()[0][:, :, :250], before, "what is left")
-    assert storage.key_planes is not None and storage.key_planes.tail is not None
-    assert_same(storage.key_planes.tail[:, :, : 250 - 128], before[:, :, 128:], "the tail")
+    assert storage.held_sides()[0].tail is not None
+    assert_same(storage.held_sides()[0].tail[:, :, : 250 - 128], before[:, :, 128:], "the tail")
     new = torch.randn(2, 2, 7, 16)
     storage.extend(new, new)
     key = storage.dequantize()[0]
@@ -369,8 +370,8 @@ def test_padding_does_not_widen_scales() -> None:
     told.attend(torch.randn(2, 4, 128, 16), softmax_scale=0.25, starts=starts)
     for storage in (noted, told):
         assert (storage.dequantize()[0] - key).abs()[1, :, 40:].max() < 0.4
-        assert storage.key_planes is not None and storage.key_planes.scale is not None
-        assert storage.key_planes.scale.max() < 1.0
+        assert storage.held_sides()[0].scale is not None
+        assert storage.held_sides()[0].scale.max() < 1.0
     noted.select(torch.tensor([1, 0, 1]))
     assert noted.starts is not None and noted.starts.tolist() == [40, 0, 40]
     noted.reset()
@@ -442,7 +443,7 @@ def test_a_fallback_attends_to_the_same_keys() -> None:
             "preset 'int4-g32' for groups of channels.",
         ),
         (
-            lambda: LayerStorage(LayerFormats(KEY, VALUE), key_transform=KeyTransform(is_rotated=True)),
+            lambda: LayerStore(LayerFormats(KEY, VALUE), key_transform=KeyTransform(is_rotated=True)),
             "layer: `key_transform` must be None where every channel of the keys has a scale of its own, got rotate. "
             "Outlier channels do no harm there: leave it out.",
         ),

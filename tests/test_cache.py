@@ -338,14 +338,16 @@ def test_operations_on_an_empty_cache(operation: str) -> None:
 @presets
 def test_reset(preset: str, kind: str) -> None:
     cache = give(make(preset, kind), chunks_of(70, 1))
-    addresses = [plane.data_ptr() for storage in cache.storages for plane in storage.key_planes.tensors()]
+    addresses = [plane.data_ptr() for storage in cache.storages for plane in storage.held_sides()[0].tensors()]
     cache.reset()
     assert int(cache.get_seq_length()) == 0
     expected, chunks = ReferenceCache(CONFIG, preset), chunks_of(6, 1)
     give(cache, chunks), give(expected, chunks)
     check_same_tokens(cache, expected, "after a reset")
     if kind == "static":
-        assert addresses == [plane.data_ptr() for storage in cache.storages for plane in storage.key_planes.tensors()]
+        assert addresses == [
+            plane.data_ptr() for storage in cache.storages for plane in storage.held_sides()[0].tensors()
+        ]
 
 
 def test_a_growing_cache_takes_another_batch_after_a_reset() -> None:
@@ -429,7 +431,7 @@ def test_a_copy_writes_pending_tokens_first() -> None:
     cache, expected = make("int4", "growing"), ReferenceCache(CONFIG, "int4")
     chunks = chunks_of(4, 2)
     give(cache, chunks), give(expected, chunks)
-    assert cache.storages[0].pending is not None
+    assert cache.storages[0].writer.pending is not None
     check_same_tokens(copy.deepcopy(cache), expected, "copy")
 
 
@@ -443,7 +445,7 @@ def frozen(cache: KVQuantCache) -> list[Tensor]:
     return [
         plane.clone()
         for storage in cache.storages
-        for plane in (*storage.key_planes.tensors(), *storage.value_planes.tensors(), storage.lengths)
+        for plane in (*storage.held_sides()[0].tensors(), *storage.held_sides()[1].tensors(), storage.lengths)
     ]
 
 

@@ -27,6 +27,7 @@ from transformers import DynamicCache
 from hf_kvquant import PRESETS, KeyTransform, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache import file as cache_file
 from hf_kvquant.models.hashes import content_hash
+from hf_kvquant.storage.saved import held_planes
 
 TENSOR = {"storage": "int8", "granularity": "tensor"}
 CONFIGS: dict[str, Any] = {
@@ -70,7 +71,7 @@ def check_same(output: Any, expected: Any) -> None:
 
 
 def planes_of(storage: Any) -> list[Tensor]:
-    return [tensor for planes in storage.held_planes() for tensor in planes.tensors()]
+    return [tensor for planes in held_planes(storage) for tensor in planes.tensors()]
 
 
 def saved(path: Path, config: Any = "int4", tokens: int = 9, model: Any = None) -> Path:

@@ -64,7 +64,7 @@ def check_same_generation(model: Any, config: dict[str, Any], compiled: dict[str
 def test_generate_compiles_one_graph(preset: str) -> None:
     config = {"preset": preset, "max_cache_len": 32}
     output = check_same_generation(models.build("llama"), config, compiled_for("eager"))
-    assert not output.past_key_values.storages[0].fallbacks
+    assert not output.past_key_values.storages[0].tally.fallbacks
     check_one_graph()
 
 
@@ -157,7 +157,7 @@ def test_models_that_compute_attention_by_themselves_compile_one_graph(family: s
     if family == "bloom" and not hasattr(model, "create_masks_for_generate"):
         pytest.skip("this version of transformers has no static caches for BLOOM but its own")
     output = check_same_generation(model, {"preset": "int4", "max_cache_len": 32}, compiled_for("eager"))
-    assert not any(storage.fallbacks for storage in output.past_key_values.storages)
+    assert not any(storage.tally.fallbacks for storage in output.past_key_values.storages)
     check_one_graph()
 
 
@@ -205,7 +205,7 @@ def test_chunked_prefill_is_compiled_too(config: dict[str, Any], pads: tuple[int
 
 
 def places(output: Any) -> list[int]:
-    return [tensor.data_ptr() for storage in output.past_key_values.storages for tensor in storage._tensors()]
+    return [tensor.data_ptr() for storage in output.past_key_values.storages for tensor in storage.step_tensors()]
 
 
 def test_calls_of_other_lengths_reuse_graph_and_buffers() -> None:

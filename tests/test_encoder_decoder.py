@@ -171,7 +171,7 @@ def check_equal(output: Any, expected: Any) -> None:
 
 
 def fallbacks(cache: KVQuantCache) -> int:
-    return sum(sum(storage.fallbacks.values()) for storage in cache.storages)
+    return sum(sum(storage.tally.fallbacks.values()) for storage in cache.storages)
 
 
 # --- families ---------------------------------------------------------------------------------------------------------

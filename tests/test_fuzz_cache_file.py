@@ -25,7 +25,7 @@ from torch import Tensor
 from hf_kvquant import KVQuantCache
 from hf_kvquant.cache import file as cache_file
 from hf_kvquant.models.hashes import content_hash
-from hf_kvquant.storage.layer_store import LayerStorage
+from hf_kvquant.storage.layer_store import LayerStore
 
 NAMES = ["int8", "windows", "int4-channel", "layers"]
 # All that a load may ask for here, some times what these caches take.
@@ -82,14 +82,14 @@ def originals(tmp_path_factory: pytest.TempPathFactory, model: Any) -> dict[str,
 @pytest.fixture
 def load(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], dict[str, Tensor] | None]:
     """Loads a file of these bytes. Returns what the cache holds, `None` where the file was refused as it should be."""
-    restored: list[LayerStorage] = []
-    restore = LayerStorage.restore
+    restored: list[LayerStore] = []
+    restore = LayerStore.restore
 
-    def counting(storage: LayerStorage, *args: Any, **options: Any) -> None:
+    def counting(storage: LayerStore, *args: Any, **options: Any) -> None:
         restored.append(storage)
         restore(storage, *args, **options)
 
-    monkeypatch.setattr(LayerStorage, "restore", counting)
+    monkeypatch.setattr(LayerStore, "restore", counting)
     monkeypatch.setattr(cache_file, "_memory_of", lambda device: MEMORY)
 
     def load(data: bytes) -> dict[str, Tensor] | None:

@@ -39,7 +39,7 @@ import hf_kvquant
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache.layers import KVQuantLayer
 from hf_kvquant.spec import reference
-from hf_kvquant.storage.layer_store import _log_fallback
+from hf_kvquant.storage.tally import _log_fallback
 
 QUANTIZED = [preset for preset in PRESETS if preset != "none"]
 
@@ -70,7 +70,7 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_presets_attend_to_what_the_reference_decodes(family: str, preset: str) -> None:
     expected, cache = check_against_reference(models.family(family), preset, left_padded())
-    fallbacks = sum(sum(storage.fallbacks.values()) for storage in cache.storages)
+    fallbacks = sum(sum(storage.tally.fallbacks.values()) for storage in cache.storages)
     assert (fallbacks == 0) == FAMILIES[family].is_served, f"{fallbacks} steps fell back"
     # The comparison above would pass without any quantisation if quantisation did not show in the logits.
     dense = logits(unquantized(family))
@@ -179,7 +179,7 @@ def test_generate_features(config: Any, feature: str) -> None:
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
-    assert not any(storage.fallbacks for storage in output.past_key_values.storages)
+    assert not any(storage.tally.fallbacks for storage in output.past_key_values.storages)
 
 
 def test_every_beam_keeps_the_keys_of_its_own_tokens() -> None:
@@ -282,7 +282,7 @@ def test_chat_continues_on_the_returned_cache(config: str, num_new: int) -> None
         compare.assert_same(output.sequences, dense.sequences, "tokens")
         bound = tolerances.model_bound(logits(dense), logits(dense), torch.float32)
         compare.assert_close(logits(output), logits(dense), bound, "logits")
-        assert not any(storage.fallbacks for storage in output.past_key_values.storages)
+        assert not any(storage.tally.fallbacks for storage in output.past_key_values.storages)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -305,12 +305,12 @@ def test_masks_with_holes_fall_back_to_dense_tensors(config: str) -> None:
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
     for storage in output.past_key_values.storages:
-        assert sum(storage.fallbacks.values()) == (4 if storage.is_quantized else 0)
+        assert sum(storage.tally.fallbacks.values()) == (4 if storage.is_quantized else 0)
     output.past_key_values.reset()
     with patched(model, spelled):
         fresh = greedy(model, inputs, 4, past_key_values=output.past_key_values)
     for storage in fresh.past_key_values.storages:
-        assert sum(storage.fallbacks.values()) == (4 if storage.is_quantized else 0), "a reset forgets the holes"
+        assert sum(storage.tally.fallbacks.values()) == (4 if storage.is_quantized else 0), "a reset forgets the holes"
 
 
 def test_a_right_padded_prompt_falls_back() -> None:
@@ -321,7 +321,7 @@ def test_a_right_padded_prompt_falls_back() -> None:
     with patched(model, config):
         output = greedy(model, inputs)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
-    assert sum(output.past_key_values.storages[0].fallbacks.values()) == 5
+    assert sum(output.past_key_values.storages[0].tally.fallbacks.values()) == 5
 
 
 @pytest.mark.parametrize("config", ["none", "first_layer", "last_layer"])
@@ -341,7 +341,7 @@ def test_a_shared_prefix_is_repeated(config: str) -> None:
     with patched(model, CONFIGS[config]):
         output = run(KVQuantCache(model.config, CONFIGS[config]))
     compare.assert_same(output.sequences, expected.sequences, "tokens")
-    assert not any(storage.fallbacks for storage in output.past_key_values.storages)
+    assert not any(storage.tally.fallbacks for storage in output.past_key_values.storages)
 
 
 # --- what is not ours -------------------------------------------------------------------------------------------------
@@ -520,7 +520,7 @@ def test_a_mask_of_four_dimensions() -> None:
     with patched(model, config):
         ours = run(cache)
     compare.assert_close(ours, expected, tolerances.model_bound(expected, expected, torch.float32), "logits")
-    assert sum(cache.storages[0].fallbacks.values()) == 1
+    assert sum(cache.storages[0].tally.fallbacks.values()) == 1
 
 
 def test_logits_to_keep() -> None:
@@ -561,7 +561,7 @@ def test_a_cache_passed_to_an_unpatched_model_falls_back(config: str, caplog: py
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
-    lines = [record.message for record in caplog.records if record.name.startswith("hf_kvquant.storage.layer_store")]
+    lines = [record.message for record in caplog.records if record.name.startswith("hf_kvquant.storage.tally")]
     assert lines == ([] if config == "none" else [
         "attention runs on dequantised tensors: the model or its attention implementation looks at keys and values "
         "itself (is the model patched?). Correct, slower."

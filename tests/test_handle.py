@@ -23,8 +23,8 @@ from hf_kvquant.cache.handle import LOOKED_INSIDE, KVHandle, KVLength, KVStep, M
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.key_transform import KeyTransform
-from hf_kvquant.storage import layer_store as storage_module
-from hf_kvquant.storage.layer_store import LayerStorage
+from hf_kvquant.storage import tally as tally_module
+from hf_kvquant.storage.layer_store import LayerStore
 
 INT8 = LayerFormats(KVFormat("int8"), KVFormat("int4", symmetric=False))
 NONE = LayerFormats(KVFormat("none"), KVFormat("none"))
@@ -34,7 +34,7 @@ def make_handles(
     formats: LayerFormats = INT8, *, max_cache_len: int | None = None, device: str = "cpu", **options: Any
 ) -> tuple[KVHandle, KVHandle]:
     """The handles of a step of 2 tokens, still pending, over 5 older ones."""
-    storage = LayerStorage(formats, max_cache_len=max_cache_len, **options)
+    storage = LayerStore(formats, max_cache_len=max_cache_len, **options)
     for count in (5, 2):
         storage.extend(torch.randn(2, 2, count, 16).to(device), torch.randn(2, 2, count, 8).to(device))
     step = KVStep(storage)
@@ -48,7 +48,7 @@ def dense_of(handle: KVHandle) -> Tensor:
 
 def is_untouched(handle: KVHandle) -> bool:
     storage = handle.step.storage
-    return not storage.fallbacks and storage.pending is not None
+    return not storage.tally.fallbacks and storage.writer.pending is not None
 
 
 # --- what needs no look inside ----------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_a_look_inside_is_a_look_at_the_dense_tensor(look: str) -> None:
         assert_same(result, expected, look)
     else:
         assert result == expected
-    assert key.step.storage.fallbacks == {LOOKED_INSIDE: 1}
+    assert key.step.storage.tally.fallbacks == {LOOKED_INSIDE: 1}
 
 
 def test_handles_in_nested_arguments_are_replaced() -> None:
@@ -228,25 +228,25 @@ def test_dense_tensors_are_in_the_basis_of_the_model() -> None:
 def test_a_step_is_dequantised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     key, value = make_handles()
     calls = []
-    dequantize = LayerStorage.dequantize
+    dequantize = LayerStore.dequantize
 
-    def counted(self: LayerStorage) -> tuple[Tensor, Tensor]:
+    def counted(self: LayerStore) -> tuple[Tensor, Tensor]:
         calls.append(self)
         return dequantize(self)
 
-    monkeypatch.setattr(LayerStorage, "dequantize", counted)
+    monkeypatch.setattr(LayerStore, "dequantize", counted)
     assert key.dense() is key.dense() and value.dense() is value.dense()
     _ = key + 1, key[0], torch.cat([key, key]), value.mT, len(value)
     assert len(calls) == 1
-    assert key.step.storage.fallbacks == {LOOKED_INSIDE: 1}
+    assert key.step.storage.tally.fallbacks == {LOOKED_INSIDE: 1}
     next_step = KVStep(key.step.storage)
     KVHandle(next_step, 0).dense()
     assert len(calls) == 2
-    assert key.step.storage.fallbacks == {LOOKED_INSIDE: 2}
+    assert key.step.storage.tally.fallbacks == {LOOKED_INSIDE: 2}
 
 
 def test_a_fallback_is_said_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    storage_module._log_fallback.cache_clear()
+    tally_module._log_fallback.cache_clear()
     with caplog.at_level(logging.WARNING, logger="hf_kvquant"):
         for _ in range(3):
             key, value = make_handles()
@@ -261,10 +261,10 @@ def test_a_fallback_is_said_once_in_the_log(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_where_nothing_is_quantised_nothing_falls_back(caplog: pytest.LogCaptureFixture) -> None:
-    storage_module._log_fallback.cache_clear()
+    tally_module._log_fallback.cache_clear()
     key, _ = make_handles(NONE)
     key.dense()
-    assert not key.step.storage.fallbacks and not caplog.records
+    assert not key.step.storage.tally.fallbacks and not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_copies_do_not_recurse(copier: Callable[[KVHandle], KVHandle]) -> None:
     expected = dense_of(key)
     twin = copier(key)
     assert isinstance(twin, KVHandle) and twin.side == 0 and twin.shape == key.shape
-    assert not key.step.storage.fallbacks
+    assert not key.step.storage.tally.fallbacks
     assert_same(twin.dense(), expected, "copy")
 
 

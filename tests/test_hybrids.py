@@ -76,7 +76,7 @@ def test_static_caches_give_the_logits_of_growing_ones(model: Any, preset: str) 
         output = greedy(model, left_padded(), disable_compile=True)
     # A GPU splits a sequence by the capacity of its buffers, and so sums in another order.
     compare.assert_close(logits(output), expected, tolerances.model_bound(expected, expected, torch.float32), "logits")
-    assert not any(storage.fallbacks for storage in output.past_key_values.storages)
+    assert not any(storage.tally.fallbacks for storage in output.past_key_values.storages)
 
 
 def test_a_chat_goes_on_with_its_cache(model: Any) -> None:

@@ -135,12 +135,12 @@ def test_without_the_extension_the_reference_serves_and_says_so_once() -> None:
         from hf_kvquant import ops
         from hf_kvquant.spec import reference
         from hf_kvquant.config import PRESETS, LayerFormats
-        from hf_kvquant.storage.layer_store import LayerStorage
+        from hf_kvquant.storage.layer_store import LayerStore
 
         assert isinstance(ops.extension(), ImportError)
         assert not ops.has_kernels("cpu") and not ops.has_kernels("cuda")
         for formats in PRESETS.values():
-            storage = LayerStorage(LayerFormats(*formats))
+            storage = LayerStore(LayerFormats(*formats))
             chunks = [(torch.randn(2, 2, q_len, 64), torch.randn(2, 2, q_len, 64)) for q_len in (5, 1, 1)]
             for key, value in chunks:
                 query = torch.randn(2, 4, key.shape[2], 64)

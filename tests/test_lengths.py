@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_kvquant.config import KVQuantConfig
-from hf_kvquant.storage.layer_store import LayerStorage
+from hf_kvquant.storage import rearrange, rewind
+from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.lengths import LengthGroup, Lengths
 
 CPU = torch.device("cpu")
@@ -250,12 +251,12 @@ def test_a_group_that_all_have_left_is_not_joined() -> None:
     assert lengths.join(0, 2, CPU)[0] is not group
 
 
-def storages_of(count: int, max_cache_len: int | None = None) -> list[LayerStorage]:
+def storages_of(count: int, max_cache_len: int | None = None) -> list[LayerStore]:
     lengths = Lengths()
-    return [LayerStorage(FORMATS, lengths=lengths, max_cache_len=max_cache_len) for _ in range(count)]
+    return [LayerStore(FORMATS, lengths=lengths, max_cache_len=max_cache_len) for _ in range(count)]
 
 
-def extend(storages: list[LayerStorage], count: int, batch: int = BATCH) -> None:
+def extend(storages: list[LayerStore], count: int, batch: int = BATCH) -> None:
     x = torch.randn(batch, HEADS, count, HEAD_DIM)
     for storage in storages:
         storage.extend(x, x)
@@ -268,9 +269,9 @@ def test_storages_of_a_cache_share_one_tensor(max_cache_len: int | None) -> None
     extend(storages, 5)
     for change in (
         lambda: None,
-        lambda: [storage.crop(2) for storage in storages],
-        lambda: [storage.repeat(2) for storage in storages],
-        lambda: [storage.select(torch.tensor([2, 1])) for storage in storages],
+        lambda: [rewind.crop(storage, 2) for storage in storages],
+        lambda: [rearrange.repeat(storage, 2) for storage in storages],
+        lambda: [rearrange.select(storage, torch.tensor([2, 1])) for storage in storages],
         lambda: [storage.reset() for storage in storages],
     ):
         change()
@@ -290,7 +291,7 @@ def test_the_book_does_not_grow(batch: int) -> None:
     for _ in range(4):
         for rows in (torch.arange(batch) % BATCH, torch.arange(BATCH)):
             for storage in storages:
-                storage.select(rows)
+                rearrange.select(storage, rows)
             extend(storages, 1, len(rows))
     groups = storages[0]._shared_lengths._groups.values()
     assert [len(group._behind) for group in groups] == [3] * len({batch, BATCH})
@@ -305,7 +306,7 @@ def test_late_tokens_are_written_where_they_belong() -> None:
     for storage in storages:
         storage.extend(x, x)
     storages[0].extend(x, x)
-    assert storages[1].pending is not None and storages[1].length == 5
+    assert storages[1].writer.pending is not None and storages[1].length == 5
     expected = copy.deepcopy(storages[0])
     expected.crop(1)
     expected_key, _ = expected.dequantize()

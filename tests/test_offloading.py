@@ -29,9 +29,9 @@ import hf_kvquant
 from hf_kvquant import KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache.handle import KVHandle
 from hf_kvquant.spec.formats import KVFormat, Planes
-from hf_kvquant.storage import offloading
-from hf_kvquant.storage.layer_store import LayerStorage
-from hf_kvquant.storage.offloading import OffloadedStorage, Offloader
+from hf_kvquant.storage import offloading, rearrange, rewind, saved
+from hf_kvquant.storage.layer_store import LayerStore
+from hf_kvquant.storage.offloading import Offloader
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NUM_LAYERS, BATCH, HEAD_DIM = 5, 3, models.HEAD_DIM
@@ -100,13 +100,15 @@ def check_same_tokens(actual: KVQuantCache, expected: KVQuantCache, what: str) -
     for storage, other in zip(actual.storages, expected.storages, strict=True):
         assert storage.length == other.length and storage.is_empty == other.is_empty, what
         if other.is_allocated and not other.is_empty:
-            for planes, other_planes in zip(storage.held_planes(), other.held_planes(), strict=True):
+            for planes, other_planes in zip(saved.held_planes(storage), other.held_planes(), strict=True):
                 on_cpu = other_planes.map(lambda plane: plane.cpu())
                 compare.assert_same_planes(planes, on_cpu, f"{what}, {storage.name}")
 
 
 def residents(cache: KVQuantCache) -> list[int]:
-    return [index for index, storage in enumerate(cache.storages) if storage.is_allocated and not storage._is_away]
+    return [
+        index for index, storage in enumerate(cache.storages) if storage.is_allocated and not storage.residency.is_away
+    ]
 
 
 # --- what comes out ---------------------------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ def test_generate_in_other_ways(preset: str, way: str, device: str) -> None:
         flag = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", **config}}
         with patched(model, "int8" if way == "the flag" else config):
             outputs.append(greedy(model, inputs, 8, **(flag if way == "the flag" else OPTIONS[way])))
-    assert all(isinstance(storage, OffloadedStorage) for storage in outputs[1].past_key_values.storages)
+    assert all(isinstance(storage, LayerStore) for storage in outputs[1].past_key_values.storages)
     compare.assert_same(outputs[1].sequences, outputs[0].sequences.cpu(), "tokens")
 
 
@@ -184,12 +186,12 @@ def test_two_layers_are_there_at_a_time(name: str, device: str) -> None:
         handle.step.dense("a test")
         assert residents(cache) == sorted((index, (index + 1) % NUM_LAYERS))
     for storage in cache.storages:
-        if storage._is_away:
+        if storage.residency.is_away:
             away = [plane for planes in storage._sides for plane in (planes.codes, planes.scale) if plane is not None]
             assert {plane.device.type for plane in away} == {"cpu"}
             assert all(plane.is_pinned() for plane in away) or device == "cpu"
         else:
-            assert storage.key_planes.codes.device.type == device
+            assert storage.held_sides()[0].codes.device.type == device
 
 
 def test_asking_for_numbers_moves_nothing() -> None:
@@ -294,8 +296,8 @@ OPERATIONS: dict[str, Callable[[KVQuantCache], Any]] = {
     "copy": copy.deepcopy,
     "pickle": pickled,
     "look at a layer": lambda cache: cache.layers[2].keys,
-    "touch a layer": lambda cache: cache.storages[3].value_planes,
-    "crop one layer": lambda cache: cache.storages[1].crop(1),
+    "touch a layer": lambda cache: cache.storages[3].held_sides()[1],
+    "crop one layer": lambda cache: rewind.crop(cache.storages[1], 1),
     "reset one layer": lambda cache: cache.storages[1].reset(),
     "move and back": lambda cache: [(layer.offload(), layer.prefetch()) for layer in cache.layers],
 }
@@ -351,7 +353,7 @@ def test_memory_that_is_short_loses_nothing(device: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(offloading, "_rows", failing)
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
-            away.storages[2].key_planes  # noqa: B018
+            away.storages[2].held_sides()[0]
     monkeypatch.setattr(offloading, "_rows", rows)
     check_same_outs(step(away, 1, seed=1), step(plain, 1, seed=1), "a step later")
     check_same_tokens(away, plain, "at last")
@@ -363,10 +365,10 @@ def new_tokens(q_len: int, device: str) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-SECOND_SIDE: dict[str, tuple[int, Callable[[LayerStorage, str], Any]]] = {  # tokens held before, what is done
+SECOND_SIDE: dict[str, tuple[int, Callable[[LayerStore, str], Any]]] = {  # tokens held before, what is done
     "first tokens": (0, lambda storage, device: storage.extend(*new_tokens(9, device))),
     "growing": (9, lambda storage, device: storage.extend(*new_tokens(130, device))),
-    "fewer sequences": (9, lambda storage, device: storage.select(torch.tensor([1]))),
+    "fewer sequences": (9, lambda storage, device: rearrange.select(storage, torch.tensor([1]))),
 }
 
 
@@ -410,7 +412,7 @@ def test_memory_that_runs_out_between_the_sides(
             num_refused += 1
             assert storage.length == length and (storage.batch == BATCH or not length)
             if length:
-                key, value = storage._planes()
+                key, value = storage.held_sides()
                 assert key.codes.shape == value.codes.shape and key.codes.shape[0] == BATCH
             else:
                 assert storage.num_bytes == 0
@@ -444,7 +446,7 @@ def test_saved_and_loaded(name: str, device: str, tmp_path: Path) -> None:
         wanted = KVQuantConfig.from_dict({**config, "offloading": away})
         loaded = KVQuantCache.load(tmp_path / "cache", model, wanted)
         assert loaded.quant_config == wanted
-        assert all(isinstance(storage, OffloadedStorage) == away for storage in loaded.storages)
+        assert all(isinstance(storage, LayerStore) == away for storage in loaded.storages)
         check_same_tokens(loaded, cache, "loaded")
     assert KVQuantCache.load(tmp_path / "cache", model).quant_config.offloading
     assert len(residents(loaded)) <= 2
@@ -520,9 +522,9 @@ SLOW = 20_000_000  # cycles: some 10 ms, far beyond what anything here takes
 @pytest.mark.parametrize("name", ["int4", "int4-channel", "none", "windows"])
 def test_copies_and_kernels_wait_for_each_other(name: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, away = both(CONFIGS[name])
-    fetch, send = OffloadedStorage.fetch, OffloadedStorage.send
+    fetch, send = LayerStore.fetch, LayerStore.send
 
-    def slow_fetch(self: OffloadedStorage) -> None:
+    def slow_fetch(self: LayerStore) -> None:
         if self._is_away and slow == "copies":
             stream = self._offloader.stream(self.device)
             assert stream is not None
@@ -530,13 +532,13 @@ def test_copies_and_kernels_wait_for_each_other(name: str, slow: str, monkeypatc
                 torch.cuda._sleep(SLOW)
         fetch(self)
 
-    def slow_send(self: OffloadedStorage) -> None:
+    def slow_send(self: LayerStore) -> None:
         if slow == "attention":
             torch.cuda._sleep(SLOW)
         send(self)
 
-    monkeypatch.setattr(OffloadedStorage, "fetch", slow_fetch)
-    monkeypatch.setattr(OffloadedStorage, "send", slow_send)
+    monkeypatch.setattr(LayerStore, "fetch", slow_fetch)
+    monkeypatch.setattr(LayerStore, "send", slow_send)
     for count, q_len in enumerate((126, 1, 1, 1, 90, 1, 1)):
         expected = step(plain, q_len, "cuda", seed=count)
         # Memory that has just been freed is taken and spoiled at once, by whoever does not wait for those that use it.

@@ -38,7 +38,7 @@ def overridden(model: Any) -> list[str]:
 
 
 def fallbacks(output: Any) -> int:
-    return sum(sum(storage.fallbacks.values()) for storage in output.past_key_values.storages)
+    return sum(sum(storage.tally.fallbacks.values()) for storage in output.past_key_values.storages)
 
 
 def check(model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
@@ -93,7 +93,7 @@ def test_half_precision(family: str, dtype: torch.dtype, device: str) -> None:
     model = build(family).to(device, dtype)
     exact = copy.deepcopy(model).float()
     _, cache = check_against_reference(model, "int8", left_padded(), exact)
-    assert not any(storage.fallbacks for storage in cache.storages)
+    assert not any(storage.tally.fallbacks for storage in cache.storages)
 
 
 def test_queries_of_codegen_may_be_rotated_in_float32() -> None:
@@ -109,7 +109,7 @@ def test_eager_falcon(family: str) -> None:
     """Its ALiBi is in the mask, and added again by the module."""
     model = models.build("falcon", attention="eager", **FAMILIES[family].options)
     _, cache = check_against_reference(model, "int8", left_padded())
-    assert not any(storage.fallbacks for storage in cache.storages)
+    assert not any(storage.tally.fallbacks for storage in cache.storages)
 
 
 @pytest.mark.parametrize("heads", [3, 4])
@@ -120,7 +120,7 @@ def test_slopes_are_those_of_the_model(family: str, heads: int) -> None:
     model = build(family, **({"d_model": heads * 64, "n_heads": heads} if family == "mpt" else sizes))
     inputs = left_padded(tokens=40, pads=(11, 0, 30))
     _, cache = check_against_reference(model, "int8", inputs)
-    assert not any(storage.fallbacks for storage in cache.storages)
+    assert not any(storage.tally.fallbacks for storage in cache.storages)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_training_and_attention_weights_fall_back() -> None:
         assert weights[0].shape == (1, 4, 1, 7)
         model.train()
         model(ids[:, :1], past_key_values=cache)
-    assert [sum(storage.fallbacks.values()) for storage in cache.storages] == [2, 2]
+    assert [sum(storage.tally.fallbacks.values()) for storage in cache.storages] == [2, 2]
 
 
 @pytest.mark.parametrize("family", OWN)
@@ -227,7 +227,10 @@ def test_what_we_do_not_know_falls_back(
         assert module.__dict__ == before
         output = greedy(model, left_padded())
     assert module.__dict__ == before
-    assert [bool(storage.fallbacks) for storage in output.past_key_values.storages] == [True, case != "overridden"]
+    assert [bool(storage.tally.fallbacks) for storage in output.past_key_values.storages] == [
+        True,
+        case != "overridden",
+    ]
     assert any("patch: BloomForCausalLM computes attention by itself" in record.message for record in caplog.records)
 
 

@@ -15,7 +15,7 @@ from hf_kvquant.evaluation.counter import NothingRead, Refused, check_pairs
 from hf_kvquant.evaluation.fidelity import Chunks, Stream, compare, route
 from hf_kvquant.evaluation.pairs import PairCounter, Pairs, count_pairs, expected_pairs, num_readers, pairs_of
 from hf_kvquant.patching import patched
-from hf_kvquant.storage.layer_store import LayerStorage
+from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.lengths import causal_pairs
 
 TOKENS = 23
@@ -95,7 +95,7 @@ def test_nothing_is_counted_that_nobody_asked_for() -> None:
     with patched(model, "none"), torch.inference_mode():
         for chunk in ids().split(9, dim=1):
             model(chunk, past_key_values=cache)
-    assert [storage.pairs_read for storage in cache.storages] == [None, None] and pairs_of(cache) == 0
+    assert [storage.tally.pairs_read for storage in cache.storages] == [None, None] and pairs_of(cache) == 0
 
 
 # --- what must fail ---------------------------------------------------------------------------------------------------
@@ -129,16 +129,16 @@ def test_the_rule(read: int, dequantized: int, is_complete: bool) -> None:
 
 
 def test_a_counter_that_runs_without_the_op_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = LayerStorage.attend
+    attend = LayerStore.attend
 
-    def doubled(storage: LayerStorage, *args: Any, **options: Any) -> Any:
+    def doubled(storage: LayerStore, *args: Any, **options: Any) -> Any:
         result = attend(storage, *args, **options)
-        assert storage.pairs_read is not None
-        storage.pairs_read += 1
+        assert storage.tally.pairs_read is not None
+        storage.tally.pairs_read += 1
         return result
 
     model, configs = models.llama(), {"int8": KVQuantConfig.from_preset("int8")}
     gate.check_counting(model, ids(), configs)
-    monkeypatch.setattr(LayerStorage, "attend", doubled)
+    monkeypatch.setattr(LayerStore, "attend", doubled)
     with pytest.raises(Refused, match=r"int8 must count the 108 .* pairs that the op serves, got 114\. A bug, please"):
         gate.check_counting(model, ids(), configs)

@@ -89,10 +89,10 @@ def check_tokens(whole: Any, sharded: Any, config: Any, num_heads: int) -> list[
             results.append(models.greedy(model, models.left_padded(), NEW_TOKENS))
     assert results[0].sequences.tolist() == results[1].sequences.tolist()
     storages = results[1].past_key_values.storages
-    assert storages and all(storage.num_kv_heads == num_heads for storage in storages)
+    assert storages and all(storage.shape[1] == num_heads for storage in storages)
     for storage in storages:
-        assert storage.key_planes.codes.shape[1] == storage.value_planes.codes.shape[1] == num_heads
-        assert not storage.fallbacks
+        assert storage.held_sides()[0].codes.shape[1] == storage.held_sides()[1].codes.shape[1] == num_heads
+        assert not storage.tally.fallbacks
     return [storage.key_transform for storage in storages]
 
 

@@ -118,7 +118,7 @@ def test_a_base_model_without_generate() -> None:
     with torch.no_grad(), patched(base, "int8"):
         base(input_ids=ids, past_key_values=cache)
         base(input_ids=ids[:, :1], past_key_values=cache)
-    assert not cache.storages[0].fallbacks
+    assert not cache.storages[0].tally.fallbacks
     assert sorted(base.__dict__) == before
 
 
@@ -190,7 +190,7 @@ def test_a_copy_of_a_patched_model_is_patched_by_itself(copier: Any) -> None:
     assert twin._prepare_cache_for_generation.args == (twin,), "the hook of the copy belongs to the copy"
     unpatch(model)
     output = greedy(twin, left_padded())
-    assert isinstance(output.past_key_values, KVQuantCache) and not output.past_key_values.storages[0].fallbacks
+    assert isinstance(output.past_key_values, KVQuantCache) and not output.past_key_values.storages[0].tally.fallbacks
     compare.assert_same(logits(output), logits(expected), "logits")
     unpatch(twin)
     assert type(greedy(twin, left_padded()).past_key_values) is DynamicCache
@@ -241,7 +241,9 @@ def test_enable_makes_the_flag_work_on_every_model() -> None:
         expected = greedy(other, left_padded())
     for _ in range(2):
         output = greedy(model, left_padded(), **FLAG)
-        assert isinstance(output.past_key_values, KVQuantCache) and not output.past_key_values.storages[0].fallbacks
+        assert (
+            isinstance(output.past_key_values, KVQuantCache) and not output.past_key_values.storages[0].tally.fallbacks
+        )
         compare.assert_same(logits(output), logits(expected), "logits")
     assert state_of(model) is None
     plain = greedy(model, left_padded())
@@ -281,7 +283,7 @@ def test_patch_after_enable_restores_what_was_before_both() -> None:
     finally:
         hf_kvquant.disable()
     patch(model, "int4")
-    assert not greedy(model, left_padded()).past_key_values.storages[0].fallbacks
+    assert not greedy(model, left_padded()).past_key_values.storages[0].tally.fallbacks
     unpatch(model)
     output = greedy(model, left_padded())
     assert type(output.past_key_values) is DynamicCache
@@ -716,7 +718,7 @@ def test_only_the_text_model_of_a_vision_language_model_is_patched() -> None:
         assert model.config.text_config._attn_implementation == "hf_kvquant"
         assert model.config.vision_config._attn_implementation == "sdpa"
         output = greedy(model, inputs)
-        assert not output.past_key_values.storages[0].fallbacks
+        assert not output.past_key_values.storages[0].tally.fallbacks
     assert isinstance(output.past_key_values, KVQuantCache)
     compare.assert_same(logits(output), logits(expected), "logits")
     assert visible_state(model) == before

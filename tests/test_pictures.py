@@ -156,7 +156,7 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(name: str, feature: st
 @pytest.mark.parametrize("name", _CONFIGS)
 def test_presets_attend_to_what_the_reference_decodes(name: str, preset: str) -> None:
     _, cache = models.check_against_reference(model_of(name), preset, prompt_of(name))
-    assert not any(storage.fallbacks for storage in cache.storages)
+    assert not any(storage.tally.fallbacks for storage in cache.storages)
 
 
 @pytest.mark.parametrize("name", [name for name in _CONFIGS if name != "mllama"])

@@ -21,8 +21,8 @@ from models import greedy, left_padded, logits
 from transformers.cache_utils import DynamicCache
 
 from hf_kvquant import KVQuantCache, disable, enable, patch, patched, unpatch
-from hf_kvquant.storage import pool
-from hf_kvquant.storage.layer_store import BufferKind
+from hf_kvquant.storage import pool, rearrange
+from hf_kvquant.storage.residency import BufferKind
 from hf_kvquant.storage.pool import BufferPool, drop_pool, pool_of
 from hf_kvquant.transforms import of_model
 
@@ -47,8 +47,8 @@ def addresses(cache: KVQuantCache) -> list[int]:
     tensors = []
     for storage in cache.storages:
         transform = storage.key_transform
-        tensors += [*storage._tensors(), *(() if transform is None else transform.tensors())]
-        tensors += [] if storage.counters is None else [storage.counters]
+        tensors += [*storage.step_tensors(), *(() if transform is None else transform.tensors())]
+        tensors += [] if storage.writer.counters is None else [storage.writer.counters]
     return [tensor.data_ptr() for tensor in tensors]
 
 
@@ -153,9 +153,9 @@ def test_a_layer_that_somebody_keeps_is_left_alone() -> None:
     model = models.build("llama")
     with patched(model, STATIC):
         layer = greedy(model, left_padded()).past_key_values.layers[0]
-        before, place = layer.keys.clone(), layer.storage.key_planes.codes.data_ptr()
+        before, place = layer.keys.clone(), layer.storage.held_sides()[0].codes.data_ptr()
         other = greedy(model, left_padded(pads=(1, 1, 1))).past_key_values
-        assert other.storages[0].key_planes.codes.data_ptr() != place
+        assert other.storages[0].held_sides()[0].codes.data_ptr() != place
         compare.assert_same(layer.keys, before, "keys of the layer that was kept")
 
 
@@ -163,7 +163,7 @@ CHANGES = {
     "select": lambda cache: cache.batch_select_indices(torch.tensor([0, 1])),
     "repeat": lambda cache: cache.batch_repeat_interleave(2),
     "release": lambda cache: [storage.release() for storage in cache.storages],
-    "move": lambda cache: [storage.move("meta") for storage in cache.storages],
+    "move": lambda cache: [rearrange.move(storage, "meta") for storage in cache.storages],
 }
 
 
@@ -172,7 +172,7 @@ def test_a_cache_that_parts_with_its_buffers_brings_nothing_back(change: str) ->
     model = models.build("llama")
     with patched(model, STATIC):
         cache = greedy(model, left_padded()).past_key_values
-        codes = weakref.ref(cache.storages[0].key_planes.codes)
+        codes = weakref.ref(cache.storages[0].held_sides()[0].codes)
         CHANGES[change](cache)
         assert codes() is None
         del cache

@@ -30,8 +30,8 @@ from hf_kvquant.attention.registry import attention_mask
 from hf_kvquant.cache.handle import KVHandle, KVLength, MaskNotes
 from hf_kvquant.cache.layers import KVQuantRingLayer
 from hf_kvquant.spec import reference
-from hf_kvquant.storage.offloading import OffloadedStorage
-from hf_kvquant.storage.rings import RingStorage
+from hf_kvquant.storage import saved
+from hf_kvquant.storage.layer_store import LayerStore
 
 BATCH, KV_HEADS, Q_HEADS, HEAD_DIM = 3, 2, 4, models.HEAD_DIM
 PADS = (3, 0, 70)
@@ -154,7 +154,7 @@ class Pair:
 
     def check_bounded(self) -> None:
         storage = self.layer.storage
-        assert storage.capacity <= storage.ring_capacity, "memory grows"
+        assert storage.capacity <= storage.rows.full_capacity, "memory grows"
 
 
 # --- codes ------------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_first_chunks(first: int, config: Any) -> None:
 def test_memory_is_that_of_the_window(window: int, config: Any) -> None:
     pair = Pair(window, config)
     pair.give(500)
-    limit = pair.layer.storage.ring_capacity
+    limit = pair.layer.storage.rows.full_capacity
     assert limit <= window + 2 * 128 + 1
     for tokens in [1] * 400 + [200, 1]:
         pair.give(tokens, attends=False)
@@ -306,7 +306,7 @@ def test_none_gives_the_very_logits_of_an_unpatched_model(family: str, prompt: d
 @pytest.mark.parametrize("family", SLIDING)
 def test_presets_attend_to_what_the_reference_decodes(family: str, prompt: str, preset: str) -> None:
     _, cache = check_against_reference(model_of(family), preset, PROMPTS[prompt], new_tokens=16)
-    assert not any(storage.fallbacks for storage in cache.storages)
+    assert not any(storage.tally.fallbacks for storage in cache.storages)
 
 
 @pytest.mark.full(
@@ -330,7 +330,7 @@ def test_half_precision(config: Any, device: str) -> None:
     model = models.on(device, model_of("mistral", dtype=torch.bfloat16))
     exact = copy.deepcopy(model).float()
     _, cache = check_against_reference(model, config, left_padded(tokens=70, pads=(3, 0, 66)), exact)
-    assert not any(storage.fallbacks for storage in cache.storages)
+    assert not any(storage.tally.fallbacks for storage in cache.storages)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
@@ -380,7 +380,7 @@ def test_steps_that_are_taken_back(helper: str, config: Any, tokens: int) -> Non
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     compare.assert_same(again.sequences, expected.sequences, "tokens of a cache that was given")
     rings = [storage for storage in output.past_key_values.storages if storage.window]
-    assert rings and all(ring.capacity <= ring.ring_capacity for ring in rings)
+    assert rings and all(ring.capacity <= ring.rows.full_capacity for ring in rings)
 
 
 def test_an_assistant_may_have_rings() -> None:
@@ -424,7 +424,7 @@ def test_a_recorded_past_is_taken_back_until_a_crop(config: Any) -> None:
     for tokens in (250, 1, 160):
         pair.give(tokens)
     storage = pair.layer.storage
-    assert storage.capacity >= 64 + 411 > storage.ring_capacity
+    assert storage.capacity >= 64 + 411 > storage.rows.full_capacity
     with pytest.raises(RuntimeError, match="must remove at most the 411 tokens whose past was recorded, got 412"):
         pair.cache.crop(-412)
     pair.crop(411)
@@ -444,7 +444,7 @@ def test_a_file_of_a_recorded_past(tmp_path: Path) -> None:
         cache.activate_past_recording()
         greedy(model, inputs, 180, past_key_values=cache)
         ring = cache.storages[0]
-        assert ring.capacity > ring.ring_capacity
+        assert ring.capacity > ring.rows.full_capacity
         cache.save(tmp_path / "chat", model)
         loaded = KVQuantCache.load(tmp_path / "chat", model)
         assert loaded.storages[0].capacity == ring.capacity
@@ -452,17 +452,17 @@ def test_a_file_of_a_recorded_past(tmp_path: Path) -> None:
         for _ in range(2):
             ours, theirs = (model(rest, past_key_values=each).logits for each in (cache, loaded))
             compare.assert_same(ours, theirs, "logits")
-    assert loaded.storages[0].capacity == ring.ring_capacity, "nothing is recorded there"
+    assert loaded.storages[0].capacity == ring.rows.full_capacity, "nothing is recorded there"
 
 
 def test_files_that_lie_about_a_ring_are_refused() -> None:
-    ring = RingStorage(KVQuantConfig.from_preset("int8").formats(0), window=6)
+    ring = LayerStore(KVQuantConfig.from_preset("int8").formats(0), window=6)
     for capacity in (256, 512):
-        planes = ring.planned_planes((1, KV_HEADS, HEAD_DIM, HEAD_DIM), 300, capacity, torch.float32)
+        planes = saved.planned_planes(ring, (1, KV_HEADS, HEAD_DIM, HEAD_DIM), 300, capacity, torch.float32)
         assert [side.codes.shape[2] for side in planes] == [min(300, capacity)] * 2
     for capacity in (64, 128, 257, 320):
         with pytest.raises(ValueError, match=f"cannot hold 300 tokens in buffers for {capacity}"):
-            ring.planned_planes((1, KV_HEADS, HEAD_DIM, HEAD_DIM), 300, capacity, torch.float32)
+            saved.planned_planes(ring, (1, KV_HEADS, HEAD_DIM, HEAD_DIM), 300, capacity, torch.float32)
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ def test_holes_in_a_mask_take_dense_tensors(preset: str) -> None:
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     if preset == "none":
         compare.assert_close(logits(output), logits(expected), bound, "logits")
-    assert preset == "none" or all(storage.fallbacks for storage in output.past_key_values.storages)
+    assert preset == "none" or all(storage.tally.fallbacks for storage in output.past_key_values.storages)
     if preset == "int8":  # first layer alone: codes are of equal keys
         bound = tolerances.model_bound(logits(expected)[:, :2], logits(expected)[:, :2], torch.float32)
         compare.assert_close(logits(output)[:, :2], logits(expected)[:, :2], bound, "logits")
@@ -620,7 +620,7 @@ def test_windows_may_stay_with_transformers() -> None:
 def test_rings_are_not_offloaded() -> None:
     """They do not grow; transformers leaves its own on the GPU too."""
     cache = KVQuantCache(models.family("gemma2").config, {"preset": "int4", "offloading": True})
-    assert [type(storage) for storage in cache.storages] == [RingStorage, OffloadedStorage]
+    assert [type(storage) for storage in cache.storages] == [LayerStore, LayerStore]
 
 
 def test_one_layer_of_another_format() -> None:

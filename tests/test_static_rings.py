@@ -48,8 +48,9 @@ from hf_kvquant.attention.registry import attention_mask
 from hf_kvquant.cache.file import _most_held
 from hf_kvquant.cache.handle import KVHandle, KVLength
 from hf_kvquant.evaluation.pairs import PairCounter, count_pairs, pairs_of
+from hf_kvquant.storage import rewind
+from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.pool import BufferPool
-from hf_kvquant.storage.rings import RingStorage
 
 MAX_CACHE_LEN = 1100
 # Past the end of every ring, with chunks that a ring is too short for behind others.
@@ -75,9 +76,9 @@ class Twins:
         self.device, self.dtype = device, dtype
 
     @property
-    def storage(self) -> RingStorage:
+    def storage(self) -> LayerStore:
         (layer,) = self.static.layers
-        assert isinstance(layer.storage, RingStorage)
+        assert isinstance(layer.storage, LayerStore)
         return layer.storage
 
     def both(self) -> tuple[KVQuantCache, KVQuantCache]:
@@ -110,7 +111,7 @@ class Twins:
                 compare.assert_same(x, y.cpu(), f"{name} at {length} tokens")
 
         if how == "dense":
-            ours.set_starts(self.starts), theirs.set_starts(self.starts)
+            ours.starts = self.starts, theirs.set_starts(self.starts)
             check_dense()
         if how in ("attends", "dense", "attends once"):
             query = torch.randn(batch, Q_HEADS, tokens, HEAD_DIM).to(self.device, self.dtype)
@@ -204,7 +205,7 @@ def test_crops(config: Any, held: int, removed: int) -> None:
         twins.give(tokens)
 
 
-class Keeping(RingStorage):
+class Keeping(LayerStore):
     """A ring that overwrites nothing, and so takes back what it is asked to."""
 
     def check_crop(self, num_tokens: int) -> None:
@@ -218,7 +219,7 @@ def test_random_operations(data: st.DataObject) -> None:
     config = data.draw(st.sampled_from([config for config in CONFIGS.values() if config is not TENSOR]), "config")
     twins = Twins(window, config, data.draw(st.sampled_from([PADS, (0, 0, 0), (1, 2, 150)]), "pads"))
     twins.growing.storages[0].__class__ = Keeping
-    twins.growing.storages[0].ring_capacity = 2 * MAX_CACHE_LEN
+    twins.growing.storages[0].rows.full_capacity = 2 * MAX_CACHE_LEN
     for _ in range(data.draw(st.integers(3, 14), "steps")):
         length, batch = int(twins.growing.get_seq_length()), twins.starts.shape[0]
         kind = data.draw(st.sampled_from(["give"] * 6 + ["crop"] * 3 + ["select", "repeat", "copy", "move", "reset"]))
@@ -227,9 +228,11 @@ def test_random_operations(data: st.DataObject) -> None:
             if length + tokens < MAX_CACHE_LEN - 3:
                 twins.give(tokens, data.draw(st.sampled_from(["attends", "dense", "flushes"]), "how"))
         elif kind == "crop":
-            removed = data.draw(st.integers(0, min(length, twins.storage.longest_chunk)), "removed")
+            removed = data.draw(
+                st.integers(0, min(length, twins.storage.rows.longest_chunk(twins.storage.capacity))), "removed"
+            )
             try:
-                twins.storage.check_crop(removed)
+                rewind.check_crop(twins.storage, removed)
             except RuntimeError:
                 continue
             if removed < length:
@@ -266,7 +269,7 @@ def test_crops_that_a_ring_cannot_take_back() -> None:
     with pytest.raises(RuntimeError, match=re.escape(message)):
         twins.static.crop(-193)
     with pytest.raises(RuntimeError, match=re.escape(message)):
-        twins.storage.crop(193)
+        rewind.crop(twins.storage, 193)
     assert int(twins.static.get_seq_length()) == 300
     twins.static.crop(-190)
     for cache in (twins.static, copy.deepcopy(twins.static)):
@@ -303,7 +306,7 @@ def test_files_say_what_was_cropped(tmp_path: Path) -> None:
         cache.crop(-90)
         cache.save(path, model)
         loaded = KVQuantCache.load(path, model)
-    assert loaded.storages[0].most_held == cache.storages[0].most_held == 299
+    assert loaded.storages[0].rows.most_held == cache.storages[0].rows.most_held == 299
     for each in (cache, loaded):
         with pytest.raises(RuntimeError, match="must remove at most 161 tokens"):
             each.crop(-162)
@@ -362,7 +365,7 @@ def test_none_gives_the_tokens_of_an_unpatched_model(family: str) -> None:
     expected = greedy(model, PROMPT, 12)
     with patched(model, {"preset": "none", "static": True}):
         output = greedy(model, PROMPT, 12)
-    assert any(isinstance(storage, RingStorage) for storage in output.past_key_values.storages)
+    assert any(isinstance(storage, LayerStore) for storage in output.past_key_values.storages)
     compare.assert_same(output.sequences, expected.sequences, "tokens")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
@@ -373,7 +376,7 @@ def test_none_gives_the_tokens_of_an_unpatched_model(family: str) -> None:
 def test_presets_attend_to_what_the_reference_decodes(family: str, config: Any) -> None:
     config = {**({"preset": config} if isinstance(config, str) else config), "max_cache_len": 300}
     _, cache = check_against_reference(model_of(family, **LONG), config, PROMPT, new_tokens=14)
-    assert not any(storage.fallbacks for storage in cache.storages)
+    assert not any(storage.tally.fallbacks for storage in cache.storages)
     assert any(storage.is_ring for storage in cache.storages)
 
 
@@ -383,7 +386,7 @@ def test_half_precision(config: Any, device: str) -> None:
     model = models.on(device, model_of("mistral", dtype=torch.bfloat16, **LONG))
     exact = copy.deepcopy(model).float()
     _, cache = check_against_reference(model, config, PROMPT, exact, new_tokens=14)
-    assert not any(storage.fallbacks for storage in cache.storages) and cache.storages[0].is_ring
+    assert not any(storage.tally.fallbacks for storage in cache.storages) and cache.storages[0].is_ring
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral"])
@@ -435,7 +438,7 @@ def test_a_chat_goes_on_with_its_cache(config: Any, tokens: int, tmp_path: Path)
         cache = first.past_key_values
         cache.save(tmp_path / "chat", model)
         caches = [cache, copy.deepcopy(cache), through_pickle(cache), KVQuantCache.load(tmp_path / "chat", model)]
-        assert [type(each.storages[0]) for each in caches] == [RingStorage] * 4
+        assert [type(each.storages[0]) for each in caches] == [LayerStore] * 4
         more = torch.randint(3, 90, (3, 9), generator=torch.Generator().manual_seed(1))
         ids = torch.cat([first.sequences, more], 1)
         mask = torch.cat([inputs["attention_mask"], torch.ones(3, 21, dtype=torch.long)], 1)
@@ -466,7 +469,7 @@ def test_holes_in_a_mask_take_dense_tensors(preset: str) -> None:
             outputs.append(greedy(model, inputs, 12))
     bound = tolerances.model_bound(logits(outputs[0]), logits(outputs[0]), torch.float32)
     compare.assert_close(logits(outputs[1]), logits(outputs[0]), bound, "logits")
-    assert preset == "none" or all(storage.fallbacks for storage in outputs[1].past_key_values.storages)
+    assert preset == "none" or all(storage.tally.fallbacks for storage in outputs[1].past_key_values.storages)
 
 
 @pytest.mark.parametrize("q_len", [1, 4, 200])
@@ -492,5 +495,5 @@ def test_models_that_change_keys_get_the_mask_of_their_window(q_len: int) -> Non
     arguments["allow_is_causal_skip"] = False
     dense_mask = attention_mask(kv_length=int(size), prev="sdpa", **arguments)
     handles = twins.static.update(*torch.randn(2, BATCH, KV_HEADS, q_len, HEAD_DIM), 0)
-    twins.storage.set_starts(twins.starts)
+    twins.storage.starts = twins.starts
     models.check_masks_agree(torch.randn(BATCH, Q_HEADS, q_len, HEAD_DIM), handles, bounds, dense_mask)

@@ -27,9 +27,8 @@ from hf_kvquant import KVQuantCache, patch, patched, unpatch
 from hf_kvquant.cache.steps import Steps
 from hf_kvquant.generate.encoder_decoder import KVQuantEncoderDecoderCache
 from hf_kvquant.spec.formats import BLOCK_SIZE
-from hf_kvquant.storage import offloading
-from hf_kvquant.storage.layer_store import LayerStorage
-from hf_kvquant.storage.rings import RingStorage
+from hf_kvquant.storage import offloading, rewind
+from hf_kvquant.storage.layer_store import LayerStore
 
 NUM_LAYERS, PROMPT, WINDOW = 4, 12, 6
 IDS = left_padded(tokens=40)["input_ids"].clamp(min=3)
@@ -354,7 +353,7 @@ def test_generate_says_what_to_crop_behind_a_reply_that_ended_early(
         fresh = KVQuantCache(model.config, "int4", max_cache_len=cache.layers[1].storage.max_cache_len)
         expected = turn(model, fresh, ids)
         if kind != "sliding":  # the last token of the prompt attends to codes
-            fresh.crop(PROMPT - 1 - fresh.layers[1].storage.length)
+            rewind.crop(fresh, PROMPT - 1 - fresh.layers[1].storage.length)
             expected = turn(model, fresh, ids)
         with ending(attention_of(model, layer), is_before, runs=3):
             turn(model, cache, ids)
@@ -389,7 +388,7 @@ def test_a_model_that_is_not_patched_refuses_the_next_forward() -> None:
 @pytest.mark.parametrize("max_cache_len", [None, 1200], ids=["growing", "static"])
 def test_a_ring_gives_back_what_it_has_not_overwritten(max_cache_len: int | None) -> None:
     formats = KVQuantCache(model_of("cpu").config, "int8").quant_config.formats(0)
-    ring = RingStorage(formats, window=WINDOW, max_cache_len=max_cache_len, name="layer 0")
+    ring = LayerStore(formats, window=WINDOW, max_cache_len=max_cache_len, name="layer 0")
 
     def extend(tokens: int) -> None:
         x = torch.randn(3, 2, tokens, models.HEAD_DIM)
@@ -399,10 +398,10 @@ def test_a_ring_gives_back_what_it_has_not_overwritten(max_cache_len: int | None
     for tokens in (100, 500, 1):
         extend(tokens)
     expected = copy.deepcopy(ring)
-    most = ring.longest_chunk
+    most = ring.rows.longest_chunk(ring.capacity)
     extend(most)
-    ring.check_undo(most)
-    ring.undo(most)
+    rewind.check_undo(ring, most)
+    rewind.undo(ring, most)
     x, query = torch.randn(3, 2, 1, models.HEAD_DIM), torch.randn(3, 4, 1, models.HEAD_DIM)
     outs = []
     for storage in (ring, expected):
@@ -411,7 +410,7 @@ def test_a_ring_gives_back_what_it_has_not_overwritten(max_cache_len: int | None
     compare.assert_same(*outs, "attention")
     extend(most + 1)
     with pytest.raises(RuntimeError) as raised:
-        ring.check_undo(most + 1)
+        rewind.check_undo(ring, most + 1)
     assert str(raised.value) == (
         f"layer 0: a step that ended early must have at most {most} tokens to be undone with a window of {WINDOW}, got "
         f"{most + 1}. Reset the cache and feed it the text again."
@@ -511,7 +510,7 @@ def test_encoder_decoders(layer: int, is_before: bool) -> None:
 
 
 def test_layers_that_are_never_called_are_not_waited_for() -> None:
-    storages = {index: LayerStorage(KVQuantCache(model_of("cpu").config).quant_config.formats(0)) for index in range(3)}
+    storages = {index: LayerStore(KVQuantCache(model_of("cpu").config).quant_config.formats(0)) for index in range(3)}
     steps = Steps(storages, bystanders=[3])
     for _ in range(3):
         for layer in (0, 1):

@@ -1,4 +1,4 @@
-"""`LayerStorage` against a plain list of dense tensors: random histories, growth, refusals that change nothing.
+"""`LayerStore` against a plain list of dense tensors: random histories, growth, refusals that change nothing.
 
 The model of a storage is what anybody would write without caring about speed: tokens are quantised and dequantised by
 `reference.py` once, when they come, and kept dense. Whatever happens to a storage afterwards, its dense tensors agree
@@ -26,7 +26,8 @@ from hf_kvquant.config import PRESETS, LayerFormats
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import KVFormat, Planes
 from hf_kvquant.spec.key_transform import KeyTransform
-from hf_kvquant.storage.layer_store import LayerStorage
+from hf_kvquant.storage import rearrange, rewind, saved
+from hf_kvquant.storage.layer_store import LayerStore
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 64, 32
 MAX_BATCH, MAX_CACHE_LEN = 6, 150
@@ -174,7 +175,7 @@ class DenseModel:
         ]
 
 
-def assert_dense(storage: LayerStorage, model: DenseModel) -> None:
+def assert_dense(storage: LayerStore, model: DenseModel) -> None:
     """Dense keys and values agree bitwise."""
     assert storage.dtype is not None
     for x, expected in zip(storage.dequantize(), model.dense, strict=True):
@@ -202,7 +203,7 @@ def plain_attention(
 
 
 def assert_attends(
-    storage: LayerStorage, model: DenseModel, q_len: int, *, starts: Tensor | None = None, sliding_window: int = 0
+    storage: LayerStore, model: DenseModel, q_len: int, *, starts: Tensor | None = None, sliding_window: int = 0
 ) -> None:
     """Attention of new random queries agrees with the reference, within what the working dtype allows."""
     key, value = model.stored
@@ -244,16 +245,15 @@ def assert_attends(
     assert_close(lse, expected_lse, lse_bound(expected_lse, plain_lse, max_logit), f"{what}, lse")
 
 
-def snapshot(storage: LayerStorage) -> list[Tensor]:
+def snapshot(storage: LayerStore) -> list[Tensor]:
     """Copies of everything that a storage holds in tensors."""
-    planes = [storage.key_planes, storage.value_planes]
+    planes = storage.planes or ()
     tensors = [tensor for side in planes if side is not None for tensor in side.tensors()]
     return [x.clone() for x in (*tensors, *([] if storage.lengths is None else [storage.lengths]))]
 
 
-def addresses(storage: LayerStorage) -> list[int]:
-    assert storage.key_planes is not None and storage.value_planes is not None and storage.lengths is not None
-    tensors = (*storage.key_planes.tensors(), *storage.value_planes.tensors(), storage.lengths)
+def addresses(storage: LayerStore) -> list[int]:
+    tensors = storage.step_tensors()
     return [tensor.data_ptr() for tensor in tensors]
 
 
@@ -284,7 +284,7 @@ class StorageMachine(RuleBasedStateMachine):
     ) -> None:
         torch.manual_seed(0)
         formats, key_transform = LayerFormats(key_format, value_format), new_transform(transform)
-        self.storage = LayerStorage(formats, max_cache_len=max_cache_len, key_transform=key_transform)
+        self.storage = LayerStore(formats, max_cache_len=max_cache_len, key_transform=key_transform)
         self.model = DenseModel(formats, key_transform)
         self.batch, self.dtype, self.device = batch, dtype, device
         self.pinned: list[int] = []
@@ -293,16 +293,16 @@ class StorageMachine(RuleBasedStateMachine):
     def extend(self, count: int, scale: float) -> None:
         new = new_tokens(self.batch, count, self.dtype, self.device, scale)
         if self.storage.is_static and self.storage.length + count > MAX_CACHE_LEN:
-            before, pending = snapshot(self.storage), self.storage.pending
+            before, pending = snapshot(self.storage), self.storage.writer.pending
             with pytest.raises(ValueError, match="`max_cache_len` must be at least"):
                 self.storage.extend(*new)
-            assert self.storage.pending is pending
+            assert self.storage.writer.pending is pending
             for x, expected in zip(snapshot(self.storage), before, strict=True):
                 assert_same(x, expected.cpu(), "a full storage")
             return
         self.storage.extend(*new)
         self.model.extend(*new)
-        assert (self.storage.pending is not None) == (count > 0 or self.storage.pending is not None)
+        assert (self.storage.writer.pending is not None) == (count > 0 or self.storage.writer.pending is not None)
         if self.storage.is_static and not self.pinned:
             self.pinned = addresses(self.storage)
 
@@ -313,18 +313,18 @@ class StorageMachine(RuleBasedStateMachine):
         sliding_window=st.sampled_from([0, 0, 3]),
     )
     def attend(self, q_len: int, padding: int, sliding_window: int) -> None:
-        if self.storage.pending is not None:
-            q_len = self.storage.pending[0].shape[2]
+        if self.storage.writer.pending is not None:
+            q_len = self.storage.writer.pending[0].shape[2]
             if self.storage.formats.key.block_size is not None:
                 padding = 0  # it would enter the scales, which the model knows nothing of; see test_blocks.py
         starts = torch.arange(self.batch, dtype=torch.int32) * padding if padding else None
         assert_attends(self.storage, self.model, q_len, starts=starts, sliding_window=sliding_window)
-        assert self.storage.pending is None
+        assert self.storage.writer.pending is None
 
     @rule()
     def flush(self) -> None:
         self.storage.flush()
-        assert self.storage.pending is None
+        assert self.storage.writer.pending is None
 
     @precondition(lambda self: self.storage.is_allocated)
     @rule()
@@ -333,7 +333,7 @@ class StorageMachine(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([0, 1, 3, 64, 1000]))
     def crop(self, count: int) -> None:
-        self.storage.crop(count)
+        rewind.crop(self.storage, count)
         self.model.crop(count)
 
     @precondition(lambda self: self.storage.is_allocated)
@@ -348,14 +348,14 @@ class StorageMachine(RuleBasedStateMachine):
         else:
             picks = st.lists(st.booleans(), min_size=self.batch, max_size=self.batch).filter(any)
             index = torch.tensor(data.draw(picks, "index"))
-        self.storage.select(index.to(data.draw(st.sampled_from(DEVICES), "index device")))
+        rearrange.select(self.storage, index.to(data.draw(st.sampled_from(DEVICES), "index device")))
         self.model.select(index)
         self._batch_is(int(index.sum()) if index.dtype == torch.bool else index.numel())
 
     @precondition(lambda self: self.storage.is_allocated and self.batch <= MAX_BATCH // 2)
     @rule(repeats=st.integers(1, 2))
     def repeat(self, repeats: int) -> None:
-        self.storage.repeat(repeats)
+        rearrange.repeat(self.storage, repeats)
         self.model.select(torch.arange(self.batch).repeat_interleave(repeats))
         self._batch_is(self.batch * repeats)
 
@@ -377,10 +377,10 @@ class StorageMachine(RuleBasedStateMachine):
         self.batch, self.dtype, self.pinned = batch, dtype, []
 
     @rule(copier=st.sampled_from([copy.deepcopy, lambda storage: pickle.loads(pickle.dumps(storage))]))
-    def duplicate(self, copier: Callable[[LayerStorage], LayerStorage]) -> None:
+    def duplicate(self, copier: Callable[[LayerStore], LayerStore]) -> None:
         twin = copier(self.storage)
         # The one left behind must not share memory with its copy.
-        for tensor in self.storage.key_planes.tensors() if self.storage.key_planes is not None else ():
+        for tensor in self.storage.planes[0].tensors() if self.storage.planes is not None else ():
             tensor.fill_(7)
         self.storage.reset()
         self.storage = twin
@@ -393,12 +393,13 @@ class StorageMachine(RuleBasedStateMachine):
         old.flush()
         shape = (old.batch, HEADS, KEY_DIM, VALUE_DIM)
         assert old.dtype is not None
-        held, planned = old.held_planes(), old.planned_planes(shape, old.length, old.capacity, old.dtype)
+        held, planned = saved.held_planes(old), saved.planned_planes(old, shape, old.length, old.capacity, old.dtype)
         for side, planned_side in zip(held, planned, strict=True):
             for plane, planned_plane in zip(side.tensors(), planned_side.tensors(), strict=True):
                 assert (plane.shape, plane.dtype) == (planned_plane.shape, planned_plane.dtype)
-        twin = LayerStorage(old.formats, max_cache_len=old.max_cache_len, key_transform=old.key_transform)
-        twin.restore(
+        twin = LayerStore(old.formats, max_cache_len=old.max_cache_len, key_transform=old.key_transform)
+        saved.restore(
+            twin,
             held,
             shape=shape,
             length=old.length,
@@ -408,8 +409,8 @@ class StorageMachine(RuleBasedStateMachine):
             starts=old.starts,
         )
         assert twin.capacity == old.capacity and twin.num_bytes == old.num_bytes
-        for planes in (old.key_planes, old.value_planes):
-            for tensor in planes.tensors() if planes is not None else ():
+        for planes in old.held_sides():
+            for tensor in planes.tensors():
                 tensor.fill_(7)  # the one left behind must not share memory with its twin
         self.storage = twin
         self.pinned = addresses(twin) if twin.is_static else []
@@ -417,7 +418,7 @@ class StorageMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
         self.device = data.draw(st.sampled_from(DEVICES), "device")
-        self.storage.move(self.device)
+        rearrange.move(self.storage, self.device)
         if self.storage.is_allocated:
             self._batch_is(self.batch)
             self.pinned = addresses(self.storage) if self.storage.is_static else []
@@ -484,7 +485,7 @@ class WindowMachine(StorageMachine):
         self.padding = padding
         super().build(key_format, value_format, max_cache_len, batch, dtype, device, transform)
         formats = LayerFormats(key_format, value_format, (), sink_length, residual_length)
-        self.storage = LayerStorage(formats, max_cache_len=max_cache_len, key_transform=self.storage.key_transform)
+        self.storage = LayerStore(formats, max_cache_len=max_cache_len, key_transform=self.storage.key_transform)
         self.model = DenseModel(formats, self.model.transform)
         self.pad()
 
@@ -496,8 +497,8 @@ class WindowMachine(StorageMachine):
     @precondition(lambda self: self.model.length > 0)
     @rule(q_len=st.integers(1, 4), sliding_window=st.sampled_from([0, 0, 3, 90]))
     def attend(self, q_len: int, sliding_window: int) -> None:  # type: ignore[override]
-        if self.storage.pending is not None:
-            q_len = self.storage.pending[0].shape[2]
+        if self.storage.writer.pending is not None:
+            q_len = self.storage.writer.pending[0].shape[2]
         q_len = min(q_len, self.model.length)
         assert_attends(self.storage, self.model, q_len, starts=self.model.starts, sliding_window=sliding_window)
 
@@ -525,9 +526,9 @@ TestWindowHistories.settings = times(150, stateful_step_count=30)
 
 def filled(
     formats: LayerFormats, counts: list[int], *, max_cache_len: int | None = None, device: str = "cpu", batch: int = 2
-) -> tuple[LayerStorage, DenseModel]:
+) -> tuple[LayerStore, DenseModel]:
     """A storage that took chunks of these lengths, the last one still pending, and its model."""
-    storage, model = LayerStorage(formats, max_cache_len=max_cache_len, name="layer 3"), DenseModel(formats)
+    storage, model = LayerStore(formats, max_cache_len=max_cache_len, name="layer 3"), DenseModel(formats)
     for count in counts:
         new = new_tokens(batch, count, device=device)
         storage.extend(*new)
@@ -590,7 +591,7 @@ def test_a_bad_token_spoils_attention_until_it_is_cropped(device: str) -> None:
     out, _ = storage.attend(torch.randn(2, 4, 1, KEY_DIM).to(device), softmax_scale=0.1)
     spoiled = out.isnan().all(-1).squeeze(1)
     assert spoiled.tolist() == [[False] * 4, [True, True, False, False]]
-    storage.crop(1)
+    rewind.crop(storage, 1)
     storage.extend(key, value)
     model.extend(key, value)
     assert_attends(storage, model, 1)
@@ -604,7 +605,7 @@ def test_a_bad_token_spoils_a_frozen_scale_until_the_storage_is_reset(device: st
     storage.extend(*bad)
     key, value = storage.dequantize()
     assert key[0].isfinite().all() and key[1].isnan().all() and value.isfinite().all()
-    storage.crop(1)
+    rewind.crop(storage, 1)
     assert storage.dequantize()[0][1].isnan().all()
     storage.reset()
     model, new = DenseModel(TENSOR), new_tokens(2, 3, device=device)
@@ -615,8 +616,8 @@ def test_a_bad_token_spoils_a_frozen_scale_until_the_storage_is_reset(device: st
 
 def test_nothing_quantised_is_handed_out_without_a_copy(device: str) -> None:
     storage, _ = filled(NONE, [7], device=device)
-    assert storage.key_planes is None or storage.dequantize()[0].data_ptr() == storage.key_planes.codes.data_ptr()
-    assert not storage.is_quantized and LayerStorage(INT8).is_quantized
+    assert storage.dequantize()[0].data_ptr() == storage.held_sides()[0].codes.data_ptr()
+    assert not storage.is_quantized and LayerStore(INT8).is_quantized
 
 
 def test_sizes() -> None:
@@ -637,38 +638,38 @@ def test_query_offset() -> None:
 
 def test_no_tokens_allocate_and_change_nothing(device: str) -> None:
     storage, model = filled(INT8, [0], device=device)
-    assert storage.is_allocated and storage.is_empty and storage.pending is None and storage.length == 0
+    assert storage.is_allocated and storage.is_empty and storage.writer.pending is None and storage.length == 0
     assert [x.shape[2] for x in storage.dequantize()] == [0, 0]
     new = new_tokens(2, 3, device=device)
     storage.extend(*new)
     storage.extend(*new_tokens(2, 0, device=device))
     model.extend(*new)
-    assert storage.pending is not None, "no tokens are no reason to write the pending ones"
+    assert storage.writer.pending is not None, "no tokens are no reason to write the pending ones"
     assert_dense(storage, model)
 
 
 def test_what_is_not_allocated_has_nothing_to_change() -> None:
-    storage = LayerStorage(INT8)
+    storage = LayerStore(INT8)
     storage.flush()
-    storage.crop(3)
-    storage.select(torch.tensor([1, 0]))
-    storage.repeat(2)
-    storage.move("cpu")
+    rewind.crop(storage, 3)
+    rearrange.select(storage, torch.tensor([1, 0]))
+    rearrange.repeat(storage, 2)
+    rearrange.move(storage, "cpu")
     storage.reset()
     storage.release()
     assert not storage.is_allocated and storage.is_empty and storage.length == 0
 
 
 def test_names_of_storages_are_those_of_their_formats() -> None:
-    assert {LayerStorage(INT8).is_static, LayerStorage(INT8, max_cache_len=5).is_static} == {False, True}
-    assert LayerStorage(INT8, max_cache_len=5).max_cache_len == 5
+    assert {LayerStore(INT8).is_static, LayerStore(INT8, max_cache_len=5).is_static} == {False, True}
+    assert LayerStore(INT8, max_cache_len=5).max_cache_len == 5
 
 
 # --- growth -----------------------------------------------------------------------------------------------------------
 
 
 def test_growth_is_geometric() -> None:
-    storage = LayerStorage(INT8)
+    storage = LayerStore(INT8)
     x = torch.randn(1, 1, 1, 8)
     capacities: list[int] = []
     copied = 0
@@ -739,44 +740,48 @@ def test_memory_that_runs_out_while_growing_changes_nothing(monkeypatch: pytest.
 @pytest.mark.parametrize("formats", SOME_FORMATS, ids=LayerFormats.describe)
 def test_static_addresses_never_change(formats: LayerFormats, device: str) -> None:
     storage, _ = filled(formats, [30], max_cache_len=100, device=device, batch=3)
-    before = storage._tensors()
+    before = storage.step_tensors()
     pinned = addresses(storage)
     assert storage.capacity == 128
     storage.extend(*new_tokens(3, 60, device=device))
     storage.attend(torch.randn(3, 4, 60, KEY_DIM).to(device), softmax_scale=0.1)
-    storage.select(torch.tensor([2, 0, 0]))
-    storage.crop(5)
-    storage.repeat(1)
-    storage.move(device)
+    rearrange.select(storage, torch.tensor([2, 0, 0]))
+    rewind.crop(storage, 5)
+    rearrange.repeat(storage, 1)
+    rearrange.move(storage, device)
     storage.reset()
     storage.extend(*new_tokens(3, 100, device=device))
     storage.dequantize()
     assert addresses(storage) == pinned
     # The compiler knows a tensor, not an address, to be static.
-    assert all(now is then for now, then in zip(storage._tensors(), before, strict=True))
+    assert all(now is then for now, then in zip(storage.step_tensors(), before, strict=True))
 
 
 def test_static_buffers_are_marked_for_the_compiler() -> None:
     storage, _ = filled(INT4, [30], max_cache_len=100)
-    for change in (lambda: None, lambda: storage.repeat(2), lambda: storage.select(torch.tensor([0]))):
+    for change in (
+        lambda: None,
+        lambda: rearrange.repeat(storage, 2),
+        lambda: rearrange.select(storage, torch.tensor([0])),
+    ):
         change()
-        assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in storage._tensors())
+        assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in storage.step_tensors())
     twin = copy.deepcopy(storage)
-    assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in twin._tensors())
+    assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in twin.step_tensors())
 
 
 @pytest.mark.parametrize("held", [0, 1, 99, 100])
 @pytest.mark.parametrize("formats", SOME_FORMATS, ids=LayerFormats.describe)
 def test_a_full_static_storage_refuses_before_anything_changes(formats: LayerFormats, held: int, device: str) -> None:
     storage, model = filled(formats, [held] if held else [], max_cache_len=100, device=device)
-    before, pending = snapshot(storage), storage.pending
+    before, pending = snapshot(storage), storage.writer.pending
     with pytest.raises(ValueError) as caught:
         storage.extend(*new_tokens(2, 101 - held, device=device))
     assert str(caught.value) == (
         f"layer 3: `max_cache_len` must be at least 101 for these tokens, got 100 ({held} held, {101 - held} new). "
         "Build the cache with a larger max_cache_len, or reset it."
     )
-    assert storage.pending is pending and storage.length == held and storage.is_allocated == (held > 0)
+    assert storage.writer.pending is pending and storage.length == held and storage.is_allocated == (held > 0)
     for x, expected in zip(snapshot(storage), before, strict=True):
         assert_same(x, expected.cpu(), "a full storage")
     if held < 100:
@@ -791,7 +796,7 @@ def test_a_compiled_step_advances_the_length_on_the_device_only(device: str) -> 
     eager.flush()
     compiled = copy.deepcopy(eager)
 
-    def step(storage: LayerStorage, key: Tensor, value: Tensor, query: Tensor) -> Tensor:
+    def step(storage: LayerStore, key: Tensor, value: Tensor, query: Tensor) -> Tensor:
         storage.extend(key, value)
         return storage.attend(query, softmax_scale=0.1)[0]
 
@@ -816,12 +821,12 @@ def test_a_replayed_step_is_counted_on_the_host() -> None:
     eager.extend(*new)
     model.extend(*new)
     eager.flush()
-    for tensor, other in zip(replayed._tensors(), eager._tensors(), strict=True):
+    for tensor, other in zip(replayed.step_tensors(), eager.step_tensors(), strict=True):
         tensor.copy_(other)
     replayed.length_group.note_replayed(1)
     assert (replayed.length, replayed.room) == (10, 54)
     assert_dense(replayed, model)
-    replayed.crop(1)
+    rewind.crop(replayed, 1)
     assert_same(replayed.lengths, torch.tensor([9, 9], dtype=torch.int32), "lengths after a crop")
 
 
@@ -832,25 +837,26 @@ def test_a_capture_that_fails_leaves_no_tokens_behind() -> None:
     storage.extend(*new_tokens(2, 1))
     storage.lengths.copy_(lengths)  # the device has not run what a capture records
     storage.length_group.forget_capture(9)
-    storage.forget_pending()
-    assert storage.pending is None
+    storage.writer.pending = None
     assert_dense(storage, model)
 
 
 @pytest.mark.parametrize("kind", ["", "smooth", "center"])
 def test_addresses_tell_whether_a_captured_step_serves(kind: str, device: str) -> None:
     """They change with any buffer, and with nothing else."""
-    storage = LayerStorage(INT4, max_cache_len=64, key_transform=new_transform(kind))
+    storage = LayerStore(INT4, max_cache_len=64, key_transform=new_transform(kind))
     storage.extend(*new_tokens(2, 9, device=device))
     before = storage.addresses()
-    assert len(before) == len(storage._tensors()) + (device == "cuda") + bool(kind)
+    assert len(before) == len(storage.step_tensors())
     storage.reset()
     storage.extend(*new_tokens(2, 5, device=device))
     assert storage.addresses() == before
     twin = copy.deepcopy(storage)
     assert not set(twin.addresses()) & set(before)
-    storage.repeat(2)
-    assert not set(storage.addresses()[: len(storage._tensors())]) & set(before)
+    rearrange.repeat(storage, 2)
+    transform = 0 if storage.key_transform is None else len(storage.key_transform.tensors())
+    counters = storage.writer.counters is not None
+    assert not set(storage.addresses()[: len(before) - transform - counters]) & set(before)
 
 
 @pytest.mark.parametrize(
@@ -864,7 +870,7 @@ def test_addresses_tell_whether_a_captured_step_serves(kind: str, device: str) -
     ids=str,
 )
 def test_only_dense_windows_make_a_crop_inexact(formats: LayerFormats, has_tail: bool) -> None:
-    assert LayerStorage(formats, max_cache_len=64).has_tail == has_tail
+    assert LayerStore(formats, max_cache_len=64).layout.has_tail == has_tail
 
 
 # --- counters ---------------------------------------------------------------------------------------------------------
@@ -872,17 +878,17 @@ def test_only_dense_windows_make_a_crop_inexact(formats: LayerFormats, has_tail:
 
 def test_only_a_gpu_has_counters(device: str) -> None:
     storage, _ = filled(INT8, [7], device=device)
-    assert (storage.counters is not None) == (device == "cuda")
+    assert (storage.writer.counters is not None) == (device == "cuda")
     storage.attend(torch.randn(2, 4, 7, KEY_DIM).to(device), softmax_scale=0.1)
-    storage.move("cpu")
-    assert storage.counters is None
+    rearrange.move(storage, "cpu")
+    assert storage.writer.counters is None
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 100], ids=["growing", "static"])
 def test_counters_stay_with_the_buffers(max_cache_len: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, told to have some: the op checks them there and leaves them alone."""
     monkeypatch.setattr(
-        "hf_kvquant.storage.layer_store._new_counters",
+        "hf_kvquant.storage.writer.new_counters",
         lambda device: torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=device),
     )
     passed: list[Tensor] = []
@@ -894,23 +900,27 @@ def test_counters_stay_with_the_buffers(max_cache_len: int | None, monkeypatch: 
 
     monkeypatch.setattr(ops.Operands, "decode", noting)
     storage, model = filled(INT8, [30], max_cache_len=max_cache_len, batch=3)
-    counters = storage.counters
+    counters = storage.writer.counters
     assert counters is not None and counters.dtype == torch.int32 and counters.shape == (ops.NUM_COUNTERS,)
     assert hasattr(counters, "_dynamo_static_input_type") == storage.is_static
     assert_attends(storage, model, 30)
-    storage.select(torch.tensor([2, 0, 0]))
-    storage.select(torch.tensor([1, 0]))
-    storage.crop(5)
+    rearrange.select(storage, torch.tensor([2, 0, 0]))
+    rearrange.select(storage, torch.tensor([1, 0]))
+    rewind.crop(storage, 5)
     storage.extend(*new_tokens(2, 60))
     storage.reset()
-    assert storage.counters is counters and passed[0] is counters and not counters.any()
+    assert storage.writer.counters is counters and passed[0] is counters and not counters.any()
     twin = copy.deepcopy(storage)
-    assert twin.counters is not None and twin.counters.data_ptr() != counters.data_ptr() and not twin.counters.any()
-    assert hasattr(twin.counters, "_dynamo_static_input_type") == storage.is_static
-    storage.move("meta")
-    assert storage.counters is not None and storage.counters.device.type == "meta"
+    assert (
+        twin.writer.counters is not None
+        and twin.writer.counters.data_ptr() != counters.data_ptr()
+        and not twin.writer.counters.any()
+    )
+    assert hasattr(twin.writer.counters, "_dynamo_static_input_type") == storage.is_static
+    rearrange.move(storage, "meta")
+    assert storage.writer.counters is not None and storage.writer.counters.device.type == "meta"
     storage.release()
-    assert storage.counters is None
+    assert storage.writer.counters is None
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -994,11 +1004,11 @@ MISFITS: dict[str, tuple[Tensor, Tensor, str]] = {
 def test_misfits_change_nothing(misfit: str, formats: LayerFormats, max_cache_len: int | None) -> None:
     storage, model = filled(formats, [5, 2], max_cache_len=max_cache_len)
     key, value, message = MISFITS[misfit]
-    before, pending = snapshot(storage), storage.pending
+    before, pending = snapshot(storage), storage.writer.pending
     with pytest.raises(ValueError) as caught:
         storage.extend(key, value)
     assert str(caught.value) == message
-    assert storage.pending is pending and storage.length == 7
+    assert storage.writer.pending is pending and storage.length == 7
     for x, expected in zip(snapshot(storage), before, strict=True):
         assert_same(x, expected, "after a refusal")
     assert_attends(storage, model, 2)
@@ -1060,8 +1070,8 @@ def test_misfits_change_nothing(misfit: str, formats: LayerFormats, max_cache_le
 def test_what_cannot_be_served_allocates_nothing(
     key: Tensor, value: Tensor, error: type[Exception], message: str
 ) -> None:
-    storage = LayerStorage(INT8, name="layer 3")
-    for call in (storage.extend, storage.allocate):
+    storage = LayerStore(INT8, name="layer 3")
+    for call in (storage.extend, storage.allocate_for):
         with pytest.raises(error) as caught:
             call(key, value)
         assert str(caught.value) == message
@@ -1089,7 +1099,7 @@ def test_a_refused_query_does_not_lose_pending_tokens() -> None:
         with pytest.raises(REFUSED) as caught:
             storage.attend(query, softmax_scale=0.1)
         assert str(caught.value) == message
-        assert storage.pending is not None
+        assert storage.writer.pending is not None
     assert_attends(storage, model, 2)
     assert_dense(storage, model)
 
@@ -1104,7 +1114,7 @@ def test_a_transform_of_unquantised_keys_changes_nothing_but_rounding(
 ) -> None:
     torch.set_float32_matmul_precision("highest")
     transform = new_transform(kind)
-    storage = LayerStorage(NONE, max_cache_len=max_cache_len, key_transform=transform)
+    storage = LayerStore(NONE, max_cache_len=max_cache_len, key_transform=transform)
     model = DenseModel(NONE, transform)
     keys = []
     for count in (9, 2):
@@ -1125,8 +1135,8 @@ def test_a_transform_of_unquantised_keys_changes_nothing_but_rounding(
 def test_transformed_keys_are_what_is_quantised(formats: LayerFormats, kind: str, device: str) -> None:
     transform = new_transform(kind)
     assert transform is not None
-    storage = LayerStorage(formats, key_transform=transform)
-    plain, model = LayerStorage(formats), DenseModel(formats, transform)
+    storage = LayerStore(formats, key_transform=transform)
+    plain, model = LayerStore(formats), DenseModel(formats, transform)
     for count in (9, 2):
         key, value = new_tokens(2, count)
         storage.extend(key.to(device), value.to(device))
@@ -1138,20 +1148,20 @@ def test_transformed_keys_are_what_is_quantised(formats: LayerFormats, kind: str
 
 
 def test_a_transform_that_changes_nothing_is_none() -> None:
-    assert LayerStorage(INT8, key_transform=KeyTransform()).key_transform is None
+    assert LayerStore(INT8, key_transform=KeyTransform()).key_transform is None
 
 
 def test_a_transform_goes_where_the_keys_are(device: str) -> None:
-    storage = LayerStorage(INT8, max_cache_len=64, key_transform=new_transform("center+rotate"))
+    storage = LayerStore(INT8, max_cache_len=64, key_transform=new_transform("center+rotate"))
     storage.extend(*new_tokens(1, 3, device=device))
     assert storage.key_transform is not None and storage.key_transform.center is not None
     assert storage.key_transform.center.device.type == device
-    storage.move("cpu")
+    rearrange.move(storage, "cpu")
     assert storage.key_transform.center.device.type == "cpu" and storage.key_transform.is_rotated
 
 
 def test_a_transform_of_other_heads_is_refused() -> None:
-    storage = LayerStorage(INT8, name="layer 3", key_transform=KeyTransform(center=torch.zeros(HEADS + 1, KEY_DIM)))
+    storage = LayerStore(INT8, name="layer 3", key_transform=KeyTransform(center=torch.zeros(HEADS + 1, KEY_DIM)))
     with pytest.raises(ValueError) as caught:
         storage.extend(*new_tokens(1, 3))
     assert str(caught.value) == (
@@ -1160,7 +1170,7 @@ def test_a_transform_of_other_heads_is_refused() -> None:
     )
     assert not storage.is_allocated and storage.is_empty
     with pytest.raises(TypeError) as caught_type:
-        LayerStorage(INT8, name="layer 3", key_transform=torch.zeros(2, 64))  # type: ignore[arg-type]
+        LayerStore(INT8, name="layer 3", key_transform=torch.zeros(2, 64))  # type: ignore[arg-type]
     assert str(caught_type.value) == (
         "layer 3: `key_transform` must be a KeyTransform or None, got Tensor. "
         "hf_kvquant.key_transforms returns those of a model."
@@ -1169,13 +1179,13 @@ def test_a_transform_of_other_heads_is_refused() -> None:
 
 @pytest.mark.parametrize("preset", ["none", "int8", "int4"])
 def test_a_cropped_nan_is_gone_from_a_static_storage(preset: str) -> None:
-    storage = LayerStorage(LayerFormats(*PRESETS[preset]), max_cache_len=16)
+    storage = LayerStore(LayerFormats(*PRESETS[preset]), max_cache_len=16)
     good = torch.randn(1, 2, 3, 32)
     storage.extend(good, good)
     storage.flush()
     before = storage.dequantize()
     storage.extend(torch.full((1, 2, 2, 32), torch.nan), torch.full((1, 2, 2, 32), torch.nan))
     assert all(x[:, :, 3:5].isnan().all() for x in storage.dequantize())
-    storage.crop(2)
+    rewind.crop(storage, 2)
     for x, expected in zip(storage.dequantize(), before, strict=True):
         assert torch.equal(x, expected) and not x[:, :, 3:].any()

@@ -28,7 +28,8 @@ from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, KVQuantConfig, ops,
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import BLOCK_SIZE, Planes
-from hf_kvquant.storage.layer_store import LayerStorage
+from hf_kvquant.storage import rewind
+from hf_kvquant.storage.layer_store import LayerStore
 
 BLOCKS = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE)
 INT4 = KVFormat("int4", symmetric=False)
@@ -353,9 +354,9 @@ def test_opcheck(device: str) -> None:
 
 def stored(
     formats: LayerFormats, counts: list[int], max_cache_len: int | None = None, transform: KeyTransform | None = None
-) -> tuple[LayerStorage, Tensor, Tensor]:
+) -> tuple[LayerStore, Tensor, Tensor]:
     """A storage, and all that it was given."""
-    storage = LayerStorage(formats, max_cache_len=max_cache_len, name="layer 3", key_transform=transform)
+    storage = LayerStore(formats, max_cache_len=max_cache_len, name="layer 3", key_transform=transform)
     new = [(torch.randn(2, 2, count, 16), torch.randn(2, 2, count, 16)) for count in counts]
     for each in new:
         storage.extend(*each)
@@ -372,7 +373,7 @@ def test_a_crop_makes_codes_dense_again(key_format: KVFormat, max_cache_len: int
     for x, given in zip(before, (key, value), strict=True):
         assert_same(x[:, :, :3], given[:, :, :3], "the first tokens")
         assert (x[:, :, 3:] != given[:, :, 3:275]).any()
-    storage.crop(25)
+    rewind.crop(storage, 25)
     after = [x[:, :, :275] for x in storage.dequantize()]
     for x, expected, given in zip(after, before, (key, value), strict=True):
         assert_same(x[:, :, :255], expected[:, :, :255], "codes that stay codes")
@@ -387,10 +388,10 @@ def test_a_crop_makes_codes_dense_again(key_format: KVFormat, max_cache_len: int
 
 def test_sizes() -> None:
     storage, _, _ = stored(LayerFormats(BLOCKS, INT4, (), 4, 130), [200])
-    assert storage.key_planes is not None and storage.key_planes.tail is not None
-    assert storage.value_planes is not None and storage.value_planes.tail is not None
-    assert storage.key_planes.tail.shape == (2, 2, 4 + 3 * 128, 16)
-    assert storage.value_planes.tail.shape == (2, 2, 4 + 130, 16)
+    assert storage.held_sides()[0].tail is not None
+    assert storage.held_sides()[1].tail is not None
+    assert storage.held_sides()[0].tail.shape == (2, 2, 4 + 3 * 128, 16)
+    assert storage.held_sides()[1].tail.shape == (2, 2, 4 + 130, 16)
     tails = 2 * (4 + 3 * 128 + 4 + 130) * 16 * 4
     assert storage.num_bytes_held == 2 * (200 * storage.bytes_per_token + tails)
     assert storage.num_bytes == 2 * (256 * storage.bytes_per_token + tails)
@@ -437,7 +438,7 @@ def test_generate_matches_a_simulated_cache(name: str, options: dict[str, Any], 
     assert_same(output.sequences, expected.sequences, "tokens")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
-    assert not any(storage.fallbacks for storage in output.past_key_values.storages)
+    assert not any(storage.tally.fallbacks for storage in output.past_key_values.storages)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -532,7 +533,7 @@ def test_holes_in_the_mask_fall_back_to_the_same_tokens() -> None:
     assert_same(output.sequences, expected.sequences, "tokens")
     bound = tolerances.model_bound(logits(expected), logits(expected), torch.float32)
     compare.assert_close(logits(output), logits(expected), bound, "logits")
-    assert output.past_key_values.storages[0].fallbacks
+    assert output.past_key_values.storages[0].tally.fallbacks
 
 
 def test_a_window_of_everything_is_exact() -> None:

@@ -267,12 +267,12 @@ def attention(
         )
         return out, None
     if is_bounds(attention_mask) and not torch.compiler.is_compiling():
-        storage.set_starts(attention_mask[0].view(-1))  # padding may go on after the first chunk
+        storage.starts = attention_mask[0].view(-1)  # padding may go on after the first chunk
     dense_key, dense_value = step.dense(reason)
     mask = attention_mask
     if mask is None or is_bounds(mask):
         offset = storage.query_offset(query.shape[2])
-        mask = _dense_mask(prev, query, dense_key.shape[2], offset, mask, storage.window, storage.mask_offset)
+        mask = _dense_mask(prev, query, dense_key.shape[2], offset, mask, storage.window, storage.offset)
     return call_previous(prev, module, query, dense_key, dense_value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache.cache import KVQuantCache
-from ..storage.layer_store import LayerStorage
+from ..storage.layer_store import LayerStore
 
 
 class SimulatingLayer(abc.ABC):
@@ -28,7 +28,7 @@ class SimulatingLayer(abc.ABC):
         storage: Quantises its keys and values.
     """
 
-    storage: LayerStorage
+    storage: LayerStore
 
     @abc.abstractmethod
     def attend(self, query: Tensor, mask: Tensor, attend: Callable[..., tuple[Tensor, Any]]) -> Tensor:

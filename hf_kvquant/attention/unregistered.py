@@ -34,7 +34,7 @@ from ..cache.support import check_layers
 from .registry import is_tracing, num_pads
 from .simulated import SimulatingLayer, simulate
 
-# Takes query, key and value, each `[batch, heads, q_len, head_dim]`, and options of `LayerStorage.attend`. Returns
+# Takes query, key and value, each `[batch, heads, q_len, head_dim]`, and options of `LayerStore.attend`. Returns
 # `[batch, q_len, num_q_heads * head_dim]`.
 Attend = Callable[..., Tensor]
 

@@ -15,7 +15,7 @@ import functools
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -26,11 +26,11 @@ from transformers.cache_utils import Cache, QuantizedCache
 from ..config import DEFAULT_PRESET, KVQuantConfig
 from ..models.layers import layers_of
 from ..spec.key_transform import KeyTransform
-from ..storage.layer_store import LayerStorage
+from ..storage import rewind
+from ..storage.layer_store import LayerStore
 from ..storage.lengths import LengthGroup, Lengths
-from ..storage.offloading import OffloadedStorage, Offloader
+from ..storage.offloading import Offloader
 from ..storage.pool import BufferPool
-from ..storage.rings import RingStorage
 from .file import load_cache, save_cache
 from .handle import MaskNotes
 from .layers import KVQuantHybridLayer, KVQuantLayer, KVQuantRingLayer, transformers_layer
@@ -124,9 +124,7 @@ class KVQuantCache(QuantizedCache):
             )
 
         new_ring = KVQuantRingLayer if max_cache_len is None else KVQuantLayer
-        new_storage: Callable[..., LayerStorage] = LayerStorage
-        if quant_config.offloading:
-            new_storage = functools.partial(OffloadedStorage, offloader=Offloader())
+        offloader = Offloader() if quant_config.offloading else None
 
         def new_layer(index: int, layer_type: str, kwargs: dict[str, Any]) -> Any:
             if index not in quantized:
@@ -139,11 +137,12 @@ class KVQuantCache(QuantizedCache):
                 "lengths": lengths,
                 "pool": pool,
             }
-            if layer_type == "full_attention":
-                return KVQuantLayer(new_storage(formats, **options), self.notes)
+            if layer_type == "sliding_attention":
+                return new_ring(LayerStore(formats, window=kwargs["sliding_window"], **options), self.notes)
+            store = LayerStore(formats, offloader=offloader, **options)
             if layer_type in WITH_STATE:
-                return KVQuantHybridLayer(new_storage(formats, **options), self.notes, **kwargs)
-            return new_ring(RingStorage(formats, window=kwargs["sliding_window"], **options), self.notes)
+                return KVQuantHybridLayer(store, self.notes, **kwargs)
+            return KVQuantLayer(store, self.notes)
 
         layers = [new_layer(index, *each) for index, each in enumerate(zip(layer_types, layer_kwargs, strict=True))]
         if not any(isinstance(layer, KVQuantLayer) for layer in layers):
@@ -236,7 +235,7 @@ class KVQuantCache(QuantizedCache):
         if tokens_to_remove <= 0:
             tokens_to_remove = min(0, tokens_to_remove + self._steps.undo(may_round=True))
         for storage in self.storages:
-            storage.check_crop(-tokens_to_remove)
+            rewind.check_crop(storage, -tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
@@ -311,7 +310,7 @@ class KVQuantCache(QuantizedCache):
         """Count fallbacks in `tally` too, by layer and reason, for a caller that outlives this cache."""
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KVQuantLayer):
-                layer.storage.tally = tally.setdefault(index, Counter())
+                layer.storage.tally.outer = tally.setdefault(index, Counter())
 
     def check_in_step(self) -> None:
         """Refuse to capture a step while layers have different lengths.
@@ -341,14 +340,14 @@ class KVQuantCache(QuantizedCache):
         for group in self._length_groups():
             group.forget_capture(length)
         for storage in self.storages:
-            storage.forget_pending()
+            storage.writer.pending = None
         self._steps.forget()
 
     def _length_groups(self) -> set[LengthGroup]:
         return {storage.length_group for storage in self.storages if storage.length_group is not None}
 
     @property
-    def storages(self) -> list[LayerStorage]:
+    def storages(self) -> list[LayerStore]:
         """The storages of the quantised layers."""
         return [layer.storage for layer in self.layers if isinstance(layer, KVQuantLayer)]
 
@@ -358,7 +357,7 @@ class KVQuantCache(QuantizedCache):
 
         Only counted in growing caches: a static one does not know its length without waiting for the device.
         """
-        return sum(storage.pairs_dequantized for storage in self.storages)
+        return sum(storage.tally.pairs_dequantized for storage in self.storages)
 
     @property
     def num_bytes(self) -> int:

@@ -42,9 +42,11 @@ from ..models.sharding import rank_of
 from ..models.text_config import text_config_of
 from ..spec.formats import Planes
 from ..spec.key_transform import KeyTransform
-from ..storage.layer_store import SERVED_DTYPES, LayerStorage
+from ..storage.checks import SERVED_DTYPES
+from ..storage.layer_store import LayerStore
 from ..storage.offloading import check_home
-from ..storage.rings import RingStorage
+from ..storage.rows import Ring
+from ..storage.saved import held_planes, planned_bytes, planned_planes, restore
 from .layers import KVQuantLayer
 from .support import STATELESS, quantized_layers
 
@@ -85,6 +87,7 @@ _STORED_AS = {
 _LARGEST = 2**31 - 1  # lengths are int32
 _LONGEST_QUOTE = 1000  # characters
 _PLANES = ("codes", "scale", "zero", "tail")
+_SIZES = ("num_kv_heads", "key_head_dim", "value_head_dim")
 
 _Cache = TypeVar("_Cache", bound="KVQuantCache")
 
@@ -102,18 +105,16 @@ def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrai
         transform = storage.key_transform or KeyTransform()
         found = {"starts": storage.starts, "center": transform.center, "smoothing": transform.smoothing}
         layers[str(index)] = {
-            "num_kv_heads": storage.num_kv_heads,
-            "key_head_dim": storage.key_head_dim,
-            "value_head_dim": storage.value_head_dim,
+            **dict(zip(_SIZES, storage.shape[1:], strict=True)),
             "dtype": str(storage.dtype).removeprefix("torch."),
             "capacity": storage.capacity,
             "is_rotated": transform.is_rotated,
-            **({"most_held": storage.most_held} if isinstance(storage, RingStorage) else {}),
+            **({"most_held": storage.rows.most_held} if isinstance(storage.rows, Ring) else {}),
             **{f"has_{name}": tensor is not None for name, tensor in found.items()},
         }
         # Cloned, since layers may share `starts`, and safetensors cannot save tensors that share memory.
         small = [(name, None if tensor is None else tensor.clone()) for name, tensor in found.items()]
-        named = [*_named(storage.held_planes()), *small]
+        named = [*_named(held_planes(storage)), *small]
         tensors |= {
             f"layers.{index}.{name}": tensor.detach().cpu().contiguous() for name, tensor in named if tensor is not None
         }
@@ -225,7 +226,7 @@ class _Plan:
     num_bytes: int
     expected: dict[str, Tensor]
 
-    def prepare(self, storage: LayerStorage, tensors: Mapping[str, Tensor]) -> None:
+    def prepare(self, storage: LayerStore, tensors: Mapping[str, Tensor]) -> None:
         """Set the transform, and refuse invalid numbers in `starts` and the transform. Allocates no buffers."""
         starts = tensors.get(f"{self.prefix}.starts")
         if starts is not None and not bool(((starts >= 0) & (starts <= self.length)).all()):
@@ -233,13 +234,14 @@ class _Plan:
         center, smoothing = (tensors.get(f"{self.prefix}.{name}") for name in ("center", "smoothing"))
         storage.set_key_transform(KeyTransform(center, smoothing, self.is_rotated))
 
-    def fill(self, storage: LayerStorage, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def fill(self, storage: LayerStore, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Allocate the storage's buffers and copy the tensors into them."""
         sides = [
             Planes(**{plane: tensors.get(f"{self.prefix}.{side}.{plane}") for plane in _PLANES})  # type: ignore[arg-type]
             for side in ("key", "value")
         ]
-        storage.restore(
+        restore(
+            storage,
             (sides[0], sides[1]),
             shape=self.shape,
             length=self.length,
@@ -248,11 +250,11 @@ class _Plan:
             device=device,
             starts=tensors.get(f"{self.prefix}.starts"),
         )
-        if isinstance(storage, RingStorage):
-            storage.most_held = self.most_held
+        if isinstance(storage.rows, Ring):
+            storage.rows.most_held = self.most_held
 
 
-def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> dict[int, _Plan]:
+def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStore]) -> dict[int, _Plan]:
     """Check what the file says about each layer.
 
     Raises:
@@ -264,25 +266,25 @@ def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStorage]) -> di
     plans = {}
     for index, storage in storages.items():
         layer = facts["layers"][str(index)]
-        sizes = [_number(layer, name) for name in ("num_kv_heads", "key_head_dim", "value_head_dim")]
+        sizes = [_number(layer, name) for name in _SIZES]
         shape = batch, sizes[0], sizes[1], sizes[2]
         capacity, dtype = _number(layer, "capacity"), _DTYPES[layer["dtype"]]
-        most_held = _most_held(layer, storage, length) if isinstance(storage, RingStorage) else 0
+        most_held = _most_held(layer, storage.rows, length) if isinstance(storage.rows, Ring) else 0
         prefix = f"layers.{index}"
-        named = dict(_named(storage.planned_planes(shape, length, capacity, dtype)))
+        named = dict(_named(planned_planes(storage, shape, length, capacity, dtype)))
         if _flag(layer, "has_starts"):
             named["starts"] = torch.empty((batch,), dtype=torch.int32, device="meta")
         for name in ("center", "smoothing"):
             if _flag(layer, f"has_{name}"):
                 named[name] = torch.empty((shape[1], shape[2]), dtype=torch.float32, device="meta")
         expected = {f"{prefix}.{name}": tensor for name, tensor in named.items() if tensor is not None}
-        num_bytes = storage.planned_bytes(shape, capacity, dtype)
+        num_bytes = planned_bytes(storage, shape, capacity, dtype)
         rotated = _flag(layer, "is_rotated")
         plans[index] = _Plan(prefix, shape, length, most_held, capacity, dtype, rotated, num_bytes, expected)
     return plans
 
 
-def _most_held(layer: Mapping[str, Any], ring: RingStorage, total: int) -> int:
+def _most_held(layer: Mapping[str, Any], ring: Ring, total: int) -> int:
     """`most_held` of a ring, checked: the most tokens it had before a crop. It now has `total`."""
     most_held, limit = layer["most_held"], ring.max_cache_len or _LARGEST
     if type(most_held) is not int or not 0 <= most_held <= limit:
@@ -473,7 +475,7 @@ def _places(where: str, model: PreTrainedModel, device: torch.device | str | Non
 # --- what can be saved ------------------------------------------------------------------------------------------------
 
 
-def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[int, LayerStorage]:
+def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[int, LayerStore]:
     """The storages of the quantised layers, by index.
 
     Raises:
@@ -499,7 +501,7 @@ def _storages(where: str, cache: KVQuantCache, model: PreTrainedModel) -> dict[i
     return {index: layer.storage for index, layer in layers.items()}
 
 
-def _check_at_rest(where: str, storages: Mapping[int, LayerStorage]) -> tuple[int, int]:
+def _check_at_rest(where: str, storages: Mapping[int, LayerStore]) -> tuple[int, int]:
     """Refuse a cache that is empty or in the middle of a step. Returns its length and batch size.
 
     Raises:
@@ -517,7 +519,7 @@ def _check_at_rest(where: str, storages: Mapping[int, LayerStorage]) -> tuple[in
     is_counted_alike = len(counts) == 1 and all(
         storage.lengths is not None and bool((storage.lengths == storage.length).all()) for storage in storages.values()
     )
-    if not is_counted_alike or any(storage.pending is not None for storage in storages.values()):
+    if not is_counted_alike or any(storage.writer.pending is not None for storage in storages.values()):
         raise ValueError(
             f"{where}: `cache` must be at rest, got one in a step, whose tokens only some layers have. "
             "Save it between calls of the model, or reset it after a failed call."

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..storage.layer_store import LayerStorage
+from ..storage.layer_store import LayerStore
 
 LOOKED_INSIDE = "the model or its attention implementation looks at keys and values itself (is the model patched?)"
 
@@ -77,7 +77,7 @@ class KVStep:
     tokens.
     """
 
-    def __init__(self, storage: LayerStorage) -> None:
+    def __init__(self, storage: LayerStore) -> None:
         self.storage = storage
         self._dense: tuple[Tensor, Tensor] | None = None
         self._pairs = 0
@@ -86,14 +86,14 @@ class KVStep:
         """Dequantised keys and values, computed once per step. `reason` is logged and counted where codes exist."""
         storage = self.storage
         if self._dense is None:
-            before = storage.pairs_dequantized
+            before = storage.tally.pairs_dequantized
             if storage.is_quantized:
                 storage.note_fallback(reason)
-            self._dense, self._pairs = storage.dequantize(), storage.pairs_dequantized - before
+            self._dense, self._pairs = storage.dequantize(), storage.tally.pairs_dequantized - before
         elif reason != LOOKED_INSIDE and not torch.compiler.is_compiling():
             # Another layer attends to the same tensors. A model that looks inside calls this for keys and for values,
             # which counts once.
-            storage.pairs_dequantized += self._pairs
+            storage.tally.pairs_dequantized += self._pairs
         return self._dense
 
 
@@ -113,8 +113,8 @@ class KVHandle:
     def shape(self) -> torch.Size:
         """`[batch, num_kv_heads, tokens, head_dim]`, as the dense tensor would have it."""
         storage = self.step.storage
-        head_dim = storage.value_head_dim if self.side else storage.key_head_dim
-        return torch.Size((storage.batch, storage.num_kv_heads, storage.num_visible, head_dim))
+        batch, num_kv_heads, *head_dims = storage.shape
+        return torch.Size((batch, num_kv_heads, storage.num_shown, head_dims[self.side]))
 
     @property
     def dtype(self) -> torch.dtype:

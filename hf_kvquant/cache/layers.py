@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from ..storage.layer_store import LayerStorage
-from ..storage.rings import RingStorage
+from ..storage import rearrange, rewind
+from ..storage.layer_store import LayerStore
+from ..storage.rows import Ring
 from .handle import KVHandle, KVLength, KVStep, MaskNotes
 
 
@@ -32,7 +33,7 @@ class KVQuantLayer(CacheLayerMixin):
     # Whether the layer also has a state besides keys and values (`hybrids.py`).
     holds_state = False
 
-    def __init__(self, storage: LayerStorage, notes: MaskNotes) -> None:
+    def __init__(self, storage: LayerStore, notes: MaskNotes) -> None:
         # Not CacheLayerMixin.__init__: it assigns `keys` and `values`, which are computed on demand here.
         self.storage = storage
         self.notes = notes
@@ -81,7 +82,7 @@ class KVQuantLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate buffers for tokens like these; the tensors may hold no tokens."""
-        self.storage.allocate(key_states, value_states)
+        self.storage.allocate_for(key_states, value_states)
 
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -98,7 +99,7 @@ class KVQuantLayer(CacheLayerMixin):
 
         Raises:
             RuntimeError: Tokens after the first chunk require gradients. Nothing has changed then.
-            TypeError, ValueError: See `LayerStorage.extend`. Nothing has changed then.
+            TypeError, ValueError: See `LayerStore.extend`. Nothing has changed then.
         """
         storage = self.storage
         is_first_chunk = storage.is_empty
@@ -108,7 +109,7 @@ class KVQuantLayer(CacheLayerMixin):
         if is_first_chunk:
             # Later chunks get `starts` from attention. The mask may be on another device: that of the first layer.
             starts = self.notes.starts
-            storage.set_starts(None if starts is None else starts.to(storage.device))
+            storage.starts = None if starts is None else starts.to(storage.device)
             storage.flush()
             if not storage.is_quantized:
                 # Contiguous like the tensors of transformers' own layers, so that products sum in the same order.
@@ -152,7 +153,7 @@ class KVQuantLayer(CacheLayerMixin):
                 "KVQuantLayer: `tokens_to_remove` must be 0 or negative, "
                 f"got {tokens_to_remove}. crop(-n) removes the newest n tokens."
             )
-        self.storage.crop(-tokens_to_remove)
+        rewind.crop(self.storage, -tokens_to_remove)
 
     def reset(self) -> None:
         """Forget all tokens. A static layer keeps its buffers and their addresses."""
@@ -163,27 +164,27 @@ class KVQuantLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch for beam search."""
-        self.storage.select(beam_idx)
+        rearrange.select(self.storage, beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences of the batch."""
-        self.storage.select(indices)
+        rearrange.select(self.storage, indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times in the batch."""
-        self.storage.repeat(repeats)
+        rearrange.repeat(self.storage, repeats)
 
     def offload(self) -> None:
         """Move the codes to CPU memory."""
         if self.storage.is_allocated:
             if self.storage.device.type != "cpu":
                 self.home = self.storage.device
-            self.storage.move("cpu")
+            rearrange.move(self.storage, "cpu")
 
     def prefetch(self) -> None:
         """Move the codes back to the layer's device."""
         if self.home is not None:
-            self.storage.move(self.home)
+            rearrange.move(self.storage, self.home)
 
 
 def _check_no_gradients(name: str, key: Tensor, value: Tensor) -> None:
@@ -212,23 +213,26 @@ def transformers_layer(layer_type: str, kwargs: dict[str, Any], max_cache_len: i
 class KVQuantRingLayer(KVQuantLayer):
     """One sliding-window layer of a growing `KVQuantCache`, with the mask sizes of `DynamicSlidingWindowLayer`.
 
-    Static caches use a plain `KVQuantLayer` over a `RingStorage`: their masks cover all positions, as in other layers.
+    Static caches use a plain `KVQuantLayer` over a `LayerStore`: their masks cover all positions, as in other layers.
 
     Args:
         storage: The buffers.
         notes: What the masks of the cache have shown, shared by its layers.
     """
 
-    storage: RingStorage
+    @property
+    def _ring(self) -> Ring:
+        assert isinstance(self.storage.rows, Ring)
+        return self.storage.rows
 
     @property
     def record_past(self) -> bool:
         """Whether tokens that leave the window are kept until the next crop, so that it can bring them back."""
-        return self.storage.kept_from is not None
+        return self._ring.kept_from is not None
 
     @record_past.setter
     def record_past(self, record_past: bool) -> None:
-        self.storage.record_past(record_past)
+        self._ring.record_past(record_past, self.storage.length)
 
     def activate_past_recording(self) -> None:
         """Keep tokens that leave the window between crops, for callers that crop (such as assisted decoding)."""
@@ -272,7 +276,7 @@ class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  #
 
     holds_state = True
 
-    def __init__(self, storage: LayerStorage, notes: MaskNotes, **kwargs: Any) -> None:
+    def __init__(self, storage: LayerStore, notes: MaskNotes, **kwargs: Any) -> None:
         KVQuantLayer.__init__(self, storage, notes)
         LinearAttentionLayer.__init__(self, **kwargs)
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..storage.layer_store import LayerStorage
+from ..storage import rewind
+from ..storage.layer_store import LayerStore
 
 _UPDATE = "update"
 
@@ -27,7 +28,7 @@ class Steps:
         bystanders: Layers that take no part in most steps, such as those that attend to pictures.
     """
 
-    def __init__(self, storages: Mapping[int, LayerStorage], bystanders: Iterable[int] = ()) -> None:
+    def __init__(self, storages: Mapping[int, LayerStore], bystanders: Iterable[int] = ()) -> None:
         self._storages = storages
         self._bystanders = frozenset(bystanders)
         self.forget()
@@ -89,7 +90,7 @@ class Steps:
             )
         self._members.add(layer)
 
-    def _ours(self) -> list[LayerStorage]:
+    def _ours(self) -> list[LayerStore]:
         return [storage for layer, storage in self._storages.items() if layer in self._members]
 
     def _changed_elsewhere(self) -> list[int]:
@@ -125,15 +126,15 @@ class Steps:
             taken = [(storage, storage.length - self._base) for storage in self._ours()]
             taken = [(storage, tokens) for storage, tokens in taken if tokens]
             for storage, tokens in taken:
-                storage.check_undo(tokens)
-                if not may_round and storage.rounds(tokens):
+                rewind.check_undo(storage, tokens)
+                if not may_round and rewind.rounds(storage, tokens):
                     raise RuntimeError(
                         f"KVQuantCache: `past_key_values` must hold whole steps, got one that ended early after "
                         f"{storage.name}, where tokens that were dense before now have only their codes. Reset the "
                         "cache and feed it the text again, or call crop(0) on it to go on with dequantised values."
                     )
             for storage, tokens in taken:
-                storage.undo(tokens)
+                rewind.undo(storage, tokens)
                 undone = tokens
         self._waiting.clear()
         return undone

@@ -25,7 +25,7 @@ from ..cache.cache import KVQuantCache
 from ..cache.layers import KVQuantLayer
 from ..config import KVQuantConfig
 from ..patching import patched
-from ..storage.layer_store import LayerStorage
+from ..storage.layer_store import LayerStore
 from ..transforms.of_model import key_transforms
 from .pairs import Pairs, count_pairs, expected_pairs, pairs_of
 from .simulation import SimulatedLayer, simulated, simulated_cache
@@ -246,7 +246,7 @@ class Stream:
         return [layer for layer in self._cache.layers if isinstance(layer, (KVQuantLayer, SimulatedLayer))]
 
     @property
-    def storages(self) -> list[LayerStorage]:
+    def storages(self) -> list[LayerStore]:
         """The storages of the layers whose cache is ours."""
         return self._cache.storages if isinstance(self._cache, KVQuantCache) else []
 

@@ -1,6 +1,6 @@
 """Counts the (query, token) pairs that attention reads from codes, and computes how many it has to read.
 
-An evaluation that never reads a code looks lossless. So storages (`LayerStorage.attend`) and simulated layers count the
+An evaluation that never reads a code looks lossless. So storages (`LayerStore.attend`) and simulated layers count the
 pairs that attend to codes, and the count is compared with the expected number, which has a closed form. `PairCounter`
 proves that storages count what the op serves: it intercepts the op's own calls, which is slower, as it sees every op of
 the model. `evaluation/counter.py` decides what to do with results whose counts differ.
@@ -74,7 +74,7 @@ def pairs_of(cache: Cache) -> int:
     read = 0
     for layer in cache.layers:
         if isinstance(layer, KVQuantLayer):
-            read += layer.storage.pairs_read or 0
+            read += layer.storage.tally.pairs_read or 0
         elif isinstance(layer, SimulatedLayer) and layer.storage.is_quantized:
             read += layer.pairs
     return read
@@ -87,7 +87,7 @@ def count_pairs(cache: Cache) -> None:
     """
     for layer in cache.layers:
         if isinstance(layer, KVQuantLayer):
-            layer.storage.pairs_read = 0
+            layer.storage.tally.pairs_read = 0
 
 
 class PairCounter(TorchDispatchMode):

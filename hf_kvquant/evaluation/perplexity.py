@@ -265,9 +265,9 @@ def sizes_of(
     with patched(model, UNQUANTIZED):
         model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
     sides = [
-        (side, storage.num_kv_heads, head_dim)
+        (side, storage.shape[1], head_dim)
         for storage in cache.storages
-        for side, head_dim in (("key", storage.key_head_dim), ("value", storage.value_head_dim))
+        for side, head_dim in zip(("key", "value"), storage.shape[2:], strict=True)
     ]
     num_values = sum(num_kv_heads * head_dim for _, num_kv_heads, head_dim in sides)
     sizes = {}

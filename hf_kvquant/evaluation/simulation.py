@@ -31,7 +31,7 @@ from ..config import KVQuantConfig
 from ..models.text_config import text_config_of
 from ..patching import set_attention, state_of
 from ..spec.formats import KVFormat
-from ..storage.layer_store import LayerStorage
+from ..storage.layer_store import LayerStore
 from ..storage.lengths import causal_pairs
 from ..transforms.of_model import key_transforms
 
@@ -48,7 +48,7 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
         chunk_size: Tokens of each later chunk.
     """
 
-    def __init__(self, storage: LayerStorage, first_chunks: Sequence[int], chunk_size: int) -> None:
+    def __init__(self, storage: LayerStore, first_chunks: Sequence[int], chunk_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storage = storage
         self.first_chunks = tuple(first_chunks)
@@ -196,16 +196,16 @@ def simulated_cache(
     return cache
 
 
-def _whole(storage: LayerStorage) -> LayerStorage:
+def _whole(storage: LayerStore) -> LayerStore:
     """A storage that keeps every token of a text; masks hide tokens outside the sliding window."""
     if not storage.window:
         return storage
-    whole = LayerStorage(storage.formats, name=storage.name, key_transform=storage.key_transform)
+    whole = LayerStore(storage.formats, name=storage.name, key_transform=storage.key_transform)
     whole.window = storage.window
     return whole
 
 
-def window_of(storage: LayerStorage) -> int:
+def window_of(storage: LayerStore) -> int:
     """How many positions a query of a layer sees; 0 for all."""
     return storage.window or storage.masked_window
 

@@ -36,6 +36,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..attention.registry import is_bounds
 from ..cache.cache import KVQuantCache
+from ..storage import rewind
 from .capture import RUNNERS, Captures, fill, is_captured, key_of, log_slower_loop, map_tensors
 from .fusion import fused
 
@@ -344,7 +345,7 @@ class _Loop:
         returns_cache = generation_config.return_dict_in_generate
         is_kept = returns_cache or getattr(self._cache, "_is_user_defined", False)
         # Steps are undone by a crop, which cannot restore tokens that have left a dense window.
-        steps_ahead = 0 if is_kept and any(storage.has_tail for storage in self._cache.storages) else STEPS_AHEAD
+        steps_ahead = 0 if is_kept and any(storage.layout.has_tail for storage in self._cache.storages) else STEPS_AHEAD
         with self._model._optimize_model_for_decode():
             received, num_behind = self._run_steps(
                 functools.partial(self._step, input_ids, report, model_kwargs),
@@ -423,7 +424,7 @@ class _Loop:
             return
         if is_kept:
             for storage in self._cache.storages:
-                storage.crop(num_steps)
+                rewind.crop(storage, num_steps)
         if self._random_states:
             state = self._random_states[-1 - num_steps]
             if self._choice.device.type == "cuda":

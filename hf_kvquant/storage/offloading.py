@@ -14,7 +14,7 @@ target memory and for the CPU copies it reads. Attention waits for the fetch. Th
 
 CPU copies are pinned and have the token axis first. So any range of tokens is one contiguous piece, which is needed for
 copies that overlap with kernels; the planes' own layout is restored on the GPU. `formats.py` decides the layout of a
-plane, `storage.py` when tokens are written, `cache.py` which layers are offloaded.
+plane, `layer_store.py` when tokens are written, `cache.py` which layers are offloaded.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..config import LayerFormats
 from ..spec.formats import KVFormat, Planes
-from .layer_store import LayerStorage
+from .residency import Owned, Sides
+
+if TYPE_CHECKING:
+    from .layer_store import LayerStore
 
 # Devices that layers can be offloaded from. Tests add others.
 HOMES = frozenset(("cuda",))
@@ -59,52 +61,52 @@ def check_home(where: str, device: torch.device) -> None:
 class Offloader:
     """Decides which layers of one cache are on their device.
 
-    Pickles and copies are empty; the copied storages join them. Between turns an offloader keeps the memory that layers
+    Pickles and copies are empty; the copied layers join them. Between turns an offloader keeps the memory that layers
     are fetched into: two slots for each kind of layer on a device.
     """
 
     def __init__(self) -> None:
         # Weak references, so that a cache and its memory are freed as soon as the user drops it.
-        self._members: list[weakref.ref[OffloadedStorage]] = []
-        self._residents: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
+        self._members: list[weakref.ref[LayerStore]] = []
+        self._residents: weakref.WeakSet[LayerStore] = weakref.WeakSet()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._free: dict[Hashable, list[Slot]] = {}
 
     def __reduce__(self) -> tuple[type[Offloader], tuple[()]]:
         return type(self), ()
 
-    def join(self, storage: OffloadedStorage) -> int:
-        """Add a storage after those that have joined. Returns its place in the order."""
-        self._members.append(weakref.ref(storage))
+    def join(self, store: LayerStore) -> int:
+        """Add a layer after those that have joined. Returns its place in the order."""
+        self._members.append(weakref.ref(store))
         return len(self._members) - 1
 
     @torch.compiler.disable(reason="codes that are offloaded come and go")
-    def take_turn(self, storage: OffloadedStorage) -> None:
-        """Bring a storage to its device, start fetching the next one, and send away all others."""
-        device, following = storage.device, self._after(storage)
+    def take_turn(self, store: LayerStore) -> None:
+        """Bring a layer to its device, start fetching the next one, and send away all others."""
+        device, following = store.device, self._after(store)
         for other in list(self._residents):
-            if other is not storage and other is not following and other.device == device:
-                other.send()
-        storage.fetch()
-        storage.receive()
+            if other is not store and other is not following and other.device == device:
+                _home_of(other).send(other)
+        _home_of(store).fetch(store)
+        _home_of(store).receive(store)
         if following is not None:
-            following.fetch()
+            _home_of(following).fetch(following)
 
-    def _after(self, storage: OffloadedStorage) -> OffloadedStorage | None:
-        """The next storage on the same device; `None` during the first chunk, while later layers have no buffers."""
-        begin = storage.place + 1
-        for member in (*self._members[begin:], *self._members[: storage.place]):
+    def _after(self, store: LayerStore) -> LayerStore | None:
+        """The next layer on the same device; `None` during the first chunk, while later layers have no buffers."""
+        place = _home_of(store).place
+        for member in (*self._members[place + 1 :], *self._members[:place]):
             other = member()
             if other is not None:
                 if not other.is_allocated:
                     return None
-                if other.device == storage.device:
+                if other.device == store.device:
                     return other
         return None
 
-    def note(self, storage: OffloadedStorage, *, is_resident: bool) -> None:
-        """Record whether a storage is on its device."""
-        (self._residents.add if is_resident else self._residents.discard)(storage)
+    def note(self, store: LayerStore, *, is_resident: bool) -> None:
+        """Record whether a layer is on its device."""
+        (self._residents.add if is_resident else self._residents.discard)(store)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """The stream that fetches layers; `None` on devices without streams."""
@@ -120,7 +122,7 @@ class Offloader:
             return self._free[kind].pop()
         # Layers have grown or changed: free the slots that fit none of them any more.
         members = [member() for member in self._members]
-        kinds = {member.kind() for member in members if member is not None and member.is_allocated}
+        kinds = {_home_of(member).kind(member) for member in members if member is not None and member.is_allocated}
         self._free = {each: slots for each, slots in self._free.items() if each in kinds}
         stream = self.stream(device)
         slot = tuple(
@@ -139,241 +141,176 @@ class Offloader:
         self._free.setdefault(kind, []).append(slot)
 
 
-class OffloadedStorage(LayerStorage):
-    """A growing storage that an `Offloader` sends to CPU memory and fetches.
-
-    Code of `LayerStorage` always finds the planes on the device: reading the attribute takes a turn first.
+class Offloaded(Owned):
+    """Buffers of a growing cache that an `Offloader` sends to CPU memory and fetches.
 
     Args:
-        formats: Of keys and of values.
-        offloader: Shared by the storages of one cache, which join it in the order of the layers.
-        **options: Of `LayerStorage`.
+        offloader: Shared by the layers of one cache.
     """
 
-    def __init__(self, formats: LayerFormats, *, offloader: Offloader, **options: Any) -> None:
+    def __init__(self, offloader: Offloader) -> None:
+        super().__init__()
         self._offloader = offloader
-        self._sides: list[Planes | None] = [None, None]  # keys, values; while away, with the CPU copies in them
-        self._copies: list[Planes] | None = None  # in CPU memory, tokens first, made when first sent
+        self.place = -1  # in the order of the layers; set by `rejoin`
+        self._copies: Sides | None = None  # in CPU memory, tokens first, made when first sent
         self._num_copied = [0, 0]  # tokens of keys and of values that the copies hold
-        self._is_away = False
+        self.is_away = False  # then `_planes` has the CPU copies in it
         self._is_coming = False  # being fetched, not yet waited for
         self._arrival: torch.cuda.Event | None = None
         self._slot: Slot | None = None  # the slot it is in; None: away, or in its own memory
-        self._found_operands: Any = None
-        super().__init__(formats, **options)
-        assert not self.is_static
-        self.place = offloader.join(self)
 
-    # --- attributes of the base class ---------------------------------------------------------------------------------
+    def planes(self, store: LayerStore) -> Sides | None:
+        """See `Owned.planes`. Reading them takes a turn."""
+        self.arrive(store)
+        return self._planes
 
-    @property
-    def key_planes(self) -> Planes | None:
-        """Planes of keys, on the device."""
-        self._be_here()
-        return self._sides[0]
+    def arrive(self, store: LayerStore) -> None:
+        """See `Owned.arrive`."""
+        if self.is_away or self._is_coming:
+            self._offloader.take_turn(store)
 
-    @key_planes.setter
-    def key_planes(self, planes: Planes | None) -> None:
-        self._sides[0] = planes
+    def replace(self, store: LayerStore, planes: Sides | None) -> None:
+        """See `Owned.replace`. CPU copies of the old planes are dropped."""
+        if planes is not None:
+            self._offloader.take_turn(store)  # first, because moving other layers may run out of memory and raise
+        self._planes, self._copies, self._slot, self._arrival = planes, None, None, None
+        self.is_away = self._is_coming = False
+        self._offloader.note(store, is_resident=planes is not None)
 
-    @property
-    def value_planes(self) -> Planes | None:
-        """Planes of values, on the device."""
-        self._be_here()
-        return self._sides[1]
-
-    @value_planes.setter
-    def value_planes(self, planes: Planes | None) -> None:
-        self._sides[1] = planes
-
-    @property
-    def _operands(self) -> Any:
-        self._be_here()
-        return self._found_operands
-
-    @_operands.setter
-    def _operands(self, operands: Any) -> None:
-        self._found_operands = operands
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes allocated for codes, scales and zeros, on the GPU or the CPU. Planes that are on both count once."""
-        return sum(planes.num_bytes for planes in self._sides if planes is not None)
-
-    def _be_here(self) -> None:
-        if self._is_away or self._is_coming:
-            self._offloader.take_turn(self)
-
-    def _set_planes(self, key_planes: Planes | None, value_planes: Planes | None) -> None:
-        """Use planes that the base class has made, in their own memory. CPU copies of the old planes are dropped."""
-        if key_planes is not None:
-            self._offloader.take_turn(self)  # first, because moving other layers may run out of memory and raise
-        super()._set_planes(key_planes, value_planes)
-        self._copies = self._slot = self._arrival = None
-        self._is_away = self._is_coming = False
-        self._offloader.note(self, is_resident=key_planes is not None)
+    def note_cropped(self, store: LayerStore) -> None:
+        """See `Owned.note_cropped`. Their copies do not count any more."""
+        kept = [store.layout.num_coded(side, store.length) for side in (0, 1)]
+        self._num_copied = [min(counts) for counts in zip(self._num_copied, kept, strict=True)]
 
     # --- to CPU memory and back ---------------------------------------------------------------------------------------
 
-    def send(self) -> None:
+    def send(self, store: LayerStore) -> None:
         """Copy to CPU memory what its copies lack, and free the planes on the device."""
-        self.flush()
+        store.flush()
+        assert self._planes is not None
+        formats = store.layout.formats
         if self._copies is None:
-            is_pinned = self.device.type == "cuda"
-            self._copies = [
-                _copied(planes, kv_format, is_pinned)
-                for planes, kv_format in zip(self._here(), self._formats(), strict=True)
-            ]
+            self._copies = _copied(self._planes, formats, is_pinned=store.device.type == "cuda")
             self._num_copied = [0, 0]
-        kind = self.kind()
-        for side, kv_format in enumerate(self._formats()):
-            planes, copies = self._here()[side], self._copies[side]
-            begin, end = self._num_copied[side], self.num_coded(kv_format, self.length)
-            for old, new in _rows(planes, copies, kv_format, begin, end):
+        kind = self.kind(store)
+        for side, kv_format in enumerate(formats):
+            begin, end = self._num_copied[side], store.layout.num_coded(side, store.length)
+            for old, new in _rows(self._planes[side], self._copies[side], kv_format, begin, end):
                 new.copy_(old.contiguous(), non_blocking=True)
             self._num_copied[side] = end
         # Only now: if memory for a copy ran out above, the planes are still in place.
-        self._sides = [*self._copies]
+        self._planes = self._copies
         if self._slot is not None:
             self._offloader.leave_slot(kind, self._slot)
-        self._slot = self._arrival = self._found_operands = None
-        self._is_away, self._is_coming = True, False
-        self._offloader.note(self, is_resident=False)
+        self._slot = self._arrival = None
+        store.writer.forget_planes()
+        self.is_away, self._is_coming = True, False
+        self._offloader.note(store, is_resident=False)
 
-    def fetch(self) -> None:
+    def fetch(self, store: LayerStore) -> None:
         """Start copying the planes to the device, if they are away. `receive` waits for them."""
-        if not self._is_away:
+        if not self.is_away:
             return
         assert self._copies is not None
-        slot = self._offloader.take_slot(self.kind(), self._travelling(), self.device)
-        stream = self._offloader.stream(self.device)
+        slot = self._offloader.take_slot(self.kind(store), self._travelling(store), store.device)
+        stream = self._offloader.stream(store.device)
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-        sides = [dataclasses.replace(copies, **room) for copies, room in zip(self._copies, slot, strict=True)]
+            stream.wait_stream(torch.cuda.current_stream(store.device))
+        key, value = (dataclasses.replace(copies, **room) for copies, room in zip(self._copies, slot, strict=True))
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-            for copies, planes, kv_format, end in zip(
-                self._copies, sides, self._formats(), self._num_copied, strict=True
-            ):
-                for old, new in _rows(copies, planes, kv_format, 0, end):
-                    new.copy_(old.to(self.device, non_blocking=True))
-        self._sides = [*sides]
+            _copy_tokens(self._copies, (key, value), store.layout.formats, self._num_copied, store.device)
+        self._planes = key, value
         self._slot = slot
         self._arrival = None if stream is None else stream.record_event()
-        self._is_away, self._is_coming = False, True
-        self._offloader.note(self, is_resident=True)
+        self.is_away, self._is_coming = False, True
+        self._offloader.note(store, is_resident=True)
 
-    def receive(self) -> None:
+    def receive(self, store: LayerStore) -> None:
         """Make the current stream wait for planes that are being fetched."""
         if not self._is_coming:
             return
         if self._arrival is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._arrival)
+            torch.cuda.current_stream(store.device).wait_event(self._arrival)
         self._arrival, self._is_coming = None, False
-        self._planes_changed()
+        store.planes_changed()
 
-    def _here(self) -> tuple[Planes, Planes]:
-        """The planes, wherever they are."""
-        key, value = self._sides
-        assert key is not None and value is not None
-        return key, value
-
-    def _travelling(self) -> Slot:
+    def _travelling(self, store: LayerStore) -> Slot:
+        assert self._planes is not None
         key, value = (
             {name: getattr(planes, name) for name in planes.token_axes(kv_format.block_size)}
-            for planes, kv_format in zip(self._here(), self._formats(), strict=True)
+            for planes, kv_format in zip(self._planes, store.layout.formats, strict=True)
         )
         return key, value
 
-    def kind(self) -> Hashable:
+    def kind(self, store: LayerStore) -> Hashable:
         """Device, shapes and dtypes of the planes that are moved. Layers of one kind can use the same slots."""
-        sides = [tuple((name, plane.shape, plane.dtype) for name, plane in side.items()) for side in self._travelling()]
-        return self.device, *sides
+        sides = [
+            tuple((name, plane.shape, plane.dtype) for name, plane in side.items()) for side in self._travelling(store)
+        ]
+        return store.device, *sides
 
-    # --- what differs from a storage that stays -----------------------------------------------------------------------
+    # --- copies of the layer ------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable(reason="codes that are offloaded come and go")
-    def extend(self, key: Tensor, value: Tensor) -> None:
-        """See `LayerStorage.extend`.
+    def leave(self, store: LayerStore) -> None:
+        """See `Owned.leave`: send the planes to CPU memory and wait for them."""
+        if store.is_allocated and not self.is_away:
+            self.send(store)
+        if store.is_allocated and store.device.type == "cuda":
+            torch.cuda.synchronize(store.device)
 
-        Raises:
-            RuntimeError: The step is being captured. Nothing has changed.
-            TypeError, ValueError: As there, and for keys on a device that codes cannot be offloaded from.
-        """
-        if key.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{self.name}: `offloading` must be False in a step that is captured, got True: offloaded "
-                "codes change addresses, which a graph cannot follow. Run the step uncaptured, or leave offloading out."
-            )
-        super().extend(key, value)
-
-    def _check_served(self, key: Tensor, value: Tensor) -> None:
-        super()._check_served(key, value)
-        check_home(self.name, key.device)
-
-    def dequantize(self) -> tuple[Tensor, Tensor]:
-        """See `LayerStorage.dequantize`. Never views, because other layers are fetched into the same memory."""
-        key, value = (
-            dense if kv_format.is_quantized else dense.clone()
-            for dense, kv_format in zip(super().dequantize(), self._formats(), strict=True)
-        )
-        return key, value
-
-    def held_planes(self) -> tuple[Planes, Planes]:
-        """See `LayerStorage.held_planes`. Never views either."""
-        key, value = super().held_planes()
-        return key.map(torch.clone), value.map(torch.clone)
-
-    def _take_back(self, num_tokens: int) -> None:
-        """See `LayerStorage.crop`. Without a tail, nothing is moved."""
-        super()._take_back(num_tokens)
-        self._forget_copies()
-
-    def reset(self) -> None:
-        """See `LayerStorage.reset`."""
-        super().reset()
-        self._forget_copies()
-
-    def _forget_copies(self) -> None:
-        """Count cropped tokens as not copied, since other tokens will take their rows."""
-        kept = [self.num_coded(kv_format, self.length) for kv_format in self._formats()]
-        self._num_copied = [min(counts) for counts in zip(self._num_copied, kept, strict=True)]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Send the storage to CPU memory and wait for its copies first."""
-        if self.is_allocated and not self._is_away:
-            self.send()
-        if self.is_allocated and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        state = super().__getstate__()
-        del state["_operands"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.place = self._offloader.join(self)
-        if self._copies is not None and self.device.type == "cuda":
+    def rejoin(self, store: LayerStore) -> None:
+        """See `Owned.rejoin`. The offloader of a copy is empty: its layers join again, in their order."""
+        self.place = self._offloader.join(store)
+        if self._copies is not None and store.device.type == "cuda":
             # Pinned memory is no longer pinned after a copy or a pickle.
-            fresh = [
-                _copied(planes, kv_format, is_pinned=True)
-                for planes, kv_format in zip(self._copies, self._formats(), strict=True)
-            ]
-            for copies, planes, kv_format, end in zip(
-                self._copies, fresh, self._formats(), self._num_copied, strict=True
-            ):
-                for old, new in _rows(copies, planes, kv_format, 0, end):
-                    new.copy_(old)
-            self._copies = fresh
-            self._sides = [*fresh]
+            formats, copies = store.layout.formats, self._copies
+            self._planes = self._copies = _copied(copies, formats, is_pinned=True)
+            _copy_tokens(copies, self._copies, formats, self._num_copied)
 
 
-def _copied(planes: Planes, kv_format: KVFormat, is_pinned: bool) -> Planes:
+def _home_of(store: LayerStore) -> Offloaded:
+    assert isinstance(store.residency, Offloaded)
+    return store.residency
+
+
+def check_not_captured(name: str, key: Tensor) -> None:
+    """Refuse offloaded codes in a step that is captured.
+
+    Raises:
+        RuntimeError: The step is being captured.
+    """
+    if key.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name}: `offloading` must be False in a step that is captured, got True: offloaded "
+            "codes change addresses, which a graph cannot follow. Run the step uncaptured, or leave offloading out."
+        )
+
+
+def _copied(sides: Sides, formats: tuple[KVFormat, KVFormat], *, is_pinned: bool) -> Sides:
     """The planes with empty CPU tensors, tokens first, in place of those that are moved."""
-    room = {}
-    for name, axis in planes.token_axes(kv_format.block_size).items():
-        plane = getattr(planes, name)
-        shape = plane.movedim(axis, 0).shape
-        room[name] = torch.empty(shape, dtype=plane.dtype, device="cpu", pin_memory=is_pinned).movedim(0, axis)
-    return dataclasses.replace(planes, **room)
+
+    def copied(planes: Planes, kv_format: KVFormat) -> Planes:
+        room = {}
+        for name, axis in planes.token_axes(kv_format.block_size).items():
+            plane = getattr(planes, name)
+            shape = plane.movedim(axis, 0).shape
+            room[name] = torch.empty(shape, dtype=plane.dtype, device="cpu", pin_memory=is_pinned).movedim(0, axis)
+        return dataclasses.replace(planes, **room)
+
+    return copied(sides[0], formats[0]), copied(sides[1], formats[1])
+
+
+def _copy_tokens(
+    source: Sides,
+    target: Sides,
+    formats: tuple[KVFormat, KVFormat],
+    num_tokens: Sequence[int],
+    device: torch.device | str = "cpu",
+) -> None:
+    """Copy the first tokens of both sides to planes on a device."""
+    for planes, copies, kv_format, end in zip(source, target, formats, num_tokens, strict=True):
+        for old, new in _rows(planes, copies, kv_format, 0, end):
+            new.copy_(old.to(device, non_blocking=True))
 
 
 def _rows(source: Planes, target: Planes, kv_format: KVFormat, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:

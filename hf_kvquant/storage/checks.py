@@ -1,0 +1,83 @@
+"""Refuses tokens that a layer cannot take, before anything is changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .offloading import check_home
+
+if TYPE_CHECKING:
+    from .layer_store import LayerStore
+
+SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_served(store: LayerStore, key: Tensor, value: Tensor) -> None:
+    """Refuse the first tokens of a layer if it cannot hold such.
+
+    Raises:
+        TypeError: The dtype is not supported.
+        ValueError: A shape or device is not supported.
+    """
+    for name, x, kv_format in (("key", key, store.formats.key), ("value", value, store.formats.value)):
+        if x.ndim != 4:
+            raise ValueError(
+                f"{store.name}: `{name}` must be [batch, num_kv_heads, tokens, head_dim], got shape {list(x.shape)}."
+            )
+        if x.dtype not in SERVED_DTYPES:
+            raise TypeError(
+                f"{store.name}: `{name}` must be float32, bfloat16 or float16, got {x.dtype}. "
+                "Load the model in one of these dtypes."
+            )
+        kv_format.num_groups(x.shape[-1])
+    if key.shape[:3] != value.shape[:3] or key.dtype != value.dtype or key.device != value.device:
+        raise ValueError(
+            f"{store.name}: `value` must have the batch, heads, tokens, dtype and device of `key` "
+            f"({list(key.shape[:3])}, {key.dtype}, {key.device}), "
+            f"got {list(value.shape[:3])}, {value.dtype}, {value.device}."
+        )
+    if store.key_transform is not None:
+        store.key_transform.check_fits(store.name, key.shape[1], key.shape[3])
+    if store.is_offloaded:
+        check_home(store.name, key.device)
+
+
+def fits(store: LayerStore, key: Tensor, value: Tensor) -> bool:
+    """Whether tokens match those held. Runs in every layer and step, so it only compares; `refuse` explains."""
+    (batch, num_kv_heads, key_dim, value_dim), dtype, device = store.shape, store.dtype, store.device
+    shape = key.shape
+    return (
+        len(shape) == 4
+        and shape == (batch, num_kv_heads, shape[2], key_dim)
+        and value.shape == (batch, num_kv_heads, shape[2], value_dim)
+        and key.dtype == dtype
+        and value.dtype == dtype
+        and key.device == device
+        and value.device == device
+    )
+
+
+def refuse(store: LayerStore, key: Tensor, value: Tensor) -> None:
+    """Raise for the first thing that `fits` found wrong.
+
+    Raises:
+        ValueError: A shape, dtype or device differs.
+    """
+    batch, num_kv_heads, *head_dims = store.shape
+    for name, x, head_dim in (("key", key, head_dims[0]), ("value", value, head_dims[1])):
+        if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (batch, num_kv_heads, head_dim):
+            raise ValueError(
+                f"{store.name}: `{name}` must have batch {batch}, {num_kv_heads} key-value heads and head_dim "
+                f"{head_dim} like the cache, got shape {list(x.shape)}. Start a new cache for another batch or "
+                "model, or use reset, batch_select_indices or batch_repeat_interleave."
+            )
+        if x.dtype != store.dtype or x.device != store.device:
+            raise ValueError(
+                f"{store.name}: `{name}` must be {store.dtype} on {store.device} like the cache, "
+                f"got {x.dtype} on {x.device}. Start a new cache after moving or casting the model."
+            )
+    if key.shape[2] != value.shape[2]:
+        raise ValueError(f"{store.name}: `value` must have {key.shape[2]} tokens like `key`, got {value.shape[2]}.")

@@ -1,0 +1,82 @@
+"""What transformers does to the sequences of a cache: select, repeat, move to another device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import writer
+
+if TYPE_CHECKING:
+    from .layer_store import LayerStore
+
+
+def select(store: LayerStore, indices: Tensor) -> None:
+    """Keep the sequences `indices` (`[new batch]` int64, or a bool mask) of the batch, in that order.
+
+    A static layer whose batch size stays the same is rewritten in place, so its addresses do not change.
+    """
+    if not store.is_allocated:
+        return
+    store.flush()
+    index = indices.to(store.device)
+    if index.dtype == torch.bool:
+        index = index.nonzero().flatten()
+
+    def selected(tensor: Tensor) -> Tensor:
+        return tensor.index_select(0, index)
+
+    planes = store.held_sides()
+    starts = None if store.starts is None else selected(store.starts)
+    if store.is_static and index.numel() == store.batch:
+        for side in planes:
+            for tensor in side.tensors():
+                tensor.copy_(selected(tensor))
+        store.starts = starts
+        return
+    store.residency.let_go()
+    # Copy only what is held: a growing buffer is cut to its length and grows again when needed.
+    tokens = store.capacity if store.is_static else min(store.rows.aligned(store.length), store.capacity)
+    key, value = (
+        side.narrow(tokens, kv_format.block_size).map(selected)
+        for side, kv_format in zip(planes, store.layout.formats, strict=True)
+    )
+    store.residency.replace(store, (key, value))
+    store.starts = starts
+    if index.numel() != store.batch:
+        store.shape = index.numel(), *store.shape[1:]
+        store.join(store.length)
+    store.planes_changed()
+
+
+def repeat(store: LayerStore, repeats: int) -> None:
+    """Repeat every sequence `repeats` times in place: a, a, b, b."""
+    if store.is_allocated:
+        select(store, torch.arange(store.batch, device=store.device).repeat_interleave(repeats))
+
+
+def move(store: LayerStore, device: torch.device | str) -> None:
+    """Move the buffers to another device."""
+    device = torch.empty(0, device=device).device  # adds the index that "cuda" lacks
+
+    def moved(tensor: Tensor) -> Tensor:
+        # Kernels that read a copy to the GPU are queued behind it; reads by the CPU would not wait for a copy.
+        return tensor.to(device, non_blocking=device.type != "cpu")
+
+    if store.is_allocated and store.device == device:
+        return
+    store.flush()
+    store.starts = None if store.starts is None else moved(store.starts)
+    if not store.is_allocated:
+        return
+    store.residency.let_go()
+    key, value = store.held_sides()
+    store.residency.replace(store, (key.map(moved), value.map(moved)))
+    store.device = device
+    store.writer.counters = writer.new_counters(device)
+    store.join(store.length)
+    if store.key_transform is not None:
+        store.key_transform = store.key_transform.to(device)
+    store.planes_changed()

@@ -1,0 +1,57 @@
+"""Writes new tokens into the planes, each exactly once, alone or along with the attention that needs them.
+
+Nothing else calls `append`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..spec.formats import Planes
+from ..spec.key_transform import KeyTransform
+from ..spec.layout import KVLayout
+
+
+class Writer:
+    """Tokens that lengths count already and that wait to be quantised.
+
+    Attributes:
+        pending: Their keys and values; `None` if all tokens are written.
+        counters: Scratch of the CUDA kernel, zero between calls; `None` elsewhere. See `ops.Operands.decode`. Not
+            shared: two streams may work on two layers at once.
+    """
+
+    def __init__(self) -> None:
+        self.pending: tuple[Tensor, Tensor] | None = None
+        self.counters: Tensor | None = None
+        self._operands: ops.Operands | None = None
+
+    def write_to(self, planes: tuple[Planes, Planes], layout: KVLayout, key_transform: KeyTransform | None) -> None:
+        """Write into these planes from now on."""
+        self._operands = ops.Operands(*planes, layout.formats, key_transform, is_ring=layout.is_ring, **layout.windows)
+
+    def forget_planes(self) -> None:
+        """Drop the planes."""
+        self._operands = None
+
+    def append(self, lengths: Tensor, starts: Tensor | None) -> None:
+        """Write the pending tokens. See `ops.Operands.append`."""
+        assert self.pending is not None and self._operands is not None
+        self._operands.append(*self.pending, lengths, starts)
+        self.pending = None
+
+    def attend(self, query: Tensor, lengths: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """Write the pending tokens and attend to everything stored, in one op. See `ops.Operands.decode`."""
+        assert self._operands is not None
+        result = self._operands.decode(query, self.pending, lengths, counters=self.counters, **options)
+        self.pending = None  # only now: a refused query must not lose tokens that `lengths` already counts
+        return result
+
+
+def new_counters(device: torch.device) -> Tensor | None:
+    """Scratch of the CUDA kernel. See `ops.Operands.decode`."""
+    return torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=device) if device.type == "cuda" else None
