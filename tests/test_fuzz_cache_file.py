@@ -83,13 +83,13 @@ def originals(tmp_path_factory: pytest.TempPathFactory, model: Any) -> dict[str,
 def load(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], dict[str, Tensor] | None]:
     """Loads a file of these bytes. Returns what the cache holds, `None` where the file was refused as it should be."""
     restored: list[LayerStore] = []
-    restore = LayerStore.restore
+    restore = cache_file.restore
 
     def counting(storage: LayerStore, *args: Any, **options: Any) -> None:
         restored.append(storage)
         restore(storage, *args, **options)
 
-    monkeypatch.setattr(LayerStore, "restore", counting)
+    monkeypatch.setattr(cache_file, "restore", counting)
     monkeypatch.setattr(cache_file, "_memory_of", lambda device: MEMORY)
 
     def load(data: bytes) -> dict[str, Tensor] | None:

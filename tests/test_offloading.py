@@ -31,7 +31,7 @@ from hf_kvquant.cache.handle import KVHandle
 from hf_kvquant.spec.formats import KVFormat, Planes
 from hf_kvquant.storage import offloading, rearrange, rewind, saved
 from hf_kvquant.storage.layer_store import LayerStore
-from hf_kvquant.storage.offloading import Offloader
+from hf_kvquant.storage.offloading import Offloaded, Offloader
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NUM_LAYERS, BATCH, HEAD_DIM = 5, 3, models.HEAD_DIM
@@ -80,7 +80,7 @@ def step(cache: KVQuantCache, q_len: int, device: str | None = None, seed: int =
     """
     generator = torch.Generator().manual_seed(seed)
     batch = cache.storages[0].batch or BATCH
-    device = device or str(cache.storages[0]._device or "cpu")
+    device = device or (str(cache.storages[0].device) if cache.storages[0].is_allocated else "cpu")
     outs = []
     for index, storage in enumerate(cache.storages):
         key, value = (torch.randn(batch, 2, q_len, HEAD_DIM, generator=generator).to(device) for _ in range(2))
@@ -100,7 +100,7 @@ def check_same_tokens(actual: KVQuantCache, expected: KVQuantCache, what: str) -
     for storage, other in zip(actual.storages, expected.storages, strict=True):
         assert storage.length == other.length and storage.is_empty == other.is_empty, what
         if other.is_allocated and not other.is_empty:
-            for planes, other_planes in zip(saved.held_planes(storage), other.held_planes(), strict=True):
+            for planes, other_planes in zip(saved.held_planes(storage), saved.held_planes(other), strict=True):
                 on_cpu = other_planes.map(lambda plane: plane.cpu())
                 compare.assert_same_planes(planes, on_cpu, f"{what}, {storage.name}")
 
@@ -144,7 +144,7 @@ def test_generate_in_other_ways(preset: str, way: str, device: str) -> None:
         flag = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", **config}}
         with patched(model, "int8" if way == "the flag" else config):
             outputs.append(greedy(model, inputs, 8, **(flag if way == "the flag" else OPTIONS[way])))
-    assert all(isinstance(storage, LayerStore) for storage in outputs[1].past_key_values.storages)
+    assert all(storage.is_offloaded for storage in outputs[1].past_key_values.storages)
     compare.assert_same(outputs[1].sequences, outputs[0].sequences.cpu(), "tokens")
 
 
@@ -226,7 +226,7 @@ def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for q_len in (9, *(1,) * 6):
         step(cache, q_len)
     assert sum(made) == 2 and len(made) > 6 * (NUM_LAYERS - 2)
-    offloader = cache.storages[0]._offloader
+    offloader = cache.storages[0].residency._offloader
     for change in (lambda: step(cache, 70), lambda: cache.batch_repeat_interleave(2)):
         change()
         step(cache, 1), step(cache, 1)
@@ -264,7 +264,7 @@ def test_what_travels_in_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_memory_goes_with_the_cache() -> None:
     cache = both({"preset": "int4"})[1]
     step(cache, 9), step(cache, 1)
-    left = [weakref.ref(thing) for thing in (*cache.storages, cache.storages[0]._offloader)]
+    left = [weakref.ref(thing) for thing in (*cache.storages, cache.storages[0].residency._offloader)]
     del cache
     assert not any(thing() for thing in left)
 
@@ -446,7 +446,7 @@ def test_saved_and_loaded(name: str, device: str, tmp_path: Path) -> None:
         wanted = KVQuantConfig.from_dict({**config, "offloading": away})
         loaded = KVQuantCache.load(tmp_path / "cache", model, wanted)
         assert loaded.quant_config == wanted
-        assert all(isinstance(storage, LayerStore) == away for storage in loaded.storages)
+        assert all(storage.is_offloaded == away for storage in loaded.storages)
         check_same_tokens(loaded, cache, "loaded")
     assert KVQuantCache.load(tmp_path / "cache", model).quant_config.offloading
     assert len(residents(loaded)) <= 2
@@ -522,23 +522,23 @@ SLOW = 20_000_000  # cycles: some 10 ms, far beyond what anything here takes
 @pytest.mark.parametrize("name", ["int4", "int4-channel", "none", "windows"])
 def test_copies_and_kernels_wait_for_each_other(name: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, away = both(CONFIGS[name])
-    fetch, send = LayerStore.fetch, LayerStore.send
+    fetch, send = Offloaded.fetch, Offloaded.send
 
-    def slow_fetch(self: LayerStore) -> None:
-        if self._is_away and slow == "copies":
-            stream = self._offloader.stream(self.device)
+    def slow_fetch(self: Offloaded, store: LayerStore) -> None:
+        if self.is_away and slow == "copies":
+            stream = self._offloader.stream(store.device)
             assert stream is not None
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(SLOW)
-        fetch(self)
+        fetch(self, store)
 
-    def slow_send(self: LayerStore) -> None:
+    def slow_send(self: Offloaded, store: LayerStore) -> None:
         if slow == "attention":
             torch.cuda._sleep(SLOW)
-        send(self)
+        send(self, store)
 
-    monkeypatch.setattr(LayerStore, "fetch", slow_fetch)
-    monkeypatch.setattr(LayerStore, "send", slow_send)
+    monkeypatch.setattr(Offloaded, "fetch", slow_fetch)
+    monkeypatch.setattr(Offloaded, "send", slow_send)
     for count, q_len in enumerate((126, 1, 1, 1, 90, 1, 1)):
         expected = step(plain, q_len, "cuda", seed=count)
         # Memory that has just been freed is taken and spoiled at once, by whoever does not wait for those that use it.
@@ -554,7 +554,7 @@ def test_a_cache_may_die_while_a_layer_comes() -> None:
     plain, away = both({"preset": "int4"})
     for cache in (plain, away):
         step(cache, 300, "cuda")
-    stream = away.storages[0]._offloader.stream(away.storages[0].device)
+    stream = away.storages[0].residency._offloader.stream(away.storages[0].device)
     assert stream is not None
     step(away, 1, "cuda")
     with torch.cuda.stream(stream):

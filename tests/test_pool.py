@@ -22,8 +22,8 @@ from transformers.cache_utils import DynamicCache
 
 from hf_kvquant import KVQuantCache, disable, enable, patch, patched, unpatch
 from hf_kvquant.storage import pool, rearrange
-from hf_kvquant.storage.residency import BufferKind
 from hf_kvquant.storage.pool import BufferPool, drop_pool, pool_of
+from hf_kvquant.storage.residency import BufferKind
 from hf_kvquant.transforms import of_model
 
 STATIC = {"preset": "int4", "static": True}

@@ -181,7 +181,7 @@ def test_a_layer_that_runs_out_of_memory(place: str, monkeypatch: pytest.MonkeyP
     expected = undisturbed("growing", "int8", device)
     with routed("growing", "int8", device) as (model, cache):
         whole(model, cache, *CUTS[: LAST + 1])
-        name = "extend" if place == "layer" else "_make_room"
+        name = "extend" if place == "layer" else "resize"
         storage = cache.storages[-1]
 
         def run_out(*args: Any) -> None:
@@ -353,7 +353,7 @@ def test_generate_says_what_to_crop_behind_a_reply_that_ended_early(
         fresh = KVQuantCache(model.config, "int4", max_cache_len=cache.layers[1].storage.max_cache_len)
         expected = turn(model, fresh, ids)
         if kind != "sliding":  # the last token of the prompt attends to codes
-            rewind.crop(fresh, PROMPT - 1 - fresh.layers[1].storage.length)
+            fresh.crop(PROMPT - 1 - fresh.layers[1].storage.length)
             expected = turn(model, fresh, ids)
         with ending(attention_of(model, layer), is_before, runs=3):
             turn(model, cache, ids)

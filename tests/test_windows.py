@@ -396,7 +396,7 @@ def test_sizes() -> None:
     assert storage.num_bytes_held == 2 * (200 * storage.bytes_per_token + tails)
     assert storage.num_bytes == 2 * (256 * storage.bytes_per_token + tails)
     mixed, _, _ = stored(LayerFormats(KVFormat("none"), INT4, (), 4, 10), [200])
-    assert mixed.key_planes is not None and mixed.key_planes.tail is None
+    assert mixed.held_sides()[0].tail is None
     assert mixed.num_bytes_held == 2 * (200 * mixed.bytes_per_token + 2 * 14 * 16 * 4)
     assert INT4.tail_bytes(8, 128, sink_length=4, residual_length=128) == 8 * 132 * 128 * 2
     assert BLOCKS.tail_bytes(8, 128, sink_length=4, residual_length=128) == 8 * 260 * 128 * 2
