@@ -16,7 +16,7 @@ import pytest
 
 from hf_kvquant import cli
 from hf_kvquant.evaluation.counter import DEQUANTIZED
-from hf_kvquant.storage.lengths import causal_pairs
+from hf_kvquant.storage.tally import causal_pairs
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is optional")
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is optional")

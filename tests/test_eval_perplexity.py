@@ -21,7 +21,7 @@ from hf_kvquant.evaluation.fidelity import OutOfMemory
 from hf_kvquant.evaluation.injection import inject_key_outliers
 from hf_kvquant.evaluation.simulation import SimulatedLayer
 from hf_kvquant.spec.formats import KVFormat
-from hf_kvquant.storage.lengths import causal_pairs
+from hf_kvquant.storage.tally import causal_pairs
 
 WINDOW = 24
 TEXT = 8 * models.SENTENCE

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 import hf_kvquant
 from hf_kvquant import KVQuantConfig
 from hf_kvquant.evaluation.fidelity import compare, dealt, feed, is_out_of_memory
-from hf_kvquant.storage.lengths import causal_pairs
+from hf_kvquant.storage.tally import causal_pairs
 
 TOKENS = 41
 

@@ -16,7 +16,7 @@ from hf_kvquant.evaluation.fidelity import Chunks, Stream, compare, route
 from hf_kvquant.evaluation.pairs import PairCounter, Pairs, count_pairs, expected_pairs, num_readers, pairs_of
 from hf_kvquant.patching import patched
 from hf_kvquant.storage.layer_store import LayerStore
-from hf_kvquant.storage.lengths import causal_pairs
+from hf_kvquant.storage.tally import causal_pairs
 
 TOKENS = 23
 SHARING = ["gemma3n_text", "gemma4_text"]

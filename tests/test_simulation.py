@@ -12,7 +12,7 @@ from hf_kvquant.evaluation.fidelity import Chunks, Stream, compare, divergence, 
 from hf_kvquant.evaluation.pairs import expected_pairs, pairs_of
 from hf_kvquant.evaluation.simulation import simulated, simulated_cache
 from hf_kvquant.patching import patched, why_dense
-from hf_kvquant.storage.lengths import causal_pairs
+from hf_kvquant.storage.tally import causal_pairs
 
 TOKENS = 41
 OWN = ["gptj", "codegen", "gpt_neo", "bloom", "falcon", "falcon_alibi", "falcon_new", "mpt"]

@@ -1189,3 +1189,54 @@ def test_a_cropped_nan_is_gone_from_a_static_storage(preset: str) -> None:
     rewind.crop(storage, 2)
     for x, expected in zip(storage.dequantize(), before, strict=True):
         assert torch.equal(x, expected) and not x[:, :, 3:].any()
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 300], ids=["growing", "static"])
+@pytest.mark.parametrize(
+    "formats",
+    [
+        INT4,
+        NONE,
+        LayerFormats(*PRESETS["int4-channel"], residual_length=9),
+        LayerFormats(INT4.key, INT4.value, (), 3, 20),
+    ],
+    ids=["int4", "none", "channel", "windows"],
+)
+def test_every_sequence_has_its_own_length(formats: LayerFormats, max_cache_len: int | None) -> None:
+    """A batch of unequal sequences does what each of them does alone."""
+    counts = 140, 9, 77
+    alone = []
+    for count in counts:
+        storage = LayerStore(formats, max_cache_len=max_cache_len)
+        storage.extend(*new_tokens(1, count))
+        storage.flush()
+        alone.append(storage)
+    batch = LayerStore(formats, max_cache_len=max_cache_len)
+    batch.extend(*new_tokens(3, max(counts)))
+    batch.flush()
+    for b, storage in enumerate(alone):
+        for planes, own in zip(batch.held_sides(), storage.held_sides(), strict=True):
+            for plane, part in zip(planes.tensors(), own.tensors(), strict=True):
+                axes = tuple(slice(0, size) for size in part.shape[1:])
+                plane[(b, *axes)] = part[0]
+    batch.place(counts)
+    assert batch.is_ragged and batch.count() == counts and batch.length == 140
+    for crop in (0, 5):
+        rewind.crop(batch, crop)
+        for storage in alone:
+            rewind.crop(storage, crop)
+        new = new_tokens(3, 2)
+        query = torch.randn(3, 4, 2, KEY_DIM)
+        batch.extend(*new)
+        out, lse = batch.attend(query, softmax_scale=0.1)
+        for b, storage in enumerate(alone):
+            storage.extend(*(x[b : b + 1] for x in new))
+            expected, expected_lse = storage.attend(query[b : b + 1], softmax_scale=0.1)
+            torch.testing.assert_close(out[b : b + 1], expected)
+            torch.testing.assert_close(lse[b : b + 1], expected_lse)
+            for side, own in zip(batch.dequantize(), storage.dequantize(), strict=True):
+                assert_same(side[b : b + 1, :, : storage.length], own[:, :, : storage.length], f"sequence {b}")
+    rearrange.select(batch, torch.tensor([2, 0, 0]))
+    assert batch.count() == tuple(alone[b].length for b in (2, 0, 0))
+    rearrange.select(batch, torch.tensor([1]))
+    assert batch.count() == alone[0].length and not batch.is_ragged

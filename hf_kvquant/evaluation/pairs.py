@@ -18,7 +18,7 @@ from .._ops import ops as torch_ops
 from ..cache.layers import KVQuantLayer
 from ..models.layers import layers_of
 from ..models.text_config import text_config_of
-from ..storage.lengths import causal_pairs
+from ..storage.tally import causal_pairs
 from .simulation import SimulatedLayer, window_of
 
 

@@ -32,7 +32,7 @@ from ..models.text_config import text_config_of
 from ..patching import set_attention, state_of
 from ..spec.formats import KVFormat
 from ..storage.layer_store import LayerStore
-from ..storage.lengths import causal_pairs
+from ..storage.tally import causal_pairs
 from ..transforms.of_model import key_transforms
 
 # Implementations whose masks say, for every query and key, whether the query sees the key.

@@ -28,7 +28,7 @@ def dequantize(store: LayerStore) -> Dense:
 def _of_positions(store: LayerStore) -> Dense:
     shown, offset = store.num_shown, store.offset
     key, value = _decoded(store, end=offset + shown)
-    if store.is_static:
+    if store.is_static or store.is_ragged:
         # Rows beyond the length get a probability of 0, but 0 times a NaN left there by a crop would be NaN.
         is_beyond = torch.arange(shown, device=store.device) >= store.device_lengths().unsqueeze(1)  # [batch, tokens]
         key, value = (x.masked_fill(is_beyond[:, None, :, None], 0.0) for x in (key, value))

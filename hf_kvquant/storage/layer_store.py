@@ -27,7 +27,7 @@ from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout, Shape
 from . import dense
 from .checks import check_served, fits, refuse
-from .lengths import LengthGroup, Lengths
+from .lengths import Count, LengthGroup, Lengths
 from .offloading import Offloaded, Offloader, check_not_captured
 from .pool import BufferPool
 from .residency import Owned, Pooled, Sides
@@ -100,6 +100,7 @@ class LayerStore:
         self._member = 0  # ... under this number
         self.is_empty = True
         self.shape: Shape = (0, 0, 0, 0)
+        self.capacity = 0  # rows of the buffers: tokens that they have room for
         self.dtype: torch.dtype | None = None
         # Of the planes, wherever they are at the moment. Kept here, since compiled steps would guard that of a plane.
         self.device = torch.device("meta")
@@ -145,18 +146,13 @@ class LayerStore:
         return self.length_group is not None
 
     @property
-    def capacity(self) -> int:
-        """Rows of the buffers: tokens that they have room for."""
-        return 0 if self.planes is None else self.planes[0].codes.shape[2]
-
-    @property
     def is_ring(self) -> bool:
         """Whether new tokens take the rows of old ones."""
         return self.layout.is_ring
 
     @property
     def length(self) -> int:
-        """Tokens taken per sequence, pending ones included. Waits for the device after a compiled static step."""
+        """Tokens taken, pending ones included, of the longest sequence. Waits for the device after a compiled step."""
         return 0 if self.length_group is None else self.length_group.length(self._member)
 
     @property
@@ -259,8 +255,10 @@ class LayerStore:
         Also tell the compiler that static buffers keep their addresses; otherwise it refuses to put a step that mutates
         them into a CUDA graph.
         """
+        planes = self.held_sides()
+        self.capacity = planes[0].codes.shape[2]
         self.layout = dataclasses.replace(self.layout, is_ring=self.rows.is_ring(self.capacity))
-        self.writer.write_to(self.held_sides(), self.layout, self.key_transform)
+        self.writer.write_to(planes, self.layout, self.key_transform)
         if self.is_static and not torch.compiler.is_compiling():
             for tensor in self.step_tensors():
                 torch._dynamo.mark_static_address(tensor)
@@ -338,15 +336,16 @@ class LayerStore:
         is_first = self.is_empty
         if self.writer.pending is not None:
             self.flush()
-        if not self.is_static:
+        if not self.is_static and self.length + q_len > self.capacity:
             self.resize(self.rows.needed(self.length + q_len, self.capacity, is_empty=is_first))
         self._counted().advance(self._member, q_len)
         if is_first:
             self._freeze_scales(key, value)
             self.is_empty = False
         self.writer.pending = (key, value)
-        self.rows.note_chunk(q_len, self.capacity, is_first=is_first)
-        self.unrolled = None
+        if self.window:
+            self.rows.note_chunk(q_len, self.capacity, is_first=is_first)
+            self.unrolled = None
 
     def check_room(self, q_len: int) -> None:
         """Refuse new tokens that a static layer has no room for.
@@ -405,7 +404,8 @@ class LayerStore:
         """
         if self.window:
             options["sliding_window"] = self.window
-        self.residency.arrive(self)
+        if self.is_offloaded:
+            self.residency.arrive(self)
         if self.rows.is_unrolled:
             self.starts = starts
             self.flush()
@@ -413,9 +413,9 @@ class LayerStore:
             counters = self.writer.counters
             result = self.unrolled.attend(query, starts, softmax_scale=softmax_scale, counters=counters, **options)
         else:
-            result = self.writer.attend(
-                query, self.device_lengths(), softmax_scale=softmax_scale, starts=starts, **options
-            )
+            assert self.length_group is not None
+            lengths = self.length_group.tensor_of(self._member)
+            result = self.writer.attend(query, lengths, softmax_scale=softmax_scale, starts=starts, **options)
             if not torch.compiler.is_compiling():
                 self.starts = starts  # decides which first tokens are dense
         if self.tally.pairs_read is not None and not torch.compiler.is_compiling():
@@ -453,14 +453,23 @@ class LayerStore:
         assert self.length_group is not None
         return self.length_group
 
-    def join(self, length: int) -> None:
-        """Leave the present length group and join the one for our batch and device, with `length` tokens."""
+    def join(self, length: Count) -> None:
+        """Leave the present length group and join the one for our batch and device, with so many tokens."""
         if self.length_group is not None:
             self.length_group.leave(self._member)
         self.length_group, self._member = self._shared_lengths.join(length, self.batch, self.device)
 
-    def place(self, length: int) -> None:
-        """Set the length. The planes must hold so many tokens."""
+    def count(self) -> Count:
+        """Tokens of every sequence. See `length`."""
+        return self._counted().count(self._member)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether sequences have different lengths. Does not wait for the device."""
+        return self._counted().is_ragged(self._member)
+
+    def place(self, length: Count) -> None:
+        """Set the length, of every sequence. The planes must hold so many tokens."""
         self._counted().place(self._member, length)
         self.is_empty = length == 0
 
@@ -481,7 +490,7 @@ class LayerStore:
             self.length_group.leave(self._member)
         self.residency.replace(self, None)
         self.writer = Writer()
-        self.length_group = None
+        self.length_group, self.capacity = None, 0
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: write pending tokens; the copy has its own buffers, and temporary ones are left out.

@@ -7,12 +7,15 @@ storage is level with the tensor. A storage that is not (a layer that is never c
 its own length, at the cost of a launch.
 
 A compiled step advances only the length on the device. The host's record is the same before and after the step, so
-nothing in it triggers a recompilation. This file knows neither codes nor layers. It also has `causal_pairs`, so that
-everything that counts attended pairs counts them alike.
+nothing in it triggers a recompilation. This file knows neither codes nor layers.
+
+Every sequence has a length of its own. In a batch of one `generate` they are all alike, so the host then keeps a single
+number.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,22 +28,43 @@ from .pool import BufferPool
 _ONE_STEP_BEHIND = -1
 _LOST = -2
 
+# Tokens of every sequence: one number if all have as many.
+Count = int | tuple[int, ...]
+
+
+def plus(count: Count, tokens: int) -> Count:
+    """A count with more tokens for every sequence, or with `-tokens` fewer, down to none."""
+    if isinstance(count, int):
+        return max(0, count + tokens)
+    return count_of([max(0, each + tokens) for each in count])
+
+
+def count_of(numbers: Sequence[int]) -> Count:
+    """A count from the numbers of the sequences."""
+    return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
+
+
+def _fill(tensor: Tensor, count: Count) -> Tensor:
+    """Set `[batch]` int32 to a count, in place."""
+    return tensor.fill_(count) if isinstance(count, int) else tensor.copy_(torch.tensor(count, dtype=torch.int32))
+
 
 class LengthGroup:
     """The lengths of storages that are on the same device and have the same batch size.
 
     Args:
-        length: Tokens that the first member holds.
+        length: Tokens that the first member holds, of every sequence.
         tensor: `[batch]` int32. Overwritten; becomes the shared tensor.
     """
 
-    def __init__(self, length: int, tensor: Tensor) -> None:
+    def __init__(self, length: Count, tensor: Tensor) -> None:
         # [batch] int32: tokens held per sequence by every member that is level with it, pending tokens included.
-        self.tensor = tensor.fill_(length)
-        self._value: int | None = length  # the same on the host; None after a compiled step
+        self.tensor = _fill(tensor, length)
+        self._value: Count | None = length  # the same on the host; None after a compiled step
+        self._is_ragged = isinstance(length, tuple)  # whether the tensor's numbers differ
         self._newest = 0  # tokens of the newest step
         # By member: None while it is level with the tensor, else the tokens it holds or one of the two marks above.
-        self._behind: list[int | None] = []
+        self._behind: list[Count | None] = []
         self._free: list[int] = []  # numbers of members that have left
 
     @property
@@ -48,7 +72,7 @@ class LengthGroup:
         """Members now in the group."""
         return len(self._behind) - len(self._free)
 
-    def join(self, length: int) -> int:
+    def join(self, length: Count) -> int:
         """Add a member that holds `length` tokens. Returns its number, which the other methods take."""
         if not self._free:
             self._free.append(len(self._behind))
@@ -63,18 +87,28 @@ class LengthGroup:
         self._free.append(member)
 
     def length(self, member: int) -> int:
-        """Tokens that a member holds. Waits for the device after a compiled step.
+        """Tokens of the longest sequence that a member holds. Waits for the device after a compiled step.
 
         Raises:
             RuntimeError: The length is lost.
         """
+        count = self.count(member)
+        return count if isinstance(count, int) else max(count)
+
+    def count(self, member: int) -> Count:
+        """Tokens of every sequence that a member holds. See `length`."""
         behind = self._behind[member]
         if behind is None:
             return self._known()
         if behind == _ONE_STEP_BEHIND:
-            return self._known() - self._newest
+            return plus(self._known(), -self._newest)
         self._check_found(behind)
         return behind
+
+    def is_ragged(self, member: int) -> bool:
+        """Whether a member's sequences have different lengths. Does not wait for the device."""
+        behind = self._behind[member]
+        return isinstance(behind, tuple) or (behind in (None, _ONE_STEP_BEHIND) and self._is_ragged)
 
     def tensor_of(self, member: int) -> Tensor:
         """`[batch]` int32: tokens that a member holds. The shared tensor itself if the member is level with it.
@@ -88,7 +122,7 @@ class LengthGroup:
         if behind == _ONE_STEP_BEHIND:
             return self.tensor - self._newest
         self._check_found(behind)
-        return torch.full_like(self.tensor, behind)
+        return _fill(torch.empty_like(self.tensor), behind)
 
     def advance(self, member: int, tokens: int) -> None:
         """Count new tokens of a member: the first member of a step advances the tensor, the others catch up with it.
@@ -100,7 +134,7 @@ class LengthGroup:
         if behind is None:
             self._leave_behind(member)
             self.tensor.add_(tokens)
-            self._value = None if torch.compiler.is_compiling() else self._known() + tokens
+            self._value = None if torch.compiler.is_compiling() else plus(self._known(), tokens)
             self._newest = tokens
         elif behind == _ONE_STEP_BEHIND and tokens == self._newest:
             self._behind[member] = None
@@ -110,7 +144,7 @@ class LengthGroup:
                 "of earlier steps. Reset the cache, or run this step eagerly."
             )
         else:
-            self.place(member, self.length(member) + tokens)
+            self.place(member, plus(self.count(member), tokens))
             self._newest = tokens
 
     def check_level(self) -> None:
@@ -127,7 +161,7 @@ class LengthGroup:
 
     def note_replayed(self, tokens: int) -> None:
         """Count on the host what a replayed CUDA graph has added to the tensor. All members must be level with it."""
-        self._value = self._known() + tokens
+        self._value = plus(self._known(), tokens)
         self._newest = tokens
 
     def ask_device(self) -> None:
@@ -143,12 +177,12 @@ class LengthGroup:
         self._value = length
         self._behind = [behind if behind == _LOST else None for behind in self._behind]
 
-    def place(self, member: int, length: int) -> None:
-        """Set a member's length. Not for compiled steps."""
+    def place(self, member: int, length: Count) -> None:
+        """Set a member's length, of every sequence. Not for compiled steps."""
         if length != self._value:
             self._leave_behind(member)
-            self.tensor.fill_(length)
-            self._value = length
+            _fill(self.tensor, length)
+            self._value, self._is_ragged = length, isinstance(length, tuple)
             self._behind = [None if behind == length else behind for behind in self._behind]
         self._behind[member] = None
 
@@ -163,16 +197,16 @@ class LengthGroup:
             elif is_compiling:
                 self._behind[other] = _ONE_STEP_BEHIND
             elif behind is None or behind == _ONE_STEP_BEHIND:
-                self._behind[other] = self.length(other)
+                self._behind[other] = self.count(other)
 
-    def _known(self) -> int:
+    def _known(self) -> Count:
         """The tensor's value on the host. Waits for the device after a compiled step."""
         if self._value is None:
-            self._value = int(self.tensor[0].item())
+            self._value = count_of(self.tensor.tolist())
         return self._value
 
     @staticmethod
-    def _check_found(behind: int) -> None:
+    def _check_found(behind: Count) -> None:
         if behind == _LOST:
             raise RuntimeError(
                 "lengths: a layer must have been called in every compiled step of its cache, got one that was left "
@@ -191,7 +225,7 @@ class Lengths:
         self._pool = pool
         self._groups: dict[tuple[torch.device, int], LengthGroup] = {}
 
-    def join(self, length: int, batch: int, device: torch.device) -> tuple[LengthGroup, int]:
+    def join(self, length: Count, batch: int, device: torch.device) -> tuple[LengthGroup, int]:
         """Add a storage to the group for its batch size and device. Returns the group and the storage's number there.
 
         Args:
@@ -208,7 +242,7 @@ class Lengths:
             group = self._groups[device, batch] = self._new_group(length, batch, device)
         return group, group.join(length)
 
-    def _new_group(self, length: int, batch: int, device: torch.device) -> LengthGroup:
+    def _new_group(self, length: Count, batch: int, device: torch.device) -> LengthGroup:
         if self._pool is None:
             return LengthGroup(length, _new_tensor(batch, device))
         use = "lengths", device, batch
@@ -224,19 +258,3 @@ class Lengths:
 
 def _new_tensor(batch: int, device: torch.device) -> Tensor:
     return torch.empty((batch,), dtype=torch.int32, device=device)
-
-
-def causal_pairs(tokens: int, first_chunk: int, window: int = 0) -> int:
-    """(Query, token) pairs that one layer serves from codes for a text fed in chunks, whatever their size.
-
-    Args:
-        tokens: Of the text.
-        first_chunk: Tokens of the first chunk, which is not served from codes.
-        window: Positions visible to a query; 0 for all.
-    """
-
-    def pairs(tokens: int) -> int:
-        clipped = min(tokens, window) if window else tokens
-        return clipped * (clipped + 1) // 2 + (tokens - clipped) * window
-
-    return pairs(tokens) - pairs(first_chunk)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import writer
+from .lengths import count_of
 
 if TYPE_CHECKING:
     from .layer_store import LayerStore
@@ -28,27 +29,33 @@ def select(store: LayerStore, indices: Tensor) -> None:
     def selected(tensor: Tensor) -> Tensor:
         return tensor.index_select(0, index)
 
-    planes = store.held_sides()
-    starts = None if store.starts is None else selected(store.starts)
-    if store.is_static and index.numel() == store.batch:
+    planes, has_same_batch = store.held_sides(), index.numel() == store.batch
+    store_starts = None if store.starts is None else selected(store.starts)
+    if store.is_static and has_same_batch:
         for side in planes:
             for tensor in side.tensors():
                 tensor.copy_(selected(tensor))
-        store.starts = starts
-        return
-    store.residency.let_go()
-    # Copy only what is held: a growing buffer is cut to its length and grows again when needed.
-    tokens = store.capacity if store.is_static else min(store.rows.aligned(store.length), store.capacity)
-    key, value = (
-        side.narrow(tokens, kv_format.block_size).map(selected)
-        for side, kv_format in zip(planes, store.layout.formats, strict=True)
-    )
-    store.residency.replace(store, (key, value))
-    store.starts = starts
-    if index.numel() != store.batch:
-        store.shape = index.numel(), *store.shape[1:]
-        store.join(store.length)
-    store.planes_changed()
+    else:
+        store.residency.let_go()
+        # Copy only what is held: a growing buffer is cut to its length and grows again when needed.
+        tokens = store.capacity if store.is_static else min(store.rows.aligned(store.length), store.capacity)
+        key, value = (
+            side.narrow(tokens, kv_format.block_size).map(selected)
+            for side, kv_format in zip(planes, store.layout.formats, strict=True)
+        )
+        store.residency.replace(store, (key, value))
+    store.starts = store_starts
+    if store.is_ragged or not has_same_batch:
+        count = store.count()
+        if isinstance(count, tuple):
+            count = count_of([count[b] for b in index.tolist()])
+        if has_same_batch:
+            store.place(count)
+        else:
+            store.shape = index.numel(), *store.shape[1:]
+            store.join(count)
+    if not (store.is_static and has_same_batch):
+        store.planes_changed()
 
 
 def repeat(store: LayerStore, repeats: int) -> None:
@@ -76,7 +83,7 @@ def move(store: LayerStore, device: torch.device | str) -> None:
     store.residency.replace(store, (key.map(moved), value.map(moved)))
     store.device = device
     store.writer.counters = writer.new_counters(device)
-    store.join(store.length)
+    store.join(store.count())
     if store.key_transform is not None:
         store.key_transform = store.key_transform.to(device)
     store.planes_changed()

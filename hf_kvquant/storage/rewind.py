@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..spec import reference
+from .lengths import plus
 
 if TYPE_CHECKING:
     from .layer_store import LayerStore
@@ -37,25 +38,36 @@ def crop(store: LayerStore, num_tokens: int) -> None:
 def _take_back(store: LayerStore, num_tokens: int) -> None:
     """Crop, without the check."""
     store.flush()
-    rows, layout, before = store.rows, store.layout, store.length
-    length = max(0, before - num_tokens)
-    if layout.has_tail and num_tokens > 0:
-        sides = zip(store.held_sides(), layout.formats, (store.key_transform, None), strict=True)
-        for planes, kv_format, transform in sides:
-            reference.reopen(
-                planes,
-                kv_format,
-                before,
-                length,
-                key_transform=transform,
-                num_written=rows.num_written(before, store.capacity),
-                **layout.windows,
-            )
+    before, after = store.length, max(0, store.length - num_tokens)
     if num_tokens > 0:
-        store.place(length)
-    rows.note_crop(before, length)
+        count = store.count()
+        if not store.layout.has_tail:
+            pass
+        elif isinstance(count, int):
+            _reopen(store, count, num_tokens, slice(None))
+        else:
+            for b, length in enumerate(count):
+                _reopen(store, length, num_tokens, slice(b, b + 1))
+        store.place(plus(count, -num_tokens))
+    store.rows.note_crop(before, after)
     store.residency.note_cropped(store)
-    store.resize(rows.capacity_after_crop(store.capacity))
+    store.resize(store.rows.capacity_after_crop(store.capacity))
+
+
+def _reopen(store: LayerStore, length: int, num_tokens: int, sequences: slice) -> None:
+    """Put tokens that a crop returns to the dense window back in the tail, of sequences that have `length` tokens."""
+    for planes, kv_format, transform in zip(
+        store.held_sides(), store.layout.formats, (store.key_transform, None), strict=True
+    ):
+        reference.reopen(
+            planes.map(lambda plane: plane[sequences]),
+            kv_format,
+            length,
+            max(0, length - num_tokens),
+            key_transform=transform,
+            num_written=store.rows.num_written(length, store.capacity),
+            **store.layout.windows,
+        )
 
 
 def check_undo(store: LayerStore, num_tokens: int) -> None:
@@ -88,5 +100,5 @@ def undo(store: LayerStore, num_tokens: int) -> None:
         _take_back(store, num_tokens)
     else:
         store.writer.pending = None
-        store.place(store.length - num_tokens)
+        store.place(plus(store.count(), -num_tokens))
         store.rows.forget_chunk(is_empty=store.is_empty)

@@ -111,7 +111,7 @@ class Linear:
 
 
 class Ring(Linear):
-    """Rows that are used again.
+    """Rows that are used again. All sequences have the same length.
 
     Args:
         window: Positions visible to a query, itself included.
