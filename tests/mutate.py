@@ -75,28 +75,16 @@ MUTATIONS = [
         ("if needed > self.max_cache_len:", "if needed >= self.max_cache_len:", "a cache is full too early", "storage"),
         ("self.is_empty = length == 0", "self.is_empty = False", "a crop to nothing leaves a first chunk", "storage"),
         (
-            "        if self.pending is not None:\n            self.flush()\n        self._make_room",
-            "        self._make_room",
+            "        if self.writer.pending is not None:\n            self.flush()\n",
+            "",
             "pending tokens are lost",
             "storage cache",
         ),
         (
-            "if index.dtype == torch.bool:",
-            "if False:",
-            "a mask selects sequences 0 and 1",
+            "        self.flush()\n        self.residency.leave(self)",
+            "        self.residency.leave(self)",
+            "a copy lacks pending tokens",
             "storage cache",
-        ),
-        (
-            "        self.flush()\n        return {**self.__dict__",
-            "        return {**self.__dict__",
-            "a copy shares pending tokens, and appends them again",
-            "storage cache",
-        ),
-        (
-            "device=self.device) >= self._lengths()",
-            "device=self.device) > self._lengths()",
-            "a static cache shows one token that was cropped",
-            "storage",
         ),
         (
             "                if transform is not None:\n                    x = reference",
@@ -105,8 +93,41 @@ MUTATIONS = [
             "storage",
         ),
         (
-            "self.key_transform = transform.clone(device)",
-            "self.key_transform = transform.to(device)",
+            "formats = dataclasses.replace(formats, sink_length=0)",
+            "pass",
+            "the first tokens of a window stay dense for ever",
+            "rings windows",
+        ),
+    ),
+    *of(
+        "hf_kvquant/storage/rearrange.py",
+        (
+            "if index.dtype == torch.bool:",
+            "if False:",
+            "a mask selects sequences 0 and 1",
+            "storage cache",
+        ),
+        (
+            "count_of([count[b] for b in index.tolist()])",
+            "count",
+            "sequences of different lengths swap their lengths",
+            "storage",
+        ),
+    ),
+    *of(
+        "hf_kvquant/storage/dense.py",
+        (
+            "device=store.device) >= store.device_lengths()",
+            "device=store.device) > store.device_lengths()",
+            "a static cache shows one token that was cropped",
+            "storage",
+        ),
+    ),
+    *of(
+        "hf_kvquant/storage/residency.py",
+        (
+            "store.key_transform = transform.clone(store.device)",
+            "store.key_transform = transform.to(store.device)",
             "the next cache's transform is written into a model's tensors",
             "pool",
         ),
@@ -133,16 +154,16 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/storage/rings.py",
+        "hf_kvquant/storage/rows.py",
         (
-            "return self.capacity + 1 - self.window",
-            "return self.capacity + 2 - self.window",
+            "return capacity + 1 - self.window",
+            "return capacity + 2 - self.window",
             "the newest token of a chunk overwrites what its first query sees",
             "rings static_rings",
         ),
         (
-            "self.most_held = max(self.most_held, self.length)",
-            "self.most_held = self.length",
+            "self.most_held = max(self.most_held, before)",
+            "self.most_held = before",
             "a second crop shows overwritten tokens",
             "static_rings rings",
         ),
@@ -151,12 +172,6 @@ MUTATIONS = [
             "elif length <= window or self.kept_from == 0:",
             "a crop is served whose first token is gone",
             "rings",
-        ),
-        (
-            "dataclasses.replace(formats, sink_length=0), **options",
-            "formats, **options",
-            "the first tokens of a window stay dense for ever",
-            "rings windows",
         ),
     ),
     *of(
@@ -168,11 +183,14 @@ MUTATIONS = [
             "cache generate transforms",
         ),
         (
-            "            storage.check_crop(-tokens_to_remove)\n",
+            "            rewind.check_crop(storage, -tokens_to_remove)\n",
             "            pass\n",
             "a refused crop has cropped some layers",
             "rings cache",
         ),
+    ),
+    *of(
+        "hf_kvquant/cache/layers.py",
         (
             "return key_states.contiguous(), value_states.contiguous()",
             "return key_states, value_states",
@@ -189,7 +207,7 @@ MUTATIONS = [
             "cache_file fuzz_cache_file",
         ),
         (
-            "            storage.most_held = self.most_held\n",
+            "            storage.rows.most_held = self.most_held\n",
             "            pass\n",
             "a loaded ring crops back to overwritten tokens",
             "cache_file static_rings",
@@ -339,7 +357,7 @@ MUTATIONS = [
             "capture",
         ),
         (
-            "0 if is_kept and any(storage.has_tail",
+            "0 if is_kept and any(storage.layout.has_tail",
             "0 if False and any(storage.has_tail",
             "steps behind the stop turn dense tokens into codes",
             "capture",
