@@ -241,8 +241,10 @@ class LayerStore:
         check_served(self, key, value)
         batch, num_kv_heads, tokens, head_dim = key.shape
         shape = batch, num_kv_heads, head_dim, value.shape[-1]
-        wanted = self.rows.aligned(tokens if self.max_cache_len is None else self.max_cache_len)
-        self.allocate(shape, key.dtype, key.device, wanted)
+        wanted = self.max_cache_len
+        if wanted is None:
+            wanted = self.rows.needed(tokens, 0, is_empty=True)
+        self.allocate(shape, key.dtype, key.device, self.rows.aligned(wanted))
 
     def new_planes(self, capacity: int) -> Sides:
         """Planes for so many rows, not used yet."""
