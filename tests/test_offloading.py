@@ -187,7 +187,12 @@ def test_two_layers_are_there_at_a_time(name: str, device: str) -> None:
         assert residents(cache) == sorted((index, (index + 1) % NUM_LAYERS))
     for storage in cache.storages:
         if storage.residency.is_away:
-            away = [plane for planes in storage._sides for plane in (planes.codes, planes.scale) if plane is not None]
+            away = [
+                plane
+                for planes in storage.residency._planes
+                for plane in (planes.codes, planes.scale)
+                if plane is not None
+            ]
             assert {plane.device.type for plane in away} == {"cpu"}
             assert all(plane.is_pinned() for plane in away) or device == "cpu"
         else:
@@ -230,7 +235,7 @@ def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for change in (lambda: step(cache, 70), lambda: cache.batch_repeat_interleave(2)):
         change()
         step(cache, 1), step(cache, 1)
-        kinds = {storage.kind() for storage in cache.storages}
+        kinds = {storage.residency.kind(storage) for storage in cache.storages}
         assert len(kinds) == 1 and set(offloader._free) <= kinds and sum(map(len, offloader._free.values())) <= 2
 
 

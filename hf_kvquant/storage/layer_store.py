@@ -336,6 +336,8 @@ class LayerStore:
         if q_len == 0:
             return
         is_first = self.is_empty
+        if self.is_offloaded:
+            self.residency.arrive(self)  # so that the next layer is fetched while this one computes
         if self.writer.pending is not None:
             self.flush()
         if not self.is_static and self.length + q_len > self.capacity:
