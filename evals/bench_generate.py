@@ -190,7 +190,7 @@ def bytes_per_token(cache: Cache) -> int | None:
 def check_served(cache: Cache) -> None:
     """Refuse figures of our cache if attention read dequantised tensors."""
     if isinstance(cache, KVQuantCache):
-        reasons = sorted({reason for storage in cache.storages for reason in storage.fallbacks})
+        reasons = sorted({reason for storage in cache.storages for reason in storage.tally.fallbacks})
         if reasons:
             raise RuntimeError(f"attention runs on dequantised tensors: {'; '.join(reasons)}")
 

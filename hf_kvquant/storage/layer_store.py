@@ -134,6 +134,16 @@ class LayerStore:
         """The planes of keys and of values, on the device; `None` before there are buffers."""
         return self.residency.planes(self)
 
+    @property
+    def key_planes(self) -> Planes | None:
+        """The planes of keys."""
+        return None if self.planes is None else self.planes[0]
+
+    @property
+    def value_planes(self) -> Planes | None:
+        """The planes of values."""
+        return None if self.planes is None else self.planes[1]
+
     def held_sides(self) -> Sides:
         """`planes` of a layer that has buffers."""
         planes = self.planes
