@@ -160,17 +160,16 @@ class Offloaded(Owned):
         self._slot: Slot | None = None  # the slot it is in; None: away, or in its own memory
 
     def planes(self, store: LayerStore) -> Sides | None:
-        """See `Owned.planes`. Reading them takes a turn."""
+        """Reading them takes a turn."""
         self.arrive(store)
         return self._planes
 
     def arrive(self, store: LayerStore) -> None:
-        """See `Owned.arrive`."""
         if self.is_away or self._is_coming:
             self._offloader.take_turn(store)
 
     def replace(self, store: LayerStore, planes: Sides | None) -> None:
-        """See `Owned.replace`. CPU copies of the old planes are dropped."""
+        """CPU copies of the old planes are dropped."""
         if planes is not None:
             self._offloader.take_turn(store)  # first, because moving other layers may run out of memory and raise
         self._planes, self._copies, self._slot, self._arrival = planes, None, None, None
@@ -178,7 +177,7 @@ class Offloaded(Owned):
         self._offloader.note(store, is_resident=planes is not None)
 
     def note_cropped(self, store: LayerStore) -> None:
-        """See `Owned.note_cropped`. Their copies do not count any more."""
+        """Their copies do not count any more."""
         kept = [store.layout.num_coded(side, store.length) for side in (0, 1)]
         self._num_copied = [min(counts) for counts in zip(self._num_copied, kept, strict=True)]
 
@@ -252,14 +251,14 @@ class Offloaded(Owned):
     # --- copies of the layer ------------------------------------------------------------------------------------------
 
     def leave(self, store: LayerStore) -> None:
-        """See `Owned.leave`: send the planes to CPU memory and wait for them."""
+        """Send the planes to CPU memory and wait for them."""
         if store.is_allocated and not self.is_away:
             self.send(store)
         if store.is_allocated and store.device.type == "cuda":
             torch.cuda.synchronize(store.device)
 
     def rejoin(self, store: LayerStore) -> None:
-        """See `Owned.rejoin`. The offloader of a copy is empty: its layers join again, in their order."""
+        """The offloader of a copy is empty: its layers join again, in their order."""
         self.place = self._offloader.join(store)
         if self._copies is not None and store.device.type == "cuda":
             # Pinned memory is no longer pinned after a copy or a pickle.

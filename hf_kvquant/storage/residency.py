@@ -126,7 +126,6 @@ class Pooled(Owned):
         self._loan = self._pool.expect(store, store.name, kind, buffers)
 
     def let_go(self) -> None:
-        """See `Owned.let_go`."""
         if self._loan is not None:
             self._loan.detach()
             self._loan = None

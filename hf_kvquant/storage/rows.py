@@ -148,7 +148,7 @@ class Ring(Linear):
             self.kept_from = max(0, length - self.window + 1)
 
     def aligned(self, tokens: int) -> int:
-        """See `Linear.aligned`. A ring has whole blocks, whatever its format."""
+        """A ring has whole blocks, whatever its format."""
         aligned = super().aligned(tokens)
         if aligned <= self.full_capacity:
             return aligned
@@ -156,43 +156,38 @@ class Ring(Linear):
         return self.full_capacity if self.max_cache_len is not None else whole_blocks(tokens)
 
     def needed(self, tokens: int, capacity: int, *, is_empty: bool) -> int:
-        """See `Linear.needed`."""
         if self.kept_from is None:
             return min(super().needed(tokens, capacity, is_empty=is_empty), self.full_capacity)
         kept = min(tokens, max(self.full_capacity, tokens - self.kept_from))
         return super().needed(kept, capacity, is_empty=is_empty)
 
     def can_hold(self, length: int, capacity: int) -> bool:
-        """See `Linear.can_hold`."""
         if self.max_cache_len is not None or capacity < self.full_capacity:
             return super().can_hold(length, capacity)
         return length > 0 and capacity % BLOCK_SIZE == 0
 
     @property
     def num_seen(self) -> int:
-        """See `Linear.num_seen`."""
         return self.window - 1 + self.q_len
 
     def num_shown(self, length: int) -> int:
-        """In a growing cache, the tokens that queries of the newest chunk see. See `Linear.num_shown`."""
+        """In a growing cache, the tokens that queries of the newest chunk see."""
         if self.max_cache_len is not None:
             return self.max_cache_len
         return min(length, self.num_seen)
 
     def offset(self, length: int) -> int:
-        """See `Linear.offset`."""
         return 0 if self.max_cache_len is not None else length - self.num_shown(length)
 
     def origin(self, lengths: Tensor, old: int, new: int) -> Tensor | None:
-        """See `Linear.origin`. Rows whose token is no longer held get that of another; no query sees them."""
+        """Rows whose token is no longer held get that of another; no query sees them."""
         return reference.ring_positions(lengths[:1], new)[0] % old
 
     def note_resized(self) -> None:
-        """See `Linear.note_resized`. Nothing that a crop had overwritten is there any more."""
+        """Nothing that a crop had overwritten is there any more."""
         self.most_held = 0
 
     def note_chunk(self, q_len: int, capacity: int, *, is_first: bool) -> None:
-        """See `Linear.note_chunk`."""
         self.q_len = 0 if is_first else q_len
         self.is_unrolled = self.is_ring(capacity) and self.q_len > self.longest_chunk(capacity)
 
@@ -226,7 +221,7 @@ class Ring(Linear):
             )
 
     def check_undo(self, name: str, num_tokens: int, length: int, capacity: int) -> None:
-        """See `Linear.check_undo`. Works without recording: a ring has room for more tokens than a query sees.
+        """Works without recording: a ring has room for more tokens than a query sees.
 
         Raises:
             RuntimeError: Tokens that the next query would see have been overwritten.
@@ -244,7 +239,6 @@ class Ring(Linear):
         return self.longest_chunk(capacity) - (written - length) if written > capacity else length
 
     def note_crop(self, before: int, length: int) -> None:
-        """See `Linear.note_crop`."""
         if length < before:
             self.most_held = max(self.most_held, before)
             self.forget_chunk(is_empty=length == 0)
@@ -252,20 +246,17 @@ class Ring(Linear):
             self.kept_from = max(0, length - self.window + 1)
 
     def num_written(self, length: int, capacity: int) -> int | None:
-        """See `Linear.num_written`."""
         return max(self.most_held, length) if self.is_ring(capacity) else None
 
     def capacity_after_crop(self, capacity: int) -> int:
-        """See `Linear.capacity_after_crop`. The past that was recorded is dropped."""
+        """The past that was recorded is dropped."""
         return min(capacity, self.full_capacity)
 
     def forget(self) -> None:
-        """See `Linear.forget`."""
         self.kept_from = None if self.kept_from is None else 0
         self.forget_chunk(is_empty=True)
 
     def forget_chunk(self, *, is_empty: bool) -> None:
-        """See `Linear.forget_chunk`."""
         if is_empty:
             self.most_held = 0
         self.q_len, self.is_unrolled = 0, False
