@@ -273,7 +273,7 @@ def test_caches_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         context.setattr(torch.cuda, "is_initialized", lambda: True)
         context.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         refuses(RuntimeError, "must be at rest, got one in a step that is being compiled", cache, path, model)
-    monkeypatch.setattr(cache_file, "rank_of", lambda model: (0, 2))
+    monkeypatch.setattr("hf_kvquant.cache.identity.rank_of", lambda model: (0, 2))
     refuses(NotImplementedError, "must be whole in this process, got one .* over 2 ranks", cache, path, model)
 
 

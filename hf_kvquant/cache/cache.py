@@ -33,9 +33,9 @@ from ..storage.offloading import Offloader
 from ..storage.pool import BufferPool
 from .file import load_cache, save_cache
 from .handle import MaskNotes
-from .layers import KVQuantHybridLayer, KVQuantLayer, KVQuantRingLayer, transformers_layer
+from .layers import KVQuantLayer, new_layer, transformers_layer
 from .steps import Steps
-from .support import OTHER_MODEL, WITH_STATE, check_model, quantized_layers
+from .support import OTHER_MODEL, check_model, quantized_layers
 
 _Cache = TypeVar("_Cache", bound="KVQuantCache")
 
@@ -84,37 +84,13 @@ class KVQuantCache(QuantizedCache):
         key_transforms: Mapping[int, KeyTransform] | None = None,
         pool: BufferPool | None = None,
     ) -> None:
-        if not isinstance(config, PreTrainedConfig):
-            raise TypeError(
-                f"KVQuantCache: `config` must be the config of a model, got {type(config).__name__}. Pass model.config."
-            )
         quant_config = KVQuantConfig.resolve(preset_or_config)
-        if key_transforms is not None and not isinstance(key_transforms, Mapping):
-            raise TypeError(
-                "KVQuantCache: `key_transforms` must map layer indices to KeyTransforms, got "
-                f"{type(key_transforms).__name__}. hf_kvquant.key_transforms returns those of a model."
-            )
         if max_cache_len is None:
             max_cache_len = quant_config.max_cache_len
-        if quant_config.static and max_cache_len is None:
-            raise ValueError(
-                "KVQuantCache: `max_cache_len` must be given for a static cache, got None. "
-                "Give the longest sequence in tokens, prompt included."
-            )
-        if quant_config.offloading and max_cache_len is not None:
-            raise ValueError(
-                f"KVQuantCache: `max_cache_len` must be None with offloading=True, got {max_cache_len}. Only growing "
-                "caches are offloaded: leave out one of the two."
-            )
+        _check_arguments(config, quant_config, max_cache_len, key_transforms)
         text_config = config.get_text_config(decoder=True)
         layer_types, layer_kwargs = layers_of(text_config)
         check_model(text_config, layer_types, dataclasses.replace(quant_config, max_cache_len=max_cache_len))
-        self.quant_config = quant_config
-        self.has_transforms = key_transforms is not None
-        self.notes = MaskNotes(len(layer_types))
-        lengths = Lengths(pool)
-        transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
-        self.is_static = max_cache_len is not None
         quantized = quantized_layers(layer_types, quant_config)
         foreign = [index for index in key_transforms or () if index not in quantized]
         if foreign:
@@ -122,34 +98,25 @@ class KVQuantCache(QuantizedCache):
                 f"KVQuantCache: `key_transforms` must name layers whose cache is quantised, which are {quantized}, "
                 f"got {foreign}. Was it made for another model?"
             )
-
-        new_ring = KVQuantRingLayer if max_cache_len is None else KVQuantLayer
+        self.quant_config = quant_config
+        self.is_static = max_cache_len is not None
+        self.has_transforms = key_transforms is not None
+        self.notes = MaskNotes(len(layer_types))
+        transforms = _own_transforms(quant_config, len(layer_types)) if key_transforms is None else key_transforms
+        options: dict[str, Any] = {"max_cache_len": max_cache_len, "lengths": Lengths(pool), "pool": pool}
         offloader = Offloader() if quant_config.offloading else None
-
-        def new_layer(index: int, layer_type: str, kwargs: dict[str, Any]) -> Any:
+        layers: list[Any] = []
+        for index, (layer_type, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True)):
             if index not in quantized:
-                return transformers_layer(layer_type, kwargs, max_cache_len)
-            formats = quant_config.formats(index)
-            options: dict[str, Any] = {
-                "max_cache_len": max_cache_len,
-                "name": f"layer {index}",
-                "key_transform": transforms.get(index),
-                "lengths": lengths,
-                "pool": pool,
-            }
-            if layer_type == "sliding_attention":
-                return new_ring(LayerStore(formats, window=kwargs["sliding_window"], **options), self.notes)
-            store = LayerStore(formats, offloader=offloader, **options)
-            if layer_type in WITH_STATE:
-                return KVQuantHybridLayer(store, self.notes, **kwargs)
-            return KVQuantLayer(store, self.notes)
-
-        layers = [new_layer(index, *each) for index, each in enumerate(zip(layer_types, layer_kwargs, strict=True))]
-        if not any(isinstance(layer, KVQuantLayer) for layer in layers):
+                layers.append(transformers_layer(layer_type, kwargs, max_cache_len))
+                continue
+            options |= {"name": f"layer {index}", "key_transform": transforms.get(index)}
+            layers.append(new_layer(layer_type, kwargs, quant_config.formats(index), self.notes, offloader, options))
+        if not quantized:
             _log_nothing_to_quantize(tuple(sorted(set(layer_types))))
         Cache.__init__(self, layers=layers)
         self._steps = Steps(
-            {index: layer.storage for index, layer in enumerate(layers) if isinstance(layer, KVQuantLayer)},
+            {index: layers[index].storage for index in quantized},
             bystanders=[index for index, layer_type in enumerate(layer_types) if layer_type == "cross_attention"],
         )
 
@@ -376,6 +343,31 @@ class KVQuantCache(QuantizedCache):
         Layers with a sliding window do not count: they stop growing once the window is full.
         """
         return sum(storage.bytes_per_token for storage in self.storages if storage.is_allocated and not storage.window)
+
+
+def _check_arguments(
+    config: object, quant_config: KVQuantConfig, max_cache_len: int | None, key_transforms: object
+) -> None:
+    """Refuse arguments of `KVQuantCache` that fit no model."""
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(
+            f"KVQuantCache: `config` must be the config of a model, got {type(config).__name__}. Pass model.config."
+        )
+    if key_transforms is not None and not isinstance(key_transforms, Mapping):
+        raise TypeError(
+            "KVQuantCache: `key_transforms` must map layer indices to KeyTransforms, got "
+            f"{type(key_transforms).__name__}. hf_kvquant.key_transforms returns those of a model."
+        )
+    if quant_config.static and max_cache_len is None:
+        raise ValueError(
+            "KVQuantCache: `max_cache_len` must be given for a static cache, got None. "
+            "Give the longest sequence in tokens, prompt included."
+        )
+    if quant_config.offloading and max_cache_len is not None:
+        raise ValueError(
+            f"KVQuantCache: `max_cache_len` must be None with offloading=True, got {max_cache_len}. Only growing "
+            "caches are offloaded: leave out one of the two."
+        )
 
 
 def _own_transforms(config: KVQuantConfig, num_layers: int) -> dict[int, KeyTransform]:

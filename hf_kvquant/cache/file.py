@@ -36,9 +36,8 @@ from transformers import PreTrainedModel
 from ..common.output import written
 from ..common.version import __version__
 from ..config import KVQuantConfig
-from ..models.hashes import content_hash, weights_hash
-from ..models.layers import layer_devices, layers_of
-from ..models.sharding import rank_of
+from ..models.hashes import content_hash
+from ..models.layers import layers_of
 from ..models.text_config import text_config_of
 from ..spec.formats import Planes
 from ..spec.key_transform import KeyTransform
@@ -47,6 +46,7 @@ from ..storage.layer_store import LayerStore
 from ..storage.offloading import check_home
 from ..storage.rows import Ring
 from ..storage.saved import held_planes, planned_bytes, planned_planes, restore
+from .identity import check_meant, check_model, identity, places_of, quoted
 from .layers import KVQuantLayer
 from .support import STATELESS, quantized_layers
 
@@ -55,26 +55,6 @@ if TYPE_CHECKING:
 
 _FORMAT = "hf_kvquant-cache"
 _VERSION = 2
-# Text config settings that keys and values do not depend on. They may differ between machines, versions and tokenizers.
-_VOLATILE = frozenset(
-    (
-        "architectures",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "transformers_version",
-        "use_cache",
-    )
-)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SERVED_DTYPES}
 # safetensors' names of dtypes.
 _STORED_AS = {
@@ -85,7 +65,6 @@ _STORED_AS = {
     torch.int32: "I32",
 }
 _LARGEST = 2**31 - 1  # lengths are int32
-_LONGEST_QUOTE = 1000  # characters
 _PLANES = ("codes", "scale", "zero", "tail")
 _SIZES = ("num_kv_heads", "key_head_dim", "value_head_dim")
 
@@ -96,7 +75,7 @@ def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrai
     """See `KVQuantCache.save`."""
     where = "KVQuantCache.save"
     target = _checked_target(where, path, overwrite)
-    _check_model(where, model)
+    check_model(where, model)
     storages = _storages(where, cache, model)
     length, batch = _check_at_rest(where, storages)
     layers: dict[str, Any] = {}
@@ -122,7 +101,7 @@ def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrai
         {
             "package": __version__,
             "config": cache.quant_config.to_dict(),
-            "model": _identity(model),
+            "model": identity(model),
             "length": length,
             "batch": batch,
             "max_cache_len": cache.storages[0].max_cache_len,
@@ -153,8 +132,8 @@ def load_cache(
     where = "KVQuantCache.load"
     name = os.fspath(path)
     wanted = None if preset_or_config is None else KVQuantConfig.resolve(preset_or_config)
-    _check_model(where, model)
-    places = _places(where, model, device)
+    check_model(where, model)
+    places = places_of(where, model, device)
     expected = f"{where}: `path` must be a file written by KVQuantCache.save, got {name}"
     if os.path.isdir(name):
         raise IsADirectoryError(f"{expected}, which is a folder. Name the file in it.")
@@ -169,7 +148,7 @@ def load_cache(
                 config = KVQuantConfig.from_dict(facts["config"])
                 found = facts["model"]
                 saved_by = found["config"].items(), found["dtype"], found["weights_sha256"]
-            _check_meant(where, name, model, saved_by, config, wanted)
+            check_meant(where, name, model, saved_by, config, wanted)
             config = config if wanted is None else wanted
             if config.offloading:
                 for place in places.values():
@@ -190,7 +169,7 @@ def load_cache(
                 for index, plan in plans.items():
                     plan.prepare(storages[index], tensors)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{expected}: {_quoted(error)}. Copy it again from where it was written.") from error
+        raise ValueError(f"{expected}: {quoted(error)}. Copy it again from where it was written.") from error
     _check_room(expected, plans, places)
     for index, plan in plans.items():
         plan.fill(storages[index], tensors, places[index])
@@ -359,7 +338,7 @@ def _checked_text(expected: str, metadata: Mapping[str, str]) -> str:
     version = metadata.get("version", "")
     if version != str(_VERSION):
         raise ValueError(
-            f"{expected} of format version {_quoted(version)}, this is version {_VERSION} "
+            f"{expected} of format version {quoted(version)}, this is version {_VERSION} "
             f"(hf_kvquant {__version__}). Install the version of hf_kvquant that wrote it."
         )
     text = metadata.get("facts", "")
@@ -377,99 +356,7 @@ def _damage(expected: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{expected}, which is damaged ({_quoted(error)}). {_REMEDY}") from error
-
-
-def _quoted(found: object) -> str:
-    """Contents of a file, shortened for a message."""
-    text = str(found)
-    return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}…"
-
-
-# --- what a cache belongs to ------------------------------------------------------------------------------------------
-
-
-def _check_model(where: str, model: PreTrainedModel) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"{where}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
-            "Pass the model that the cache belongs to."
-        )
-    if model.config.is_encoder_decoder:
-        raise NotImplementedError(
-            f"{where}: `model` must be decoder-only, got {type(model).__name__}, an encoder-decoder, which also needs "
-            "the encoder's keys and values. Pickle the whole EncoderDecoderCache."
-        )
-    _, num_ranks = rank_of(model)
-    if num_ranks > 1:
-        raise NotImplementedError(
-            f"{where}: `model` must be whole in this process, got one that is sharded over {num_ranks} ranks, each "
-            "with some of the heads. Load it on one rank, or keep the text."
-        )
-
-
-def _identity(model: PreTrainedModel) -> dict[str, Any]:
-    """What identifies a model."""
-    settings = {
-        name: value
-        for name, value in text_config_of(model).to_dict().items()
-        if name not in _VOLATILE and not name.startswith("_")
-    }
-    return {
-        "config": json.loads(json.dumps(settings, default=str)),  # as `load` reads it
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "weights_sha256": weights_hash(model),
-    }
-
-
-def _check_meant(
-    where: str,
-    name: str,
-    model: PreTrainedModel,
-    saved_by: tuple[Any, Any, Any],
-    config: KVQuantConfig,
-    wanted: KVQuantConfig | None,
-) -> None:
-    """Refuse a file of another model or config. `offloading` may differ, since it does not change codes."""
-    if wanted is not None and config != dataclasses.replace(wanted, offloading=config.offloading):
-        raise ValueError(
-            f"{where}: `preset_or_config` must be what {name} was saved with, {config}, got {wanted}. "
-            "Leave it out to take the file as it is."
-        )
-    own = _identity(model)
-    settings, dtype, weights = saved_by
-    # Only compare settings that both know: other versions of transformers have more or fewer.
-    differing = [
-        f"{key} is {own['config'][key]!r}, not {_quoted(repr(value))}"
-        for key, value in settings
-        if key in own["config"] and own["config"][key] != value
-    ]
-    if own["dtype"] != dtype:
-        differing.append(f"dtype is {own['dtype']}, not {_quoted(dtype)}")
-    if not differing and own["weights_sha256"] != weights:
-        differing.append("its weights differ (fine-tuned, adapted, calibrated or quantised since?)")
-    if differing:
-        raise ValueError(
-            f"{where}: `model` must be the one that {name} was saved with, got a {type(model).__name__}: "
-            f"{'; '.join(differing)}. Load that model, or fill a new cache from the text."
-        )
-
-
-def _places(where: str, model: PreTrainedModel, device: torch.device | str | None) -> dict[int, torch.device]:
-    """The device of each layer's cache: `device` if given, else that of the layer's weights.
-
-    Raises:
-        ValueError: It is `meta`, as for a model whose weights are loaded when they are needed.
-    """
-    places = layer_devices(model)
-    if device is not None:
-        places = dict.fromkeys(places, torch.device(device))
-    if any(place.type == "meta" for place in places.values()):
-        raise ValueError(
-            f"{where}: `device` must be one with memory, got {'no device' if device is None else device} for a model "
-            "whose weights are on the meta device. Pass the device that the model computes on."
-        )
-    return places
+        raise ValueError(f"{expected}, which is damaged ({quoted(error)}). {_REMEDY}") from error
 
 
 # --- what can be saved ------------------------------------------------------------------------------------------------

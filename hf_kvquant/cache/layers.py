@@ -7,7 +7,7 @@ own class keeps the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,13 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
+from ..config import LayerFormats
 from ..storage import rearrange, rewind
 from ..storage.layer_store import LayerStore
+from ..storage.offloading import Offloader
 from ..storage.rows import Ring
 from .handle import KVHandle, KVLength, KVStep, MaskNotes
+from .support import WITH_STATE
 
 
 class KVQuantLayer(CacheLayerMixin):
@@ -338,3 +341,28 @@ class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  #
         """Move codes and state back to the layer's device."""
         KVQuantLayer.prefetch(self)
         LinearAttentionLayer.prefetch(self)
+
+
+def new_layer(
+    layer_type: str,
+    kwargs: Mapping[str, Any],
+    formats: LayerFormats,
+    notes: MaskNotes,
+    offloader: Offloader | None,
+    options: Mapping[str, Any],
+) -> KVQuantLayer:
+    """A quantised layer of a type of transformers.
+
+    Args:
+        layer_type: As `layers_of` returns it.
+        kwargs: Of transformers' class for this type.
+        formats: Of keys and values.
+        notes: Of the cache.
+        offloader: Of the cache. Layers with a sliding window stay on their device, since they do not grow.
+        options: Of `LayerStore`.
+    """
+    if layer_type == "sliding_attention":
+        storage = LayerStore(formats, window=kwargs["sliding_window"], **options)
+        return KVQuantLayer(storage, notes) if storage.is_static else KVQuantRingLayer(storage, notes)
+    storage = LayerStore(formats, offloader=offloader, **options)
+    return KVQuantHybridLayer(storage, notes, **kwargs) if layer_type in WITH_STATE else KVQuantLayer(storage, notes)
