@@ -29,8 +29,9 @@ from .environment import environment
 from .generate.encoder_decoder import decoder_cache
 from .models.layers import layer_devices, layers_of
 from .models.text_config import check_is_model, head_dim_of, text_config_of
-from .patching import state_of, why_dense
+from .patching import why_dense
 from .preflight.verdict import name_of
+from .state import patch_of
 
 WHERE = "report"
 TRANSFORMERS = "transformers' own cache"
@@ -129,11 +130,11 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
             f"{WHERE}: `cache` must be a KVQuantCache or None, got {type(cache).__name__}. "
             "Other caches hold no codes: leave it out."
         )
-    state = state_of(model)
+    patch = patch_of(model)
     if cache is not None:
         config = cache.quant_config
-    elif state is not None:
-        config = state.config
+    elif patch is not None:
+        config = patch.config
     else:
         raise ValueError(
             f"{WHERE}: `model` must be patched or come with a cache, got an unpatched {type(model).__name__} alone. "
@@ -145,14 +146,14 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
     others = other_caches(model, config)
     devices = layer_devices(model)
     dense = why_dense(model)
-    if dense is not None and state is None:
+    if dense is not None and patch is None:
         dense = LOOKED_INSIDE
     layers = []
     for index, layer_type in enumerate(layer_types):
         if index in others:
             layers.append(LayerReport(index, layer_type, None, str(devices[index]), TRANSFORMERS, others[index], {}))
             continue
-        tally: Mapping[str, int] = {} if state is None else state.fallbacks.get(index, {})
+        tally: Mapping[str, int] = {} if patch is None else patch.fallbacks.get(index, {})
         device, head_dims = devices[index], _head_dims(model, index)
         if cache is not None:
             layer = cache.layers[index]

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, settings
 from transformers.utils import logging
 
 from hf_kvquant import ops, unpatch
-from hf_kvquant.patching import state_of
+from hf_kvquant.state import patch_of
 
 # The tensors of the tests are small: a second thread costs more than it saves, up to five times the run time on a busy
 # machine. Tests of threads ask for more.
@@ -95,7 +95,7 @@ def seed() -> None:
 def unpatched() -> Iterator[None]:
     """No test leaves a shared model patched: else which test fails would depend on their order."""
     yield
-    left = [model for model in models.SHARED if state_of(model) is not None]
+    left = [model for model in models.SHARED if patch_of(model) is not None]
     for model in left:
         unpatch(model)
     assert not left, f"the test must unpatch {type(left[0]).__name__}, which other tests use"

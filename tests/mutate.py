@@ -325,6 +325,9 @@ MUTATIONS = [
             "capture",
         ),
         ("        cache.check_in_step()\n", "", "a step is captured over layers of different lengths", "capture"),
+    ),
+    *of(
+        "hf_kvquant/state.py",
         ("popitem(last=False)", "popitem()", "the newest graph is dropped, not the oldest", "capture"),
     ),
     *of(

@@ -29,7 +29,8 @@ from transformers.generation.streamers import BaseStreamer
 import hf_kvquant
 from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, unpatch
 from hf_kvquant.graphs import capture
-from hf_kvquant.graphs.capture import Captures, StepRunner
+from hf_kvquant.graphs.capture import StepRunner
+from hf_kvquant.state import Captures, notes_on
 
 INT4 = {"preset": "int4"}
 NEW_TOKENS = 9
@@ -465,7 +466,7 @@ def test_a_forward_checks_lengths(model: Any, num_steps: int) -> None:
 
 
 def steps_of(model: Any) -> int:
-    return len(model._hf_kvquant.captures)
+    return len(notes_on(model).captures)
 
 
 def test_a_step_serves_later_calls_over_the_same_buffers(model: Any) -> None:

@@ -87,9 +87,9 @@ def test_compare_leaves_the_model_as_it_was(text: Tensor) -> None:
     compare(model, text, {"int8": "int8"}, chunk_size=16)
     assert model.config._attn_implementation == before
     with hf_kvquant.patched(model, "int4"):
-        state = hf_kvquant.patching.state_of(model)
+        patch = hf_kvquant.state.patch_of(model)
         compare(model, text, {"int8": "int8"}, chunk_size=16)
-        assert hf_kvquant.patching.state_of(model) is state
+        assert hf_kvquant.state.patch_of(model) is patch
 
 
 @pytest.mark.parametrize("simulate", [False, True])

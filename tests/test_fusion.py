@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama
 
 from hf_kvquant import ops
-from hf_kvquant.graphs import fusion
 from hf_kvquant.graphs.fusion import fused
 from hf_kvquant.spec import reference
+from hf_kvquant.state import notes_on
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 HALVES = [torch.bfloat16, torch.float16]
@@ -649,15 +650,14 @@ def test_random_numbers_are_left_alone(device: str) -> None:
 
 
 def test_what_is_known_of_a_model_ends_with_it() -> None:
-    before = len(fusion._choosers)
     model = built("llama", "cpu")
     fused_step(model)
     twin = copy.deepcopy(model)
-    assert len(fusion._choosers) == before + 1
+    assert notes_on(twin).fusion is None
     fused_step(twin)
-    assert len(fusion._choosers) == before + 2
+    known = [weakref.ref(notes_on(each).fusion) for each in (model, twin)]
     del model, twin
-    assert len(fusion._choosers) == before
+    assert [each() for each in known] == [None, None]
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------

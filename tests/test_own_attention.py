@@ -73,7 +73,7 @@ def test_static_caches(family: str) -> None:
             "and generate of this version of transformers makes a 4-D one for static caches. Leave static and "
             "max_cache_len out."
         )
-        assert hf_kvquant.patching.state_of(model) is None and not overridden(model)
+        assert hf_kvquant.state.patch_of(model) is None and not overridden(model)
         flag = {"backend": "hf_kvquant", **config}
         with patched(model, "int8"), pytest.raises(NotImplementedError, match=r"^generate: `static` must be False"):
             greedy(model, inputs, cache_implementation="quantized", cache_config=flag)

@@ -34,7 +34,7 @@ from transformers.cache_utils import DynamicCache
 import hf_kvquant
 from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, unpatch
 from hf_kvquant.generate import uncompiled
-from hf_kvquant.patching import state_of
+from hf_kvquant.state import patch_of
 
 FLAG = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int4"}}
 
@@ -85,7 +85,7 @@ def test_patching_twice_replaces_the_config() -> None:
     config = KVQuantConfig.from_preset("fp8", layers={0: "none"})
     assert greedy(model, left_padded()).past_key_values.quant_config == config
     unpatch(model)
-    assert state_of(model) is None
+    assert patch_of(model) is None
 
 
 def test_the_default_preset_is_int8() -> None:
@@ -245,7 +245,7 @@ def test_enable_makes_the_flag_work_on_every_model() -> None:
             isinstance(output.past_key_values, KVQuantCache) and not output.past_key_values.storages[0].tally.fallbacks
         )
         compare.assert_same(logits(output), logits(expected), "logits")
-    assert state_of(model) is None
+    assert patch_of(model) is None
     plain = greedy(model, left_padded())
     assert type(plain.past_key_values) is DynamicCache, "without the flag, nothing is quantised"
     compare.assert_same(logits(plain), logits(greedy(other, left_padded())), "logits")

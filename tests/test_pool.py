@@ -21,8 +21,9 @@ from models import greedy, left_padded, logits
 from transformers.cache_utils import DynamicCache
 
 from hf_kvquant import KVQuantCache, disable, enable, patch, patched, unpatch
+from hf_kvquant.state import notes_on
 from hf_kvquant.storage import pool, rearrange
-from hf_kvquant.storage.pool import BufferPool, drop_pool, pool_of
+from hf_kvquant.storage.pool import BufferPool
 from hf_kvquant.storage.residency import BufferKind
 from hf_kvquant.transforms import of_model
 
@@ -176,7 +177,7 @@ def test_a_cache_that_parts_with_its_buffers_brings_nothing_back(change: str) ->
         CHANGES[change](cache)
         assert codes() is None
         del cache
-        assert not any(isinstance(kind, BufferKind) for kind in pool_of(model).kinds())
+        assert not any(isinstance(kind, BufferKind) for kind in notes_on(model).pool.kinds())
         greedy(model, left_padded())
 
 
@@ -193,7 +194,7 @@ def test_a_copy_of_a_cache_has_buffers_of_its_own(copier: Any) -> None:
         for layer, expected in zip(twin.layers, before, strict=True):
             compare.assert_same(layer.keys, expected, "keys of the copy")
         del twin
-        assert not list(pool_of(model).kinds()), "what was copied belongs to no pool"
+        assert not list(notes_on(model).pool.kinds()), "what was copied belongs to no pool"
         del other
 
 
@@ -208,7 +209,7 @@ def test_another_batch_or_dtype_has_other_buffers() -> None:
         cast = greedy(model, left_padded()).past_key_values
         assert cast.storages[0].dtype == torch.bfloat16 and cast.layers[0].keys.dtype == torch.bfloat16
         del cast
-        kinds = [kind for kind in pool_of(model).kinds() if isinstance(kind, BufferKind)]
+        kinds = [kind for kind in notes_on(model).pool.kinds() if isinstance(kind, BufferKind)]
         assert {kind.dtype for kind in kinds} == {torch.bfloat16}, "those of before the cast are gone"
 
 
@@ -216,7 +217,7 @@ def test_a_kind_names_all_that_buffers_depend_on() -> None:
     model = models.build("llama")
     with patched(model, STATIC):
         greedy(model, left_padded())
-        kind = next(kind for kind in pool_of(model).kinds() if isinstance(kind, BufferKind))
+        kind = next(kind for kind in notes_on(model).pool.kinds() if isinstance(kind, BufferKind))
     assert [field.name for field in dataclasses.fields(kind)] == [
         "formats", "shape", "max_cache_len", "dtype", "device", "transform"
     ]  # fmt: skip
@@ -230,7 +231,7 @@ def test_growing_caches_and_those_of_transformers_leave_nothing() -> None:
         greedy(model, left_padded())
         greedy(model, left_padded(), past_key_values=DynamicCache(config=model.config))
         greedy(model, left_padded(), past_key_values=KVQuantCache(model.config, "int4", max_cache_len=30))
-        assert not list(pool_of(model).kinds())
+        assert not list(notes_on(model).pool.kinds())
 
 
 @pytest.mark.parametrize("undo", ["unpatch", "patch anew", "leave a block"])
@@ -240,7 +241,7 @@ def test_what_undoes_a_patch_frees_the_buffers(undo: str) -> None:
     with patched(model, STATIC) if undo == "leave a block" else patched(models.llama(), "int8"):
         kept = greedy(model, left_padded()).past_key_values
         greedy(model, left_padded())
-        old = pool_of(model)
+        old = notes_on(model).pool
         assert list(old.kinds())
         if undo == "patch anew":
             patch(model, STATIC)
@@ -249,8 +250,8 @@ def test_what_undoes_a_patch_frees_the_buffers(undo: str) -> None:
     assert not list(old.kinds())
     del kept
     assert not list(old.kinds()), "what comes back later goes as well"
-    assert pool_of(model) is not old
-    drop_pool(model)
+    assert notes_on(model).pool is not old
+    notes_on(model).drop_buffers()
 
 
 def test_disable_frees_the_buffers_of_models_that_are_not_patched() -> None:
@@ -260,7 +261,7 @@ def test_disable_frees_the_buffers_of_models_that_are_not_patched() -> None:
     enable()
     try:
         greedy(plain, left_padded(), **flag), greedy(ours, left_padded())
-        pools = [pool_of(model) for model in (plain, ours)]
+        pools = [notes_on(model).pool for model in (plain, ours)]
         assert all(list(each.kinds()) for each in pools)
     finally:
         disable()
@@ -272,17 +273,17 @@ def test_a_copy_of_a_model_has_a_pool_of_its_own(copier: Any) -> None:
     model = models.build("llama")
     patch(model, STATIC)
     greedy(model, left_padded())
-    idle = len(list(pool_of(model).kinds()))
+    idle = len(list(notes_on(model).pool.kinds()))
     twin = copier(model)
-    assert pool_of(twin) is not pool_of(model) and not list(pool_of(twin).kinds())
-    assert len(list(pool_of(model).kinds())) == idle > 0
+    assert notes_on(twin).pool is not notes_on(model).pool and not list(notes_on(twin).pool.kinds())
+    assert len(list(notes_on(model).pool.kinds())) == idle > 0
 
 
 def test_a_pool_dies_with_its_model() -> None:
     model = models.build("llama")
     patch(model, STATIC)
     greedy(model, left_padded())
-    watched = weakref.ref(pool_of(model))
+    watched = weakref.ref(notes_on(model).pool)
     del model
     gc.collect()  # a patched model is in a cycle with its hook
     assert watched() is None

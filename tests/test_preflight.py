@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import hf_kvquant
 from hf_kvquant import KVQuantConfig, PreflightError, cli, run_preflight
 from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
-from hf_kvquant.patching import state_of
 from hf_kvquant.preflight import check as preflight
 from hf_kvquant.preflight import divergence, verdict
 from hf_kvquant.preflight.signals import read_signals
+from hf_kvquant.state import patch_of
 
 UNTRANSFORMED: dict[str, Any] = {"preset": "int4", "transforms": []}
 ROTATED: dict[str, Any] = {"preset": "int4", "transforms": ["rotate"]}
@@ -74,7 +74,7 @@ def state(model: Any) -> dict[str, Any]:
     return {
         "config": model.config.to_dict(),
         "attention": model.config._attn_implementation,
-        "patch": state_of(model),
+        "patch": patch_of(model),
         "attributes": sorted(model.__dict__),
         "training": [module.training for module in model.modules()],
         "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],

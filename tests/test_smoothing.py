@@ -34,6 +34,7 @@ from hf_kvquant.calibration.rope import tie
 from hf_kvquant.calibration.text import KeyStatistics, collect, read_windows
 from hf_kvquant.evaluation.fidelity import compare
 from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
+from hf_kvquant.state import keep
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FACTOR = 8.0
@@ -594,7 +595,7 @@ def test_a_choice_that_is_cut_is_measured_again(monkeypatch: pytest.MonkeyPatch)
 
 def model_without_mark(model: Any) -> Any:
     """A model whose weights stay smoothed, and which no longer knows."""
-    delattr(model, smoothing._STATE)
+    keep(model, smoothing=None)
     delattr(model.config, smoothing.CONFIG_KEY)
     return model
 

@@ -1,9 +1,8 @@
-"""The attention function and the mask function that hf_kvquant registers with transformers: prefill, decode, fallback.
+"""The attention function that hf_kvquant registers with transformers: prefill, decode, fallback.
 
 Raw tensors (the first chunk, layers of other caches) go to the attention implementation that the model had before,
-called `prev` here, with the mask that it would have got. Handles go to the decode kernel. For them the mask function
-returns a 4-D int32 tensor of bounds: transformers passes 4-D masks through unchanged, and its shape stays the same.
-What the kernel does not support goes to `prev` on dequantised tensors, with a mask made from the bounds.
+called `prev` here. Handles go to the decode kernel. What the kernel does not support goes to `prev` on dequantised
+tensors. `masks.py` has the mask function, which is registered under the same name.
 
 transformers passes neither layer nor cache to the mask function, so there is one registered name per `prev`:
 `hf_kvquant` over sdpa, `hf_kvquant-eager`, and one for each other implementation.
@@ -13,22 +12,18 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any, TypeGuard
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    causal_mask_function,
-    sliding_window_causal_mask_function,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..cache.handle import KVHandle, KVLength, MaskNotes
-from ..cache.support import check_layers
-from ..models.layers import count_layers
+from ..cache.handle import KVHandle
+from ..models.text_config import text_config_of
+from ..state import notes_on
+from .masks import attention_mask, dense_mask, is_bounds, mask_over_changed
 
 NAME = "hf_kvquant"
 NOT_QUANTIZED = "nothing is quantised in this layer"
@@ -74,130 +69,25 @@ def is_ours(name: str | None) -> bool:
     return name is not None and (name == NAME or name.startswith(f"{NAME}-"))
 
 
-# --- masks ------------------------------------------------------------------------------------------------------------
-
-
-def attention_mask(
-    *,
-    kv_length: int,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    prev: str,
-    **kwargs: Any,
-) -> Any:
-    """The mask for one kind of layer, called by `transformers.masking_utils`.
-
-    Args:
-        kv_length: A `KVLength` if the layers are ours.
-        mask_function: Decides whether a query sees a key.
-        attention_mask: `[batch, tokens]` bool, False for padding; `None` without padding.
-        prev: The implementation for everything else.
-        **kwargs: As transformers passes them.
-
-    Returns:
-        For plain causal masks over handles the bounds, `[2, batch, 1, 1]` int32: the number of left-padding tokens, and
-        the position of the first query. A sliding window adds the window (`[3, batch, 1, 1]`), and in a static cache,
-        whose keys cover all positions, a zero as well (`[4, batch, 1, 1]`). `None` if bounds are not needed: one query,
-        no padding, a growing cache.
-        Otherwise the mask that `prev` needs.
-    """
-    if isinstance(kv_length, KVLength):
-        notes = kv_length.notes
-        _check_model(notes, kwargs.get("config"))
-        is_decode_step = kwargs["q_length"] == 1 and not kv_length.is_first_chunk
-        # Reading the mask makes the host wait for the device, so a decode step relies on what earlier chunks showed.
-        if attention_mask is not None and not is_tracing(attention_mask):
-            if attention_mask.device.type == "cpu" or not is_decode_step:
-                notes.has_holes = notes.has_holes or _has_holes(attention_mask)
-        starts = None if attention_mask is None else num_pads(attention_mask)
-        if kv_length.is_first_chunk or not torch.compiler.is_compiling():
-            notes.starts = starts
-            notes.has_seen_mask = notes.has_seen_mask or not torch.compiler.is_compiling()
-        is_plain = _is_plain(mask_function, kv_length.window, **kwargs)
-        if is_plain and not kv_length.is_first_chunk and not notes.has_holes:
-            return _bounds(starts, kv_length.window, **kwargs)
-    return _mask_of(prev)(
-        kv_length=int(kv_length), mask_function=mask_function, attention_mask=attention_mask, **kwargs
-    )
-
-
-def _check_model(notes: MaskNotes, config: PreTrainedConfig | None) -> None:
-    """Refuse a cache made for other layers. A forward asks for its mask before it runs any layer."""
-    if torch.compiler.is_compiling() or config is None or notes.num_layers is None or config is notes.model_config:
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention implementation of the text model only."""
+    text_config = text_config_of(model)
+    if text_config._attn_implementation == name or notes_on(model).keeps_attention:
         return
-    check_layers("forward", "past_key_values", notes.num_layers, count_layers(config))
-    notes.model_config = config
-
-
-def _is_plain(
-    mask_function: Callable[..., Any],
-    window: int,
-    *,
-    q_length: int,
-    use_vmap: bool = False,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    **_: Any,
-) -> bool:
-    """Whether a mask is causal, with a sliding window or without, and hides nothing else.
-
-    The function of a sliding window is a new object in every call. If a model adds to it, or transformers does for
-    images, `use_vmap` is set or the causal mask may not be skipped. The latter makes no difference to a single query.
-    """
-    if use_vmap:
-        return False
-    if window == 0:
-        return mask_function is causal_mask_function
-    return (
-        mask_function is not causal_mask_function and local_size == window and (allow_is_causal_skip or q_length == 1)
-    )
-
-
-def _bounds(
-    starts: Tensor | None,
-    window: int,
-    *,
-    batch_size: int,
-    q_length: int,
-    q_offset: int | Tensor,
-    device: torch.device,
-    **_: Any,
-) -> Tensor | None:
-    """The bounds for attention over handles, from the arguments of a mask function. See `attention_mask`.
-
-    The kernel knows the offset itself. Models that change keys or values, and so pass dense tensors, need it to mask
-    them: with several queries, or with the unused capacity of a static cache.
-    """
-    is_growing = isinstance(q_offset, int)
-    if starts is None and q_length == 1 and is_growing:
-        return None
-    num_bounds = 2 if not window else 3 if is_growing else 4
-    bounds = torch.zeros((num_bounds, batch_size, 1, 1), dtype=torch.int32, device=device)
-    if starts is not None:
-        bounds[0] = starts.view(-1, 1, 1)
-    bounds[1] = q_offset
-    if window:
-        bounds[2] = window
-    return bounds
-
-
-def num_pads(mask: Tensor) -> Tensor:
-    """Left-padding tokens of each sequence (`[batch]` int32) in a `[batch, tokens]` bool mask."""
-    return (mask.cumsum(-1) == 0).sum(-1, dtype=torch.int32)
-
-
-def _has_holes(mask: Tensor) -> bool:
-    """Whether a `[batch, tokens]` bool mask hides a token after one that it shows."""
-    return bool((mask[:, :-1] & ~mask[:, 1:]).any())
-
-
-def is_tracing(tensor: Tensor) -> bool:
-    return torch.compiler.is_compiling() or isinstance(tensor, torch._subclasses.FakeTensor)
-
-
-def _mask_of(prev: str) -> Callable[..., Any]:
-    mask_function: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[prev]
-    return mask_function
+    for key in model.config.sub_configs:
+        if getattr(model.config, key, None) is text_config:
+            model.set_attn_implementation({key: name})
+            break
+    else:
+        # The model's own config, or that of an encoder-decoder: one for both halves, of which `text_config` is a copy.
+        model.set_attn_implementation(name)
+        # T5 gives each half a copy of its config, of the same class, which transformers 5.17 does not update.
+        config = model.config
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel) and part.config is not config and type(part.config) is type(config):
+                part.set_attn_implementation(config._attn_implementation)
+    if text_config_of(model)._attn_implementation != name:
+        notes_on(model).keeps_attention = True  # transformers would warn at every attempt
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -222,7 +112,7 @@ def attention(
         query: `[batch, num_q_heads, q_len, head_dim]`, after RoPE.
         key: `[batch, num_kv_heads, tokens, head_dim]`, or a handle.
         value: The same.
-        attention_mask: What `attention_mask` above returned, or a mask of the user's own.
+        attention_mask: What `masks.attention_mask` returned, or a mask of the user's own.
         prev: The implementation for everything that is not ours.
         dropout: Of the attention weights; only `prev` supports it.
         scaling: Multiplies query · key; `None` means `head_dim ** -0.5`.
@@ -238,21 +128,11 @@ def attention(
     """
     if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
         if is_bounds(attention_mask):  # the model has changed what `update` gave it
-            attention_mask = _mask_over_changed(prev, query, key.shape[2], attention_mask)
+            attention_mask = mask_over_changed(prev, query, key.shape[2], attention_mask)
         return call_previous(
             prev, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    for name in _REFUSED:
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f"attention: `{name}` must be None over a quantised cache, got a value. The attention of "
-                f"{type(module).__name__} is not supported. Leave the model unpatched."
-            )
-    if kwargs.get("output_attentions"):
-        raise NotImplementedError(
-            "attention: `output_attentions` must be False over a quantised cache, got True: attention weights are "
-            "never formed. Unpatch the model to look at them."
-        )
+    _check_request(module, kwargs)
     step, storage = key.step, key.step.storage
     reason = _why_not_kernel(module, query, attention_mask, storage.is_quantized, dropout, kwargs)
     if reason is None:
@@ -272,13 +152,23 @@ def attention(
     mask = attention_mask
     if mask is None or is_bounds(mask):
         offset = storage.query_offset(query.shape[2])
-        mask = _dense_mask(prev, query, dense_key.shape[2], offset, mask, storage.window, storage.offset)
+        mask = dense_mask(prev, query, dense_key.shape[2], offset, mask, storage.window, storage.offset)
     return call_previous(prev, module, query, dense_key, dense_value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-def is_bounds(mask: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether a mask is one that `attention_mask` makes for handles."""
-    return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.ndim == 4 and mask.shape[2:] == (1, 1)
+def _check_request(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Refuse what attention over codes cannot do, whatever computes it."""
+    for name in _REFUSED:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"attention: `{name}` must be None over a quantised cache, got a value. The attention of "
+                f"{type(module).__name__} is not supported. Leave the model unpatched."
+            )
+    if kwargs.get("output_attentions"):
+        raise NotImplementedError(
+            "attention: `output_attentions` must be False over a quantised cache, got True: attention weights are "
+            "never formed. Unpatch the model to look at them."
+        )
 
 
 def _why_not_kernel(
@@ -310,59 +200,6 @@ def _why_not_kernel(
 def _is_harmless(name: str) -> bool:
     """Whether an argument is about packed sequences or outputs, which change nothing where there is a cache."""
     return name.startswith(("cu_seq_lens", "max_length", "output_", "return_", "num_items"))
-
-
-def _mask_over_changed(prev: str, query: Tensor, kv_length: int, bounds: Tensor) -> Any:
-    """The mask that `prev` would have got for the dense keys that a model has made from handles."""
-    if bounds.shape[0] == 2:
-        return _dense_mask(prev, query, kv_length, bounds[1, 0, 0, 0], bounds)
-    if bounds.shape[0] == 4:
-        return _dense_mask(prev, query, kv_length, bounds[1, 0, 0, 0], bounds, bounds[2, 0, 0, 0])
-    offset, window = (int(bound) for bound in bounds[1:, 0, 0, 0])  # a growing cache: no compiled step waits here
-    return _dense_mask(prev, query, kv_length, offset, bounds, window, offset + query.shape[2] - kv_length)
-
-
-def _dense_mask(
-    prev: str,
-    query: Tensor,
-    kv_length: int,
-    offset: int | Tensor,
-    bounds: Tensor | None,
-    window: int | Tensor = 0,
-    kv_offset: int = 0,
-) -> Any:
-    """The mask that `prev` would have got for a causal mask with left padding over a dense cache.
-
-    Args:
-        prev: The implementation.
-        query: `[batch, num_q_heads, q_len, head_dim]`.
-        kv_length: Tokens of the keys.
-        offset: Position of the first query.
-        bounds: See `attention_mask`.
-        window: Positions visible to a query; 0 for all. A tensor is never 0.
-        kv_offset: Position of the first key.
-    """
-    batch, _, q_len, _ = query.shape
-    mask = None
-    if bounds is not None:
-        mask = torch.arange(kv_offset + kv_length, device=query.device) >= bounds[0].view(-1, 1)
-    is_sliding = isinstance(window, Tensor) or window > 0
-    sliding = {"local_size": window} if is_sliding else {}
-    within: Any = sliding_window_causal_mask_function
-    return _mask_of(prev)(
-        batch_size=batch,
-        q_length=q_len,
-        kv_length=kv_length,
-        q_offset=offset,
-        kv_offset=kv_offset,
-        mask_function=within(window) if is_sliding else causal_mask_function,
-        attention_mask=mask,
-        allow_is_causal_skip=isinstance(offset, int),
-        dtype=query.dtype,
-        use_vmap=False,
-        device=query.device,
-        **sliding,
-    )
 
 
 # --- the implementation before ours -----------------------------------------------------------------------------------

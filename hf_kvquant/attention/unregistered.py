@@ -31,7 +31,7 @@ from ..cache.cache import KVQuantCache
 from ..cache.handle import KVHandle
 from ..cache.layers import KVQuantLayer
 from ..cache.support import check_layers
-from .registry import is_tracing, num_pads
+from .masks import is_tracing, num_pads
 from .simulated import SimulatingLayer, simulate
 
 # Takes query, key and value, each `[batch, heads, q_len, head_dim]`, and options of `LayerStore.attend`. Returns

@@ -27,10 +27,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ..cache.support import check_model, quantized_layers
 from ..config import KVQuantConfig
-from ..models.layers import layers_of
+from ..models.layers import keeps_cache, layers_of
 from ..models.sharding import check_whole
 from ..models.text_config import positions_of, text_config_of
-from ..patching import keeps_cache
 from .observation import Observation, forward, observed
 from .rope import POSITIONS, coupled_channels, tie, turn_per_token
 

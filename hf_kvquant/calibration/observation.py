@@ -23,10 +23,9 @@ from transformers import AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..attention.registry import call_previous
+from ..attention.registry import call_previous, set_attention
 from ..models.probing import evaluating
 from ..models.text_config import text_config_of
-from ..patching import set_attention
 
 NAME = "hf_kvquant-observed"
 

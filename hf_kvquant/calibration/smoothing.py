@@ -32,7 +32,8 @@ from ..models.hashes import hash_of
 from ..models.text_config import check_is_model
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
-from ..transforms.of_model import ModelTransforms, key_transforms, set_centers, set_smoothing, transforms_of
+from ..state import ModelTransforms, keep, state_of
+from ..transforms.of_model import key_transforms, set_centers, set_smoothing, transforms_of
 from .folding import exact_exponents, gains_plus_one, parameters_of, scale_keys
 from .layout import LayerLayout, check_decoder, find_layouts
 from .online import find_keys, tensors_of
@@ -44,8 +45,6 @@ from .text import Windows, collect, read_windows
 logger = logging.getLogger(__name__)
 
 CONFIG_KEY = "hf_kvquant_smoothing"  # set in the model's config, so a saved checkpoint is known to be smoothed
-
-_STATE = "_hf_kvquant_smoothing"
 
 Mode = Literal["fold", "online", "auto"]
 Measure = Callable[..., dict[int, list[float]]]  # `errors_of` that only needs `transforms` and `advance`
@@ -200,7 +199,7 @@ def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
         ValueError: The model is not smoothed, its factors are not known, or its weights have changed since.
     """
     check_is_model(model, "unsmooth")
-    state = state_of(model)
+    state = smoothing_of(model)
     if state is None:
         if is_smoothed(model):
             raise ValueError(
@@ -225,7 +224,7 @@ def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
     given = state.before.centers if state.result.centers() else _times(transforms_of(model).centers, folded)
     set_centers(model, given)
     set_smoothing(model, state.before.smoothing)
-    delattr(model, _STATE)
+    keep(model, smoothing=None)
     return model
 
 
@@ -246,7 +245,7 @@ def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> Smoo
     """
     where = "load_smoothing"
     result = SmoothingResult.load(path)
-    if isinstance(model, PreTrainedModel) and (state_of(model) is not None or transforms_of(model).smoothing):
+    if isinstance(model, PreTrainedModel) and (smoothing_of(model) is not None or transforms_of(model).smoothing):
         raise ValueError(f"{where}: `model` must not have factors yet, got one that has. Call unsmooth first.")
     folded = result.factors_in("weights")
     all_layouts = find_layouts(model, where=where)[0] if folded else {}
@@ -292,12 +291,12 @@ def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> Smoo
 
 def is_smoothed(model: PreTrainedModel) -> bool:
     """Whether the model was calibrated in this process, or its config says that factors are folded into its weights."""
-    return state_of(model) is not None or getattr(model.config, CONFIG_KEY, None) is not None
+    return smoothing_of(model) is not None or getattr(model.config, CONFIG_KEY, None) is not None
 
 
-def state_of(model: PreTrainedModel) -> _State | None:
+def smoothing_of(model: PreTrainedModel) -> _State | None:
     """What calibration stored on a model; `None` without calibration, or if its result is not known."""
-    state: _State | None = model.__dict__.get(_STATE)
+    state: _State | None = state_of(model).smoothing
     return state
 
 
@@ -570,7 +569,7 @@ def _install(
     before = transforms_of(model)
     if is_known:
         before = dataclasses.replace(before, centers=_times(before.centers, folded))
-    setattr(model, _STATE, _State(result, layouts, before))
+    keep(model, smoothing=_State(result, layouts, before))
     if folded:
         setattr(model.config, CONFIG_KEY, {"folded_hash": result.folded_hash})
     inverse = {index: 1 / factor for index, factor in folded.items()}

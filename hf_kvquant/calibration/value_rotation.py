@@ -22,13 +22,13 @@ from transformers import PreTrainedModel
 
 from ..models.text_config import check_is_model, positions_of, text_config_of
 from ..spec import reference
+from ..state import keep, state_of
 from .layout import by_feature
 from .proof import CHECK_TOKENS, check_logits
 from .value_layout import ValueLayout, find_value_layouts
 
 CONFIG_KEY = "hf_kvquant_value_rotation"  # in the model's config, so that a saved checkpoint is not rotated twice
 
-_STATE = "_hf_kvquant_value_rotation"
 
 CHECK_ROWS = 2  # texts of random tokens
 # How far the output of a layer's attention may move for the same input, as root mean square over root mean square: this
@@ -109,7 +109,7 @@ def rotate_values(model: PreTrainedModel) -> tuple[int, ...]:
     except BaseException:  # the check failed, memory ran out, or the user interrupted
         _put_back(model, state)
         raise
-    setattr(model, _STATE, state)
+    keep(model, value_rotation=state)
     setattr(model.config, CONFIG_KEY, True)
     return tuple(layouts)
 
@@ -129,7 +129,7 @@ def unrotate_values(model: PreTrainedModel) -> PreTrainedModel:
     """
     where = "unrotate_values"
     check_is_model(model, where)
-    state: _State | None = model.__dict__.get(_STATE)
+    state: _State | None = state_of(model).value_rotation
     if state is None:
         if is_rotated(model):
             raise ValueError(
@@ -147,14 +147,14 @@ def unrotate_values(model: PreTrainedModel) -> PreTrainedModel:
                 "offloaded or replaced since. Load the original checkpoint again."
             )
     _put_back(model, state)
-    delattr(model, _STATE)
+    keep(model, value_rotation=None)
     delattr(model.config, CONFIG_KEY)
     return model
 
 
 def is_rotated(model: PreTrainedModel) -> bool:
     """Whether the values of a model are rotated through its weights, according to the model and its config."""
-    return _STATE in model.__dict__ or bool(getattr(model.config, CONFIG_KEY, False))
+    return state_of(model).value_rotation is not None or bool(getattr(model.config, CONFIG_KEY, False))
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

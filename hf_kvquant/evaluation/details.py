@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cache.cache import KVQuantCache
 from ..cache.layers import KVQuantLayer
-from ..calibration.smoothing import is_smoothed, smooth_attention, state_of, unsmooth
+from ..calibration.smoothing import is_smoothed, smooth_attention, smoothing_of, unsmooth
 from ..calibration.text import collect
 from ..config import KVQuantConfig
 from ..preflight.divergence import alone
@@ -144,7 +144,7 @@ def key_magnitudes(
         divided by their factors), and `choice`, what calibration chose. Or `unmeasured`: why nothing was measured.
     """
     is_calibrated = is_smoothed(model)
-    state = state_of(model)
+    state = smoothing_of(model)
     if is_calibrated and state is None:
         return {"unmeasured": "the checkpoint is calibrated, and its factors did not come with it"}
     try:

@@ -23,14 +23,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention import unregistered as own_attention
-from ..attention.registry import call_previous
+from ..attention.registry import call_previous, set_attention
 from ..attention.simulated import SimulatingLayer
 from ..cache.cache import KVQuantCache
 from ..cache.layers import KVQuantLayer
 from ..config import KVQuantConfig
 from ..models.text_config import text_config_of
-from ..patching import set_attention, state_of
 from ..spec.formats import KVFormat
+from ..state import patch_of
 from ..storage.layer_store import LayerStore
 from ..storage.tally import causal_pairs
 from ..transforms.of_model import key_transforms
@@ -223,8 +223,8 @@ def simulated(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             return
     text_config = text_config_of(model)
     before = text_config._attn_implementation
-    state = state_of(model)
-    prev = before if state is None else state.previous_attention
+    patch = patch_of(model)
+    prev = before if patch is None else patch.previous_attention
     if prev not in _SERVED:
         raise NotImplementedError(
             f"simulate: the model's attention implementation must be one of {', '.join(_SERVED)}, got {prev!r}. "

@@ -17,7 +17,6 @@ from __future__ import annotations
 import abc
 import functools
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeGuard
 
@@ -28,6 +27,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from ..cache.cache import KVQuantCache
+from ..state import notes_on
 from .fusion import fused
 from .prefetch import Prefetch
 
@@ -139,34 +139,6 @@ class CudaGraph(StepRunner):
 
 # The runners of captured steps, by device type. Other devices have no graphs.
 RUNNERS: dict[str, type[StepRunner]] = {"cuda": CudaGraph}
-
-
-class Captures:
-    """The most recently used captured steps of one model. A copied or unpickled model starts with none."""
-
-    # Enough for a model that alternates between a few batch sizes. A graph takes the memory of one step.
-    LIMIT = 4
-
-    def __init__(self) -> None:
-        self._steps: OrderedDict[Hashable, Any] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Captures:
-        return Captures()
-
-    def __reduce__(self) -> tuple[type[Captures], tuple[()]]:
-        return Captures, ()
-
-    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The step kept under a key. If there is none, make it and drop the least recently used one."""
-        if key not in self._steps:
-            while len(self._steps) >= self.LIMIT:
-                self._steps.popitem(last=False)
-            self._steps[key] = make()
-        self._steps.move_to_end(key)
-        return self._steps[key]
 
 
 def is_captured(cache: object) -> TypeGuard[KVQuantCache]:
@@ -306,13 +278,11 @@ class Forward:
 
     Args:
         model: The generating model.
-        captures: Its captured steps.
         compile_config: For caches that are not to be captured.
     """
 
-    def __init__(self, model: PreTrainedModel, captures: Captures, compile_config: Any) -> None:
+    def __init__(self, model: PreTrainedModel, compile_config: Any) -> None:
         self._model = model
-        self._captures = captures
         self._compile_config = compile_config
         self._kept: tuple[Hashable, _CapturedForward] | None = None
 
@@ -329,7 +299,7 @@ class Forward:
         # Weights do not move within one call of `generate`, so they are checked only once.
         quick_key = (buffers_of(cache), signature_of(inputs))
         if self._kept is None or self._kept[0] != quick_key:
-            step = self._captures.get(
+            step = notes_on(self._model).captures.get(
                 ("forward", key_of(self._model, cache, inputs)),
                 lambda: _CapturedForward(inputs, self._model.device),
             )
@@ -337,9 +307,9 @@ class Forward:
         return self._kept[1].run(self._model, cache, inputs)
 
 
-def captured_call(model: PreTrainedModel, captures: Captures, compile_config: Any) -> Forward:
+def captured_call(model: PreTrainedModel, compile_config: Any) -> Forward:
     """Replaces `model.get_compiled_call` on a model patched with `capture=True`."""
-    return Forward(model, captures, compile_config)
+    return Forward(model, compile_config)
 
 
 @functools.cache

@@ -34,10 +34,11 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..attention.registry import is_bounds
+from ..attention.masks import is_bounds
 from ..cache.cache import KVQuantCache
+from ..state import notes_on
 from ..storage import rewind
-from .capture import RUNNERS, Captures, fill, is_captured, key_of, log_slower_loop, map_tensors
+from .capture import RUNNERS, fill, is_captured, key_of, log_slower_loop, map_tensors
 from .fusion import fused
 
 # Steps in flight beyond the one whose flags are awaited. One hides the host's launch of the next step behind the
@@ -61,7 +62,7 @@ _FEEDING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generatio
 _ADVANCED = ("attention_mask", "position_ids", "past_key_values")
 
 
-def generate(model: Any, captures: Captures, *args: Any, **kwargs: Any) -> Any:
+def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces `model.generate` on a model patched with `capture=True`; same arguments, same results."""
     method = type(model).generate
     own = ("generate", "_sample")
@@ -72,7 +73,7 @@ def generate(model: Any, captures: Captures, *args: Any, **kwargs: Any) -> Any:
     if not _is_sampling(model, options):
         return method(model, *args, **kwargs)
     # generate does not pass its streamer to a custom method.
-    loop = functools.partial(decode, captures, streamer=options.get("streamer"))
+    loop = functools.partial(decode, streamer=options.get("streamer"))
     return method(model, *args, **kwargs, custom_generate=loop)
 
 
@@ -89,7 +90,6 @@ def _is_sampling(model: Any, options: Mapping[str, Any]) -> bool:
 
 
 def decode(
-    captures: Captures,
     model: Any,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
@@ -101,7 +101,6 @@ def decode(
     """A decoding method for `custom_generate` of `generate`.
 
     Args:
-        captures: The model's captured steps.
         model: The generating model.
         input_ids: `[batch, tokens]` int64: the prompt.
         logits_processor: Of this call.
@@ -123,7 +122,7 @@ def decode(
         if reason is None:
             choice = _Choice(input_ids, logits_processor, stopping_criteria, generation_config)
             max_length = min(each.max_length for each in stopping_criteria if isinstance(each, MaxLengthCriteria))
-            loop = _Loop(captures, model, cache, choice, streamer)
+            loop = _Loop(model, cache, choice, streamer)
             return loop.run(input_ids, generation_config, model_kwargs, max_length)
         log_slower_loop(reason)
     return type(model)._sample(
@@ -310,15 +309,13 @@ class _Loop:
     """One call of `generate`.
 
     Args:
-        captures: The model's captured steps.
         model: The generating model.
         cache: A static one.
         choice: Of the next token.
         streamer: Gets tokens as they arrive, or `None`.
     """
 
-    def __init__(self, captures: Captures, model: Any, cache: KVQuantCache, choice: _Choice, streamer: Any) -> None:
-        self._captures = captures
+    def __init__(self, model: Any, cache: KVQuantCache, choice: _Choice, streamer: Any) -> None:
         self._model = model
         self._cache = cache
         self._choice = choice
@@ -408,7 +405,7 @@ class _Loop:
         )
         del inputs["past_key_values"]
         key = ("loop", self._choice.key, key_of(self._model, self._cache, inputs))
-        step: _Step = self._captures.get(key, lambda: _Step(inputs, report, self._choice))
+        step: _Step = notes_on(self._model).captures.get(key, lambda: _Step(inputs, report, self._choice))
         step.start(inputs, report)
         return step
 

@@ -25,7 +25,6 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import ops
 from .._ops import ops as torch_ops
+from ..state import notes_on
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,8 @@ def fused(model: nn.Module) -> Iterator[None]:
         yield
         return
     with _lock, contextlib.ExitStack() as stack:
-        chooser = _choosers.setdefault(model, _Chooser())
+        notes = notes_on(model)
+        notes.fusion = chooser = notes.fusion or _Chooser()
         additions = _Additions(chooser)
         for module in model.modules():
             if _is_norm(module):
@@ -163,9 +164,6 @@ class _Chooser:
         if line not in self._said:  # layers repeat the same lines
             self._said.add(line)
             logger.info(line)
-
-
-_choosers: WeakKeyDictionary[nn.Module, _Chooser] = WeakKeyDictionary()
 
 
 def _layout_of(tensor: Tensor) -> Hashable:

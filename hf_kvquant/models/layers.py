@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,3 +53,13 @@ def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
         if isinstance(index, int) and parameter is not None:
             found.setdefault(index, parameter.device)
     return {index: found.get(index, model.device) for index in range(len(layer_types))}
+
+
+def keeps_cache(model: PreTrainedModel) -> bool:
+    """Whether the model works with transformers' default cache; without `generate`, whether it accepts a cache."""
+    is_supported: Callable[[], bool] | None = getattr(model, "_supports_default_dynamic_cache", None)
+    if is_supported is not None:
+        return is_supported()
+    # BERT accepts a cache only as a decoder, which its config tells; other configs have no such attribute.
+    is_encoder = getattr(model.config, "is_decoder", None) is False and not model.config.is_encoder_decoder
+    return "past_key_values" in inspect.signature(type(model).forward).parameters and not is_encoder

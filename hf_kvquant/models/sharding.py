@@ -1,29 +1,19 @@
-"""Tensor parallelism: cuts per-head tensors to the heads of this rank, and refuses what does not work sharded.
+"""Tensor parallelism: tells the rank of this process, and refuses what does not work sharded.
 
 transformers gives every rank whole heads of the key projection, in order, while the model's config keeps the counts of
-the whole model. Caches need no help: they take the shape of the keys that reach them. Per-head tensors that were set on
-a model may cover all heads, and are cut here, or only this rank's. Their shape and that of a key tell which of the two;
-to get that key, one token is sent through the model once.
+the whole model. Caches need no help: they take the shape of the keys that reach them.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
-
 import torch.distributed
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from .probing import num_kv_heads
 from .text_config import count_of, text_config_of
 
 # As in transformers' own check of a tensor-parallel plan: the projections that make keys, the style that shards heads.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 _SHARDS_HEADS = "colwise"
-
-# Key-value heads of this rank by layer, cached so that the token is sent only once per model.
-_seen: weakref.WeakKeyDictionary[PreTrainedModel, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 def rank_of(model: PreTrainedModel) -> tuple[int, int]:
@@ -78,38 +68,3 @@ def check_whole(model: PreTrainedModel, where: str) -> None:
             f"{where}: `model` must be whole in this process, got one that is sharded over {num_ranks} ranks. Do this "
             "with the model in one process, save it with save_pretrained, and load that with tensor parallelism."
         )
-
-
-def of_this_rank(model: PreTrainedModel, tensors: Mapping[int, Tensor], name: str) -> dict[int, Tensor]:
-    """Cut per-head tensors to the heads of this rank.
-
-    If the model is sharded, the first call sends one token through it, so all ranks have to make that call.
-
-    Args:
-        model: The model.
-        tensors: Per layer index `[num_kv_heads, head_dim]`, for all heads or for this rank's.
-        name: What the tensors are, for error messages.
-
-    Returns:
-        Per layer index, a view of the part for this rank's heads.
-
-    Raises:
-        ValueError: A tensor has neither number of heads.
-    """
-    rank, num_ranks = rank_of(model)
-    if num_ranks == 1 or not tensors:
-        return dict(tensors)
-    if model not in _seen:
-        _seen[model] = num_kv_heads(model)
-    parts = {}
-    for index, tensor in tensors.items():
-        num_heads = _seen[model].get(index, tensor.shape[0])
-        if tensor.shape[0] not in (num_heads, num_ranks * num_heads):
-            raise ValueError(
-                f"key_transforms: `{name}` of layer {index} must have {num_heads} heads, like the keys of this rank, "
-                f"or {num_ranks * num_heads}, like those of all {num_ranks}, got {tensor.shape[0]}. "
-                "Was it made for another model?"
-            )
-        is_whole = tensor.shape[0] != num_heads
-        parts[index] = tensor[rank * num_heads : (rank + 1) * num_heads] if is_whole else tensor
-    return parts

@@ -2,9 +2,9 @@
 
 A captured step always works on the addresses it was captured with. `generate` makes a new cache for every call; with
 new buffers, its compiled step would be captured anew each time. So a model whose `generate` uses static caches has a
-pool. A cache that is garbage-collected leaves its buffers there, and the next cache takes them if they fit. Live caches
-never share buffers. What a buffer is, and when it fits, is decided by the callers (`storage.py`, `lengths.py`); this
-file only records which buffers are free.
+pool (`state.py`). A cache that is garbage-collected leaves its buffers there, and the next cache takes them if they
+fit. Live caches never share buffers. What a buffer is, and when it fits, is decided by the callers (`storage.py`,
+`lengths.py`); this file only records which buffers are free.
 """
 
 from __future__ import annotations
@@ -14,11 +14,6 @@ import sys
 import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any
-
-from torch import nn
-
-# Not an attribute of the model: copies made by `copy` or `pickle` must not share its buffers.
-_pools: weakref.WeakKeyDictionary[nn.Module, BufferPool] = weakref.WeakKeyDictionary()
 
 
 class BufferPool:
@@ -81,20 +76,3 @@ def _num_graphs() -> int:
     """Graphs that the compiler has made so far. Does not import the compiler, which would dominate start-up time."""
     compiler = sys.modules.get("torch._dynamo.utils")
     return 0 if compiler is None else compiler.counters["stats"]["unique_graphs"]
-
-
-def pool_of(model: nn.Module) -> BufferPool:
-    """The pool of a model, made when first needed."""
-    return _pools.setdefault(model, BufferPool())
-
-
-def pooled_models() -> list[nn.Module]:
-    """The models that have a pool."""
-    return list(_pools)
-
-
-def drop_pool(model: nn.Module) -> None:
-    """Free the pooled buffers of a model."""
-    pool = _pools.pop(model, None)
-    if pool is not None:
-        pool.close()

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import weakref
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,38 +19,19 @@ from transformers import PreTrainedModel
 from ..cache.support import quantized_layers
 from ..config import KVQuantConfig
 from ..models.layers import layers_of
-from ..models.sharding import of_this_rank
+from ..models.probing import num_kv_heads
+from ..models.sharding import rank_of
 from ..models.text_config import check_is_model, text_config_of
 from ..spec.key_transform import KeyTransform
+from ..state import ModelTransforms, keep, notes_on, state_of
 from .centering import bias_centers
 
 logger = logging.getLogger(__name__)
 
-_STATE = "_hf_kvquant_transforms"
-
-# Results of `bias_centers`, computed once per model. Not kept on the model, which stays unmodified unless the user sets
-# something; a copy of the model is analysed again.
-_found: weakref.WeakKeyDictionary[PreTrainedModel, dict[int, Tensor]] = weakref.WeakKeyDictionary()
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelTransforms:
-    """Transforms that were set on a model. All tensors are `[num_kv_heads, head_dim]` float32, by layer index.
-
-    With tensor parallelism, the heads are all of the model's, or those of this rank.
-
-    Attributes:
-        centers: `None` if none were set; centres of the key biases are used then.
-        smoothing: Factors that caches apply, as they are not folded into the weights.
-    """
-
-    centers: dict[int, Tensor] | None = None
-    smoothing: dict[int, Tensor] = dataclasses.field(default_factory=dict)
-
 
 def transforms_of(model: PreTrainedModel) -> ModelTransforms:
     """The transforms that were set on a model. `copy` and `pickle` keep them; `save_pretrained` drops them."""
-    return cast(ModelTransforms, model.__dict__.get(_STATE, ModelTransforms()))
+    return state_of(model).transforms or ModelTransforms()
 
 
 def set_centers(model: PreTrainedModel, centers: Mapping[int, Tensor] | None) -> None:
@@ -62,7 +42,7 @@ def set_centers(model: PreTrainedModel, centers: Mapping[int, Tensor] | None) ->
         centers: Per layer index `[num_kv_heads, head_dim]` float32. `None` removes them; the next cache that needs
             centres finds them in the biases again. Pass `None` after changing the weights.
     """
-    _found.pop(model, None)
+    notes_on(model).bias_centers = None
     kept = None if centers is None else dict(centers)
     _keep(model, dataclasses.replace(transforms_of(model), centers=kept))
 
@@ -79,10 +59,8 @@ def set_smoothing(model: PreTrainedModel, smoothing: Mapping[int, Tensor]) -> No
 
 
 def _keep(model: PreTrainedModel, transforms: ModelTransforms) -> None:
-    if transforms.centers is not None or transforms.smoothing:
-        setattr(model, _STATE, transforms)
-    elif _STATE in model.__dict__:
-        delattr(model, _STATE)
+    is_empty = transforms.centers is None and not transforms.smoothing
+    keep(model, transforms=None if is_empty else transforms)
 
 
 def key_transforms(
@@ -115,7 +93,7 @@ def key_transforms(
     wanted = {index: config.formats(index).transforms for index in quantized_layers(layer_types, config)}
     named = {name for names in wanted.values() for name in names}
     centers = _centers(model) if "center" in named else {}
-    smoothing = of_this_rank(model, transforms_of(model).smoothing, "smoothing") if "smooth" in named else {}
+    smoothing = _of_this_rank(model, transforms_of(model).smoothing, "smoothing") if "smooth" in named else {}
     transforms = {
         index: KeyTransform(
             center=centers.get(index) if "center" in names else None,
@@ -130,13 +108,14 @@ def key_transforms(
 def _centers(model: PreTrainedModel) -> dict[int, Tensor]:
     given = transforms_of(model).centers
     if given is not None:
-        return of_this_rank(model, given, "centers")
-    if model not in _found:
+        return _of_this_rank(model, given, "centers")
+    notes = notes_on(model)
+    if notes.bias_centers is None:
         try:
-            _found[model] = bias_centers(model)
+            notes.bias_centers = bias_centers(model)
         except Exception as error:
             # Some models need other inputs than a token. Results are correct without centres, so warn and go on.
-            _found[model] = {}
+            notes.bias_centers = {}
             logger.warning(
                 "key_transforms: the key biases of %s could not be read, so keys are not centred (%s: %s). Correct, "
                 "less accurate. Set centres with hf_kvquant.transforms.of_model.set_centers.",
@@ -144,4 +123,33 @@ def _centers(model: PreTrainedModel) -> dict[int, Tensor]:
                 type(error).__name__,
                 error,
             )
-    return _found[model]
+    return notes.bias_centers
+
+
+def _of_this_rank(model: PreTrainedModel, tensors: Mapping[int, Tensor], name: str) -> dict[int, Tensor]:
+    """The part of tensors set on a model that belongs to the heads of this rank, as views.
+
+    The tensors may cover all heads, or only this rank's. Their shape and that of a key tell which of the two. To get
+    that key, the first call on a sharded model sends one token through it, so all ranks have to make that call.
+
+    Raises:
+        ValueError: A tensor has neither number of heads.
+    """
+    rank, num_ranks = rank_of(model)
+    if num_ranks == 1 or not tensors:
+        return dict(tensors)
+    notes = notes_on(model)
+    if notes.num_kv_heads is None:
+        notes.num_kv_heads = num_kv_heads(model)
+    parts = {}
+    for index, tensor in tensors.items():
+        num_heads = notes.num_kv_heads.get(index, tensor.shape[0])
+        if tensor.shape[0] not in (num_heads, num_ranks * num_heads):
+            raise ValueError(
+                f"key_transforms: `{name}` of layer {index} must have {num_heads} heads, like the keys of this rank, "
+                f"or {num_ranks * num_heads}, like those of all {num_ranks}, got {tensor.shape[0]}. "
+                "Was it made for another model?"
+            )
+        is_whole = tensor.shape[0] != num_heads
+        parts[index] = tensor[rank * num_heads : (rank + 1) * num_heads] if is_whole else tensor
+    return parts

@@ -1,0 +1,205 @@
+"""The mask function that hf_kvquant registers with transformers, and masks for what falls back.
+
+Raw tensors (the first chunk, layers of other caches) get the mask of the attention implementation that the model had
+before, called `prev` here. For handles the mask function returns bounds: a small 4-D int32 tensor, which transformers
+passes through unchanged, and whose shape stays the same. Attention on dequantised tensors gets `prev`'s mask, made from
+the bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from ..cache.handle import KVLength, MaskNotes
+from ..cache.support import check_layers
+from ..models.layers import count_layers
+
+
+def attention_mask(
+    *,
+    kv_length: int,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    prev: str,
+    **kwargs: Any,
+) -> Any:
+    """The mask for one kind of layer, called by `transformers.masking_utils`.
+
+    Args:
+        kv_length: A `KVLength` if the layers are ours.
+        mask_function: Decides whether a query sees a key.
+        attention_mask: `[batch, tokens]` bool, False for padding; `None` without padding.
+        prev: The implementation for everything else.
+        **kwargs: As transformers passes them.
+
+    Returns:
+        For plain causal masks over handles the bounds, `[2, batch, 1, 1]` int32: the number of left-padding tokens, and
+        the position of the first query. A sliding window adds the window (`[3, batch, 1, 1]`), and in a static cache,
+        whose keys cover all positions, a zero as well (`[4, batch, 1, 1]`). `None` if bounds are not needed: one query,
+        no padding, a growing cache.
+        Otherwise the mask that `prev` needs.
+    """
+    if isinstance(kv_length, KVLength):
+        notes = kv_length.notes
+        _check_model(notes, kwargs.get("config"))
+        is_decode_step = kwargs["q_length"] == 1 and not kv_length.is_first_chunk
+        # Reading the mask makes the host wait for the device, so a decode step relies on what earlier chunks showed.
+        if attention_mask is not None and not is_tracing(attention_mask):
+            if attention_mask.device.type == "cpu" or not is_decode_step:
+                notes.has_holes = notes.has_holes or _has_holes(attention_mask)
+        starts = None if attention_mask is None else num_pads(attention_mask)
+        if kv_length.is_first_chunk or not torch.compiler.is_compiling():
+            notes.starts = starts
+            notes.has_seen_mask = notes.has_seen_mask or not torch.compiler.is_compiling()
+        is_plain = _is_plain(mask_function, kv_length.window, **kwargs)
+        if is_plain and not kv_length.is_first_chunk and not notes.has_holes:
+            return _bounds(starts, kv_length.window, **kwargs)
+    return _mask_of(prev)(
+        kv_length=int(kv_length), mask_function=mask_function, attention_mask=attention_mask, **kwargs
+    )
+
+
+def _check_model(notes: MaskNotes, config: PreTrainedConfig | None) -> None:
+    """Refuse a cache made for other layers. A forward asks for its mask before it runs any layer."""
+    if torch.compiler.is_compiling() or config is None or notes.num_layers is None or config is notes.model_config:
+        return
+    check_layers("forward", "past_key_values", notes.num_layers, count_layers(config))
+    notes.model_config = config
+
+
+def _is_plain(
+    mask_function: Callable[..., Any],
+    window: int,
+    *,
+    q_length: int,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **_: Any,
+) -> bool:
+    """Whether a mask is causal, with a sliding window or without, and hides nothing else.
+
+    The function of a sliding window is a new object in every call. If a model adds to it, or transformers does for
+    images, `use_vmap` is set or the causal mask may not be skipped. The latter makes no difference to a single query.
+    """
+    if use_vmap:
+        return False
+    if window == 0:
+        return mask_function is causal_mask_function
+    return (
+        mask_function is not causal_mask_function and local_size == window and (allow_is_causal_skip or q_length == 1)
+    )
+
+
+def _bounds(
+    starts: Tensor | None,
+    window: int,
+    *,
+    batch_size: int,
+    q_length: int,
+    q_offset: int | Tensor,
+    device: torch.device,
+    **_: Any,
+) -> Tensor | None:
+    """The bounds for attention over handles, from the arguments of a mask function. See `attention_mask`.
+
+    The kernel knows the offset itself. Models that change keys or values, and so pass dense tensors, need it to mask
+    them: with several queries, or with the unused capacity of a static cache.
+    """
+    is_growing = isinstance(q_offset, int)
+    if starts is None and q_length == 1 and is_growing:
+        return None
+    num_bounds = 2 if not window else 3 if is_growing else 4
+    bounds = torch.zeros((num_bounds, batch_size, 1, 1), dtype=torch.int32, device=device)
+    if starts is not None:
+        bounds[0] = starts.view(-1, 1, 1)
+    bounds[1] = q_offset
+    if window:
+        bounds[2] = window
+    return bounds
+
+
+def num_pads(mask: Tensor) -> Tensor:
+    """Left-padding tokens of each sequence (`[batch]` int32) in a `[batch, tokens]` bool mask."""
+    return (mask.cumsum(-1) == 0).sum(-1, dtype=torch.int32)
+
+
+def _has_holes(mask: Tensor) -> bool:
+    """Whether a `[batch, tokens]` bool mask hides a token after one that it shows."""
+    return bool((mask[:, :-1] & ~mask[:, 1:]).any())
+
+
+def is_tracing(tensor: Tensor) -> bool:
+    return torch.compiler.is_compiling() or isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def is_bounds(mask: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether a mask is one that `attention_mask` makes for handles."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.ndim == 4 and mask.shape[2:] == (1, 1)
+
+
+def mask_over_changed(prev: str, query: Tensor, kv_length: int, bounds: Tensor) -> Any:
+    """The mask that `prev` would have got for the dense keys that a model has made from handles."""
+    offset, window = bounds[1, 0, 0, 0], bounds[2, 0, 0, 0] if len(bounds) > 2 else 0
+    if len(bounds) != 3:
+        return dense_mask(prev, query, kv_length, offset, bounds, window)
+    first = int(offset)  # a growing cache: no compiled step waits here
+    return dense_mask(prev, query, kv_length, first, bounds, int(window), first + query.shape[2] - kv_length)
+
+
+def dense_mask(
+    prev: str,
+    query: Tensor,
+    kv_length: int,
+    offset: int | Tensor,
+    bounds: Tensor | None,
+    window: int | Tensor = 0,
+    kv_offset: int = 0,
+) -> Any:
+    """The mask that `prev` would have got for a causal mask with left padding over a dense cache.
+
+    Args:
+        prev: The implementation.
+        query: `[batch, num_q_heads, q_len, head_dim]`.
+        kv_length: Tokens of the keys.
+        offset: Position of the first query.
+        bounds: See `attention_mask`.
+        window: Positions visible to a query; 0 for all. A tensor is never 0.
+        kv_offset: Position of the first key.
+    """
+    batch, _, q_len, _ = query.shape
+    mask = None
+    if bounds is not None:
+        mask = torch.arange(kv_offset + kv_length, device=query.device) >= bounds[0].view(-1, 1)
+    is_sliding = isinstance(window, Tensor) or window > 0
+    sliding = {"local_size": window} if is_sliding else {}
+    within: Any = sliding_window_causal_mask_function
+    return _mask_of(prev)(
+        batch_size=batch,
+        q_length=q_len,
+        kv_length=kv_length,
+        q_offset=offset,
+        kv_offset=kv_offset,
+        mask_function=within(window) if is_sliding else causal_mask_function,
+        attention_mask=mask,
+        allow_is_causal_skip=isinstance(offset, int),
+        dtype=query.dtype,
+        use_vmap=False,
+        device=query.device,
+        **sliding,
+    )
+
+
+def _mask_of(prev: str) -> Callable[..., Any]:
+    mask_function: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[prev]
+    return mask_function

@@ -1,0 +1,361 @@
+"""The cache of a call of `generate`: whether it is ours, and which.
+
+`patch` puts `prepare_cache` in place of a model's own `_prepare_cache_for_generation`, and `enable` does so for all
+models. Where `generate` would have built a default cache, it builds a `KVQuantCache`. The choice is made here and not
+in `generation_config`, where it would clash with `past_key_values=` and leak into the calls of an assistant model.
+`encoder_decoder.py` makes the caches of encoder-decoders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+
+from ..attention import unregistered as own_attention
+from ..attention.registry import implementation_name, is_ours, set_attention
+from ..cache.cache import KVQuantCache
+from ..cache.support import check_layers
+from ..config import BACKEND, KVQuantConfig, is_like_backend
+from ..models.layers import count_layers, keeps_cache
+from ..models.sharding import check_heads
+from ..models.text_config import text_config_of
+from ..state import notes_on, patch_of
+from ..storage.pool import BufferPool
+from ..storage.residency import BufferKind
+from ..transforms.of_model import key_transforms
+from . import encoder_decoder
+from .encoder_decoder import (
+    beside_cross_attention,
+    check_cross_attention,
+    compile_with_masks_only,
+    croppable,
+    decoder_cache,
+)
+from .uncompiled import leave_uncompiled
+
+HOOK = "_prepare_cache_for_generation"
+# The length of static caches that `generate` sizes itself is a multiple of this, so that calls of similar length share
+# buffers and graphs. It costs 128 tokens on average, 1 % of a cache of 16k; powers of two would cost a third.
+STATIC_STEP = 256
+
+# Refuses a model whose steps cannot be captured.
+CheckCapturable = Callable[[PreTrainedModel], None]
+
+
+def prepare_cache(
+    model: PreTrainedModel,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    fall_through: Callable[..., Any] | None = None,
+    check_capturable: CheckCapturable | None = None,
+) -> Any:
+    """Replaces `GenerationMixin._prepare_cache_for_generation`: makes our cache if the call asks for it.
+
+    Args:
+        model: The generating model.
+        generation_config: Of this call.
+        model_kwargs: Of this call; receives `past_key_values`.
+        *args: `generation_mode, batch_size, max_cache_length`, as transformers passes them.
+        fall_through: What prepares every other cache; `None` means the model class's own method.
+        check_capturable: Of a model that is patched with `capture=True`; `None` refuses to capture.
+
+    Raises:
+        NotImplementedError, TypeError, ValueError: As `KVQuantCache`. `output_attentions`, and a cache together with
+            `use_cache=False`, are refused too.
+    """
+    generation_mode, batch, max_cache_length = args
+    batch *= max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
+        # Proposals go beyond the requested length, and an assistant's `generate` is called many times with one cache.
+        max_cache_length = None
+
+    def prepare(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
+        return (fall_through or getattr(type(model), HOOK))(model, generation_config, model_kwargs, *args)
+
+    _check_given(model, generation_config, model_kwargs, check_capturable)
+    config = _config_of_call(model, generation_config, model_kwargs)
+    if config is None:
+        pair = croppable(model_kwargs.get("past_key_values"))
+        if pair is not None:
+            model_kwargs["past_key_values"] = pair
+            compile_with_masks_only(model, generation_config, model_kwargs)
+        return prepare(generation_config, model_kwargs)
+    cache = _new_cache(model, config, generation_config, model_kwargs, batch, max_cache_length, check_capturable)
+    patch = patch_of(model)
+    if patch is not None:
+        cache.count_fallbacks_in(patch.fallbacks)
+    if model.config.is_encoder_decoder:
+        pair = beside_cross_attention(cache, prepare, generation_config, model_kwargs)
+        if pair is None:
+            raise _no_cache_of_the_decoder(model)
+        model_kwargs["past_key_values"] = pair
+        compile_with_masks_only(model, generation_config, model_kwargs)
+    else:
+        model_kwargs["past_key_values"] = cache
+    if generation_config.prefill_chunk_size is not None and not cache.quant_config.capture:
+        _allocate_early(model, cache, batch, generation_config, model_kwargs)
+    if asks_for_us(generation_config):
+        # An assistant model gets this call's copy of the config. It need not be patched, and transformers' own class
+        # does not know our options.
+        generation_config.cache_implementation = generation_config.cache_config = None
+    if generation_config.is_assistant:
+        cache.activate_past_recording()  # type: ignore[no-untyped-call]
+    return None
+
+
+def asks_for_us(generation_config: Any) -> bool:
+    """Whether a call names our backend.
+
+    Raises:
+        TypeError, ValueError: The request is misspelt or incomplete: transformers would ignore it, or fail elsewhere.
+    """
+    implementation, cache_config = generation_config.cache_implementation, generation_config.cache_config
+    if isinstance(cache_config, KVQuantConfig):
+        raise TypeError("generate: `cache_config` must be a dictionary, got a KVQuantConfig. Pass its to_dict().")
+    if not isinstance(cache_config, Mapping) or implementation not in (None, "quantized"):
+        return False
+    backend = cache_config.get("backend")
+    if backend == BACKEND and implementation is None:
+        raise ValueError(
+            f"generate: `cache_implementation` must be 'quantized' with the backend '{BACKEND}' in cache_config, got "
+            "None. Pass both, or neither for what the model was patched with."
+        )
+    # No backend of transformers has presets.
+    if is_like_backend(backend) or (backend is None and "preset" in cache_config):
+        raise ValueError(
+            f"generate: `backend` in cache_config must be '{BACKEND}' for a cache of this package, got {backend!r}. "
+            f"Did you mean '{BACKEND}'?"
+        )
+    return bool(backend == BACKEND)
+
+
+def _config_of_call(
+    model: PreTrainedModel, generation_config: Any, model_kwargs: Mapping[str, Any]
+) -> KVQuantConfig | None:
+    """The config of the cache that a call asks for, or `None` if it does not ask for one of ours."""
+    if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+        return None
+    patch = patch_of(model)
+    if asks_for_us(generation_config):
+        options = {
+            key: value for key, value in generation_config.cache_config.items() if key not in ("backend", "config")
+        }
+        return KVQuantConfig.from_dict(options) if options or patch is None else patch.config
+    return None if patch is None or generation_config.cache_implementation is not None else patch.config
+
+
+# --- a cache that is given --------------------------------------------------------------------------------------------
+
+
+def _check_given(
+    model: PreTrainedModel,
+    generation_config: Any,
+    model_kwargs: Mapping[str, Any],
+    check_capturable: CheckCapturable | None,
+) -> None:
+    """Refuse what cannot be used as `past_key_values`, and make a cache of ours ready for the call.
+
+    Raises:
+        NotImplementedError, TypeError, ValueError: It is no cache, or does not fit the model or the call.
+    """
+    given = model_kwargs.get("past_key_values")
+    if isinstance(given, (str, Mapping, KVQuantConfig, type)):
+        raise TypeError(
+            f"generate: `past_key_values` must be a cache, got {type(given).__name__}. "
+            "Pass KVQuantCache(model.config, ...), or patch the model with the config and pass nothing."
+        )
+    own = decoder_cache(given)
+    if own is None:
+        return
+    if generation_config.use_cache is False:
+        raise ValueError(
+            "generate: `use_cache` must be True with a KVQuantCache, got False: every step would add the whole "
+            "sequence to the cache again. Pass use_cache=True (generation_config may say otherwise), or no cache."
+        )
+    check_layers("generate", "past_key_values", len(own.layers), count_layers(model.config))
+    check_cross_attention(model, given, model_kwargs)
+    own.undo_step()
+    _check_new_tokens(model, own, generation_config, model_kwargs)
+    if patch_of(model) is not None:
+        own.adopt(key_transforms(model, own.quant_config))
+    if own.quant_config.capture:
+        _check_capture(model, generation_config, check_capturable)
+        own.check_in_step()
+
+
+def _check_new_tokens(
+    model: PreTrainedModel, cache: KVQuantCache, generation_config: Any, model_kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse input without new tokens: transformers would feed the model tokens that the cache holds already.
+
+    A call that was interrupted between steps leaves such a cache.
+
+    Raises:
+        ValueError: The cache holds the whole input.
+    """
+    mask = model_kwargs.get("attention_mask")
+    tokens = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]
+    held = max((storage.length for storage in cache.storages), default=0)
+    if model.config.is_encoder_decoder or tokens is None or tokens > held or held == 0:
+        return
+    raise ValueError(
+        f"generate: `input_ids` must have tokens after the {held} that `past_key_values` holds, got {tokens} in all, "
+        f"padding included. Call crop({tokens - 1 - held}) on the cache to continue from them, or reset it."
+    )
+
+
+# --- a new cache ------------------------------------------------------------------------------------------------------
+
+
+def _new_cache(
+    model: PreTrainedModel,
+    config: KVQuantConfig,
+    generation_config: Any,
+    model_kwargs: Mapping[str, Any],
+    batch: int,
+    max_cache_length: int | None,
+    check_capturable: CheckCapturable | None,
+) -> KVQuantCache:
+    """A cache for one call.
+
+    Args:
+        model: The generating model.
+        config: Of the cache.
+        generation_config: Of this call.
+        model_kwargs: Of this call.
+        batch: Sequences that the cache will hold, beams included.
+        max_cache_length: Tokens that a static cache must hold for this call. `None` if unknown; then the cache grows,
+            whatever the config says.
+        check_capturable: As for `prepare_cache`.
+    """
+    _check_call(model, generation_config, model_kwargs)
+    if generation_config.is_assistant:
+        # With early exit a model assists itself, with its first layers only.
+        num_layers = count_layers(model.config)
+        layers = {index: formats for index, formats in config.layers.items() if index < num_layers}
+        config = dataclasses.replace(config, layers=layers)
+    if max_cache_length is None:
+        config = dataclasses.replace(config, static=False, max_cache_len=None, capture=False)
+    if not config.static or max_cache_length is None:
+        return KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
+    check_static(model, "generate")
+    if config.capture:
+        _check_capture(model, generation_config, check_capturable)
+    if config.max_cache_len is not None and config.max_cache_len < max_cache_length:
+        raise ValueError(
+            f"generate: `max_cache_len` must be at least {max_cache_length} for this prompt and max_new_tokens, "
+            f"got {config.max_cache_len}. Raise it in the config, or leave it out and pass static=True."
+        )
+    pool = notes_on(model).pool
+    pool.reclaim()
+    return KVQuantCache(
+        model.config,
+        config,
+        max_cache_len=config.max_cache_len or _static_length(pool, batch, max_cache_length),
+        key_transforms=key_transforms(model, config),
+        pool=pool,
+    )
+
+
+def _check_call(model: PreTrainedModel, generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse a model, or options of a call, that our caches do not serve."""
+    if not keeps_cache(model):
+        raise _no_cache_of_the_decoder(model)
+    check_cross_attention(model, None, model_kwargs)
+    if model.config.is_encoder_decoder:
+        _keep_attention(model)
+        if generation_config.prefill_chunk_size is not None:
+            raise NotImplementedError(
+                f"generate: `prefill_chunk_size` must be None for {type(model).__name__}, got "
+                f"{generation_config.prefill_chunk_size}: transformers would cut the encoder's mask to the chunk. "
+                "Leave it out."
+            )
+    if generation_config.output_attentions:
+        raise NotImplementedError(
+            "generate: `output_attentions` must be False with a quantised cache, got True: attention weights are never "
+            "formed. Use hf_kvquant.unpatch, or another cache_implementation."
+        )
+    check_heads(model, "generate")
+
+
+def check_static(model: PreTrainedModel, where: str) -> None:
+    """Refuse a static cache for models that cannot use one.
+
+    Raises:
+        NotImplementedError: The model is one of them.
+    """
+    own_attention.check_static(model, where)
+    encoder_decoder.check_static(model, where)
+
+
+def _check_capture(model: PreTrainedModel, generation_config: Any, check_capturable: CheckCapturable | None) -> None:
+    """Refuse a cache with `capture=True` if nothing would be captured."""
+    if check_capturable is None:
+        raise ValueError(
+            "generate: `capture` must be False unless the model is patched with it, got True. "
+            "Call hf_kvquant.patch with capture=True in the config."
+        )
+    if generation_config.compile_config is not None:
+        raise ValueError(
+            "generate: `compile_config` must be None with capture=True, got a CompileConfig. Captured steps are not "
+            "compiled: leave it out, or patch the model with static=True instead of capture=True."
+        )
+    check_capturable(model)
+
+
+def _no_cache_of_the_decoder(model: PreTrainedModel) -> NotImplementedError:
+    return NotImplementedError(
+        f"generate: {type(model).__name__} does not keep a cache of its decoder alone, so it cannot be quantised. "
+        "Drop cache_config, or unpatch the model."
+    )
+
+
+def _keep_attention(model: PreTrainedModel) -> None:
+    """Set our attention again on a patched model that has switched to another implementation, over that one.
+
+    Whisper switches to eager attention for good when it is asked for token timestamps.
+    """
+    current = text_config_of(model)._attn_implementation
+    if patch_of(model) is not None and not is_ours(current) and model._can_set_attn_implementation():
+        set_attention(model, implementation_name(current))
+
+
+def _static_length(pool: BufferPool, batch: int, needed: int) -> int:
+    """The length of a static cache for `needed` tokens: that of idle buffers, if they are long enough.
+
+    Shorter buffers would save memory only after the idle ones were freed, and graphs would be captured again.
+    """
+    kinds = (kind for kind in pool.kinds() if isinstance(kind, BufferKind))
+    idle = max((kind.max_cache_len for kind in kinds if kind.shape[0] == batch), default=0)
+    return idle if idle >= needed else -(-needed // STATIC_STEP) * STATIC_STEP
+
+
+def _allocate_early(
+    model: PreTrainedModel, cache: KVQuantCache, batch: int, generation_config: Any, model_kwargs: Mapping[str, Any]
+) -> None:
+    """Allocate the buffers before a prefill in chunks, which transformers compiles from the first chunk on.
+
+    A compiled step must not allocate them, since they would be in the memory of its graph. If their shape is unknown
+    before the first tokens, the call is not compiled.
+    """
+    generating: Any = model
+    if not generating._valid_auto_compile_criteria(model_kwargs, generation_config):
+        return
+    shape_of: Callable[[], tuple[Any, Any] | None] | None = getattr(model, "_get_static_cache_init_shape", None)
+    shape = None if shape_of is None else shape_of()
+    if shape is None:
+        leave_uncompiled(
+            model,
+            generation_config,
+            "when its prompt comes in chunks, since its layers are on several devices, or have shapes that are unknown "
+            "before the first tokens",
+            "Leave prefill_chunk_size out.",
+        )
+        return
+    num_heads, head_dim = shape
+    cache.early_initialization(batch, num_heads, head_dim, model.dtype, model.device)
