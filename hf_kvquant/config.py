@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
 from .common.errors import did_you_mean
@@ -60,12 +60,65 @@ _DEFAULT_TRANSFORMS = {"none": (), "int8": TRANSFORMS, "int4": TRANSFORMS, "fp8"
 WINDOWS = ("sink_length", "residual_length")
 
 _SIDES = ("preset", "key", "value", "transforms", *WINDOWS)
-_KEYS = ("backend", *_SIDES, "layers", "sliding", "static", "max_cache_len", "capture", "offloading")
-_ALIASES = ("nbits", "q_group_size")
+_SWITCHES = ("sliding", "static", "max_cache_len", "capture", "offloading")
+_KEYS = ("backend", *_SIDES, "layers", *_SWITCHES, "nbits", "q_group_size")
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerFormats:
+class _Formats:
+    """What a layer has in common with the default for all layers. Attributes and errors: see `LayerFormats`."""
+
+    key: KVFormat
+    value: KVFormat
+    transforms: tuple[str, ...] = cast(Any, None)
+    sink_length: int = 0
+    residual_length: int = 0
+
+    def __post_init__(self) -> None:
+        where = type(self).__name__
+        for name in ("key", "value"):
+            side = getattr(self, name)
+            if not isinstance(side, KVFormat):
+                raise TypeError(
+                    f"{where}: `{name}` must be a KVFormat, got {side!r}. "
+                    "KVQuantConfig.from_preset takes a preset's name, from_dict names of formats."
+                )
+        for name in WINDOWS:
+            length = getattr(self, name)
+            if isinstance(length, bool) or not isinstance(length, int):
+                raise TypeError(f"{where}: `{name}` must be a number of tokens, got {length!r}.")
+            if length < 0:
+                raise ValueError(
+                    f"{where}: `{name}` must be 0 or positive, got {length}. 0 keeps no such tokens dense."
+                )
+            if length and not self._is_quantized:
+                raise ValueError(
+                    f"{where}: `{name}` must be 0 where neither keys nor values are quantised, got {length}. "
+                    "Every token stays dense there: leave it out."
+                )
+        object.__setattr__(self, "transforms", _canonical_transforms(where, self.transforms, self.key))
+        if self.value.granularity == "channel":
+            # Scales per token are enough for values, and blocks would keep more tokens dense.
+            raise ValueError(
+                f"{where}: `value` must not have granularity 'channel', got {self.value.describe()}. "
+                "Channel scales are for keys, whose outliers lie in channels; use granularity 'head' or 'group'."
+            )
+
+    @property
+    def _is_quantized(self) -> bool:
+        return self.key.is_quantized or self.value.is_quantized
+
+    def _to_dict(self) -> dict[str, Any]:
+        return {
+            "key": self.key.to_dict(),
+            "value": self.value.to_dict(),
+            "transforms": list(self.transforms),
+            **{name: getattr(self, name) for name in WINDOWS},
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerFormats(_Formats):
     """The formats of one layer and the transforms of its keys.
 
     Attributes:
@@ -81,22 +134,10 @@ class LayerFormats:
             scales; values have channel scales; or tokens are to stay dense where nothing is quantised.
     """
 
-    key: KVFormat
-    value: KVFormat
-    transforms: tuple[str, ...] = cast(Any, None)
-    sink_length: int = 0
-    residual_length: int = 0
-
-    def __post_init__(self) -> None:
-        _check_formats("LayerFormats", self.key, self.value)
-        object.__setattr__(self, "transforms", _canonical_transforms("LayerFormats", self.transforms, self.key))
-        _check_value("LayerFormats", self.value)
-        _check_windows("LayerFormats", self.key, self.value, self.sink_length, self.residual_length)
-
     @property
     def is_quantized(self) -> bool:
         """Whether keys or values are quantised."""
-        return self.key.is_quantized or self.value.is_quantized
+        return self._is_quantized
 
     def describe(self) -> str:
         """A short name for reports: one format if both sides are alike, else both, and the dense windows."""
@@ -108,18 +149,13 @@ class LayerFormats:
 
 
 @dataclasses.dataclass(frozen=True)
-class KVQuantConfig:
+class KVQuantConfig(_Formats):
     """Settings of a model's quantised key-value cache.
 
-    `key`, `value`, `transforms`, `sink_length` and `residual_length` apply to every layer that `layers` does not name.
+    `key`, `value`, `transforms`, `sink_length` and `residual_length` are as in `LayerFormats`. They apply to every layer
+    that `layers` does not name.
 
     Attributes:
-        key: Format of keys.
-        value: Format of values.
-        transforms: Transforms of keys before they are quantised: names from `TRANSFORMS`. By default they follow from
-            the storage type of keys; see `LayerFormats`.
-        sink_length: How many of the first tokens of a sequence, not counting padding, stay dense.
-        residual_length: How many of the newest tokens stay dense.
         layers: Per-layer overrides, by layer index.
         sliding: Whether layers with sliding windows are quantised like the others, in rings. `sink_length` does not
             apply to them: their first tokens leave the window like all others.
@@ -137,9 +173,6 @@ class KVQuantConfig:
 
     key: KVFormat = _INT8
     value: KVFormat = _INT8
-    transforms: tuple[str, ...] = cast(Any, None)
-    sink_length: int = 0
-    residual_length: int = 0
     layers: Mapping[int, LayerFormats] = dataclasses.field(default_factory=dict)
     sliding: bool = True
     static: bool = False
@@ -148,10 +181,7 @@ class KVQuantConfig:
     offloading: bool = False
 
     def __post_init__(self) -> None:
-        _check_formats("KVQuantConfig", self.key, self.value)
-        object.__setattr__(self, "transforms", _canonical_transforms("KVQuantConfig", self.transforms, self.key))
-        _check_value("KVQuantConfig", self.value)
-        _check_windows("KVQuantConfig", self.key, self.value, self.sink_length, self.residual_length)
+        super().__post_init__()
         for name in ("sliding", "static", "capture", "offloading"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"KVQuantConfig: `{name}` must be True or False, got {getattr(self, name)!r}.")
@@ -273,71 +303,42 @@ class KVQuantConfig:
                 f"KVQuantConfig: `data` must be a dictionary, got {data!r}. "
                 "KVQuantConfig.from_preset takes a preset's name."
             )
-        for key in data:
-            if key not in (*_KEYS, *_ALIASES):
-                choices = (*_KEYS, *_ALIASES)
-                raise ValueError(
-                    f"KVQuantConfig: unknown key '{key}'.{did_you_mean(key, choices)} Known keys: {list(choices)}."
-                )
+        _check_keys("KVQuantConfig", data, _KEYS, f"Known keys: {list(_KEYS)}.")
         if data.get("backend", BACKEND) != BACKEND:
             hint = f" Did you mean '{BACKEND}'?" if is_like_backend(data["backend"]) else ""
             raise ValueError(
                 f"KVQuantConfig: `backend` must be '{BACKEND}', got {data['backend']!r}."
                 f"{hint} Other backends belong to transformers' own QuantizedCache."
             )
-        formats = _layer_formats("KVQuantConfig", {k: v for k, v in data.items() if k in ("preset", "key", "value")})
-        formats = _with_options("KVQuantConfig", _apply_aliases(formats, data), data)
-        windows = {name: getattr(formats, name) for name in WINDOWS}
-        layers = data.get("layers")
-        if layers is not None and not isinstance(layers, Mapping):
+        key, value = _apply_aliases(*_sides("KVQuantConfig", data), data)
+        formats = _layer_formats("KVQuantConfig", {**data, "key": key, "value": value}, {})
+        layers = {} if data.get("layers") is None else data["layers"]
+        if not isinstance(layers, Mapping):
             raise TypeError(
                 f"KVQuantConfig: `layers` must map layer indices to presets or formats, got {type(layers).__name__}."
             )
-        indices = [_layer_index(index) for index in layers or ()]
-        if len(set(indices)) < len(indices):
+        by_index = {_layer_index(index): spelled for index, spelled in layers.items()}
+        if len(by_index) < len(layers):
             raise ValueError(
-                f"KVQuantConfig: `layers` must name a layer once, got {list(layers or ())}. Keep one of 0 and '0'."
+                f"KVQuantConfig: `layers` must name a layer once, got {list(layers)}. Keep one of 0 and '0'."
             )
+        windows = {name: getattr(formats, name) for name in WINDOWS}
         return cls(
-            key=formats.key,
-            value=formats.value,
-            transforms=formats.transforms,
-            **windows,
+            **{field.name: getattr(formats, field.name) for field in dataclasses.fields(formats)},
             layers={
-                _layer_index(index): _layer_formats(f"KVQuantConfig: layer {index}", v, windows)
-                for index, v in (layers or {}).items()
+                index: _layer_from(f"KVQuantConfig: layer {index}", spelled, windows)
+                for index, spelled in by_index.items()
             },
-            sliding=data.get("sliding", True),
-            static=data.get("static", False),
-            max_cache_len=data.get("max_cache_len"),
-            capture=data.get("capture", False),
-            offloading=data.get("offloading", False),
+            **{name: data[name] for name in _SWITCHES if name in data},
         )
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable form that `from_dict` turns back into an equal config."""
         return {
             "backend": BACKEND,
-            "key": self.key.to_dict(),
-            "value": self.value.to_dict(),
-            "transforms": list(self.transforms),
-            "sink_length": self.sink_length,
-            "residual_length": self.residual_length,
-            "layers": {
-                str(index): {
-                    "key": formats.key.to_dict(),
-                    "value": formats.value.to_dict(),
-                    "transforms": list(formats.transforms),
-                    "sink_length": formats.sink_length,
-                    "residual_length": formats.residual_length,
-                }
-                for index, formats in self.layers.items()
-            },
-            "sliding": self.sliding,
-            "static": self.static,
-            "max_cache_len": self.max_cache_len,
-            "capture": self.capture,
-            "offloading": self.offloading,
+            **self._to_dict(),
+            "layers": {str(index): formats._to_dict() for index, formats in self.layers.items()},
+            **{name: getattr(self, name) for name in _SWITCHES},
         }
 
 
@@ -356,12 +357,24 @@ def is_like_backend(name: object) -> bool:
     return isinstance(name, str) and name != BACKEND and "kvquant" in name.casefold()
 
 
-def _preset(where: str, name: object) -> LayerFormats:
-    if not isinstance(name, str) or name not in PRESETS:
+def _check_keys(where: str, data: Mapping[str, Any], known: Sequence[str], hint: str) -> None:
+    for key in data:
+        if key not in known:
+            raise ValueError(f"{where}: unknown key '{key}'.{did_you_mean(key, known)} {hint}")
+
+
+def _sides(where: str, data: Mapping[str, Any]) -> tuple[KVFormat, KVFormat]:
+    """The formats of keys and values that a dictionary names by `preset`, `key` and `value`."""
+    preset = data.get("preset", DEFAULT_PRESET)
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise ValueError(
-            f"{where}: `preset` must be one of {list(PRESETS)}, got {name!r}.{did_you_mean(name, PRESETS)}"
+            f"{where}: `preset` must be one of {list(PRESETS)}, got {preset!r}.{did_you_mean(preset, PRESETS)}"
         )
-    return LayerFormats(*PRESETS[name])
+    key, value = PRESETS[preset]
+    return (
+        _side(where, "key", data["key"]) if "key" in data else key,
+        _side(where, "value", data["value"]) if "value" in data else value,
+    )
 
 
 def _side(where: str, name: str, spelled: object) -> KVFormat:
@@ -378,41 +391,33 @@ def _side(where: str, name: str, spelled: object) -> KVFormat:
     )
 
 
-def _layer_formats(where: str, spelled: object, windows: Mapping[str, int] | None = None) -> LayerFormats:
-    """A layer's formats, from a preset's name or a dictionary of `_SIDES`.
-
-    `windows` are the defaults of the dense windows. They do not apply to a layer that quantises nothing.
-    """
+def _layer_from(where: str, spelled: object, windows: Mapping[str, int]) -> LayerFormats:
+    """A layer's formats, from what `layers` may hold. `windows` are the lengths for layers that name none."""
     if isinstance(spelled, LayerFormats):
         return spelled
     if isinstance(spelled, str):
         spelled = {"preset": spelled}
     if not isinstance(spelled, Mapping):
         raise TypeError(f"{where}: `layers` must hold presets' names or dictionaries, got {type(spelled).__name__}.")
-    for key in spelled:
-        if key not in _SIDES:
-            raise ValueError(
-                f"{where}: unknown key '{key}'.{did_you_mean(key, _SIDES)} "
-                "A layer takes 'preset', 'key', 'value', 'transforms', 'sink_length' and 'residual_length'."
-            )
-    base = _preset(where, spelled.get("preset", DEFAULT_PRESET))
-    formats = LayerFormats(
-        key=_side(where, "key", spelled["key"]) if "key" in spelled else base.key,
-        value=_side(where, "value", spelled["value"]) if "value" in spelled else base.value,
+    _check_keys(
+        where,
+        spelled,
+        _SIDES,
+        "A layer takes 'preset', 'key', 'value', 'transforms', 'sink_length' and 'residual_length'.",
     )
-    if windows is not None and formats.is_quantized:
-        spelled = {**windows, **spelled}
-    return _with_options(where, formats, spelled)
+    return _layer_formats(where, spelled, windows)
 
 
-def _with_options(where: str, formats: LayerFormats, data: Mapping[str, Any]) -> LayerFormats:
-    """The formats with the transforms and dense windows that a dictionary names, if any."""
-    options: dict[str, Any] = {name: data[name] for name in WINDOWS if data.get(name) is not None}
-    # Checked here, before LayerFormats does, so that messages name the layer.
-    _check_windows(where, formats.key, formats.value, *(options.get(name, 0) for name in WINDOWS))
-    if data.get("transforms") is not None:
-        options["transforms"] = _canonical_transforms(where, data["transforms"], formats.key)
-    return dataclasses.replace(formats, **options)
+def _layer_formats(where: str, data: Mapping[str, Any], windows: Mapping[str, int]) -> LayerFormats:
+    """Formats from a dictionary with `_SIDES`. `windows` do not apply to a layer that quantises nothing."""
+    key, value = _sides(where, data)
+    if key.is_quantized or value.is_quantized:
+        data = {**windows, **data}
+    options = {name: data[name] for name in ("transforms", *WINDOWS) if data.get(name) is not None}
+    try:
+        return LayerFormats(key, value, **options)
+    except (TypeError, ValueError) as error:  # say which part of the dictionary it is about
+        raise type(error)(where + str(error).removeprefix("LayerFormats")) from None
 
 
 def _canonical_transforms(where: str, spelled: Iterable[str] | None, key: KVFormat) -> tuple[str, ...]:
@@ -446,39 +451,6 @@ def _canonical_transforms(where: str, spelled: Iterable[str] | None, key: KVForm
     return tuple(name for name in TRANSFORMS if name in names)
 
 
-def _check_formats(where: str, key: object, value: object) -> None:
-    for name, side in (("key", key), ("value", value)):
-        if not isinstance(side, KVFormat):
-            raise TypeError(
-                f"{where}: `{name}` must be a KVFormat, got {side!r}. "
-                "KVQuantConfig.from_preset takes a preset's name, from_dict names of formats."
-            )
-
-
-def _check_value(where: str, value: KVFormat) -> None:
-    """Refuse channel scales for values: scales per token are enough there, and blocks would keep more tokens dense."""
-    if value.granularity == "channel":
-        raise ValueError(
-            f"{where}: `value` must not have granularity 'channel', got {value.describe()}. "
-            "Channel scales are for keys, whose outliers lie in channels; use granularity 'head' or 'group'."
-        )
-
-
-def _check_windows(where: str, key: KVFormat, value: KVFormat, sink_length: object, residual_length: object) -> None:
-    """Check that the lengths are numbers of tokens, and 0 where nothing is quantised."""
-    is_quantized = key.is_quantized or value.is_quantized
-    for name, length in (("sink_length", sink_length), ("residual_length", residual_length)):
-        if isinstance(length, bool) or not isinstance(length, int):
-            raise TypeError(f"{where}: `{name}` must be a number of tokens, got {length!r}.")
-        if length < 0:
-            raise ValueError(f"{where}: `{name}` must be 0 or positive, got {length}. 0 keeps no such tokens dense.")
-        if length and not is_quantized:
-            raise ValueError(
-                f"{where}: `{name}` must be 0 where neither keys nor values are quantised, got {length}. "
-                "Every token stays dense there: leave it out."
-            )
-
-
 def _is_layer_index(index: object) -> TypeGuard[int]:
     # A bound that no model reaches: numbers with thousands of digits do not round-trip through JSON.
     return isinstance(index, int) and not isinstance(index, bool) and 0 <= index < 10**9
@@ -493,7 +465,7 @@ def _layer_index(spelled: object) -> int:
     return spelled
 
 
-def _apply_aliases(formats: LayerFormats, data: Mapping[str, Any]) -> LayerFormats:
+def _apply_aliases(key: KVFormat, value: KVFormat, data: Mapping[str, Any]) -> tuple[KVFormat, KVFormat]:
     """Apply transformers' spellings, `nbits` and `q_group_size`."""
     nbits = data.get("nbits")
     if nbits is not None:
@@ -504,22 +476,19 @@ def _apply_aliases(formats: LayerFormats, data: Mapping[str, Any]) -> LayerForma
             )
         if not isinstance(nbits, int) or nbits not in _NBITS:
             raise ValueError(f"KVQuantConfig: `nbits` must be one of {list(_NBITS)}, got {nbits!r}.")
-        chosen = _DEFAULT_FORMATS[_NBITS[nbits]]
-        formats = LayerFormats(chosen, chosen)
+        key = value = _DEFAULT_FORMATS[_NBITS[nbits]]
     group_size = data.get("q_group_size")
     if group_size is not None:
-        if not (formats.key.is_quantized and formats.value.is_quantized):
+        if not (key.is_quantized and value.is_quantized):
             raise ValueError(
                 "KVQuantConfig: `q_group_size` must be left out where keys or values are not quantised, "
                 f"got {group_size}."
             )
-        if formats.key.block_size is not None:
+        if key.block_size is not None:
             raise ValueError(
                 "KVQuantConfig: `q_group_size` must be left out where keys have a scale for every channel, "
                 f"got {group_size}. Use preset 'int4-g32' for groups of channels."
             )
-        formats = LayerFormats(
-            key=dataclasses.replace(formats.key, granularity="group", group_size=group_size, clip_ratio=1.0),
-            value=dataclasses.replace(formats.value, granularity="group", group_size=group_size, clip_ratio=1.0),
-        )
-    return formats
+        grouped: dict[str, Any] = {"granularity": "group", "group_size": group_size, "clip_ratio": 1.0}
+        key, value = (dataclasses.replace(side, **grouped) for side in (key, value))
+    return key, value
