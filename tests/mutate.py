@@ -324,11 +324,14 @@ MUTATIONS = [
             "a full cache replays a step beyond its end",
             "capture",
         ),
-        ("        cache.check_in_step()\n", "", "a step is captured over layers of different lengths", "capture"),
     ),
     *of(
         "hf_kvquant/state.py",
         ("popitem(last=False)", "popitem()", "the newest graph is dropped, not the oldest", "capture"),
+    ),
+    *of(
+        "hf_kvquant/graphs/runner.py",
+        ("        cache.check_in_step()\n", "", "a step is captured over layers of different lengths", "capture"),
     ),
     *of(
         "hf_kvquant/graphs/fusion.py",
@@ -338,6 +341,9 @@ MUTATIONS = [
             "a norm gets what was computed before its input was changed",
             "fusion",
         ),
+    ),
+    *of(
+        "hf_kvquant/graphs/trials.py",
         (
             "for dtype in {tensors[0].dtype, torch.float32}:",
             "for dtype in {tensors[0].dtype}:",
@@ -352,13 +358,16 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/graphs/decode_loop.py",
+        "hf_kvquant/graphs/loop_step.py",
         (
             "chosen = chosen * unfinished + self.pad * (1 - unfinished)",
             "chosen = chosen * 1",
             "finished sequences go on",
             "capture",
         ),
+    ),
+    *of(
+        "hf_kvquant/graphs/decode_loop.py",
         (
             "0 if is_kept and any(storage.layout.has_tail",
             "0 if False and any(storage.has_tail",

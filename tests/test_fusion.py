@@ -390,7 +390,7 @@ def test_other_threads_use_the_model_code_as_it_is() -> None:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == "hf_kvquant.graphs.fusion"]
+    return [record.message for record in caplog.records if record.name == "hf_kvquant.graphs.trials"]
 
 
 def test_the_log_says_what_became_of_each(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,10 +3,10 @@
 With a static cache transformers compiles the decode step: 13 s for four layers of Llama-3-8B's shape. `capture=True` in
 the config skips that. The step runs once as usual, is recorded the second time, and is replayed from then on. The first
 call takes 0.7 s longer than the next, for all 32 layers (H200, 2026-11), and the host launches one graph instead of
-1,400 kernels. `CudaGraph` does that for any function of static tensors. This file applies it to the model's forward,
-which transformers' loops call in place of the compiled one. `decode_loop.py` captures the choice of the next token as
-well, so that the host need not wait. During recording, small kernels of the model are fused (`fusion.py`) and weights
-are fetched ahead (`prefetch.py`).
+1,400 kernels. `runner.py` does that for any step. This file applies it to the model's forward, which transformers'
+loops call in place of the compiled one. `decode_loop.py` captures the choice of the next token as well, so that the
+host need not wait. During recording, small kernels of the model are fused (`fusion.py`) and weights are fetched ahead
+(`prefetch.py`).
 
 A graph reads and writes fixed addresses. It is kept on the model, under the addresses of all tensors that it uses but
 does not own: the weights and the buffers of the cache. If these move, a new graph is captured.
@@ -14,10 +14,9 @@ does not own: the weights and the buffers of the cache. If these move, a new gra
 
 from __future__ import annotations
 
-import abc
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -28,117 +27,9 @@ from transformers.utils.generic import ModelOutput
 
 from ..cache.cache import KVQuantCache
 from ..state import notes_on
-from .fusion import fused
-from .prefetch import Prefetch
+from .runner import RUNNERS, CapturedStep, fill, map_tensors
 
 logger = logging.getLogger(__name__)
-
-
-class StepRunner(abc.ABC):
-    """Runs one function of static tensors many times: as usual the first time, then recorded, then replayed.
-
-    The first run is an ordinary step, so nothing that it writes has to be undone. It lets libraries set up what they
-    cannot set up while being recorded.
-
-    Args:
-        device: Of the tensors.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._has_run = False
-        self._replay: Callable[[], None] | None = None
-        self._result: Any = None
-
-    def run(self, step: Callable[[], Any], cache: KVQuantCache) -> Any:
-        """Run the step on the current stream.
-
-        Args:
-            step: The function, which appends one token to the cache. Once recorded, it is not called again.
-            cache: What it appends to, with room for the token.
-
-        Returns:
-            The result of the step. The next run overwrites its tensors.
-
-        Raises:
-            RuntimeError: The step cannot be recorded. The cache is as it was before the step.
-            ValueError: Layers of the cache have different lengths.
-        """
-        cache.check_in_step()
-        if not self._has_run:
-            result = self._run_once(step)
-            self._has_run = True
-            return result
-        is_recorded = self._replay is not None
-        if self._replay is None:
-            self._replay, self._result = self._recorded(step, cache)
-        try:
-            if is_recorded:
-                cache.note_replayed(1)
-            self._replay()
-        except BaseException:
-            cache.ask_device()  # which has run all of the graph or nothing
-            raise
-        return self._result
-
-    def _recorded(self, step: Callable[[], Any], cache: KVQuantCache) -> tuple[Callable[[], None], Any]:
-        length = cache.storages[0].length
-        try:
-            return self._record(step)
-        except BaseException as error:
-            cache.forget_capture(length)
-            if not isinstance(error, Exception):
-                raise
-            raise RuntimeError(
-                "generate: `capture` must be False for this model, got True: its decode step cannot be captured as a "
-                "CUDA graph, probably because it waits for the device. Pass static=True instead, and generate compiles."
-            ) from error
-
-    @abc.abstractmethod
-    def _run_once(self, step: Callable[[], Any]) -> Any:
-        """Run the step as usual, on the stream that will record it."""
-
-    @abc.abstractmethod
-    def _record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Record the step without running it. Returns a function that replays it, and the step's result."""
-
-
-class CudaGraph(StepRunner):
-    """A step as a CUDA graph."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._stream = torch.cuda.Stream(device)  # a capture needs its own
-        self._prefetch = Prefetch(device)
-
-    def _run_once(self, step: Callable[[], Any]) -> Any:
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream), self._prefetch.noted():
-            result = step()
-        current.wait_stream(self._stream)
-        return result
-
-    def _record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads may go on using the GPU: only what this one does is captured.
-            with (
-                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
-                self._prefetch.recorded(),
-            ):
-                result = step()
-        except BaseException:
-            # A failed capture leaves the random number generator in capture mode, where it raises; one that succeeds
-            # resets it.
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
-                torch.zeros(1, device=self._device)
-            raise
-        return graph.replay, result
-
-
-# The runners of captured steps, by device type. Other devices have no graphs.
-RUNNERS: dict[str, type[StepRunner]] = {"cuda": CudaGraph}
 
 
 def is_captured(cache: object) -> TypeGuard[KVQuantCache]:
@@ -226,48 +117,17 @@ def signature_of(value: Any) -> Hashable:
     return repr(value)
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """`value` with `function` applied to every tensor in its dictionaries, lists and tuples, not in caches."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping) and not isinstance(value, Cache):
-        return {name: map_tensors(function, item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(function, item) for item in value)
-    return value
-
-
-def fill(static: Any, value: Any) -> None:
-    """Copy the tensors of `value` into static ones of the same signature."""
-    if isinstance(static, Tensor):
-        static.copy_(value)
-    elif isinstance(static, Mapping):
-        for name, item in static.items():
-            fill(item, value[name])
-
-
 # --- the forward ------------------------------------------------------------------------------------------------------
 
 
-class _CapturedForward:
-    """A forward over static inputs, and its runner."""
+class _CapturedForward(CapturedStep):
+    def _finish(self, output: Any, cache: KVQuantCache) -> tuple[type[ModelOutput], dict[str, Any], list[str]]:
+        items = {name: item for name, item in output.items() if item is not cache}
+        return type(output), items, [name for name in output if name not in items]
 
-    def __init__(self, inputs: Mapping[str, Any], device: torch.device) -> None:
-        without_cache = {name: value for name, value in inputs.items() if not isinstance(value, Cache)}
-        self.inputs = map_tensors(torch.clone, without_cache)
-        self.runner = RUNNERS[device.type](device)
-
-    def run(self, model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any]) -> ModelOutput:
+    def forward(self, model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any]) -> ModelOutput:
         fill(self.inputs, inputs)
-
-        def step() -> tuple[type[ModelOutput], dict[str, Any], list[str]]:
-            with fused(model):
-                output = model(**self.inputs, past_key_values=cache)
-            # Without the cache, which the graph must not keep alive.
-            items = {name: item for name, item in output.items() if item is not cache}
-            return type(output), items, [name for name in output if name not in items]
-
-        output_type, items, cache_names = self.runner.run(step, cache)
+        output_type, items, cache_names = self.run(model, cache)
         # Callers may keep the output, and the next replay overwrites it.
         output: ModelOutput = output_type(**map_tensors(torch.clone, items), **dict.fromkeys(cache_names, cache))
         return output
@@ -304,7 +164,7 @@ class Forward:
                 lambda: _CapturedForward(inputs, self._model.device),
             )
             self._kept = quick_key, step
-        return self._kept[1].run(self._model, cache, inputs)
+        return self._kept[1].forward(self._model, cache, inputs)
 
 
 def captured_call(model: PreTrainedModel, compile_config: Any) -> Forward:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,12 +34,11 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..attention.masks import is_bounds
 from ..cache.cache import KVQuantCache
 from ..state import notes_on
 from ..storage import rewind
-from .capture import RUNNERS, fill, is_captured, key_of, log_slower_loop, map_tensors
-from .fusion import fused
+from .capture import is_captured, key_of, log_slower_loop
+from .loop_step import Choice, LoopStep
 
 # Steps in flight beyond the one whose flags are awaited. One hides the host's launch of the next step behind the
 # device's work; a second one hides pauses of the host.
@@ -120,7 +119,7 @@ def decode(
     if is_captured(cache):
         reason = _why_not_loop(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         if reason is None:
-            choice = _Choice(input_ids, logits_processor, stopping_criteria, generation_config)
+            choice = Choice(input_ids, logits_processor, stopping_criteria, generation_config)
             max_length = min(each.max_length for each in stopping_criteria if isinstance(each, MaxLengthCriteria))
             loop = _Loop(model, cache, choice, streamer)
             return loop.run(input_ids, generation_config, model_kwargs, max_length)
@@ -167,99 +166,6 @@ def _why_not_loop(
     if has_holes or model_kwargs["past_key_values"].notes.has_holes:
         return "the attention mask hides more than left padding"
     return None
-
-
-# --- on the device ----------------------------------------------------------------------------------------------------
-
-
-class _Choice:
-    """How the next token is chosen from logits, and which tokens end a sequence."""
-
-    def __init__(
-        self,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: Any,
-    ) -> None:
-        self.device = input_ids.device
-        self.processors = logits_processor
-        self.do_sample: bool = generation_config.do_sample
-        ids = [criteria.eos_token_id for criteria in stopping_criteria if isinstance(criteria, EosTokenCriteria)]
-        self.eos = torch.cat([each.flatten() for each in ids]).to(self.device) if ids else None
-        self.pad = generation_config._pad_token_tensor.to(self.device) if ids else None
-
-    @property
-    def key(self) -> Hashable:
-        """Everything about the choice that is fixed in a captured step."""
-        processors = tuple((type(each), tuple(sorted(vars(each).items()))) for each in self.processors)
-        tokens = tuple(None if each is None else tuple(each.view(-1).tolist()) for each in (self.eos, self.pad))
-        return self.do_sample, processors, tokens
-
-    def __call__(self, logits: Tensor, report: Tensor) -> None:
-        """Choose a token for every sequence.
-
-        Args:
-            logits: `[batch, 1, vocabulary]`.
-            report: `[2, batch]` int64, written in place: the tokens (padding for finished sequences), and 1 for every
-                sequence that is not finished.
-        """
-        token, unfinished = report
-        scores = logits[:, -1].to(copy=True, dtype=torch.float32)
-        scores = self.processors(token[:, None], scores)
-        if self.do_sample:
-            # What torch.multinomial computes for one sample, without its check of the probabilities on the host.
-            probabilities = torch.softmax(scores, dim=-1)
-            scores = probabilities / torch.empty_like(probabilities).exponential_()
-        chosen = scores.argmax(dim=-1)
-        if self.eos is not None and self.pad is not None:
-            chosen = chosen * unfinished + self.pad * (1 - unfinished)
-            unfinished.mul_((chosen[:, None] != self.eos).all(dim=1))
-        token.copy_(chosen)
-
-
-class _Step:
-    """One decode step over static tensors: the model, the choice of the next token, and the inputs of the next step.
-
-    Args:
-        inputs: Of the model's forward for one token, without `past_key_values`.
-        report: As `_Choice` writes it.
-        choice: Of the next token. Kept, since the graph reads its tensors.
-    """
-
-    def __init__(self, inputs: Mapping[str, Any], report: Tensor, choice: _Choice) -> None:
-        self.inputs = map_tensors(torch.clone, inputs)
-        self.report = report.clone()
-        self._choice = choice
-        self._runner = RUNNERS[report.device.type](report.device)
-
-    def start(self, inputs: Mapping[str, Any], report: Tensor) -> None:
-        """Set the inputs of the first step after a prompt."""
-        fill(self.inputs, inputs)
-        self.report.copy_(report)
-
-    def run(self, model: Any, cache: KVQuantCache) -> None:
-        """Append the newest token to the cache and choose the next."""
-
-        def step() -> None:
-            with fused(model):
-                output = model(**self.inputs, past_key_values=cache, return_dict=True)
-            self._choice(output.logits, self.report)
-            self.inputs["input_ids"].copy_(self.report[0][:, None])
-            if "position_ids" in self.inputs:
-                self.inputs["position_ids"].add_(1)
-            for bounds in _bounds_of(self.inputs):
-                bounds[1].add_(1)
-
-        self._runner.run(step, cache)
-
-
-def _bounds_of(inputs: Mapping[str, Any]) -> list[Tensor]:
-    """The masks among a forward's inputs. Some models have a dictionary of them, one for each kind of layer."""
-    mask = inputs.get("attention_mask")
-    masks = [each for each in (mask.values() if isinstance(mask, Mapping) else [mask]) if each is not None]
-    assert all(is_bounds(each) for each in masks)
-    return masks
 
 
 # --- on the host ------------------------------------------------------------------------------------------------------
@@ -315,7 +221,7 @@ class _Loop:
         streamer: Gets tokens as they arrive, or `None`.
     """
 
-    def __init__(self, model: Any, cache: KVQuantCache, choice: _Choice, streamer: Any) -> None:
+    def __init__(self, model: Any, cache: KVQuantCache, choice: Choice, streamer: Any) -> None:
         self._model = model
         self._cache = cache
         self._choice = choice
@@ -360,7 +266,7 @@ class _Loop:
         return sequences
 
     def _run_steps(
-        self, make_step: Callable[[], _Step], report: Tensor, *, max_new_tokens: int, steps_ahead: int
+        self, make_step: Callable[[], LoopStep], report: Tensor, *, max_new_tokens: int, steps_ahead: int
     ) -> tuple[list[Tensor], int]:
         """Run steps until all sequences are finished.
 
@@ -379,7 +285,7 @@ class _Loop:
         mailbox.send(report)
         self._note_random_state()
         num_chosen = 1
-        step: _Step | None = None
+        step: LoopStep | None = None
         received: list[Tensor] = []
         while not received or (len(received) < max_new_tokens and bool(received[-1][1].any())):
             if len(mailbox) <= steps_ahead and num_chosen < max_new_tokens and num_chosen <= room:
@@ -397,15 +303,15 @@ class _Loop:
                     storage.check_room(1)  # raises, as the next step would have
         return received, num_chosen - len(received)
 
-    def _step(self, input_ids: Tensor, report: Tensor, model_kwargs: dict[str, Any]) -> _Step:
+    def _step(self, input_ids: Tensor, report: Tensor, model_kwargs: dict[str, Any]) -> LoopStep:
         """The captured step for this call, ready to run on the first new token."""
         tokens = torch.cat([input_ids, report[0][:, None]], dim=1)
         inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
             tokens, next_sequence_length=1, **model_kwargs
         )
-        del inputs["past_key_values"]
+        inputs["return_dict"] = True
         key = ("loop", self._choice.key, key_of(self._model, self._cache, inputs))
-        step: _Step = notes_on(self._model).captures.get(key, lambda: _Step(inputs, report, self._choice))
+        step: LoopStep = notes_on(self._model).captures.get(key, lambda: LoopStep(inputs, report, self._choice))
         step.start(inputs, report)
         return step
 

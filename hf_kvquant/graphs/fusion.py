@@ -6,11 +6,9 @@ embedding, two for the product in the MLP, two for residual additions. While `ca
 everything. It replaces the forwards of instances and `apply_rotary_pos_emb` in the globals of the model's own code, and
 intercepts additions.
 
-Captured and uncaptured steps give the same tokens, because each replacement is verified first. The run before the
-recording compares it with the original on the step's own tensors and on random tensors of the same layout, in their
-dtype and in float32, which shows differences that rounding to 16 bits would hide. If one bit differs, the original
-stays. The log tells the outcome of each (level INFO). Modules with hooks, with several parameters or with their own
-forwards are never replaced, nor is anything under autograd or autocast.
+Captured and uncaptured steps give the same tokens: the run before the recording verifies each replacement
+(`trials.py`). Modules with hooks, with several parameters or with their own forwards are never replaced, nor is
+anything under autograd or autocast.
 """
 
 from __future__ import annotations
@@ -19,10 +17,9 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import logging
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -33,17 +30,11 @@ from torch.overrides import TorchFunctionMode
 from .. import ops
 from .._ops import ops as torch_ops
 from ..state import notes_on
-
-logger = logging.getLogger(__name__)
-
-Function = Callable[..., Any]
+from .trials import Chooser, Function, Trial, random_like
 
 ROTARY = "apply_rotary_pos_emb"
 _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 _EPS = ("variance_epsilon", "eps")
-# Magnitudes of the random numbers that replacements are tried on.
-_MAGNITUDES = (1.0, 1e-3, 100.0)
-_ALIGNMENT = 16  # bytes that kernels load at a time
 
 # All threads share the functions in a module's globals, so only one step at a time may replace them.
 _lock = threading.RLock()
@@ -65,13 +56,16 @@ def fused(model: nn.Module) -> Iterator[None]:
         return
     with _lock, contextlib.ExitStack() as stack:
         notes = notes_on(model)
-        notes.fusion = chooser = notes.fusion or _Chooser()
+        notes.fusion = chooser = notes.fusion or Chooser()
         additions = _Additions(chooser)
         for module in model.modules():
             if _is_norm(module):
-                stack.enter_context(_forward(module, functools.partial(_norm, chooser, additions, module)))
+                fuse = functools.partial(_norm, chooser, additions, module)
             elif _is_mlp(module):
-                stack.enter_context(_forward(module, functools.partial(_mlp, chooser, module)))
+                fuse = functools.partial(_mlp, chooser, module)
+            else:
+                continue
+            stack.enter_context(_forward(module, functools.partial(_fused_forward, module, fuse)))
         for namespace in _namespaces(model):
             original = vars(namespace)[ROTARY]
             stack.callback(setattr, namespace, ROTARY, original)
@@ -90,121 +84,11 @@ def _forward(module: nn.Module, function: Function) -> Iterator[None]:
         del module.__dict__["forward"]
 
 
-# --- choosing ---------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Trial:
-    """The comparison that decides whether a function is replaced.
-
-    Attributes:
-        inputs: This step's inputs to the original and to the candidates.
-        original: The function to replace.
-        candidates: Replacements to try, in order, by their names in the log.
-        draws: Makes further inputs.
-    """
-
-    inputs: tuple[Tensor, ...]
-    original: Function
-    candidates: Mapping[str, Function]
-    draws: Callable[[], Iterator[tuple[Tensor, ...]]]
-
-
-class _Chooser:
-    """Chooses replacements for one model, and remembers the choices.
-
-    Attributes:
-        norms: By the number of an addition within a step, the norm that takes its sum.
-        is_trying: Whether a comparison is running, which is not part of the step.
-    """
-
-    def __init__(self) -> None:
-        self.norms: dict[int, Any] = {}
-        self.is_trying = False
-        self._choices: dict[Hashable, Function | None] = {}
-        self._said: set[str] = set()
-
-    def choose(self, name: str, key: Hashable, tensors: Sequence[Tensor], trial: Callable[[], _Trial]) -> Any:
-        """The first candidate that gives the same bits as the original, or `None`.
-
-        Args:
-            name: Name of the original, for the log.
-            key: What the choice depends on besides the layout of tensors.
-            tensors: The tensors of this call.
-            trial: Makes the comparison if the choice is not known yet.
-        """
-        device = tensors[0].device
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
-            return None
-        if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
-            return None
-        key = (name, key, tuple(_layout_of(tensor) for tensor in tensors))
-        if key not in self._choices:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return None
-            shapes = " ".join(str(list(tensor.shape)) for tensor in tensors)
-            what = f"{name} of {shapes} {str(tensors[0].dtype).removeprefix('torch.')}"
-            self.is_trying = True
-            try:
-                self._choices[key] = self._try(what, trial())
-            finally:
-                self.is_trying = False
-        return self._choices[key]
-
-    def _try(self, what: str, trial: _Trial) -> Function | None:
-        for description, candidate in trial.candidates.items():
-            reason = _why_not(candidate, trial)
-            if reason is None:
-                self._say(f"captured steps run {what} as {description}.")
-                return candidate
-            self._say(f"captured steps do not run {what} as {description}: {reason}")
-        return None
-
-    def _say(self, line: str) -> None:
-        if line not in self._said:  # layers repeat the same lines
-            self._said.add(line)
-            logger.info(line)
-
-
-def _layout_of(tensor: Tensor) -> Hashable:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % _ALIGNMENT
-
-
-def _why_not(candidate: Function, trial: _Trial) -> str | None:
-    """Why a candidate cannot replace the original, or `None` if it can."""
-    for inputs in (trial.inputs, *trial.draws()):
-        try:
-            if not _is_same(candidate(*inputs), trial.original(*inputs)):
-                return "its bits differ."
-        except Exception as error:  # a shape or dtype that the kernel refuses, or that the model's code does not expect
-            return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _is_same(actual: Any, expected: Any) -> bool:
-    """Whether tensors, or tuples of them, are equal bit for bit and have the same layout. NaNs are equal."""
-    if isinstance(expected, tuple):
-        return len(actual) == len(expected) and all(map(_is_same, actual, expected))
-    if not isinstance(expected, Tensor) or _form_of(actual) != _form_of(expected):
-        return False
-    bits = torch.int32 if expected.element_size() == 4 else torch.int16
-    x, y = (torch.where(each.isnan(), torch.nan, each).view(bits) for each in (actual, expected))
-    return torch.equal(x, y)
-
-
-def _form_of(tensor: Tensor) -> Hashable:
-    # The stride of an axis of size 1 is meaningless.
-    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    return tensor.shape, tuple(strides), tensor.dtype
-
-
-def _random(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Random tensors with the layout of these, of several magnitudes, in their dtype and in float32."""
-    generator = torch.Generator(tensors[0].device).manual_seed(0)  # leaves the generator used for sampling alone
-    for dtype in {tensors[0].dtype, torch.float32}:
-        for magnitude in _MAGNITUDES:
-            empty = [torch.empty_like(tensor, dtype=dtype, requires_grad=False) for tensor in tensors]
-            yield tuple(x.normal_(generator=generator).mul_(magnitude) for x in empty)
+def _fused_forward(module: Any, fuse: Callable[[Tensor], Tensor | None], *args: Any, **kwargs: Any) -> Any:
+    """The replaced forward of a module: `fuse` for a single tensor, unless it returns `None`."""
+    is_known = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+    out = fuse(args[0]) if is_known else None
+    return type(module).forward(module, *args, **kwargs) if out is None else out
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -242,27 +126,24 @@ def _is_norm(module: nn.Module) -> bool:
     )
 
 
-def _norm(chooser: _Chooser, additions: _Additions, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The replaced forward of an RMSNorm."""
-    original = functools.partial(type(module).forward, module)
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-        return original(*args, **kwargs)
-    x, weight = args[0], module.weight
+def _norm(chooser: Chooser, additions: _Additions, module: Any, x: Tensor) -> Any:
+    """The output of an RMSNorm, or `None` if its own forward has to compute it."""
+    weight = module.weight
     normed = additions.normed(module, x)
     if normed is not None:
         return normed
     eps, rms_norm = _eps_of(module), torch_ops.rms_norm
 
-    def trial() -> _Trial:
+    def trial() -> Trial:
         candidates = {
             "one kernel": lambda x, weight: rms_norm(x, weight, None, eps),
             "one kernel after torch's mean": lambda x, weight: rms_norm(x, weight, _mean_of_squares(x), eps),
         }
         original = functools.partial(_norm_with, module)
-        return _Trial((x, weight), original, candidates, lambda: _random(x, weight))
+        return Trial((x, weight), original, candidates, lambda: random_like(x, weight))
 
     function = chooser.choose(type(module).__name__, _identity(module), (x, weight), trial)
-    return original(x) if function is None else function(x, weight)
+    return None if function is None else function(x, weight)
 
 
 def _eps_of(module: nn.Module) -> float:
@@ -310,7 +191,7 @@ class _Additions(TorchFunctionMode):
     the output itself and the note is deleted.
     """
 
-    def __init__(self, chooser: _Chooser) -> None:
+    def __init__(self, chooser: Chooser) -> None:
         super().__init__()
         self._chooser = chooser
         self._count = 0
@@ -346,9 +227,9 @@ class _Additions(TorchFunctionMode):
             total = x + other
             return total, _norm_with(norm, total, weight)
 
-        def trial() -> _Trial:
+        def trial() -> Trial:
             candidates = {"one kernel with the norm": lambda x, other, weight: add_rms_norm(x, other, weight, eps)}
-            return _Trial((x, other, norm.weight), original, candidates, lambda: _random(x, other, norm.weight))
+            return Trial((x, other, norm.weight), original, candidates, lambda: random_like(x, other, norm.weight))
 
         name = f"the addition before {type(norm).__name__}"
         function: Function | None = self._chooser.choose(name, _identity(norm), (x, other, norm.weight), trial)
@@ -393,23 +274,17 @@ def _is_mlp(module: nn.Module) -> bool:
     )
 
 
-def _mlp(chooser: _Chooser, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The replaced forward of a gated MLP."""
-    original = functools.partial(type(module).forward, module)
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-        return original(*args, **kwargs)
-    x = args[0]
+def _mlp(chooser: Chooser, module: Any, x: Tensor) -> Any:
+    """The output of a gated MLP, or `None` if its own forward has to compute it."""
 
-    def trial() -> _Trial:
+    def trial() -> Trial:
         gate, up = module.gate_proj(x), module.up_proj(x)
         candidates = {"one kernel between its linear layers": torch_ops.silu_mul}
         product = functools.partial(_product, module, x)
-        return _Trial((gate, up), product, candidates, lambda: _mlp_draws(gate, up))
+        return Trial((gate, up), product, candidates, lambda: _mlp_draws(gate, up))
 
     function = chooser.choose(type(module).__name__, (_identity(module), _identity(module.act_fn)), (x,), trial)
-    if function is None:
-        return original(x)
-    return module.down_proj(function(module.gate_proj(x), module.up_proj(x)))
+    return None if function is None else module.down_proj(function(module.gate_proj(x), module.up_proj(x)))
 
 
 def _product(module: Any, x: Tensor, gate: Tensor, up: Tensor) -> Any:
@@ -434,7 +309,7 @@ def _product(module: Any, x: Tensor, gate: Tensor, up: Tensor) -> Any:
 
 
 def _mlp_draws(gate: Tensor, up: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    yield from _random(gate, up)
+    yield from random_like(gate, up)
     if gate.element_size() == 2:  # every 16-bit number
         numbers = torch.arange(-(2**15), 2**15, device=gate.device).to(torch.int16).view(gate.dtype)
         yield numbers, torch.ones_like(numbers)
@@ -450,14 +325,14 @@ def _namespaces(model: nn.Module) -> list[ModuleType]:
     return [namespace for namespace in found if callable(vars(namespace).get(ROTARY))]
 
 
-def _rotary(chooser: _Chooser, original: Function, thread: int, *args: Any, **kwargs: Any) -> Any:
+def _rotary(chooser: Chooser, original: Function, thread: int, *args: Any, **kwargs: Any) -> Any:
     """The replaced `apply_rotary_pos_emb`. Threads other than `thread` get the original."""
     is_known = len(args) == 4 and not kwargs and all(isinstance(each, Tensor) for each in args)
     if not is_known or threading.get_ident() != thread:
         return original(*args, **kwargs)
 
-    def trial() -> _Trial:
-        return _Trial(args, original, {"one kernel": torch_ops.rotary}, lambda: _random(*args))
+    def trial() -> Trial:
+        return Trial(args, original, {"one kernel": torch_ops.rotary}, lambda: random_like(*args))
 
     function = chooser.choose(ROTARY, original, args, trial)
     return (original if function is None else function)(*args)

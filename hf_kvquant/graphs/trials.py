@@ -1,0 +1,138 @@
+"""Chooses a replacement for a function only if it gives bitwise the same results, by trying it.
+
+A trial compares a candidate with the original on the tensors of one step and on random tensors of the same layout, in
+their dtype and in float32, which shows differences that rounding to 16 bits would hide. If one bit differs, the
+original stays. The log tells the outcome of each (level INFO).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+Function = Callable[..., Any]
+
+# Magnitudes of the random numbers that replacements are tried on.
+_MAGNITUDES = (1.0, 1e-3, 100.0)
+_ALIGNMENT = 16  # bytes that kernels load at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """The comparison that decides whether a function is replaced.
+
+    Attributes:
+        inputs: This step's inputs to the original and to the candidates.
+        original: The function to replace.
+        candidates: Replacements to try, in order, by their names in the log.
+        draws: Makes further inputs.
+    """
+
+    inputs: tuple[Tensor, ...]
+    original: Function
+    candidates: Mapping[str, Function]
+    draws: Callable[[], Iterator[tuple[Tensor, ...]]]
+
+
+class Chooser:
+    """Chooses replacements for one model, and remembers the choices.
+
+    Attributes:
+        norms: By the number of an addition within a step, the norm that takes its sum.
+        is_trying: Whether a comparison is running, which is not part of the step.
+    """
+
+    def __init__(self) -> None:
+        self.norms: dict[int, Any] = {}
+        self.is_trying = False
+        self._choices: dict[Hashable, Function | None] = {}
+        self._said: set[str] = set()
+
+    def choose(self, name: str, key: Hashable, tensors: Sequence[Tensor], trial: Callable[[], Trial]) -> Any:
+        """The first candidate that gives the same bits as the original, or `None`.
+
+        Args:
+            name: Name of the original, for the log.
+            key: What the choice depends on besides the layout of tensors.
+            tensors: The tensors of this call.
+            trial: Makes the comparison if the choice is not known yet.
+        """
+        device = tensors[0].device
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
+            return None
+        if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
+            return None
+        key = (name, key, tuple(_layout_of(tensor) for tensor in tensors))
+        if key not in self._choices:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return None
+            shapes = " ".join(str(list(tensor.shape)) for tensor in tensors)
+            what = f"{name} of {shapes} {str(tensors[0].dtype).removeprefix('torch.')}"
+            self.is_trying = True
+            try:
+                self._choices[key] = self._try(what, trial())
+            finally:
+                self.is_trying = False
+        return self._choices[key]
+
+    def _try(self, what: str, trial: Trial) -> Function | None:
+        for description, candidate in trial.candidates.items():
+            reason = _why_not(candidate, trial)
+            if reason is None:
+                self._say(f"captured steps run {what} as {description}.")
+                return candidate
+            self._say(f"captured steps do not run {what} as {description}: {reason}")
+        return None
+
+    def _say(self, line: str) -> None:
+        if line not in self._said:  # layers repeat the same lines
+            self._said.add(line)
+            logger.info(line)
+
+
+def _layout_of(tensor: Tensor) -> Hashable:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % _ALIGNMENT
+
+
+def _why_not(candidate: Function, trial: Trial) -> str | None:
+    """Why a candidate cannot replace the original, or `None` if it can."""
+    for inputs in (trial.inputs, *trial.draws()):
+        try:
+            if not _is_same(candidate(*inputs), trial.original(*inputs)):
+                return "its bits differ."
+        except Exception as error:  # a shape or dtype that the kernel refuses, or that the model's code does not expect
+            return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _is_same(actual: Any, expected: Any) -> bool:
+    """Whether tensors, or tuples of them, are equal bit for bit and have the same layout. NaNs are equal."""
+    if isinstance(expected, tuple):
+        return len(actual) == len(expected) and all(map(_is_same, actual, expected))
+    if not isinstance(expected, Tensor) or _form_of(actual) != _form_of(expected):
+        return False
+    bits = torch.int32 if expected.element_size() == 4 else torch.int16
+    x, y = (torch.where(each.isnan(), torch.nan, each).view(bits) for each in (actual, expected))
+    return torch.equal(x, y)
+
+
+def _form_of(tensor: Tensor) -> Hashable:
+    # The stride of an axis of size 1 is meaningless.
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return tensor.shape, tuple(strides), tensor.dtype
+
+
+def random_like(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Random tensors with the layout of these, of several magnitudes, in their dtype and in float32."""
+    generator = torch.Generator(tensors[0].device).manual_seed(0)  # leaves the generator used for sampling alone
+    for dtype in {tensors[0].dtype, torch.float32}:
+        for magnitude in _MAGNITUDES:
+            empty = [torch.empty_like(tensor, dtype=dtype, requires_grad=False) for tensor in tensors]
+            yield tuple(x.normal_(generator=generator).mul_(magnitude) for x in empty)
