@@ -1,6 +1,6 @@
 """Simulated attention for models that compute attention themselves, outside transformers' attention registry.
 
-`simulation.py` decides what each query sees; `own_attention.py` makes query, key and value and the options of
+`simulation.py` decides what each query sees; `families.py` makes query, key and value and the options of
 attention. This file replaces the registry's attention functions: dense attention with a mask that includes ALiBi and
 windows. Like the kernels, it sums in float32 and does not round biases. It does so in the first chunk as well, which a
 real cache leaves to the model. Falcon with ALiBi rounds biases to bfloat16 there, so its first chunk of several tokens

@@ -34,7 +34,17 @@ Function = Callable[..., Any]
 
 
 class _Watch(TorchFunctionMode):
-    """Sees the linear layers and the attention of a step, in order."""
+    """Sees the linear layers and the attention of a step, in order.
+
+    Args:
+        see_linear: Called with the weight of each linear layer that has run.
+        see_attention: Called when attention over a cache of ours has run.
+    """
+
+    def __init__(self, see_linear: Callable[[Tensor], None], see_attention: Callable[[], None]) -> None:
+        super().__init__()
+        self._see_linear = see_linear
+        self._see_attention = see_attention
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -42,48 +52,10 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not torch.compiler.is_compiling():
             if func is functional.linear and len(args) > 1 and type(args[1]) in (Tensor, nn.Parameter):
-                self.see_linear(args[1])
+                self._see_linear(args[1])
             elif func is torch_ops.decode.default:
-                self.see_attention()
+                self._see_attention()
         return result
-
-    def see_linear(self, weight: Tensor) -> None:
-        """A linear layer has been called."""
-
-    def see_attention(self) -> None:
-        """Attention over a cache of ours has been called."""
-
-
-class _Notes(_Watch):
-    """Records in `behind` the weight after each attention call, by the address of the weight before it."""
-
-    def __init__(self, behind: MutableMapping[int, Tensor]) -> None:
-        super().__init__()
-        self._behind = behind
-        self._before: Tensor | None = None
-        self._is_between = False
-
-    def see_linear(self, weight: Tensor) -> None:
-        if self._is_between and self._before is not None and weight.is_contiguous():
-            self._behind[self._before.data_ptr()] = weight
-        self._before, self._is_between = weight, False
-
-    def see_attention(self) -> None:
-        self._is_between = True
-
-
-class _Starts(_Watch):
-    """Fetches a weight of `behind` as soon as the linear layer before its attention call has run."""
-
-    def __init__(self, behind: MutableMapping[int, Tensor], fetch: Callable[[Tensor], None]) -> None:
-        super().__init__()
-        self._behind = behind
-        self._fetch = fetch
-
-    def see_linear(self, weight: Tensor) -> None:
-        behind = self._behind.get(weight.data_ptr())
-        if behind is not None:
-            self._fetch(behind)
 
 
 class Prefetch:
@@ -103,7 +75,20 @@ class Prefetch:
 
     def noted(self) -> contextlib.AbstractContextManager[Any]:
         """A context manager: run a step in it to find which weights come after attention."""
-        return _Notes(self.behind)
+        before: Tensor | None = None
+        is_between = False
+
+        def see_linear(weight: Tensor) -> None:
+            nonlocal before, is_between
+            if is_between and before is not None and weight.is_contiguous():
+                self.behind[before.data_ptr()] = weight
+            before, is_between = weight, False
+
+        def see_attention() -> None:
+            nonlocal is_between
+            is_between = True
+
+        return _Watch(see_linear, see_attention)
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -113,15 +98,16 @@ class Prefetch:
         most = min(MAX_BYTES, int(l2_bytes * MAX_PART_OF_L2))
         is_joined = True
 
-        def fetch(weight: Tensor) -> None:
+        def fetch(before: Tensor) -> None:
             nonlocal is_joined
-            if weight.device == self._device:
+            weight = self.behind.get(before.data_ptr())
+            if weight is not None and weight.device == self._device:
                 branch.wait_stream(stream)
                 is_joined = False
                 with torch.cuda.stream(branch):
                     torch_ops.prefetch(weight, min(weight.nbytes, most))
 
-        with _Starts(self.behind, fetch):
+        with _Watch(fetch, lambda: None):
             yield
         if not is_joined:
             stream.wait_stream(branch)  # every branch of a graph must join again
