@@ -23,7 +23,7 @@ from .attention.registry import implementation_name, is_ours, set_attention
 from .cache.support import check_model
 from .config import DEFAULT_PRESET, KVQuantConfig
 from .generate.hook import HOOK, asks_for_us, check_static, prepare_cache
-from .graphs.capture import captured_call, check_capturable, check_graphs
+from .graphs.capture import Forward, check_capturable, check_graphs
 from .graphs.decode_loop import generate
 from .models.layers import keeps_cache, layers_of
 from .models.sharding import check_heads
@@ -32,7 +32,7 @@ from .state import Patch, keep, noted_models, notes_on, patch_of
 
 logger = logging.getLogger(__name__)
 
-_CAPTURE_HOOKS: dict[str, Callable[..., Any]] = {"generate": generate, "get_compiled_call": captured_call}
+_CAPTURE_HOOKS: dict[str, Callable[..., Any]] = {"generate": generate, "get_compiled_call": Forward}
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 

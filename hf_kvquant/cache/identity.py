@@ -13,7 +13,7 @@ from ..config import KVQuantConfig
 from ..models.hashes import weights_hash
 from ..models.layers import layer_devices
 from ..models.sharding import rank_of
-from ..models.text_config import text_config_of
+from ..models.text_config import check_is_model, text_config_of
 
 # Text config settings that keys and values do not depend on. They may differ between machines, versions and tokenizers.
 _VOLATILE = frozenset(
@@ -47,11 +47,7 @@ def quoted(found: object) -> str:
 
 
 def check_model(where: str, model: PreTrainedModel) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"{where}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
-            "Pass the model that the cache belongs to."
-        )
+    check_is_model(model, where, "Pass the model that the cache belongs to.")
     if model.config.is_encoder_decoder:
         raise NotImplementedError(
             f"{where}: `model` must be decoder-only, got {type(model).__name__}, an encoder-decoder, which also needs "

@@ -29,7 +29,7 @@ from ..cache.support import check_model, quantized_layers
 from ..config import KVQuantConfig
 from ..models.layers import keeps_cache, layers_of
 from ..models.sharding import check_whole
-from ..models.text_config import positions_of, text_config_of
+from ..models.text_config import check_is_model, positions_of, text_config_of
 from .observation import Observation, forward, observed
 from .rope import POSITIONS, coupled_channels, tie, turn_per_token
 
@@ -206,11 +206,9 @@ def check_decoder(model: PreTrainedModel, where: str) -> None:
         TypeError: `model` is not a `PreTrainedModel`.
         NotImplementedError: It is no decoder, caches something other than keys, or is sharded over processes.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"{where}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
-            "Pass the model itself, not a pipeline or a wrapper; merge adapters first (merge_and_unload)."
-        )
+    check_is_model(
+        model, where, "Pass the model itself, not a pipeline or a wrapper; merge adapters first (merge_and_unload)."
+    )
     if model.config.is_encoder_decoder or not keeps_cache(model):
         raise NotImplementedError(
             f"{where}: `model` must be a decoder that keeps keys and values in a cache of transformers, got "

@@ -2,7 +2,7 @@
 
 Self-attention adds keys and values with every token, so a `KVQuantCache` holds them. Those of cross-attention are
 computed once, from the encoder's states, and models read them as plain tensors of the layer, without `update`. They
-stay in the cache that transformers makes for the model, and are not quantised. `patching.py` decides when `generate`
+stay in the cache that transformers makes for the model, and are not quantised. `hook.py` decides when `generate`
 builds the two.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import transformers
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..cache.cache import KVQuantCache
 from .uncompiled import leave_uncompiled
@@ -29,14 +29,7 @@ class KVQuantEncoderDecoderCache(EncoderDecoderCache):
     """An `EncoderDecoderCache` over a `KVQuantCache` that can be cropped, as assisted decoding needs.
 
     transformers' own class can be cropped only over a `DynamicCache`, which ours is not.
-
-    Args:
-        self_attention_cache: Of the decoder.
-        cross_attention_cache: Of transformers, with the keys and values of the encoder's states.
     """
-
-    def __init__(self, self_attention_cache: KVQuantCache, cross_attention_cache: Cache) -> None:
-        super().__init__(self_attention_cache, cross_attention_cache)
 
     def check_dynamic_cache(self, method: str) -> None:
         """Refuse what the cache of cross-attention cannot do. A crop does not change that cache.
@@ -57,12 +50,8 @@ def decoder_cache(cache: object) -> KVQuantCache | None:
 def check_cross_attention(model: PreTrainedModel, given: object, model_kwargs: Mapping[str, Any]) -> None:
     """Refuse to mix keys of cross-attention with those of the decoder.
 
-    A model writes both kinds into any cache that is not an `EncoderDecoderCache`, one after the other.
-
-    Args:
-        model: The generating model.
-        given: The cache that the user passed, `None` if ours is to be made.
-        model_kwargs: Of the call of `generate`.
+    A model writes both kinds into any cache that is not an `EncoderDecoderCache`, one after the other. `given` is the
+    cache that the user passed, `None` if ours is to be made.
 
     Raises:
         NotImplementedError: A decoder without its encoder was given an encoder's states.
@@ -110,11 +99,6 @@ def compile_with_masks_only(model: PreTrainedModel, generation_config: Any, mode
 
     From 5.18 on, transformers makes the masks of static caches before the step. Earlier versions do so only if the
     decoder has a padding mask.
-
-    Args:
-        model: The generating model.
-        generation_config: Of this call; `disable_compile` may be set.
-        model_kwargs: Of this call, with an `EncoderDecoderCache` over ours.
     """
     if _MAKES_MASKS or model_kwargs.get("decoder_attention_mask") is not None:
         return
@@ -129,14 +113,7 @@ def compile_with_masks_only(model: PreTrainedModel, generation_config: Any, mode
 
 
 def croppable(given: object) -> KVQuantEncoderDecoderCache | None:
-    """An `EncoderDecoderCache` over ours as one that can be cropped. It shares both caches with `given`.
-
-    Args:
-        given: What the user passed as `past_key_values`.
-
-    Returns:
-        `None` if `given` is not an `EncoderDecoderCache` over a cache of ours.
-    """
+    """An `EncoderDecoderCache` over ours as one that can be cropped, over the same caches; `None` for other caches."""
     own = decoder_cache(given)
     if own is None or not isinstance(given, EncoderDecoderCache):
         return None
@@ -156,15 +133,7 @@ def beside_cross_attention(
     """Our cache together with the cross-attention cache that transformers would have made for this call.
 
     transformers makes the latter because it depends on the model: T5Gemma's does not slide, while the decoder's does.
-
-    Args:
-        own: Of the decoder's self-attention.
-        prepare: Makes what transformers would have used, from a `generation_config` and `model_kwargs`.
-        generation_config: Of this call; not changed.
-        model_kwargs: Of this call; not changed.
-
-    Returns:
-        `None` if transformers makes no `EncoderDecoderCache` for the model.
+    `prepare` makes what transformers would have used. The result is `None` if that is no `EncoderDecoderCache`.
     """
     generation_config, model_kwargs = copy.copy(generation_config), dict(model_kwargs)
     # A static one has the length of the encoder's states and fixed addresses, as compiled steps need.

@@ -224,14 +224,9 @@ def _new_cache(
     """A cache for one call.
 
     Args:
-        model: The generating model.
-        config: Of the cache.
-        generation_config: Of this call.
-        model_kwargs: Of this call.
         batch: Sequences that the cache will hold, beams included.
         max_cache_length: Tokens that a static cache must hold for this call. `None` if unknown; then the cache grows,
             whatever the config says.
-        check_capturable: As for `prepare_cache`.
     """
     _check_call(model, generation_config, model_kwargs)
     if generation_config.is_assistant:

@@ -1,6 +1,6 @@
 """Stops `generate` from compiling calls that transformers cannot compile. They run in eager mode, logged once.
 
-`patching.py` and `encoder_decoder.py` decide which calls these are.
+`hook.py` and `encoder_decoder.py` decide which calls these are.
 """
 
 from __future__ import annotations

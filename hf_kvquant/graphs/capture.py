@@ -75,13 +75,7 @@ def check_capturable(model: PreTrainedModel) -> None:
 
 
 def key_of(model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any]) -> Hashable:
-    """Everything that is fixed in a captured step: if any of it changes, another step is captured.
-
-    Args:
-        model: Of the step.
-        cache: What the step appends to.
-        inputs: Of the model's forward for one decode step.
-    """
+    """Everything that is fixed in a captured step: if any of it changes, another step is captured."""
     return (
         tuple(address for tensor in (*model.parameters(), *model.buffers()) for address in _addresses(tensor)),
         model.training,
@@ -136,9 +130,8 @@ class _CapturedForward(CapturedStep):
 class Forward:
     """Runs the decode steps of one `generate`: transformers' loops call it in place of the compiled model.
 
-    Args:
-        model: The generating model.
-        compile_config: For caches that are not to be captured.
+    On a model patched with `capture=True`, it is what `get_compiled_call` returns. Other caches than captured ones get
+    the compiled model, with `compile_config`.
     """
 
     def __init__(self, model: PreTrainedModel, compile_config: Any) -> None:
@@ -165,11 +158,6 @@ class Forward:
             )
             self._kept = quick_key, step
         return self._kept[1].forward(self._model, cache, inputs)
-
-
-def captured_call(model: PreTrainedModel, compile_config: Any) -> Forward:
-    """Replaces `model.get_compiled_call` on a model patched with `capture=True`."""
-    return Forward(model, compile_config)
 
 
 @functools.cache

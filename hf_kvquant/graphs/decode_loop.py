@@ -21,16 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import logits_process
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    LogitNormalization,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -46,13 +38,13 @@ STEPS_AHEAD = 2
 
 # These depend on the newest scores only, and never make the host wait.
 _SERVED_PROCESSORS = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    LogitNormalization,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.LogitNormalization,
 )
 _SERVED_CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 # If a model overrides one of these, its inputs may advance in another way than by one position per step.
@@ -97,19 +89,7 @@ def decode(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """A decoding method for `custom_generate` of `generate`.
-
-    Args:
-        model: The generating model.
-        input_ids: `[batch, tokens]` int64: the prompt.
-        logits_processor: Of this call.
-        stopping_criteria: Of this call.
-        generation_config: Of this call.
-        streamer: Of this call.
-        **model_kwargs: Other inputs of the model.
-
-    Returns:
-        The sequences, or a `GenerateDecoderOnlyOutput` if the config asks for it.
+    """A decoding method for `custom_generate` of `generate`: in our loop if it serves the call, else in transformers'.
 
     Raises:
         RuntimeError: The step cannot be captured.
@@ -172,12 +152,7 @@ def _why_not_loop(
 
 
 class _Mailbox:
-    """Reports on their way to the host, in order.
-
-    Args:
-        report: One with the shape, dtype and device of all reports.
-        size: How many reports may be under way at a time.
-    """
+    """Reports on their way to the host, in order: at most `size` at a time, all with the layout of `report`."""
 
     def __init__(self, report: Tensor, size: int) -> None:
         self._is_cuda = report.device.type == "cuda"
@@ -212,14 +187,7 @@ class _Mailbox:
 
 
 class _Loop:
-    """One call of `generate`.
-
-    Args:
-        model: The generating model.
-        cache: A static one.
-        choice: Of the next token.
-        streamer: Gets tokens as they arrive, or `None`.
-    """
+    """One call of `generate`. The streamer, if any, gets tokens as they arrive."""
 
     def __init__(self, model: Any, cache: KVQuantCache, choice: Choice, streamer: Any) -> None:
         self._model = model
@@ -229,17 +197,7 @@ class _Loop:
         self._random_states: list[Tensor] = []  # after each token
 
     def run(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], max_length: int) -> Any:
-        """Prefill, and decode until every sequence is finished.
-
-        Args:
-            input_ids: `[batch, tokens]` int64: the prompt.
-            generation_config: Of this call.
-            model_kwargs: Other inputs of the model.
-            max_length: Of the sequences, prompt included.
-
-        Returns:
-            As `decode`.
-        """
+        """Prefill, and decode until every sequence is finished or has `max_length` tokens, prompt included."""
         outputs = self._model._prefill(input_ids, generation_config, model_kwargs)
         report = torch.ones((2, input_ids.shape[0]), dtype=torch.int64, device=input_ids.device)
         self._choice(outputs.logits, report)

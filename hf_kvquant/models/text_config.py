@@ -1,8 +1,7 @@
 """Finds the config that describes a model's layers with a cache, and reads context and head_dim from it.
 
-It is a module of its own because `patching.py` and the transforms depend on each other and both need it. It refuses
-what is not a model; the callers decide which models are supported. A number that a config does not give is `None`; the
-tensors show it later.
+It refuses what is not a model; the callers decide which models are supported. A number that a config does not give is
+`None`; the tensors show it later.
 """
 
 from __future__ import annotations
@@ -10,16 +9,22 @@ from __future__ import annotations
 from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def check_is_model(model: object, where: str) -> None:
+def check_is_model(
+    model: object, where: str, remedy: str = "Pass the model itself, not a pipeline or a wrapper."
+) -> None:
     """Refuse anything but a transformers model.
+
+    Args:
+        model: What the user passed as `model`.
+        where: The function that refuses it, which begins the message.
+        remedy: What to pass instead, which ends the message.
 
     Raises:
         TypeError: It is something else.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"{where}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. "
-            "Pass the model itself, not a pipeline or a wrapper."
+            f"{where}: `model` must be a transformers PreTrainedModel, got {type(model).__name__}. {remedy}"
         )
 
 
