@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from .. import ops
 from .._ops import ops as torch_ops
 from ..state import notes_on
-from .trials import Chooser, Function, Trial, random_like
+from .trials import Chooser, Function, random_like
 
 ROTARY = "apply_rotary_pos_emb"
 _MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
@@ -134,15 +134,12 @@ def _norm(chooser: Chooser, additions: _Additions, module: Any, x: Tensor) -> An
         return normed
     eps, rms_norm = _eps_of(module), torch_ops.rms_norm
 
-    def trial() -> Trial:
-        candidates = {
-            "one kernel": lambda x, weight: rms_norm(x, weight, None, eps),
-            "one kernel after torch's mean": lambda x, weight: rms_norm(x, weight, _mean_of_squares(x), eps),
-        }
-        original = functools.partial(_norm_with, module)
-        return Trial((x, weight), original, candidates, lambda: random_like(x, weight))
-
-    function = chooser.choose(type(module).__name__, _identity(module), (x, weight), trial)
+    candidates = {
+        "one kernel": lambda x, weight: rms_norm(x, weight, None, eps),
+        "one kernel after torch's mean": lambda x, weight: rms_norm(x, weight, _mean_of_squares(x), eps),
+    }
+    original = functools.partial(_norm_with, module)
+    function = chooser.choose(type(module).__name__, _identity(module), (x, weight), original, candidates)
     return None if function is None else function(x, weight)
 
 
@@ -227,13 +224,9 @@ class _Additions(TorchFunctionMode):
             total = x + other
             return total, _norm_with(norm, total, weight)
 
-        def trial() -> Trial:
-            candidates = {"one kernel with the norm": lambda x, other, weight: add_rms_norm(x, other, weight, eps)}
-            return Trial((x, other, norm.weight), original, candidates, lambda: random_like(x, other, norm.weight))
-
+        candidates = {"one kernel with the norm": lambda x, other, weight: add_rms_norm(x, other, weight, eps)}
         name = f"the addition before {type(norm).__name__}"
-        function: Function | None = self._chooser.choose(name, _identity(norm), (x, other, norm.weight), trial)
-        return function
+        return self._chooser.choose(name, _identity(norm), (x, other, norm.weight), original, candidates)
 
     def normed(self, module: nn.Module, x: Tensor) -> Tensor | None:
         """The output of a norm for `x` if it was computed together with `x`, else `None`."""
@@ -276,14 +269,15 @@ def _is_mlp(module: nn.Module) -> bool:
 
 def _mlp(chooser: Chooser, module: Any, x: Tensor) -> Any:
     """The output of a gated MLP, or `None` if its own forward has to compute it."""
-
-    def trial() -> Trial:
-        gate, up = module.gate_proj(x), module.up_proj(x)
-        candidates = {"one kernel between its linear layers": torch_ops.silu_mul}
-        product = functools.partial(_product, module, x)
-        return Trial((gate, up), product, candidates, lambda: _mlp_draws(gate, up))
-
-    function = chooser.choose(type(module).__name__, (_identity(module), _identity(module.act_fn)), (x,), trial)
+    function = chooser.choose(
+        type(module).__name__,
+        (_identity(module), _identity(module.act_fn)),
+        (x,),
+        functools.partial(_product, module, x),
+        {"one kernel between its linear layers": torch_ops.silu_mul},
+        inputs=lambda: (module.gate_proj(x), module.up_proj(x)),
+        draws=_mlp_draws,
+    )
     return None if function is None else module.down_proj(function(module.gate_proj(x), module.up_proj(x)))
 
 
@@ -330,9 +324,5 @@ def _rotary(chooser: Chooser, original: Function, thread: int, *args: Any, **kwa
     is_known = len(args) == 4 and not kwargs and all(isinstance(each, Tensor) for each in args)
     if not is_known or threading.get_ident() != thread:
         return original(*args, **kwargs)
-
-    def trial() -> Trial:
-        return Trial(args, original, {"one kernel": torch_ops.rotary}, lambda: random_like(*args))
-
-    function = chooser.choose(ROTARY, original, args, trial)
+    function = chooser.choose(ROTARY, original, args, original, {"one kernel": torch_ops.rotary})
     return (original if function is None else function)(*args)

@@ -7,9 +7,9 @@ original stays. The log tells the outcome of each (level INFO).
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,21 +24,13 @@ _MAGNITUDES = (1.0, 1e-3, 100.0)
 _ALIGNMENT = 16  # bytes that kernels load at a time
 
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """The comparison that decides whether a function is replaced.
-
-    Attributes:
-        inputs: This step's inputs to the original and to the candidates.
-        original: The function to replace.
-        candidates: Replacements to try, in order, by their names in the log.
-        draws: Makes further inputs.
-    """
-
-    inputs: tuple[Tensor, ...]
-    original: Function
-    candidates: Mapping[str, Function]
-    draws: Callable[[], Iterator[tuple[Tensor, ...]]]
+def random_like(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Random tensors with the layout of these, of several magnitudes, in their dtype and in float32."""
+    generator = torch.Generator(tensors[0].device).manual_seed(0)  # leaves the generator used for sampling alone
+    for dtype in {tensors[0].dtype, torch.float32}:
+        for magnitude in _MAGNITUDES:
+            empty = [torch.empty_like(tensor, dtype=dtype, requires_grad=False) for tensor in tensors]
+            yield tuple(x.normal_(generator=generator).mul_(magnitude) for x in empty)
 
 
 class Chooser:
@@ -55,14 +47,27 @@ class Chooser:
         self._choices: dict[Hashable, Function | None] = {}
         self._said: set[str] = set()
 
-    def choose(self, name: str, key: Hashable, tensors: Sequence[Tensor], trial: Callable[[], Trial]) -> Any:
+    def choose(
+        self,
+        name: str,
+        key: Hashable,
+        tensors: Sequence[Tensor],
+        original: Function,
+        candidates: Mapping[str, Function],
+        *,
+        inputs: Callable[[], Sequence[Tensor]] | None = None,
+        draws: Callable[..., Iterator[Sequence[Tensor]]] = random_like,
+    ) -> Function | None:
         """The first candidate that gives the same bits as the original, or `None`.
 
         Args:
             name: Name of the original, for the log.
             key: What the choice depends on besides the layout of tensors.
             tensors: The tensors of this call.
-            trial: Makes the comparison if the choice is not known yet.
+            original: The function to replace.
+            candidates: Replacements to try, in order, by their names in the log.
+            inputs: Makes the inputs of these functions; `None` if they are `tensors`.
+            draws: Makes further inputs like these.
         """
         device = tensors[0].device
         if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
@@ -77,14 +82,23 @@ class Chooser:
             what = f"{name} of {shapes} {str(tensors[0].dtype).removeprefix('torch.')}"
             self.is_trying = True
             try:
-                self._choices[key] = self._try(what, trial())
+                first = tensors if inputs is None else inputs()
+                self._choices[key] = self._try(
+                    what, original, candidates, lambda: itertools.chain((first,), draws(*first))
+                )
             finally:
                 self.is_trying = False
         return self._choices[key]
 
-    def _try(self, what: str, trial: Trial) -> Function | None:
-        for description, candidate in trial.candidates.items():
-            reason = _why_not(candidate, trial)
+    def _try(
+        self,
+        what: str,
+        original: Function,
+        candidates: Mapping[str, Function],
+        trials: Callable[[], Iterable[Sequence[Tensor]]],
+    ) -> Function | None:
+        for description, candidate in candidates.items():
+            reason = _why_not(candidate, original, trials())
             if reason is None:
                 self._say(f"captured steps run {what} as {description}.")
                 return candidate
@@ -101,11 +115,11 @@ def _layout_of(tensor: Tensor) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % _ALIGNMENT
 
 
-def _why_not(candidate: Function, trial: Trial) -> str | None:
+def _why_not(candidate: Function, original: Function, trials: Iterable[Sequence[Tensor]]) -> str | None:
     """Why a candidate cannot replace the original, or `None` if it can."""
-    for inputs in (trial.inputs, *trial.draws()):
+    for inputs in trials:
         try:
-            if not _is_same(candidate(*inputs), trial.original(*inputs)):
+            if not _is_same(candidate(*inputs), original(*inputs)):
                 return "its bits differ."
         except Exception as error:  # a shape or dtype that the kernel refuses, or that the model's code does not expect
             return f"{type(error).__name__}: {error}"
@@ -127,12 +141,3 @@ def _form_of(tensor: Tensor) -> Hashable:
     # The stride of an axis of size 1 is meaningless.
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
     return tensor.shape, tuple(strides), tensor.dtype
-
-
-def random_like(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Random tensors with the layout of these, of several magnitudes, in their dtype and in float32."""
-    generator = torch.Generator(tensors[0].device).manual_seed(0)  # leaves the generator used for sampling alone
-    for dtype in {tensors[0].dtype, torch.float32}:
-        for magnitude in _MAGNITUDES:
-            empty = [torch.empty_like(tensor, dtype=dtype, requires_grad=False) for tensor in tensors]
-            yield tuple(x.normal_(generator=generator).mul_(magnitude) for x in empty)
