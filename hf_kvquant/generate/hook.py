@@ -42,8 +42,26 @@ HOOK = "_prepare_cache_for_generation"
 # buffers and graphs. It costs 128 tokens on average, 1 % of a cache of 16k; powers of two would cost a third.
 STATIC_STEP = 256
 
-# Refuses a model whose steps cannot be captured.
-CheckCapturable = Callable[[PreTrainedModel], None]
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One call of `generate`.
+
+    Attributes:
+        model: The generating model.
+        options: The call's `generation_config`.
+        inputs: Its `model_kwargs`.
+        batch: Sequences that a cache of this call holds, beams included.
+        max_length: Tokens that a static cache must hold; `None` if unknown, then the cache grows.
+        check_capturable: Refuses a model whose steps cannot be captured; `None` refuses to capture.
+    """
+
+    model: PreTrainedModel
+    options: Any
+    inputs: dict[str, Any]
+    batch: int
+    max_length: int | None
+    check_capturable: Callable[[PreTrainedModel], None] | None
 
 
 def prepare_cache(
@@ -52,7 +70,7 @@ def prepare_cache(
     model_kwargs: dict[str, Any],
     *args: Any,
     fall_through: Callable[..., Any] | None = None,
-    check_capturable: CheckCapturable | None = None,
+    check_capturable: Callable[[PreTrainedModel], None] | None = None,
 ) -> Any:
     """Replaces `GenerationMixin._prepare_cache_for_generation`: makes our cache if the call asks for it.
 
@@ -68,24 +86,25 @@ def prepare_cache(
         NotImplementedError, TypeError, ValueError: As `KVQuantCache`. `output_attentions`, and a cache together with
             `use_cache=False`, are refused too.
     """
-    generation_mode, batch, max_cache_length = args
+    generation_mode, batch, max_length = args
     batch *= max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
         # Proposals go beyond the requested length, and an assistant's `generate` is called many times with one cache.
-        max_cache_length = None
+        max_length = None
+    call = _Call(model, generation_config, model_kwargs, batch, max_length, check_capturable)
 
     def prepare(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
         return (fall_through or getattr(type(model), HOOK))(model, generation_config, model_kwargs, *args)
 
-    _check_given(model, generation_config, model_kwargs, check_capturable)
-    config = _config_of_call(model, generation_config, model_kwargs)
+    _check_given(call)
+    config = _config_of(call)
     if config is None:
         pair = croppable(model_kwargs.get("past_key_values"))
         if pair is not None:
             model_kwargs["past_key_values"] = pair
             compile_with_masks_only(model, generation_config, model_kwargs)
         return prepare(generation_config, model_kwargs)
-    cache = _new_cache(model, config, generation_config, model_kwargs, batch, max_cache_length, check_capturable)
+    cache = _new_cache(call, config)
     patch = patch_of(model)
     if patch is not None:
         cache.count_fallbacks_in(patch.fallbacks)
@@ -98,7 +117,7 @@ def prepare_cache(
     else:
         model_kwargs["past_key_values"] = cache
     if generation_config.prefill_chunk_size is not None and not cache.quant_config.capture:
-        _allocate_early(model, cache, batch, generation_config, model_kwargs)
+        _allocate_early(call, cache)
     if asks_for_us(generation_config):
         # An assistant model gets this call's copy of the config. It need not be patched, and transformers' own class
         # does not know our options.
@@ -134,36 +153,28 @@ def asks_for_us(generation_config: Any) -> bool:
     return bool(backend == BACKEND)
 
 
-def _config_of_call(
-    model: PreTrainedModel, generation_config: Any, model_kwargs: Mapping[str, Any]
-) -> KVQuantConfig | None:
+def _config_of(call: _Call) -> KVQuantConfig | None:
     """The config of the cache that a call asks for, or `None` if it does not ask for one of ours."""
-    if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
+    if call.inputs.get("past_key_values") is not None or call.options.use_cache is False:
         return None
-    patch = patch_of(model)
-    if asks_for_us(generation_config):
-        options = {
-            key: value for key, value in generation_config.cache_config.items() if key not in ("backend", "config")
-        }
+    patch = patch_of(call.model)
+    if asks_for_us(call.options):
+        options = {key: value for key, value in call.options.cache_config.items() if key not in ("backend", "config")}
         return KVQuantConfig.from_dict(options) if options or patch is None else patch.config
-    return None if patch is None or generation_config.cache_implementation is not None else patch.config
+    return None if patch is None or call.options.cache_implementation is not None else patch.config
 
 
 # --- a cache that is given --------------------------------------------------------------------------------------------
 
 
-def _check_given(
-    model: PreTrainedModel,
-    generation_config: Any,
-    model_kwargs: Mapping[str, Any],
-    check_capturable: CheckCapturable | None,
-) -> None:
+def _check_given(call: _Call) -> None:
     """Refuse what cannot be used as `past_key_values`, and make a cache of ours ready for the call.
 
     Raises:
         NotImplementedError, TypeError, ValueError: It is no cache, or does not fit the model or the call.
     """
-    given = model_kwargs.get("past_key_values")
+    model = call.model
+    given = call.inputs.get("past_key_values")
     if isinstance(given, (str, Mapping, KVQuantConfig, type)):
         raise TypeError(
             f"generate: `past_key_values` must be a cache, got {type(given).__name__}. "
@@ -172,25 +183,23 @@ def _check_given(
     own = decoder_cache(given)
     if own is None:
         return
-    if generation_config.use_cache is False:
+    if call.options.use_cache is False:
         raise ValueError(
             "generate: `use_cache` must be True with a KVQuantCache, got False: every step would add the whole "
             "sequence to the cache again. Pass use_cache=True (generation_config may say otherwise), or no cache."
         )
     check_layers("generate", "past_key_values", len(own.layers), count_layers(model.config))
-    check_cross_attention(model, given, model_kwargs)
+    check_cross_attention(model, given, call.inputs)
     own.undo_step()
-    _check_new_tokens(model, own, generation_config, model_kwargs)
+    _check_new_tokens(call, own)
     if patch_of(model) is not None:
         own.adopt(key_transforms(model, own.quant_config))
     if own.quant_config.capture:
-        _check_capture(model, generation_config, check_capturable)
+        _check_capture(call)
         own.check_in_step()
 
 
-def _check_new_tokens(
-    model: PreTrainedModel, cache: KVQuantCache, generation_config: Any, model_kwargs: Mapping[str, Any]
-) -> None:
+def _check_new_tokens(call: _Call, cache: KVQuantCache) -> None:
     """Refuse input without new tokens: transformers would feed the model tokens that the cache holds already.
 
     A call that was interrupted between steps leaves such a cache.
@@ -198,10 +207,10 @@ def _check_new_tokens(
     Raises:
         ValueError: The cache holds the whole input.
     """
-    mask = model_kwargs.get("attention_mask")
-    tokens = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]
+    mask = call.inputs.get("attention_mask")
+    tokens = getattr(call.options, "_mask_length", None) if mask is None else mask.shape[-1]
     held = max((storage.length for storage in cache.storages), default=0)
-    if model.config.is_encoder_decoder or tokens is None or tokens > held or held == 0:
+    if call.model.config.is_encoder_decoder or tokens is None or tokens > held or held == 0:
         return
     raise ValueError(
         f"generate: `input_ids` must have tokens after the {held} that `past_key_values` holds, got {tokens} in all, "
@@ -212,38 +221,25 @@ def _check_new_tokens(
 # --- a new cache ------------------------------------------------------------------------------------------------------
 
 
-def _new_cache(
-    model: PreTrainedModel,
-    config: KVQuantConfig,
-    generation_config: Any,
-    model_kwargs: Mapping[str, Any],
-    batch: int,
-    max_cache_length: int | None,
-    check_capturable: CheckCapturable | None,
-) -> KVQuantCache:
-    """A cache for one call.
-
-    Args:
-        batch: Sequences that the cache will hold, beams included.
-        max_cache_length: Tokens that a static cache must hold for this call. `None` if unknown; then the cache grows,
-            whatever the config says.
-    """
-    _check_call(model, generation_config, model_kwargs)
-    if generation_config.is_assistant:
+def _new_cache(call: _Call, config: KVQuantConfig) -> KVQuantCache:
+    """A cache with this config for a call."""
+    model = call.model
+    _check_call(call)
+    if call.options.is_assistant:
         # With early exit a model assists itself, with its first layers only.
         num_layers = count_layers(model.config)
         layers = {index: formats for index, formats in config.layers.items() if index < num_layers}
         config = dataclasses.replace(config, layers=layers)
-    if max_cache_length is None:
+    if call.max_length is None:
         config = dataclasses.replace(config, static=False, max_cache_len=None, capture=False)
-    if not config.static or max_cache_length is None:
+    if not config.static or call.max_length is None:
         return KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
     check_static(model, "generate")
     if config.capture:
-        _check_capture(model, generation_config, check_capturable)
-    if config.max_cache_len is not None and config.max_cache_len < max_cache_length:
+        _check_capture(call)
+    if config.max_cache_len is not None and config.max_cache_len < call.max_length:
         raise ValueError(
-            f"generate: `max_cache_len` must be at least {max_cache_length} for this prompt and max_new_tokens, "
+            f"generate: `max_cache_len` must be at least {call.max_length} for this prompt and max_new_tokens, "
             f"got {config.max_cache_len}. Raise it in the config, or leave it out and pass static=True."
         )
     pool = notes_on(model).pool
@@ -251,26 +247,27 @@ def _new_cache(
     return KVQuantCache(
         model.config,
         config,
-        max_cache_len=config.max_cache_len or _static_length(pool, batch, max_cache_length),
+        max_cache_len=config.max_cache_len or _static_length(pool, call.batch, call.max_length),
         key_transforms=key_transforms(model, config),
         pool=pool,
     )
 
 
-def _check_call(model: PreTrainedModel, generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
+def _check_call(call: _Call) -> None:
     """Refuse a model, or options of a call, that our caches do not serve."""
+    model = call.model
     if not keeps_cache(model):
         raise _no_cache_of_the_decoder(model)
-    check_cross_attention(model, None, model_kwargs)
+    check_cross_attention(model, None, call.inputs)
     if model.config.is_encoder_decoder:
         _keep_attention(model)
-        if generation_config.prefill_chunk_size is not None:
+        if call.options.prefill_chunk_size is not None:
             raise NotImplementedError(
                 f"generate: `prefill_chunk_size` must be None for {type(model).__name__}, got "
-                f"{generation_config.prefill_chunk_size}: transformers would cut the encoder's mask to the chunk. "
+                f"{call.options.prefill_chunk_size}: transformers would cut the encoder's mask to the chunk. "
                 "Leave it out."
             )
-    if generation_config.output_attentions:
+    if call.options.output_attentions:
         raise NotImplementedError(
             "generate: `output_attentions` must be False with a quantised cache, got True: attention weights are never "
             "formed. Use hf_kvquant.unpatch, or another cache_implementation."
@@ -288,19 +285,19 @@ def check_static(model: PreTrainedModel, where: str) -> None:
     encoder_decoder.check_static(model, where)
 
 
-def _check_capture(model: PreTrainedModel, generation_config: Any, check_capturable: CheckCapturable | None) -> None:
+def _check_capture(call: _Call) -> None:
     """Refuse a cache with `capture=True` if nothing would be captured."""
-    if check_capturable is None:
+    if call.check_capturable is None:
         raise ValueError(
             "generate: `capture` must be False unless the model is patched with it, got True. "
             "Call hf_kvquant.patch with capture=True in the config."
         )
-    if generation_config.compile_config is not None:
+    if call.options.compile_config is not None:
         raise ValueError(
             "generate: `compile_config` must be None with capture=True, got a CompileConfig. Captured steps are not "
             "compiled: leave it out, or patch the model with static=True instead of capture=True."
         )
-    check_capturable(model)
+    call.check_capturable(call.model)
 
 
 def _no_cache_of_the_decoder(model: PreTrainedModel) -> NotImplementedError:
@@ -330,27 +327,25 @@ def _static_length(pool: BufferPool, batch: int, needed: int) -> int:
     return idle if idle >= needed else -(-needed // STATIC_STEP) * STATIC_STEP
 
 
-def _allocate_early(
-    model: PreTrainedModel, cache: KVQuantCache, batch: int, generation_config: Any, model_kwargs: Mapping[str, Any]
-) -> None:
+def _allocate_early(call: _Call, cache: KVQuantCache) -> None:
     """Allocate the buffers before a prefill in chunks, which transformers compiles from the first chunk on.
 
     A compiled step must not allocate them, since they would be in the memory of its graph. If their shape is unknown
     before the first tokens, the call is not compiled.
     """
-    generating: Any = model
-    if not generating._valid_auto_compile_criteria(model_kwargs, generation_config):
+    model: Any = call.model
+    if not model._valid_auto_compile_criteria(call.inputs, call.options):
         return
     shape_of: Callable[[], tuple[Any, Any] | None] | None = getattr(model, "_get_static_cache_init_shape", None)
     shape = None if shape_of is None else shape_of()
     if shape is None:
         leave_uncompiled(
             model,
-            generation_config,
+            call.options,
             "when its prompt comes in chunks, since its layers are on several devices, or have shapes that are unknown "
             "before the first tokens",
             "Leave prefill_chunk_size out.",
         )
         return
     num_heads, head_dim = shape
-    cache.early_initialization(batch, num_heads, head_dim, model.dtype, model.device)
+    cache.early_initialization(call.batch, num_heads, head_dim, model.dtype, model.device)
