@@ -126,12 +126,11 @@ def attention(
         NotImplementedError: Over a quantised cache, the call asks for attention weights, picks the keys itself or
             has a sink for each query.
     """
+    attend_densely = functools.partial(call_previous, prev, module, query, dropout=dropout, scaling=scaling, **kwargs)
     if not isinstance(key, KVHandle) or not isinstance(value, KVHandle):
         if is_bounds(attention_mask):  # the model has changed what `update` gave it
             attention_mask = mask_over_changed(prev, query, key.shape[2], attention_mask)
-        return call_previous(
-            prev, module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        return attend_densely(key, value, attention_mask)
     _check_request(module, kwargs)
     step, storage = key.step, key.step.storage
     reason = _why_not_kernel(module, query, attention_mask, storage.is_quantized, dropout, kwargs)
@@ -153,7 +152,7 @@ def attention(
     if mask is None or is_bounds(mask):
         offset = storage.query_offset(query.shape[2])
         mask = dense_mask(prev, query, dense_key.shape[2], offset, mask, storage.window, storage.offset)
-    return call_previous(prev, module, query, dense_key, dense_value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    return attend_densely(dense_key, dense_value, mask)
 
 
 def _check_request(module: nn.Module, kwargs: Mapping[str, Any]) -> None:

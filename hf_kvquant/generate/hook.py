@@ -80,7 +80,7 @@ def prepare_cache(
         model_kwargs: Of this call; receives `past_key_values`.
         *args: `generation_mode, batch_size, max_cache_length`, as transformers passes them.
         fall_through: What prepares every other cache; `None` means the model class's own method.
-        check_capturable: Of a model that is patched with `capture=True`; `None` refuses to capture.
+        check_capturable: See `_Call`.
 
     Raises:
         NotImplementedError, TypeError, ValueError: As `KVQuantCache`. `output_attentions`, and a cache together with
@@ -119,8 +119,7 @@ def prepare_cache(
     if generation_config.prefill_chunk_size is not None and not cache.quant_config.capture:
         _allocate_early(call, cache)
     if asks_for_us(generation_config):
-        # An assistant model gets this call's copy of the config. It need not be patched, and transformers' own class
-        # does not know our options.
+        # An assistant gets this copy of the config. It need not be patched, and transformers knows none of our options.
         generation_config.cache_implementation = generation_config.cache_config = None
     if generation_config.is_assistant:
         cache.activate_past_recording()  # type: ignore[no-untyped-call]
