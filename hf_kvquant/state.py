@@ -54,7 +54,7 @@ class ModelTransforms:
 
 @dataclasses.dataclass(frozen=True)
 class ModelState:
-    """What the user asked for. `None` stands for nothing. See `keep`.
+    """What the user asked for; `None` stands for nothing.
 
     Attributes:
         patch: What `patch` left.
@@ -135,12 +135,7 @@ def patch_of(model: nn.Module) -> Patch | None:
 
 
 def keep(model: nn.Module, **changes: Any) -> None:
-    """Replace attributes of a model's state. A state without content is removed from the model.
-
-    Args:
-        model: Keeps the state.
-        **changes: Attributes of `ModelState`; `None` removes what was kept.
-    """
+    """Replace attributes of a model's `ModelState`; `None` removes one. A state without content leaves the model."""
     state = dataclasses.replace(state_of(model), **changes)
     if any(value is not None for value in vars(state).values()):
         setattr(model, _ATTRIBUTE, state)

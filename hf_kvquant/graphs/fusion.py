@@ -136,7 +136,9 @@ def _norm(chooser: Chooser, additions: _Additions, module: Any, x: Tensor) -> An
 
     candidates = {
         "one kernel": lambda x, weight: rms_norm(x, weight, None, eps),
-        "one kernel after torch's mean": lambda x, weight: rms_norm(x, weight, _mean_of_squares(x), eps),
+        "one kernel after torch's mean": lambda x, weight: rms_norm(
+            x, weight, x.float().pow(2).mean(-1, keepdim=True), eps
+        ),
     }
     original = functools.partial(_norm_with, module)
     function = chooser.choose(type(module).__name__, _identity(module), (x, weight), original, candidates)
@@ -153,10 +155,6 @@ def _norm_with(module: nn.Module, x: Tensor, weight: Tensor) -> Any:
     twin = copy.copy(module)
     twin.__dict__["_parameters"] = {"weight": weight}
     return type(module).forward(twin, x)
-
-
-def _mean_of_squares(x: Tensor) -> Tensor:
-    return x.float().pow(2).mean(-1, keepdim=True)
 
 
 @dataclasses.dataclass
