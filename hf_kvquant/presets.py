@@ -157,10 +157,7 @@ def _sides(where: str, data: Mapping[str, Any]) -> tuple[KVFormat, KVFormat]:
             f"{where}: `preset` must be one of {list(PRESETS)}, got {preset!r}.{did_you_mean(preset, PRESETS)}"
         )
     key, value = PRESETS[preset]
-    return (
-        _side(where, "key", data["key"]) if "key" in data else key,
-        _side(where, "value", data["value"]) if "value" in data else value,
-    )
+    return _side(where, "key", data.get("key", key)), _side(where, "value", data.get("value", value))
 
 
 def _side(where: str, name: str, spelled: object) -> KVFormat:

@@ -145,16 +145,7 @@ def _rotary_attention(module: Any, attend: Attend, query: Tensor, key: Tensor, v
 
 
 def _rotated(module: Any, x: Tensor, angles: Tensor) -> Any:
-    """GPT-J's rotary embedding of the first `rotary_dim` channels, or of all.
-
-    Args:
-        module: GPT-J's or CodeGen's.
-        x: `[batch, q_len, heads, head_dim]`.
-        angles: `[batch, q_len, channels]`: sines, then cosines.
-
-    Returns:
-        `[batch, heads, q_len, head_dim]`.
-    """
+    """GPT-J's rotary embedding of the first `rotary_dim` channels, or of all, as `[batch, heads, q_len, head_dim]`."""
     sin, cos = angles.chunk(2, dim=-1)
     rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
     width = x.shape[-1] if module.rotary_dim is None else module.rotary_dim

@@ -167,11 +167,7 @@ def _config_of(call: _Call) -> KVQuantConfig | None:
 
 
 def _check_given(call: _Call) -> None:
-    """Refuse what cannot be used as `past_key_values`, and make a cache of ours ready for the call.
-
-    Raises:
-        NotImplementedError, TypeError, ValueError: It is no cache, or does not fit the model or the call.
-    """
+    """Refuse what cannot be used as `past_key_values`, and make a cache of ours ready for the call."""
     model = call.model
     given = call.inputs.get("past_key_values")
     if isinstance(given, (str, Mapping, KVQuantConfig, type)):
@@ -202,9 +198,6 @@ def _check_new_tokens(call: _Call, cache: KVQuantCache) -> None:
     """Refuse input without new tokens: transformers would feed the model tokens that the cache holds already.
 
     A call that was interrupted between steps leaves such a cache.
-
-    Raises:
-        ValueError: The cache holds the whole input.
     """
     mask = call.inputs.get("attention_mask")
     tokens = getattr(call.options, "_mask_length", None) if mask is None else mask.shape[-1]

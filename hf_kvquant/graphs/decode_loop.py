@@ -230,13 +230,12 @@ class _Loop:
 
         Args:
             make_step: Makes the step, called when the first one is needed.
-            report: Of the token chosen after the prefill.
-            max_new_tokens: At most, including that token.
+            report: Of the token chosen after the prefill, which counts among `max_new_tokens`.
+            max_new_tokens: At most.
             steps_ahead: Steps to run beyond the one whose flags are awaited.
 
         Returns:
-            received: The reports up to the stop.
-            num_behind: How many steps ran beyond it.
+            The reports up to the stop, and how many steps ran beyond it.
         """
         room = min(storage.room for storage in self._cache.storages)
         mailbox = _Mailbox(report, steps_ahead + 1)

@@ -131,9 +131,6 @@ def _of_this_rank(model: PreTrainedModel, tensors: Mapping[int, Tensor], name: s
 
     The tensors may cover all heads, or only this rank's. Their shape and that of a key tell which of the two. To get
     that key, the first call on a sharded model sends one token through it, so all ranks have to make that call.
-
-    Raises:
-        ValueError: A tensor has neither number of heads.
     """
     rank, num_ranks = rank_of(model)
     if num_ranks == 1 or not tensors:
