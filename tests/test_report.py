@@ -20,7 +20,7 @@ import hf_kvquant
 from hf_kvquant import KVQuantCache, LayerReport, Report, environment, ops, patched, report
 from hf_kvquant.attention.registry import NOT_QUANTIZED
 from hf_kvquant.cache.handle import LOOKED_INSIDE
-from hf_kvquant.graphs import capture
+from hf_kvquant.graphs import runner
 from hf_kvquant.storage import offloading
 
 KERNEL = {"cpu": f"CPU kernel, {ops.extension().cpu_capability()}", "cuda": "CUDA kernel"}  # type: ignore[union-attr]
@@ -139,7 +139,7 @@ def test_a_model_that_is_not_patched() -> None:
 )
 def test_kinds_of_caches(config: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloading, "HOMES", frozenset(("cpu", "cuda")))
-    monkeypatch.setitem(capture.RUNNERS, "cpu", capture.CudaGraph)
+    monkeypatch.setitem(runner.RUNNERS, "cpu", runner.CudaGraph)
     model = models.llama()
     with patched(model, {"preset": "int4", **config}):
         assert report(model).cache == kind
