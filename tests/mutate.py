@@ -328,6 +328,7 @@ MUTATIONS = [
     *of(
         "hf_kvquant/state.py",
         ("popitem(last=False)", "popitem()", "the newest graph is dropped, not the oldest", "capture"),
+        ("        self.pool.close()\n", "", "buffers come back to a model that is no longer patched", "pool"),
     ),
     *of(
         "hf_kvquant/graphs/runner.py",
