@@ -19,9 +19,9 @@ from typing import Any
 from rich.console import Console
 
 from hf_kvquant import cli
-from hf_kvquant.evaluation import perplexity
-from hf_kvquant.evaluation.arguments import DTYPES
-from hf_kvquant.evaluation.perplexity_results import kld_of, show
+from hf_kvquant.cli import eval_perplexity
+from hf_kvquant.cli.arguments import DTYPES
+from hf_kvquant.evaluation.perplexity.results import kld_of, show
 from hf_kvquant.evaluation.preparation import OUTLIER_PAIRS
 from hf_kvquant.evaluation.provenance import ROOT, sha256
 
@@ -83,7 +83,7 @@ def window(part: dict[str, Any]) -> dict[str, float]:
 def run(args: argparse.Namespace) -> None:
     """Measure, print the tables, and write the results file. The last line on stdout holds the same JSON."""
     output, args.output = args.output, args.record
-    record = perplexity.measure(args).to_dict()
+    record = eval_perplexity.measured(args).to_dict()
     results = flattened(record, Path(args.model))
     show(Console(highlight=False), record)
     if output:
@@ -98,7 +98,7 @@ def main() -> int:
         description="Compare presets with the unquantised cache on a text file.",
         conflict_handler="resolve",  # some options are redefined here
     )
-    perplexity.add_options(parser)
+    eval_perplexity.add_options(parser)
     parser.add_argument("--data", dest="text", required=True, metavar="FILE", help="lines, joined by two newlines")
     parser.add_argument(
         "--model",
@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", metavar="NAME", help="such as cpu or cuda:0 (default: cpu)")
     parser.add_argument("--output", metavar="FILE", help="write the results here; stdout also ends with them")
     parser.add_argument("--record", metavar="FILE", help="keep what is measured so far; run again to resume")
-    parser.set_defaults(run=run, rows=True, dataset=None, split=None, field=None)
+    parser.set_defaults(run=run, command="eval perplexity", rows=True, dataset=None, split=None, field=None)
     args = parser.parse_args()
     if args.mode == "all":
         parser.error("--mode must be a single mode, got all. Run each by itself.")

@@ -1,6 +1,7 @@
 """The pictures of the README and of `docs/`: the numbers that each takes from results files, and how it is drawn.
 
-`render_readme.py` writes them, which needs matplotlib. `hf_kvquant/evaluation/plots.py` decides their common look.
+`render_readme.py` writes them, which needs matplotlib. `hf_kvquant/evaluation/report/plots.py` decides their common
+look.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_kvquant.evaluation.plots import MUTED, PALETTE, bars, label, picture
+from hf_kvquant.evaluation.report.plots import MUTED, PALETTE, bars, label, picture
 
 # What pictures show of decode.json and generate.json, and in which colour. Names are those of decode_cases.py and
 # bench_generate.py. The baseline is grey.

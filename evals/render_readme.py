@@ -21,9 +21,11 @@ import pictures
 import render_families
 import render_generate
 
-from hf_kvquant.evaluation.page import scientific, spelled_average, table
-from hf_kvquant.evaluation.task_files import AVERAGED
-from hf_kvquant.evaluation.task_results import averages, by_task_and_preset
+from hf_kvquant.evaluation.rendering import markdown_table as table
+from hf_kvquant.evaluation.rendering import scientific
+from hf_kvquant.evaluation.report.page import spelled_average
+from hf_kvquant.evaluation.tasks.data import AVERAGED
+from hf_kvquant.evaluation.tasks.results import averages, by_task_and_preset
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results"

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from hf_kvquant import KVQuantConfig
-from hf_kvquant.evaluation import arguments
-from hf_kvquant.evaluation.arguments import UNTRANSFORMED, UsageError, checked_configs, config_of
+from hf_kvquant.cli import arguments
+from hf_kvquant.cli.arguments import UNTRANSFORMED, checked_configs, config_of
+from hf_kvquant.evaluation import preparation
+from hf_kvquant.evaluation.errors import UsageError
 from hf_kvquant.spec.formats import KVFormat
 
 NAIVE = KVFormat("int4", symmetric=False, clip_ratio=1.0)
@@ -28,37 +30,37 @@ NAIVE = KVFormat("int4", symmetric=False, clip_ratio=1.0)
     ],
 )
 def test_names(name: str, preset: str, options: dict[str, Any]) -> None:
-    assert config_of(name, "test") == KVQuantConfig.from_preset(preset, **options)
+    assert config_of(name) == KVQuantConfig.from_preset(preset, **options)
 
 
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("int9", "test: `--preset` must be one of none, int8, .*, got 'int9'. Did you mean 'int8'"),
+        ("int9", "`--preset` must be one of none, int8, .*, got 'int9'. Did you mean 'int8'"),
         ("int4-untransfromed", "got 'int4-untransfromed'. Did you mean 'int4-untransformed'"),
         ("int4:4-3", "`--preset` must give windows as FIRST.NEWEST tokens, got '4-3'. Write for example int4:4.128."),
-        ("none:4+3", "test: `--preset none:4.3` is invalid. .*`sink_length` must be 0 where neither"),
+        ("none:4+3", "`--preset none:4.3` is invalid. .*`sink_length` must be 0 where neither"),
         (UNTRANSFORMED, "got '-untransformed'"),
     ],
 )
 def test_names_that_mean_nothing(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        config_of(name, "test")
+        config_of(name)
 
 
 def test_windows_are_those_of_the_name_or_else_of_the_options() -> None:
     parser = argparse.ArgumentParser()
     arguments.add_presets(parser, ("none", "int4"))
     words = ["--preset", "none", "--preset", "int4", "--preset", "int4:1+2", "--preset", "int4", "--sink-length", "3"]
-    configs = checked_configs(parser.parse_args(words), "test")
+    configs = checked_configs(parser.parse_args(words))
     assert {name: (config.sink_length, config.residual_length) for name, config in configs.items()} == {
         "none": (0, 0),
         "int4": (3, 0),
         "int4:1+2": (1, 2),
     }
-    assert list(checked_configs(parser.parse_args([]), "test")) == ["none", "int4"]
-    with pytest.raises(UsageError, match="test: `--residual-length` must be at least 0, got -1"):
-        checked_configs(parser.parse_args(["--residual-length", "-1"]), "test")
+    assert list(checked_configs(parser.parse_args([]))) == ["none", "int4"]
+    with pytest.raises(UsageError, match="`--residual-length` must be at least 0, got -1"):
+        checked_configs(parser.parse_args(["--residual-length", "-1"]))
 
 
 def test_a_model_that_does_not_fit_into_memory(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +70,6 @@ def test_a_model_that_does_not_fit_into_memory(tmp_path: Any, monkeypatch: pytes
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
         torch.empty(1 << 60, dtype=torch.int8)  # as PyTorch itself says it
 
-    monkeypatch.setattr(arguments.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(preparation.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     with pytest.raises(UsageError, match=r"`MODEL` must fit into the memory of cpu, got .* Use --dtype bfloat16"):
-        arguments.load(str(tmp_path), "float32", torch.device("cpu"), "test")
+        preparation.load(str(tmp_path), "float32", torch.device("cpu"))

@@ -38,8 +38,8 @@ from hf_kvquant import KVQuantCache, key_transforms, load_smoothing, unsmooth
 from hf_kvquant.calibration import proof, smoothing
 from hf_kvquant.calibration.layout import find_layouts
 from hf_kvquant.calibration.online import find_keys
-from hf_kvquant.evaluation.fidelity import compare
 from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
+from hf_kvquant.evaluation.measuring.fidelity import compare
 from hf_kvquant.transforms import of_model
 
 

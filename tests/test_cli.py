@@ -12,8 +12,8 @@ from transformers.utils import logging
 
 import hf_kvquant
 from hf_kvquant import cli, ops
-from hf_kvquant.evaluation.arguments import load, load_calibration
 from hf_kvquant.evaluation.injection import inject_key_outliers
+from hf_kvquant.evaluation.preparation import load, load_calibration
 
 CONTEXT = 64
 
@@ -92,7 +92,7 @@ def test_generate_streams_what_generate_writes(folder: str, capsys: pytest.Captu
     (tmp_path / "prompt.txt").write_text("A prompt\n", encoding="utf-8")
     arguments = ("--preset", "int8", "--max-new-tokens", "12", "--dtype", "float32")
     _, output, _ = run(capsys, "generate", folder, "--prompt-file", str(tmp_path / "prompt.txt"), *arguments)
-    model, tokenizer = load(folder, "float32", torch.device("cpu"), "test")
+    model, tokenizer = load(folder, "float32", torch.device("cpu"))
     hf_kvquant.patch(model, "int8")
     prompt = tokenizer("A prompt", return_tensors="pt")
     ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt.input_ids.shape[1] :]
@@ -203,7 +203,7 @@ def test_calibrate_saves_a_model_and_its_factors(
     folder: str, text_file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     outliers = tmp_path / "outliers"
-    model, tokenizer = load(folder, "bfloat16", torch.device("cpu"), "test")
+    model, tokenizer = load(folder, "bfloat16", torch.device("cpu"))
     inject_key_outliers(model, 2, 8.0)
     model.save_pretrained(outliers)
     tokenizer.save_pretrained(outliers)
@@ -220,7 +220,7 @@ def test_calibrate_saves_a_model_and_its_factors(
     assert "Factors are folded into the weights of layers 0, 1." in " ".join(output.split())
     assert f"Saved the model and kvquant_smoothing.safetensors to {output_folder}." in output
 
-    smoothed, _ = load(str(output_folder), "auto", torch.device("cpu"), "test")
+    smoothed, _ = load(str(output_folder), "auto", torch.device("cpu"))
     ids = tokenizer("Once upon", return_tensors="pt").input_ids
     with torch.no_grad():
         assert torch.equal(model(ids).logits, smoothed(ids).logits)
@@ -243,8 +243,8 @@ def test_calibrate_rotates_values(
     output, arguments = tmp_path / "rotated", ["--text-file", text_file, "--rotate-values", "--output"]
     code, _, error = run(capsys, "calibrate", folder, *arguments, str(output))
     assert code == 0 and error == ""
-    expected, _ = load(folder, "auto", torch.device("cpu"), "test")
-    rotated, _ = load(str(output), "auto", torch.device("cpu"), "test")
+    expected, _ = load(folder, "auto", torch.device("cpu"))
+    rotated, _ = load(str(output), "auto", torch.device("cpu"))
     hf_kvquant.rotate_values(expected)
     hf_kvquant.load_smoothing(rotated, output / "kvquant_smoothing.safetensors")
     hf_kvquant.unsmooth(rotated)
@@ -306,7 +306,7 @@ def test_calibrate_tries_its_output_before_it_works(
     monkeypatch: pytest.MonkeyPatch,
     path: str,
 ) -> None:
-    monkeypatch.setattr(cli, "load_placed", lambda *args, **options: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(cli.calibrate, "load_placed", lambda *args, **options: pytest.fail("the model is loaded"))
     (tmp_path / "FILE").touch()
     monkeypatch.chdir(tmp_path)
     code, output, error = run(capsys, "calibrate", folder, "--text-file", text_file, "--output", path)
@@ -353,9 +353,9 @@ def test_calibrate_leaves_the_weights_alone_where_asked(
     code, output, error = run(capsys, *arguments, "--output", str(tmp_path / "centers"), "--no-factors")
     assert code == 0 and error == ""
     assert "No factors were calibrated." in output
-    weights = load(folder, "auto", torch.device("cpu"), "test")[0].state_dict()
+    weights = load(folder, "auto", torch.device("cpu"))[0].state_dict()
     for name in ("online", "centers"):
-        model, _ = load(str(tmp_path / name), "auto", torch.device("cpu"), "test")
+        model, _ = load(str(tmp_path / name), "auto", torch.device("cpu"))
         for key, value in model.state_dict().items():
             assert torch.equal(value, weights[key])
     arguments += ["--no-factors", "--no-centers", "--output", str(tmp_path / "neither")]
@@ -368,7 +368,7 @@ def test_generate_takes_what_calibrate_left(
 ) -> None:
     calibrated = str(tmp_path / "calibrated")
     run(capsys, "calibrate", folder, "--text-file", text_file, "--output", calibrated, "--mode", "online")
-    given = load(calibrated, "auto", torch.device("cpu"), "test")[0]
+    given = load(calibrated, "auto", torch.device("cpu"))[0]
     assert {x.describe() for x in hf_kvquant.key_transforms(given, "int4").values()} == {"rotate"}
     load_calibration(given, calibrated)
     assert any(x.center is not None for x in hf_kvquant.key_transforms(given, "int4").values())
@@ -395,7 +395,7 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_env_shows_brackets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "environment", lambda: {"evaluation": "pip install 'hf-kvquant[eval]'"})
+    monkeypatch.setattr(cli.env, "environment", lambda: {"evaluation": "pip install 'hf-kvquant[eval]'"})
     assert "pip install 'hf-kvquant[eval]'" in run(capsys, "env")[1]
 
 

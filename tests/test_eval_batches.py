@@ -9,7 +9,7 @@ import random
 import pytest
 
 from hf_kvquant import KVQuantConfig
-from hf_kvquant.evaluation.batches import Row, batches, max_padded_length
+from hf_kvquant.evaluation.tasks.batches import Row, batches, max_padded_length
 from hf_kvquant.spec.formats import BLOCK_SIZE
 
 BATCH_SIZE = 8

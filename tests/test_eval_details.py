@@ -10,8 +10,9 @@ import torch
 
 from hf_kvquant import KVQuantConfig, smooth_attention
 from hf_kvquant.calibration.smoothing import CONFIG_KEY
-from hf_kvquant.evaluation import details
 from hf_kvquant.evaluation.injection import inject_key_outliers
+from hf_kvquant.evaluation.perplexity import details, results
+from hf_kvquant.evaluation.preparation import Subject
 from hf_kvquant.evaluation.records import RunRecord
 from hf_kvquant.models.hashes import hash_of
 
@@ -37,11 +38,11 @@ def ids(tokens: int = 64) -> torch.Tensor:
 def test_by_position() -> None:
     """A window's last token is only predicted; of one that overlaps, what is new stands at its end."""
     kld = torch.arange(1, 31, dtype=torch.float64)  # positions 1 to 30 of 32
-    found = details.by_position([kld, torch.full((2,), 100.0, dtype=torch.float64)], 32)
+    found = results.by_position([kld, torch.full((2,), 100.0, dtype=torch.float64)], 32)
     assert found["begin"] == list(range(0, 32, 2))
     assert found["kld"][:2] == [1.0, 2.5] and found["kld"][-2:] == [(28 + 29 + 100) / 3, (30 + 100) / 2]
-    assert details.by_position([kld[-2:]], 32) == {"begin": [28, 30], "kld": [29.0, 30.0]}
-    assert details.by_position([kld[:1]], 3) == {"begin": [1], "kld": [1.0]}
+    assert results.by_position([kld[-2:]], 32) == {"begin": [28, 30], "kld": [29.0, 30.0]}
+    assert results.by_position([kld[:1]], 3) == {"begin": [1], "kld": [1.0]}
 
 
 def test_layers_are_measured_alone_and_once(model: Any) -> None:
@@ -50,8 +51,10 @@ def test_layers_are_measured_alone_and_once(model: Any) -> None:
     record.put("keys", {})
     known = {"0": {"int8": {"kld": -1.0}}}
     record.put("layers", known)
-    steps = list(details.measure(record, model, tokenizer(), TEXT, ids(), configs, 32))
-    assert steps == ["layer 0 alone", "layer 1 alone", "keys"] and len(steps) == details.num_steps(model)
+    steps = details.detail_steps(record, Subject("model", model, tokenizer(), configs, {}), TEXT, ids(), 32)
+    assert [what for what, _ in steps] == ["layer 0 alone", "layer 1 alone", "keys"]
+    for _, do in steps:
+        do(lambda done=0, /, doing=None: None)
     layers = record.get("layers")
     assert layers is not None and layers["0"] == known["0"] and list(layers["1"]) == ["int8", "int4"]
     assert 0 < layers["1"]["int8"]["kld"] < layers["1"]["int4"]["kld"] and layers["1"]["int4"]["tokens"] == 62

@@ -20,8 +20,12 @@ from transformers.utils import logging
 pytest.importorskip("lm_eval")
 
 from hf_kvquant import cli
-from hf_kvquant.evaluation import arguments, long_context, perplexity, preparation, records, tasks
+from hf_kvquant.cli import arguments
+from hf_kvquant.evaluation import preparation, records
+from hf_kvquant.evaluation.long_context import measure as long_context
+from hf_kvquant.evaluation.perplexity import measure as perplexity
 from hf_kvquant.evaluation.records import RunRecord
+from hf_kvquant.evaluation.tasks import measure as tasks
 
 # lm-eval says so of every model that is handed to it, and its dependencies of each other.
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -164,7 +168,7 @@ def test_without_a_file_nothing_is_kept(
 def test_an_interruption_before_anything_is_measured(
     evaluation: Evaluation, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation.module, "load_placed", lambda *args, **options: interrupt())
+    monkeypatch.setattr(arguments, "load_placed", lambda *args, **options: interrupt())
     assert evaluation.run(capsys, folder) == (130, "hf-kvquant: interrupted.\n")
 
 
@@ -213,7 +217,7 @@ def test_an_output_that_cannot_be_written_is_told_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     path: str,
 ) -> None:
-    monkeypatch.setattr(evaluation.module, "load_placed", lambda *args, **options: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(arguments, "load_placed", lambda *args, **options: pytest.fail("the model is loaded"))
     before = sorted(folder.rglob("*"))
     code, error = evaluation.run(capsys, folder, "--output", path.replace("FOLDER", str(folder)))
     assert code == 2 and error.count("\n") == 1

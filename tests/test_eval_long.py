@@ -15,13 +15,15 @@ from rich.console import Console
 from transformers import DynamicCache
 
 from hf_kvquant import KVQuantConfig, cli
-from hf_kvquant.evaluation import long_context, long_results, long_scores
-from hf_kvquant.evaluation.arguments import Refused
-from hf_kvquant.evaluation.counter import DEQUANTIZED
-from hf_kvquant.evaluation.long_context import SUMMARY
-from hf_kvquant.evaluation.long_results import Cell
-from hf_kvquant.evaluation.long_scores import Scores, ask, score
-from hf_kvquant.evaluation.prompts import Prompt, Writer
+from hf_kvquant.evaluation.errors import Refused
+from hf_kvquant.evaluation.long_context import measure as long_context
+from hf_kvquant.evaluation.long_context import results as long_results
+from hf_kvquant.evaluation.long_context import scores as long_scores
+from hf_kvquant.evaluation.long_context.measure import SUMMARY
+from hf_kvquant.evaluation.long_context.prompts import Prompt, Writer
+from hf_kvquant.evaluation.long_context.results import Cell
+from hf_kvquant.evaluation.long_context.scores import Scores, ask, score
+from hf_kvquant.evaluation.measuring.pairs import DEQUANTIZED
 from hf_kvquant.evaluation.records import RunRecord
 
 CONTEXT = 512

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_kvquant.evaluation import paired
+from hf_kvquant.evaluation.tasks import paired
 
 
 @pytest.mark.parametrize(
@@ -29,12 +29,12 @@ def test_paired_accuracy() -> None:
 
 def test_bootstrap_average() -> None:
     right = {"one": [1] * 300 + [0] * 100, "two": [1, 0] * 100}
-    average, low, high = paired.bootstrap_average(right)
+    average, (low, high) = paired.bootstrap_average(right)
     assert average == pytest.approx(0.625)
     error = 0.5 * math.sqrt(0.75 * 0.25 / 400 + 0.25 / 200)
     assert average - low == pytest.approx(1.96 * error, rel=0.1)
     assert high - average == pytest.approx(1.96 * error, rel=0.1)
-    assert paired.bootstrap_average(right) == (average, low, high)
+    assert paired.bootstrap_average(right) == (average, (low, high))
     with pytest.raises(ValueError, match="items for at least one task"):
         paired.bootstrap_average({"one": []})
 

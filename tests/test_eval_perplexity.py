@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import sys
@@ -15,11 +14,10 @@ import pytest
 import torch
 
 from hf_kvquant import KVQuantConfig, cli
-from hf_kvquant.evaluation import gate, perplexity, windows
-from hf_kvquant.evaluation.arguments import Refused
-from hf_kvquant.evaluation.fidelity import OutOfMemory
+from hf_kvquant.evaluation.errors import OutOfMemory, Refused
 from hf_kvquant.evaluation.injection import inject_key_outliers
-from hf_kvquant.evaluation.simulation import SimulatedLayer
+from hf_kvquant.evaluation.measuring.simulation import SimulatedLayer
+from hf_kvquant.evaluation.perplexity import gate, measure, segments
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.storage.tally import causal_pairs
 
@@ -96,16 +94,12 @@ def test_windows_and_the_naive_baseline(
 def test_rows_follow_the_convention(tmp_path: Path) -> None:
     """Lines keep their newline, blank ones become empty, two newlines join them; the rest of a window is dropped."""
     (tmp_path / "text.raw").write_text(" a\n \nb\n", encoding="utf-8")
-    words = ["--text", str(tmp_path / "text.raw"), "--window", "4"]
-    parser = argparse.ArgumentParser()
-    windows.add_source(parser)
-    perplexity.add_options(parser)
-    assert windows.read_source(parser.parse_args(words))[1] == " a\n \nb\n"
-    args = parser.parse_args([*words, "--rows"])
-    source, text = windows.read_source(args)
+    path = str(tmp_path / "text.raw")
+    assert segments.read_source(text=path)[1] == " a\n \nb\n"
+    source, text = segments.read_source(text=path, rows=True)
     assert text == " a\n\n\n\n\nb\n" and source["convention"] == "rows joined by two newlines"
-    pieces, begins = windows.cut(torch.arange(len(text)), args, models.llama())
-    assert pieces.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and begins == [0, 4]
+    found = segments.cut(torch.arange(len(text)), models.llama(), window=4)
+    assert found.ids.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and found.begins == [0, 4]
 
 
 def test_calibration_is_told(folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -133,7 +127,7 @@ def test_windows_of_one_forward_score_as_alone(
     begins = alone["settings"]["begins"]
     kept = dict(alone, parts={part: alone["parts"][part] for part in ("gate", f"chunked {begins[1]}")})
     (tmp_path / "out.json").write_text(json.dumps(kept), encoding="utf-8")
-    monkeypatch.setattr(perplexity, "windows_at_once", lambda *_: 2)
+    monkeypatch.setattr(measure, "segments_at_once", lambda *_: 2)
     code, together, error = run(capsys, folder, tmp_path)
     assert code == 0, error
     for begin in begins:
@@ -146,9 +140,9 @@ def test_windows_of_one_forward_score_as_alone(
 
 def test_as_many_windows_at_once_as_caches_may_take() -> None:
     sizes = {"none": {"bytes_per_token": 2**17}, "int4": {"bytes_per_token": 2**15}}
-    assert perplexity.windows_at_once(SimpleNamespace(device=torch.device("cpu")), 2048, sizes) == 1
+    assert measure.segments_at_once(SimpleNamespace(device=torch.device("cpu")), 2048, sizes) == 1
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    assert [perplexity.windows_at_once(on_gpu, window, sizes) for window in (2048, 512, 2**15)] == [1, 7, 1]
+    assert [measure.segments_at_once(on_gpu, window, sizes) for window in (2048, 512, 2**15)] == [1, 7, 1]
 
 
 def test_an_interrupted_run_goes_on(
@@ -162,8 +156,8 @@ def test_an_interrupted_run_goes_on(
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    original = perplexity.compare
-    monkeypatch.setattr(perplexity, "compare", compare)
+    original = measure.compare
+    monkeypatch.setattr(measure, "compare", compare)
     code, found, _ = run(capsys, folder, tmp_path)
     assert code == 130 and list(found["parts"]) == ["gate", "chunked 0"]
     code, found, error = run(capsys, folder, tmp_path)
@@ -176,7 +170,7 @@ def test_what_fails_the_run(
     folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(perplexity, "check_modes", lambda *_, **__: {})  # which would see it first
+        patch.setattr(measure, "check_modes", lambda *_, **__: {})  # which would see it first
         models.read_nothing(patch)
         code, found, error = run(capsys, folder, tmp_path)
     assert code == 1 and "preset int8 must read 550 (query, token) pairs from codes, got 0. Some layer" in error
@@ -185,7 +179,7 @@ def test_what_fails_the_run(
     def out_of_memory(*args: Any, **kwargs: Any) -> Any:
         raise OutOfMemory("int8")
 
-    monkeypatch.setattr(perplexity, "compare", out_of_memory)
+    monkeypatch.setattr(measure, "compare", out_of_memory)
     code, _, error = run(capsys, folder, tmp_path)
     assert code == 2 and "`--window` must fit into memory, got 24, too much for chunked, window 1" in error
     (tmp_path / "out.json").unlink()

@@ -7,7 +7,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from hf_kvquant.evaluation.prompts import TESTS, PromptError, Writer
+from hf_kvquant.evaluation.long_context.prompts import TESTS, PromptError, Writer
 
 FILLER = " ".join(f"Sentence {number} says nothing." for number in range(40))
 

@@ -16,9 +16,13 @@ import pytest
 import torch
 
 from hf_kvquant import cli
-from hf_kvquant.evaluation import details, page, paired, perplexity, pictures, plots, report, tasks
-from hf_kvquant.evaluation.task_files import AVERAGED
-from hf_kvquant.evaluation.task_results import average_lines, averages, by_task_and_preset
+from hf_kvquant.cli import eval_perplexity, eval_report, eval_tasks
+from hf_kvquant.evaluation.perplexity import details, measure
+from hf_kvquant.evaluation.report import folder as report
+from hf_kvquant.evaluation.report import page, pictures, plots
+from hf_kvquant.evaluation.tasks import paired
+from hf_kvquant.evaluation.tasks.data import AVERAGED
+from hf_kvquant.evaluation.tasks.results import average_lines, averages, by_task_and_preset
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is optional")
 # lm-eval and its dependencies warn of each other.
@@ -113,7 +117,7 @@ def test_a_report_is_run_interrupted_and_resumed(
     folder: str, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out"
-    compare, layers = perplexity.compare, details.compare
+    compare, layers = measure.compare, details.compare
     calls: list[str] = []
 
     def counted(model: Any, ids: Any, configs: Any, **kwargs: Any) -> Any:
@@ -126,7 +130,7 @@ def test_a_report_is_run_interrupted_and_resumed(
         calls.append("layer")
         return layers(*args, **kwargs)
 
-    monkeypatch.setattr(perplexity, "compare", counted)
+    monkeypatch.setattr(measure, "compare", counted)
     monkeypatch.setattr(details, "compare", counted_layer)
     code, _, error = run(capsys, folder, output, *short(text))
     assert code == 130 and "run the same command again to resume" in error and not (output / report.PAGE).exists()
@@ -146,12 +150,12 @@ def test_a_report_is_run_interrupted_and_resumed(
             name: pages[name] for name in pages if not name.endswith(".json")
         }
     plain, outliers = (json.loads(pages[report.FILES[kind]]) for kind in (page.PLAIN, page.OUTLIERS))
-    assert outliers["settings"]["injected_outliers"] == report.OUTLIER_FACTOR
+    assert outliers["settings"]["injected_outliers"] == eval_report.OUTLIER_FACTOR
     for record in (plain, outliers):
         assert list(record["parts"]["layers"]) == ["0", "1"] and list(record["parts"]["keys"]["layers"]) == ["0", "1"]
     # Three pairs of channels of every head are so many times as large, and calibration makes them smaller again.
     before, injected = (torch.tensor(each["parts"]["keys"]["layers"]["0"]["before"]) for each in (plain, outliers))
-    grown = (injected / before - report.OUTLIER_FACTOR).abs() < 0.1
+    grown = (injected / before - eval_report.OUTLIER_FACTOR).abs() < 0.1
     assert (grown.sum(1) == 6).all() and ((injected / before)[~grown] - 1).abs().max() < 0.01
     after = torch.tensor(outliers["parts"]["keys"]["layers"]["0"]["after"])
     assert pictures.ratio(after.flatten().tolist()) < pictures.ratio(injected.flatten().tolist())
@@ -161,9 +165,9 @@ def test_a_report_is_run_interrupted_and_resumed(
 def test_what_the_evaluations_are_given(monkeypatch: pytest.MonkeyPatch, text: str, tmp_path: Path) -> None:
     """Options reach both evaluations; tasks get all presets and those of the average."""
     given: list[argparse.Namespace] = []
-    monkeypatch.setattr(perplexity, "run", given.append)
-    monkeypatch.setattr(tasks, "run", given.append)
-    monkeypatch.setattr(report, "render", lambda *args: None)
+    monkeypatch.setattr(eval_perplexity, "run", given.append)
+    monkeypatch.setattr(eval_tasks, "run", given.append)
+    monkeypatch.setattr(report, "render", lambda *args: [])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     words = ["--text", text, "--output", str(tmp_path / "out"), "--dtype", "float32", "--tokens", "500"]
     assert cli.main(["eval", "report", "model", *words]) == 0
@@ -174,7 +178,7 @@ def test_what_the_evaluations_are_given(monkeypatch: pytest.MonkeyPatch, text: s
         of_tasks.tasks == list(AVERAGED)
         and of_tasks.preset is None
         and len(of_tasks.default_presets) == 7
-        and of_tasks.limit == report.LIMIT
+        and of_tasks.limit == eval_report.LIMIT
     )
     assert {each.dtype for each in given} == {"float32"} and of_tasks.inject_outliers is None
 
@@ -271,8 +275,8 @@ def test_a_report_that_fails_leaves_no_folder(
     output.mkdir()
     assert run(capsys, str(narrow), output, *words)[0] == 2 and output.is_dir()
     given: list[argparse.Namespace] = []
-    monkeypatch.setattr(perplexity, "run", given.append)
-    monkeypatch.setattr(report, "render", lambda *args: None)
+    monkeypatch.setattr(eval_perplexity, "run", given.append)
+    monkeypatch.setattr(report, "render", lambda *args: [])
     assert run(capsys, str(narrow), output, *short(text)[:-4])[0] == 0
     assert given[0].preset is None and "int4-g32" in given[0].default_presets
 
@@ -283,7 +287,7 @@ def test_averages() -> None:
     assert found["none"].value == 0.5 and found["none"].change is None
     assert found["int8"].change_interval == (0, 0) and found["int4"].change == pytest.approx(-0.25)
     changes = {task: [0, -1, 0, 0] for task in AVERAGED}
-    assert found["int4"].change_interval == paired.bootstrap_average(changes)[1:]
+    assert found["int4"].change_interval == paired.bootstrap_average(changes)[1]
     assert page.spelled_average(found["int8"]) == "50.0 (+0.0 to +0.0)" and page.spelled_average(None) == "-"
     assert "average, int8: 50.00% (" in average_lines(parts)[1]
     del parts["piqa", "int4"]

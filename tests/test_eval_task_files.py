@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_kvquant.evaluation import task_files
-from hf_kvquant.evaluation.arguments import UsageError
+from hf_kvquant.evaluation.errors import UsageError
+from hf_kvquant.evaluation.tasks import data as task_files
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from hf_kvquant import KVQuantCache, KVQuantConfig, cli
-from hf_kvquant.evaluation import fidelity, lm_eval_model, task_files, tasks
-from hf_kvquant.evaluation.counter import NothingRead
-from hf_kvquant.evaluation.lm_eval_model import MODES, KVQuantLM
+from hf_kvquant.evaluation.errors import NothingRead
+from hf_kvquant.evaluation.measuring.fidelity import Chunks, feed
+from hf_kvquant.evaluation.tasks import data as task_files
+from hf_kvquant.evaluation.tasks import lm_eval_model
+from hf_kvquant.evaluation.tasks import measure as tasks
+from hf_kvquant.evaluation.tasks.lm_eval_model import MODES, KVQuantLM
 from hf_kvquant.patching import patched
 
 # lm-eval says so of every model that is handed to it, and its dependencies of each other.
@@ -167,7 +170,7 @@ def test_decode_scores_are_those_of_the_cache(preset: str) -> None:
                 expected.append(float(model(ids[:, :-1]).logits[0, -1].log_softmax(-1)[continuation[-1]]))
                 continue
             cache = KVQuantCache(model.config, preset)
-            pieces = fidelity.feed(model, ids[:, :-1], cache, first_chunk=n0, chunk_size=CONTEXT)
+            pieces = feed(model, ids[:, :-1], cache, Chunks(n0, CONTEXT))
             log_probs = torch.cat(list(pieces), dim=1)[0, -len(continuation) :]
             expected.append(float(log_probs.gather(1, torch.tensor(continuation)[:, None]).sum()))
     found = torch.tensor([value for value, _ in scores(preset)])
@@ -547,7 +550,7 @@ def test_what_is_declared_is_there() -> None:
         assert yaml.safe_load(path.read_text(encoding="utf-8"))["task"] == path.stem
     project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     assert f'hf_kvquant = "{KVQuantLM.__module__}:{KVQuantLM.__name__}"' in project
-    assert "evaluation/tasks_offline/*.yaml" in project
+    assert "evaluation/tasks/offline/*.yaml" in project
     assert MODES == tasks.MODES
 
 

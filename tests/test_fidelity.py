@@ -10,7 +10,8 @@ from transformers import DynamicCache
 
 import hf_kvquant
 from hf_kvquant import KVQuantConfig
-from hf_kvquant.evaluation.fidelity import compare, dealt, feed, is_out_of_memory
+from hf_kvquant.evaluation.errors import is_out_of_memory
+from hf_kvquant.evaluation.measuring.fidelity import Chunks, compare, dealt, feed
 from hf_kvquant.storage.tally import causal_pairs
 
 TOKENS = 41
@@ -129,7 +130,7 @@ def test_what_is_not_read_as_codes_is_missed(text: Tensor) -> None:
 )
 def test_errors(shape: tuple[int, int], chunks: tuple[int, int], message: str) -> None:
     ids = torch.ones(shape, dtype=torch.long)
-    stream = feed(models.llama(), ids, DynamicCache(), first_chunk=chunks[0], chunk_size=chunks[1])
+    stream = feed(models.llama(), ids, DynamicCache(), Chunks(*chunks))
     with pytest.raises(ValueError) as error:
         next(stream)
     assert str(error.value) == message

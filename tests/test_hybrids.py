@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 import hf_kvquant
 from hf_kvquant import KVQuantCache, patch, patched
 from hf_kvquant.cache.layers import KVQuantHybridLayer
-from hf_kvquant.evaluation.simulation import simulated_cache, why_not_simulated
+from hf_kvquant.evaluation.measuring.simulation import simulated_cache, why_not_simulated
 
 FAMILIES = ["falcon_h1", "zamba2"]
 

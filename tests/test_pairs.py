@@ -10,10 +10,18 @@ import pytest
 import torch
 
 from hf_kvquant import KVQuantCache, KVQuantConfig
-from hf_kvquant.evaluation import gate
-from hf_kvquant.evaluation.counter import NothingRead, Refused, check_pairs
-from hf_kvquant.evaluation.fidelity import Chunks, Stream, compare, route
-from hf_kvquant.evaluation.pairs import PairCounter, Pairs, count_pairs, expected_pairs, num_readers, pairs_of
+from hf_kvquant.evaluation.errors import NothingRead, Refused
+from hf_kvquant.evaluation.measuring.fidelity import Chunks, Stream, compare, route
+from hf_kvquant.evaluation.measuring.pairs import (
+    PairCounter,
+    Pairs,
+    check_pairs,
+    count_pairs,
+    expected_pairs,
+    num_readers,
+    pairs_of,
+)
+from hf_kvquant.evaluation.perplexity import gate
 from hf_kvquant.patching import patched
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.tally import causal_pairs

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hf_kvquant import PRESETS
-from hf_kvquant.evaluation import pictures, plots
+from hf_kvquant.evaluation.report import pictures, plots
 
 if importlib.util.find_spec("matplotlib") is None:
     pytest.skip("matplotlib is optional", allow_module_level=True)

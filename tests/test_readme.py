@@ -19,8 +19,8 @@ import pytest
 
 import hf_kvquant
 from hf_kvquant import PRESETS
-from hf_kvquant.evaluation.plots import described
-from hf_kvquant.evaluation.task_files import AVERAGED
+from hf_kvquant.evaluation.report.plots import described
+from hf_kvquant.evaluation.tasks.data import AVERAGED
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -32,8 +32,8 @@ from hf_kvquant.calibration.layout import LayerLayout, find_layouts
 from hf_kvquant.calibration.observation import Observation, forward, observed
 from hf_kvquant.calibration.rope import tie
 from hf_kvquant.calibration.text import KeyStatistics, collect, read_windows
-from hf_kvquant.evaluation.fidelity import compare
 from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
+from hf_kvquant.evaluation.measuring.fidelity import compare
 from hf_kvquant.state import keep
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

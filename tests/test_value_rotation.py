@@ -24,7 +24,7 @@ from hf_kvquant import rotate_values, unrotate_values
 from hf_kvquant.calibration import value_rotation
 from hf_kvquant.calibration.observation import NAME
 from hf_kvquant.calibration.value_layout import find_value_layouts
-from hf_kvquant.evaluation.fidelity import compare
+from hf_kvquant.evaluation.measuring.fidelity import compare
 from hf_kvquant.spec import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

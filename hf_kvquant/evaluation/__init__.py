@@ -1,14 +1,13 @@
-"""`hf-kvquant eval`: what quantised caches cost in quality, measured through the caches themselves.
+"""Measures what quantised caches cost in quality, through the caches themselves. `hf_kvquant/cli/` has the commands.
 
-- `cli.py` lists the sub-commands, one module each: `perplexity.py`, `tasks.py`, `long_context.py`, and `report.py`,
-  which runs the first two.
-- `preparation.py` is what they share before measuring; `records.py` saves results to a file that a second run resumes;
-  `counter.py` refuses numbers that did not read codes; `endings.py` reports runs that end early; `provenance.py`
-  records where a number comes from.
-- `windows.py`, `gate.py` and `details.py` belong to `perplexity.py`; `task_files.py`, `lm_eval_model.py`, `batches.py`
-  and `paired.py` to `tasks.py`; `prompts.py` and `long_scores.py` to `long_context.py`.
-- `perplexity_results.py`, `task_results.py` and `long_results.py` aggregate and print the results; `page.py`,
-  `html.py`, `pictures.py` and `plots.py` make the report.
+- `measuring/`: how far the next-token distribution under a quantised cache is from that under an unquantised one, and
+  whether a result was computed from codes.
+- `perplexity/`, `tasks/` and `long_context/`: one evaluation each. `report/` makes a page with pictures from records of
+  the first two.
+- `preparation.py` loads a model and makes it ready; `injection.py` makes its keys harder to quantise.
+- `records.py` keeps results in a file that a second run resumes; `provenance.py` says where they come from;
+  `errors.py` has the ways in which a run ends without results; `rendering.py` shows tables.
 
-`hf_kvquant/evaluation/fidelity.py` compares one text under several configs.
+Any function may raise `UsageError` for what a user typed or named, and `Refused` for a measurement that fails its own
+checks (`errors.py`); docstrings name all other errors.
 """

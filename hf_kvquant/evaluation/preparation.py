@@ -1,26 +1,26 @@
-"""What every evaluation does before it measures: choose the configs to compare, and prepare the model.
+"""Loads the model that a command names and prepares it for an evaluation.
 
-A model can be made harder to quantise, calibrated, or left as it is. `transforms/injection.py` puts outliers or a bias
-into keys, `transforms/smoothing.py` calibrates. This file decides which options there are, in which order they apply,
-and what a record says about them.
+A model can be made harder to quantise (`injection.py`), calibrated (`hf_kvquant/calibration/`), or left as it is. This
+file decides the order, and what a record says about it.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..calibration.smoothing import smooth_attention
+from ..calibration.smoothing import load_smoothing, smooth_attention
 from ..calibration.smoothing_file import FILE_NAME, SmoothingResult
-from ..config import PRESETS, KVQuantConfig
+from ..common.progress import without_bars
+from ..config import KVQuantConfig
 from ..models.hashes import weights_hash
-from .arguments import UsageError, checked_configs, load_calibration, read_text
-from .fidelity import is_out_of_memory
-from .generation import UNQUANTIZED
+from .errors import UsageError, is_out_of_memory
 from .injection import inject_key_bias, inject_key_outliers
 from .provenance import model_name, sha256
 
@@ -34,96 +34,142 @@ class CannotInject(UsageError):
     """Nothing can be injected: it is unknown how the model computes its keys, or the number asked for is invalid."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that change a model before it is measured."""
-    parser.add_argument(
-        "--inject-outliers",
-        type=float,
-        nargs="?",
-        const=OUTLIER_FACTOR,
-        metavar="F",
-        help=f"first make {OUTLIER_PAIRS} RoPE pairs of every key head F times as large, and the same channels of the "
-        f"queries F times as small (F: {OUTLIER_FACTOR:g} if left out)",
-    )
-    parser.add_argument(
-        "--inject-bias",
-        type=float,
-        nargs="?",
-        const=BIAS_NORM,
-        metavar="NORM",
-        help=f"first add a constant vector of this norm to every key head (NORM: {BIAS_NORM:g} if left out)",
-    )
-    parser.add_argument("--calibrate", metavar="FILE", help="then calibrate the model on this text")
-    parser.add_argument(
-        "--calibrate-for",
-        choices=tuple(PRESETS),
-        help=f"preset to calibrate for, with --calibrate (default: {CALIBRATED_PRESET})",
-    )
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What an evaluation measures.
 
-
-def compared_configs(args: argparse.Namespace, where: str) -> dict[str, KVQuantConfig]:
-    """The configs to run, by name. The unquantised cache always comes first: the others are compared with it.
-
-    Raises:
-        UsageError: As for `checked_configs`.
+    Attributes:
+        name: The model's folder or hub id, as the user typed it.
+        model: On its device, prepared.
+        tokenizer: The model's.
+        configs: By name. The unquantised cache comes first: the others are compared with it.
+        settings: What the settings of a record say about the model.
     """
-    configs = checked_configs(args, where)
-    return {UNQUANTIZED: KVQuantConfig.from_preset(UNQUANTIZED), **configs}
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    configs: Mapping[str, KVQuantConfig]
+    settings: Mapping[str, Any]
+
+
+def read_text(option: str, name: str, remedy: str = "Name another file.") -> str:
+    """The content of the text file that an option names. If it holds only white space, the user should do `remedy`."""
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"`{option}` must be a text file, got {name}: {reason}.") from error
+    if not text.strip():
+        raise UsageError(f"`{option}` {name} must hold text, got nothing but white space. {remedy}")
+    return text
+
+
+def load(name: str, dtype: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer from a folder or the hub."""
+    path = Path(name).expanduser()
+    # A hub id has at most one slash, and what precedes it is no local folder.
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and path.parent.exists())
+    if looks_local and not (path / "config.json").is_file():
+        found = "a folder without config.json" if path.is_dir() else "no such folder"
+        raise UsageError(f"`MODEL` must be a folder with a transformers model or a hub id, got {name}: {found}.")
+    source = source_of(name)
+    try:
+        with without_bars():
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        return model.to(device).eval(), tokenizer
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            "`MODEL` must be a folder with a causal language model and its tokenizer, or a hub id, got "
+            f"{name}: {reason}"
+        ) from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UsageError(
+            f"`MODEL` must fit into the memory of {device}, got {name}, which does not. Use --dtype bfloat16, another "
+            "--device or a smaller model."
+        ) from error
+
+
+def source_of(name: str) -> str:
+    """What to pass to `from_pretrained`: the path, if there is such a folder, else the name as a hub id."""
+    path = Path(name).expanduser()
+    return str(path) if path.exists() else name
+
+
+def load_calibration(model: PreTrainedModel, name: str) -> None:
+    """Give a model the centres and factors that `calibrate` saved in its folder, if there are any."""
+    path = Path(name).expanduser() / FILE_NAME
+    if not path.is_file():
+        return
+    try:
+        load_smoothing(model, path)
+    except (NotImplementedError, ValueError) as error:
+        # Results are correct without it, but less accurate.
+        print(f"hf-kvquant: warning: {path} is ignored. {error}", file=sys.stderr)
 
 
 def prepare(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    args: argparse.Namespace,
-    where: str,
+    name: str,
+    *,
+    inject_outliers: float | None = None,
+    inject_bias: float | None = None,
+    calibrate: str | None = None,
+    calibrate_for: str | None = None,
 ) -> dict[str, Any]:
-    """Inject outliers or a bias into a model and calibrate it, as far as the arguments ask for it.
+    """Make a model ready to be measured: load the calibration that is saved with it, inject, then calibrate.
+
+    Args:
+        model: Written in place.
+        tokenizer: The model's.
+        name: Its folder or hub id.
+        inject_outliers: The factor of `inject_key_outliers`; `None` injects none.
+        inject_bias: The norm of `inject_key_bias`; `None` injects none.
+        calibrate: A text file to calibrate on.
+        calibrate_for: The preset to calibrate for.
 
     Returns:
-        Settings of the record that describe the model.
-
-    Raises:
-        CannotInject: It is unknown how the model computes its keys, or a number is invalid.
-        UsageError: An argument is invalid, the model cannot be calibrated, or memory runs out.
+        What the settings of a record say about the model.
     """
-    if args.calibrate_for is not None and args.calibrate is None:
-        raise UsageError(f"{where}: `--calibrate-for` must come with --calibrate, got it alone. Add --calibrate FILE.")
-    preset = args.calibrate_for or CALIBRATED_PRESET
-    text = None if args.calibrate is None else read_text(args.calibrate, f"{where}: `--calibrate`")
-    if text is not None and not text.strip():
-        raise UsageError(
-            f"{where}: `--calibrate` {args.calibrate} must hold text, got nothing but white space. Name another file."
-        )
-    load_calibration(model, args.model)
-    calibrated = Path(args.model).expanduser() / FILE_NAME
+    if calibrate_for is not None and calibrate is None:
+        raise UsageError("`--calibrate-for` must come with --calibrate, got it alone. Add --calibrate FILE.")
+    text = None if calibrate is None else read_text("--calibrate", calibrate)
+    load_calibration(model, name)
+    saved = Path(name).expanduser() / FILE_NAME
     try:
-        if args.inject_outliers is not None:
-            inject_key_outliers(model, OUTLIER_PAIRS, args.inject_outliers)
-        if args.inject_bias is not None:
-            inject_key_bias(model, args.inject_bias)
+        if inject_outliers is not None:
+            inject_key_outliers(model, OUTLIER_PAIRS, inject_outliers)
+        if inject_bias is not None:
+            inject_key_bias(model, inject_bias)
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise CannotInject(f"{where}: nothing can be injected into {args.model}. {error}") from error
+        raise CannotInject(f"nothing can be injected into {name}. {error}") from error
     calibration = None
-    if text is not None:
+    if calibrate is not None and text is not None:
+        preset = calibrate_for or CALIBRATED_PRESET
         try:
             result = smooth_attention(model, tokenizer, [text], preset)
         except (MemoryError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             if is_out_of_memory(error):
                 raise UsageError(
-                    f"{where}: `--calibrate` must fit into memory, got {args.calibrate}, which does not. Calibrate "
-                    "with hf-kvquant calibrate and a smaller --window, and evaluate what it saves."
+                    f"`--calibrate` must fit into memory, got {calibrate}, which does not. Calibrate with hf-kvquant "
+                    "calibrate and a smaller --window, and evaluate what it saves."
                 ) from error
-            raise UsageError(f"{where}: {args.model} cannot be calibrated. {error}") from error
+            raise UsageError(f"{name} cannot be calibrated. {error}") from error
         print(result.report(), file=sys.stderr)
-        calibration = describe(result, Path(args.calibrate), preset)
+        calibration = describe(result, Path(calibrate), preset)
     return {
-        "model": model_name(args.model),
+        "model": model_name(name),
         "weights_sample_sha256": weights_hash(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
-        "smoothing_sha256": sha256(calibrated) if calibrated.is_file() else None,
-        "injected_outliers": args.inject_outliers,
-        "injected_bias": args.inject_bias,
+        "smoothing_sha256": sha256(saved) if saved.is_file() else None,
+        "injected_outliers": inject_outliers,
+        "injected_bias": inject_bias,
         "calibration": calibration,
     }
 

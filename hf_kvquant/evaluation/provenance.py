@@ -51,30 +51,24 @@ def card() -> dict[str, Any]:
 def gpu_card() -> dict[str, Any]:
     """Name, memory, driver and software of the first GPU. Unknown entries are `None`."""
     properties = torch.cuda.get_device_properties(0)
-    smi = _nvidia_smi("driver_version", "clocks.max.sm", "clocks.max.mem")
+    smi = _nvidia_smi(driver="driver_version", max_sm_mhz="clocks.max.sm", max_memory_mhz="clocks.max.mem")
     return {
         "gpu": properties.name,
         "gpu_gb": round(properties.total_memory / 1e9, 1),
         "multiprocessors": properties.multi_processor_count,
         "l2_mb": round(properties.L2_cache_size / 1e6, 1),
-        "driver": None if smi is None else smi[0],
-        "max_sm_mhz": None if smi is None else _number(smi[1]),
-        "max_memory_mhz": None if smi is None else _number(smi[2]),
+        "driver": smi["driver"],
+        "max_sm_mhz": _number(smi["max_sm_mhz"]),
+        "max_memory_mhz": _number(smi["max_memory_mhz"]),
         "cuda": torch.version.cuda,
-        "triton": _version("triton"),
+        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
     }
 
 
 def gpu_state() -> dict[str, Any]:
     """Clocks, temperature and power of the first GPU right now; `None` for what nvidia-smi does not report."""
-    fields = {
-        "sm_mhz": "clocks.sm",
-        "memory_mhz": "clocks.mem",
-        "celsius": "temperature.gpu",
-        "watts": "power.draw",
-    }
-    found = _nvidia_smi(*fields.values())
-    return {key: None if found is None else _number(found[i]) for i, key in enumerate(fields)}
+    smi = _nvidia_smi(sm_mhz="clocks.sm", memory_mhz="clocks.mem", celsius="temperature.gpu", watts="power.draw")
+    return {key: _number(text) for key, text in smi.items()}
 
 
 def checkout() -> tuple[str | None, bool | None]:
@@ -130,21 +124,19 @@ def cpu_name() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
-def _number(text: str) -> float | None:
+def _number(text: str | None) -> float | None:
     try:
-        return float(text)
+        return None if text is None else float(text)
     except ValueError:  # "[N/A]"
         return None
 
 
-def _version(package: str) -> str | None:
-    found: str | None = importlib.metadata.version(package) if importlib.util.find_spec(package) else None
-    return found
-
-
-def _nvidia_smi(*fields: str) -> list[str] | None:
-    line = _output("nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
-    return None if line is None else [word.strip() for word in line.split(",")]
+def _nvidia_smi(**fields: str) -> dict[str, str | None]:
+    """What nvidia-smi says of the first GPU in some of its fields, under the names of the arguments."""
+    query = ",".join(fields.values())
+    line = _output("nvidia-smi", "--id=0", f"--query-gpu={query}", "--format=csv,noheader,nounits")
+    values = [None] * len(fields) if line is None else [word.strip() for word in line.split(",")]
+    return dict(zip(fields, values, strict=True))
 
 
 def _git(*arguments: str) -> str | None:

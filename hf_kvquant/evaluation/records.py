@@ -2,27 +2,32 @@
 
 A record holds the card of the run (`provenance.py`), its settings, and its parts: results by name. The evaluation
 decides what a part is. A file is resumed only if its settings, code and machine are those of the new run; this file
-decides that.
+decides that, and what the user is told if a run ends early.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..common.output import why_unwritable, written
-from .arguments import UsageError, checked_output
+from ..common.progress import Tell, show_progress
+from .errors import Interrupted, OutOfMemory, UsageError, is_out_of_memory
 from .provenance import card, gpu_card
 
 # Entries of the card that may differ between the runs that fill one record.
 _FREE = ("command", "date", "threads")
 _REMEDY = "Name another file, or remove this one."
+
+# The content of a record's file: card, settings and parts.
+Record = Mapping[str, Any]
 
 
 class CannotKeep(OSError):
@@ -30,12 +35,7 @@ class CannotKeep(OSError):
 
 
 class RunRecord:
-    """One run's results. `open` makes or resumes one.
-
-    Args:
-        path: The file; `None` keeps everything in memory.
-        content: Card, settings and parts.
-    """
+    """One run's results. `open` makes or resumes one."""
 
     def __init__(self, path: Path | None, content: dict[str, Any]) -> None:
         self._path = path
@@ -43,11 +43,9 @@ class RunRecord:
 
     @classmethod
     def open(cls, path: Path | None, settings: Mapping[str, Any]) -> RunRecord:
-        """Begin a record, or resume the one that the file holds.
+        """Begin a record, or resume the one that the file holds. Without a path, everything is kept in memory.
 
-        Args:
-            path: The file, first written with the first part; `None` keeps everything in memory.
-            settings: Everything that the results depend on, JSON-serialisable.
+        `settings` are everything that the results depend on, JSON-serialisable.
 
         Raises:
             ValueError: The file is not a record, or comes from other settings, other code or another machine, or cannot
@@ -78,11 +76,7 @@ class RunRecord:
         return found
 
     def put(self, part: str, result: Mapping[str, Any]) -> None:
-        """Keep a part's result, and write the file.
-
-        Raises:
-            CannotKeep: The file cannot be written. It still holds what it held before.
-        """
+        """Keep a part's result, and write the file. If that raises `CannotKeep`, the file holds what it held before."""
         self._content["parts"][part] = _plain(result)
         if self._path is not None:
             try:
@@ -90,6 +84,11 @@ class RunRecord:
                     path.write_text(_spell(self._content), encoding="utf-8")
             except OSError as error:
                 raise CannotKeep(error.strerror or str(error)) from error
+
+    def fill(self, part: str, measure: Callable[[], Mapping[str, Any]]) -> None:
+        """Measure a part and keep its result, unless there is one already."""
+        if self.get(part) is None:
+            self.put(part, measure())
 
     def to_dict(self) -> dict[str, Any]:
         """Card, settings and parts."""
@@ -104,34 +103,16 @@ class RunRecord:
         return f"What was measured is in {self._path}: run the same command again to resume."
 
 
-def check_record(output: str | None, where: str) -> None:
-    """Refuse an `--output` that cannot be written, before anything is measured.
-
-    Raises:
-        UsageError: It cannot be written.
-    """
-    if output is not None:
-        checked_output(output, where)
-
-
-def open_record(output: str | None, settings: Mapping[str, Any], where: str) -> RunRecord:
-    """Make or resume the record of `--output`.
-
-    Raises:
-        UsageError: It cannot be used. The message starts with `where`.
-    """
+def open_record(output: str | None, settings: Mapping[str, Any]) -> RunRecord:
+    """Make or resume the record of `--output`."""
     try:
         return RunRecord.open(None if output is None else Path(output).expanduser(), settings)
     except ValueError as error:
-        raise UsageError(f"{where}: `--output` cannot be used. {error}") from error
+        raise UsageError(f"`--output` cannot be used. {error}") from error
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Card, settings and parts of a file.
-
-    Raises:
-        ValueError: The file is not a record.
-    """
+    """Card, settings and parts of a file. Raises `ValueError` if it is not a record."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -141,6 +122,59 @@ def read_record(path: Path) -> dict[str, Any]:
     ):
         raise ValueError(f"RunRecord: `path` must hold card, settings and parts, got {path}, which does not. {_REMEDY}")
     return content
+
+
+@contextlib.contextmanager
+def measuring(
+    record: RunRecord,
+    where: str,
+    total: int,
+    *,
+    unit: str = "step",
+    lower: str,
+    value: int,
+    more: str = "",
+    is_shown: bool = True,
+) -> Iterator[Tell]:
+    """Show the progress of a run. If it ends early, say in one line where, and what was kept.
+
+    Args:
+        record: The run's record.
+        where: The command.
+        total: Number of steps.
+        unit: Name of a step.
+        lower: The option that takes the most memory, and that the user should lower.
+        value: Its value.
+        more: What else lowers the memory; starts with a comma.
+        is_shown: Whether to show progress.
+
+    Yields:
+        The function that takes the steps just done and, in words, what is measured next.
+    """
+    part = "the first steps"
+    try:
+        with show_progress(where, total, unit=unit, is_shown=is_shown) as show:
+
+            def tell(done: int = 0, /, doing: str | None = None) -> None:
+                nonlocal part
+                part = doing or part
+                show(done, doing)
+
+            yield tell
+    except KeyboardInterrupt as error:
+        raise Interrupted(f"{where} ended in {part}. {record.kept()}") from error
+    except CannotKeep as error:
+        raise UsageError(
+            f"`--output` must be a file that can be written, got {error} in {part}. Make room, then run the same "
+            "command again: it resumes what was written before."
+        ) from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        under = f" under {error.name}" if isinstance(error, OutOfMemory) else ""
+        raise UsageError(
+            f"`{lower}` must fit into memory, got {value}, too much for {part}{under}. Lower it{more}. {record.kept()}"
+        ) from error
 
 
 def _difference(earlier: Mapping[str, Any], now: Mapping[str, Any], allowed: tuple[str, ...]) -> str | None:

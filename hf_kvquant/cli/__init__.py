@@ -1,0 +1,72 @@
+"""The command `hf-kvquant`: one file a sub-command, which has its options and prints its results.
+
+`generate` continues prompts under one or more presets and prints a table. `calibrate` finds centres and smoothing
+factors of keys and saves the model with them; with `--check` it only says which preset each layer tolerates. `eval`
+measures quality. `env` says what is installed, what is missing and how to get it. `arguments.py` has what commands
+share.
+
+A mistake in the arguments ends with one line on stderr and exit code 2. A refused preset, or a measurement that fails
+its own checks, ends with one line and exit code 1. A bug ends with a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ..common.version import __version__
+from ..evaluation.errors import Interrupted, Refused, UsageError, named
+from . import calibrate, env, eval_long, eval_perplexity, eval_report, eval_tasks, generate
+from .arguments import Parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: Arguments without the program's name; `None` takes those of the process.
+
+    Returns:
+        The exit code: 0, 1 for a refused preset, 2 for a mistake in the arguments, 130 when interrupted.
+    """
+    return run(parser().parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command in `args.run`, and print in a line why it ended early. Returns the exit code."""
+    try:
+        with named(args.command):
+            args.run(args)
+    except UsageError as error:
+        print(f"hf-kvquant: error: {error}", file=sys.stderr)
+        return 2
+    except Refused as error:
+        print(f"hf-kvquant: refused: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as interrupt:
+        left = f" {interrupt}" if isinstance(interrupt, Interrupted) else ""
+        print(f"hf-kvquant: interrupted.{left}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    root = Parser(
+        prog="hf-kvquant", description="Generate text with a quantised key-value cache, and see what it costs."
+    )
+    root.add_argument("--version", action="version", version=f"hf-kvquant {__version__}")
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    generate.add_parser(commands)
+    calibrate.add_parser(commands)
+    evaluate = commands.add_parser(
+        "eval",
+        help="measure what presets cost in quality",
+        description="Measure what presets cost in quality, against the unquantised cache in the same run.",
+    )
+    evaluations = evaluate.add_subparsers(required=True, metavar="EVALUATION")
+    for evaluation in (eval_perplexity, eval_tasks, eval_long, eval_report):
+        evaluation.add_parser(evaluations)
+    env.add_parser(commands)
+    return root

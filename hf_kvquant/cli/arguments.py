@@ -1,0 +1,301 @@
+"""What the commands of `hf-kvquant` share: options, checks of their values, names of configs, loading a model.
+
+argparse parses. Its mistakes and those that the checks find end in the same way: one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..common.errors import did_you_mean
+from ..common.output import why_unwritable
+from ..config import PRESETS, WINDOWS, KVQuantConfig
+from ..evaluation.errors import UsageError
+from ..evaluation.measuring.fidelity import UNQUANTIZED
+from ..evaluation.preparation import (
+    BIAS_NORM,
+    CALIBRATED_PRESET,
+    OUTLIER_FACTOR,
+    OUTLIER_PAIRS,
+    Subject,
+    load,
+    prepare,
+)
+from ..patching import patched
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Suffix of a preset's name for its naive baseline, which shows how much transforms and clipping gain.
+UNTRANSFORMED = "-untransformed"
+Options = TypeVar("Options", bound="DataclassInstance")
+# The options of `add_preparation`.
+PREPARATION = ("inject_outliers", "inject_bias", "calibrate", "calibrate_for")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that reports a mistake in one line, without the long usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong with the arguments and exit with code 2."""
+        program, _, command = self.prog.partition(" ")
+        where = f"{command}: " if command else ""
+        end = "" if message.endswith("?") else "."
+        self.exit(2, f"{program}: error: {where}{message}{end} See {self.prog} --help.\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse unknown arguments here, so that hints name the options of this command and not of the root parser."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            option = unknown[0].partition("=")[0]
+            hint = did_you_mean(option, self._option_string_actions)
+            self.error(f"there is no argument '{option}'{'.' if hint else ''}{hint}")
+        return known, unknown
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], None],
+    *,
+    help: str,
+    description: str | None = None,
+    has_model: bool = True,
+) -> argparse.ArgumentParser:
+    """Add a command to the sub-parsers of argparse. What it parses holds `run`, `command` and perhaps `model`."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=description)
+    parser.set_defaults(run=run, command=parser.prog.partition(" ")[2])
+    if has_model:
+        parser.add_argument("model", metavar="MODEL", help="a folder or a hub id")
+    return parser
+
+
+def add_placement(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Add the options that say how a model is loaded. `more` is added to the help of the dtype."""
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help=f"dtype of the model{more} (default: the checkpoint's)"
+    )
+    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
+
+
+def add_presets(parser: argparse.ArgumentParser, default: Iterable[str], more: str = "") -> None:
+    """Add the options that say which configs a command runs, by default some presets. `more` is added to the help."""
+    parser.add_argument(
+        "--preset",
+        action="append",
+        metavar="NAME",
+        help=f"one of {', '.join(PRESETS)}; append {UNTRANSFORMED} for its formats alone, and :4+128 to keep the first "
+        f"4 and the newest 128 tokens dense; repeatable (default: {', '.join(default)}){more}",
+    )
+    parser.set_defaults(default_presets=tuple(default))
+    for name, which in zip(WINDOWS, ("first", "newest"), strict=True):
+        parser.add_argument(
+            option(name),
+            type=int,
+            default=0,
+            metavar="N",
+            help=f"how many of the {which} tokens stay dense, unless a preset's name says (default: 0)",
+        )
+
+
+def add_preparation(parser: argparse.ArgumentParser) -> None:
+    """Add the options that change a model before it is measured."""
+    parser.add_argument(
+        "--inject-outliers",
+        type=float,
+        nargs="?",
+        const=OUTLIER_FACTOR,
+        metavar="F",
+        help=f"first make {OUTLIER_PAIRS} RoPE pairs of every key head F times as large, and the same channels of the "
+        f"queries F times as small (F: {OUTLIER_FACTOR:g} if left out)",
+    )
+    parser.add_argument(
+        "--inject-bias",
+        type=float,
+        nargs="?",
+        const=BIAS_NORM,
+        metavar="NORM",
+        help=f"first add a constant vector of this norm to every key head (NORM: {BIAS_NORM:g} if left out)",
+    )
+    parser.add_argument("--calibrate", metavar="FILE", help="then calibrate the model on this text")
+    parser.add_argument(
+        "--calibrate-for",
+        choices=tuple(PRESETS),
+        help=f"preset to calibrate for, with --calibrate (default: {CALIBRATED_PRESET})",
+    )
+
+
+def options_of(args: argparse.Namespace, kind: type[Options]) -> Options:
+    """The options of an evaluation, a dataclass whose fields have the names of arguments."""
+    return kind(**{field.name: getattr(args, field.name) for field in dataclasses.fields(kind)})
+
+
+def option(name: str) -> str:
+    """How the user types the option that is parsed into `name`."""
+    return f"--{name.replace('_', '-')}"
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def check_counts(args: argparse.Namespace, *names: str) -> None:
+    """Refuse options that were given and are below 1."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"`{option(name)}` must be at least 1, got {value}.")
+
+
+def checked_output(name: str, *, expected: str = "a file in a folder that is there", **options: bool) -> Path:
+    """The path of `--output`, after a test that what is `expected` can be written there (`why_unwritable`)."""
+    path = Path(name).expanduser()
+    reason = why_unwritable(path, **options)
+    if reason is not None:
+        raise UsageError(f"`--output` must be {expected}, got {name}: {reason}. Name another.")
+    return path
+
+
+def checked_device(name: str | None) -> torch.device:
+    """The device that a user names, or the best one there is."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"`--device` must be a torch device such as cpu or cuda:0, got '{name}'.") from error
+    available = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= available:
+        raise UsageError(
+            f"`--device` must exist, got '{name}' with {available} CUDA devices. Use --device cpu, or see hf-kvquant "
+            "env."
+        )
+    return device
+
+
+# --- configs ----------------------------------------------------------------------------------------------------------
+
+
+def windows_of(args: argparse.Namespace) -> dict[str, int]:
+    """How many tokens every preset keeps dense, by the names of the options."""
+    return {name: getattr(args, name) for name in WINDOWS}
+
+
+def checked_configs(args: argparse.Namespace) -> dict[str, KVQuantConfig]:
+    """The configs to run, by name, each once and in the order given; the command's defaults if none is given."""
+    windows = windows_of(args)
+    for name, length in windows.items():
+        if length < 0:
+            raise UsageError(f"`{option(name)}` must be at least 0, got {length}.")
+    return {name: config_of(name, windows) for name in dict.fromkeys(args.preset or args.default_presets)}
+
+
+def config_of(name: str, windows: Mapping[str, int] | None = None) -> KVQuantConfig:
+    """The config that a name stands for: a preset or its formats alone, also with windows: `int4-untransformed:4+128`.
+
+    `windows` are for a name that has none, if the preset quantises anything.
+    """
+    formats, has_windows, lengths = name.partition(":")
+    preset = formats.removesuffix(UNTRANSFORMED)
+    checked_preset(preset, spelled=formats)
+    options: dict[str, Any] = {}
+    if has_windows:
+        found = re.fullmatch(r"(\d+)\+(\d+)", lengths)
+        if found is None:
+            raise UsageError(
+                f"`--preset` must give windows as FIRST+NEWEST tokens, got '{lengths}'. Write for example "
+                f"{formats}:4+128."
+            )
+        options = dict(zip(WINDOWS, map(int, found.groups()), strict=True))
+    elif any(side.is_quantized for side in PRESETS[preset]):
+        options = dict(windows or {})
+    if formats != preset:  # the naive baseline, without transforms and without clipping
+        key, value = (dataclasses.replace(side, clip_ratio=1.0) for side in PRESETS[preset])
+        options |= {"transforms": [], "key": key, "value": value}
+    try:
+        return KVQuantConfig.from_preset(preset, **options)
+    except ValueError as error:
+        raise UsageError(f"`--preset {name}` is invalid. {error}") from error
+
+
+def checked_preset(name: str, *, spelled: str | None = None) -> str:
+    """The name, if it is a preset's. Errors quote `spelled`, which it was taken from."""
+    if name not in PRESETS:
+        known = [*PRESETS, *(preset + UNTRANSFORMED for preset in PRESETS)]
+        spelled = spelled or name
+        raise UsageError(
+            f"`--preset` must be one of {', '.join(PRESETS)}, got '{spelled}'.{did_you_mean(spelled, known)}"
+        )
+    return name
+
+
+def fitting_configs(
+    model: PreTrainedModel, args: argparse.Namespace, configs: Mapping[str, KVQuantConfig]
+) -> dict[str, KVQuantConfig]:
+    """The configs that a model can be patched with, found before anything runs.
+
+    Presets that the user typed must fit. A default that does not fit is left out, and a line on stderr says why.
+    """
+    fitting: dict[str, KVQuantConfig] = {}
+    left_out: dict[str, Exception] = {}
+    for preset, config in configs.items():
+        try:
+            with patched(model, config):
+                fitting[preset] = config
+        except (NotImplementedError, TypeError, ValueError) as error:
+            if args.preset:
+                raise UsageError(f"`--preset {preset}` does not fit {args.model}. {error}") from error
+            left_out[preset] = error
+    if left_out and not any(config.key.is_quantized or config.value.is_quantized for config in fitting.values()):
+        reason = next(iter(left_out.values()))
+        raise UsageError(f"none of {', '.join(left_out)} fits {args.model}. {reason}") from reason
+    for preset, reason in left_out.items():
+        print(
+            f"hf-kvquant: {args.command}: {preset} does not fit {args.model} and is left out. {reason}",
+            file=sys.stderr,
+        )
+    return fitting
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+def load_placed(
+    args: argparse.Namespace, *, default_device: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model of a command onto the device that its options name, else the default or the best one."""
+    return load(args.model, args.dtype, checked_device(args.device or default_device))
+
+
+def compared_configs(args: argparse.Namespace, *counts: str) -> dict[str, KVQuantConfig]:
+    """The configs that an evaluation compares, by name, after checks of the options that all evaluations have.
+
+    The unquantised cache comes first: the others are compared with it.
+    """
+    configs = {UNQUANTIZED: KVQuantConfig.from_preset(UNQUANTIZED), **checked_configs(args)}
+    if args.output is not None:
+        checked_output(args.output)
+    check_counts(args, *counts)
+    return configs
+
+
+def load_subject(
+    args: argparse.Namespace, configs: Mapping[str, KVQuantConfig], *, default_device: str | None = None
+) -> Subject:
+    """Load and prepare the model that an evaluation measures, with the configs that fit it."""
+    model, tokenizer = load_placed(args, default_device=default_device)
+    fitting = fitting_configs(model, args, configs)
+    settings = prepare(model, tokenizer, args.model, **{name: getattr(args, name) for name in PREPARATION})
+    return Subject(args.model, model, tokenizer, fitting, settings)

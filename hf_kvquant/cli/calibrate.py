@@ -1,0 +1,206 @@
+"""`hf-kvquant calibrate`: saves a model with centres and factors, or says which preset each of its layers tolerates."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+from rich.text import Text
+from safetensors import SafetensorError
+
+from ..calibration.smoothing import Mode, smooth_attention
+from ..calibration.smoothing_file import FILE_NAME, HEADINGS
+from ..calibration.smoothing_file import cells as smoothing_cells
+from ..calibration.value_rotation import rotate_values
+from ..common.progress import without_bars
+from ..config import PRESETS
+from ..evaluation.errors import Refused, UsageError
+from ..evaluation.preparation import load_calibration, read_text
+from ..evaluation.rendering import print_table
+from ..preflight.check import run_preflight
+from ..preflight.verdict import Preflight, PreflightError, cells
+from .arguments import add_command, add_placement, checked_output, checked_preset, load_placed, option
+
+# Options that say how to calibrate, and their defaults.
+CALIBRATION: dict[str, Any] = {"mode": "fold", "no_centers": False, "no_factors": False, "rotate_values": False}
+CALIBRATION |= {"tokens": 16384, "window": 2048, "batch_size": 1}
+
+
+def add_parser(commands: Any) -> None:
+    """Add `calibrate` to the commands, the sub-parsers of argparse."""
+    parser = add_command(
+        commands,
+        "calibrate",
+        run,
+        help="find centres and smoothing factors of keys, and save the model with them",
+        description="Find what the transforms of a preset need, on the given text: the centre of each layer's keys, "
+        "and factors that make outlier channels of keys smaller and those of queries larger, where that reduces the "
+        "error. Factors are folded into the weights, which leaves logits bitwise the same. The model is saved, and "
+        f"next to it {FILE_NAME} with the rest. With --check, nothing is changed or saved: the command looks at the "
+        "weights and at how much quantising a layer changes the next token, and says which preset each layer "
+        "tolerates, or whether all layers tolerate the given one.",
+    )
+    add = parser.add_argument
+    add("--text-file", action="append", default=[], metavar="FILE", help="text to calibrate on; repeatable")
+    add("--output", metavar="DIR", help="a new folder for the model and the factors; not with --check")
+    add(
+        "--preset",
+        metavar="NAME",
+        help=f"one of {', '.join(PRESETS)} (default: int4; with --check, the smallest that each layer tolerates)",
+    )
+    add("--check", action="store_true", help="only check; without --text-file, on text that the model writes")
+    add("--weights-only", action="store_true", help="with --check, do not run the model on text")
+    add("--force", action="store_true", help="with --check, exit with 0 whatever is found")
+    add(
+        "--mode",
+        choices=get_args(Mode),
+        help="fold: factors go into the weights; online: caches apply them; auto: into the weights where possible "
+        "(default: %(default)s)",
+    )
+    add("--no-centers", action="store_true", help="leave centres as they are")
+    add("--no-factors", action="store_true", help="find centres only")
+    add(
+        "--rotate-values", action="store_true", help="first rotate values, through the weights, which rounds these once"
+    )
+    add("--tokens", type=int, metavar="N", help="most tokens to calibrate on (default: %(default)s)")
+    add("--window", type=int, metavar="N", help="tokens per forward (default: %(default)s)")
+    add("--batch-size", type=int, metavar="N", help="windows per forward (default: %(default)s)")
+    add_placement(parser)
+    parser.set_defaults(**CALIBRATION)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run `hf-kvquant calibrate`."""
+    for name in ("weights_only", "force"):
+        if getattr(args, name) and not args.check:
+            raise UsageError(f"`{option(name)}` must come with --check, got it alone. Add --check.")
+    for name, default in CALIBRATION.items() if args.check else ():
+        if getattr(args, name) != default:
+            raise UsageError(
+                f"`{option(name)}` must come without --check, which calibrates nothing, got both. Leave out one."
+            )
+    if args.weights_only and args.text_file:
+        raise UsageError(
+            "`--text-file` must come without --weights-only, which reads no text, got both. Leave out one."
+        )
+    preset = None if args.preset is None else checked_preset(args.preset)
+    if args.check:
+        check(args, preset)
+    else:
+        calibrate(args, preset or "int4")
+
+
+def calibrate(args: argparse.Namespace, preset: str) -> None:
+    """Calibrate a model and save it."""
+    texts = checked_texts(args.text_file)
+    output = new_folder(args.output)
+    model, tokenizer = load_placed(args)
+    try:
+        if args.rotate_values:
+            rotate_values(model)  # first: the file of factors identifies the weights that are saved
+        result = smooth_attention(
+            model,
+            tokenizer,
+            texts,
+            preset,
+            mode=args.mode,
+            centers=not args.no_centers,
+            factors=not args.no_factors,
+            num_tokens=args.tokens,
+            window=args.window,
+            batch_size=args.batch_size,
+        )
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"{args.model} cannot be calibrated. {error}") from error
+    try:
+        with without_bars():
+            model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
+        result.save(output / FILE_NAME)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(
+            f"`--output` must have room for the model, got {args.output}: {error}. Make room, or name another folder, "
+            "and run it again."
+        ) from error
+    console = Console(highlight=False)
+    title = f"{args.model}, {preset}, {model.dtype}".replace("torch.", "")
+    print_table(console, HEADINGS, map(smoothing_cells, result.layers), title=title, left=())
+    for note in result.notes():
+        console.print(note, markup=False)
+    console.print(f"Saved the model and {FILE_NAME} to {output}.", soft_wrap=True)
+
+
+def check(args: argparse.Namespace, preset: str | None) -> None:
+    """Check which preset each layer tolerates, or whether all layers tolerate the given one."""
+    if args.output is not None:
+        raise UsageError(
+            f"`--output` must be left out with --check, got {args.output}. Nothing is saved: check the model that "
+            "calibrate has saved."
+        )
+    texts = checked_texts(args.text_file) if args.text_file else None
+    model, tokenizer = load_placed(args)
+    load_calibration(model, args.model)
+    try:
+        result = run_preflight(
+            model,
+            preset,
+            tokenizer=None if texts is None else tokenizer,
+            texts=texts,
+            measure=not args.weights_only,
+        )
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise UsageError(f"{args.model} cannot be checked. {error}") from error
+    console = Console(highlight=False)
+    where = f"{model.dtype} on {model.device}".removeprefix("torch.")
+    show_preflight(console, result, title=f"{args.model}, {where}")
+    try:
+        result.approved()
+    except PreflightError as error:
+        if not args.force:
+            raise Refused(str(error).replace("force=True", "--force")) from error
+        console.print(f"Not safe: {error}", style="bold red")
+    console.print(f"Use it with: hf_kvquant.patch(model, {result.spelled()})", soft_wrap=True)
+
+
+def show_preflight(console: Console, result: Preflight, *, title: str) -> None:
+    """Print the table of layers, and below it what its columns mean."""
+    for index, reason in result.left_out.items():
+        console.print(f"layer {index} is left out: {reason}", style="dim")
+    harmful = {finding.layer_idx for finding in result.problems}
+    rows = [
+        [
+            Text(cell, style="red" if layer.layer_idx in harmful else "")
+            for cell in (str(layer.layer_idx), layer.name, *cells(layer), layer.remarks())
+        ]
+        for layer in result.layers
+    ]
+    headings = ("layer", "formats", "key bias", "channels", "KL, nats/token", "remarks")
+    print_table(console, headings, rows, title=title, left=("formats", "remarks"), column={"overflow": "fold"})
+    for note in result.notes():
+        console.print(note)
+    console.print(
+        "Key bias: the constant in all keys of a head, divided by their spread. Channels: the largest channel divided "
+        "by the median one. KL: divergence of the next token if only this layer is quantised.",
+        style="dim",
+    )
+
+
+def checked_texts(names: Sequence[str]) -> list[str]:
+    """The texts of `--text-file`."""
+    if not names:
+        raise UsageError("`--text-file` must be given, got none. Name a file of a few thousand words.")
+    return [read_text("--text-file", name) for name in names]
+
+
+def new_folder(name: str | None) -> Path:
+    """The folder of `--output`, which must not hold anything yet."""
+    if name is None:
+        raise UsageError("`--output` must be given, got none. Name a new folder, or add --check to look only.")
+    expected = "a new or an empty folder"
+    path = checked_output(name, expected=expected, is_folder=True, with_parents=True)
+    if path.exists() and any(path.iterdir()):
+        raise UsageError(f"`--output` must be {expected}, got {name}: a folder that is not empty. Name another.")
+    return path

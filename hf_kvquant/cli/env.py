@@ -1,0 +1,28 @@
+"""`hf-kvquant env`: versions, kernels and devices, and what is missing."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..environment import environment
+from .arguments import add_command
+
+
+def add_parser(commands: Any) -> None:
+    """Add `env` to the commands, the sub-parsers of argparse."""
+    add_command(commands, "env", run, help="show versions, kernels and devices, and what is missing", has_model=False)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run `hf-kvquant env`."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in environment().items():
+        table.add_row(name, Text(value))  # brackets, as in hf-kvquant[eval], are no markup here
+    Console(highlight=False).print(table)

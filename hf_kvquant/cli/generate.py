@@ -1,0 +1,188 @@
+"""`hf-kvquant generate`: continues prompts under several presets, and prints what each costs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..evaluation.errors import UsageError
+from ..evaluation.measuring.fidelity import UNQUANTIZED
+from ..evaluation.measuring.generation import Summary, run_presets
+from ..evaluation.preparation import load, load_calibration, read_text
+from ..evaluation.rendering import or_dash, print_table
+from ..models.text_config import context_of
+from ..storage.offloading import HOMES
+from .arguments import (
+    add_command,
+    add_placement,
+    add_presets,
+    check_counts,
+    checked_configs,
+    checked_device,
+    fitting_configs,
+    option,
+    windows_of,
+)
+
+COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
+
+
+def add_parser(commands: Any) -> None:
+    """Add `generate` to the commands, the sub-parsers of argparse."""
+    parser = add_command(
+        commands,
+        "generate",
+        run,
+        help="continue prompts under one or more presets",
+        description="Continue prompts under each preset, streaming the text, and print a table. If the unquantised "
+        f"cache ('{UNQUANTIZED}') is among the presets, the text that it wrote is fed token by token through each "
+        "preset's own cache (teacher forcing), to compare them.",
+    )
+    add = parser.add_argument
+    add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; repeatable")
+    add("--prompt-file", action="append", default=[], metavar="FILE", help="a file that holds one prompt; repeatable")
+    add_presets(parser, COMPARED_PRESETS)
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
+    add_placement(parser)
+    add("--sample", action="store_true", help="sample instead of taking the most likely token")
+    add("--temperature", type=float, metavar="X", help="with --sample (default: 1)")
+    add("--top-p", type=float, metavar="X", help="with --sample (default: 1)")
+    add("--repetition-penalty", type=float, metavar="X", help="above 1 makes repeated tokens less likely (default: 1)")
+    add("--seed", type=int, metavar="N", help="with --sample, set before each text (default: 0)")
+    add("--offloading", action="store_true", help="on a GPU: keep codes in CPU memory, except those of two layers")
+    add("--no-stream", action="store_true", help="print only the table, not the text")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run `hf-kvquant generate`."""
+    presets = checked_configs(args)
+    texts = checked_prompts(args)
+    sampling = checked_sampling(args)
+    check_counts(args, "max_new_tokens")
+    device = checked_device(args.device)
+    if args.offloading:
+        if device.type not in HOMES:
+            raise UsageError(
+                f"`--offloading` must come with a GPU, got {device}, where codes are in CPU memory anyway. Leave it "
+                "out."
+            )
+        presets = {name: dataclasses.replace(config, offloading=True) for name, config in presets.items()}
+    model, tokenizer = load(args.model, args.dtype, device)
+    load_calibration(model, args.model)
+    prompts = tokenize(model, tokenizer, texts, args.max_new_tokens)
+    presets = fitting_configs(model, args, presets)
+    console = Console(highlight=False)
+
+    def start(index: int, preset: str) -> None:
+        if args.no_stream:
+            return
+        if preset == next(iter(presets)):
+            console.rule(f"prompt {index + 1} of {len(texts)}", align="left")
+            console.out(texts[index], style="italic")
+        console.print(f"[bold cyan]{preset:>{max(map(len, presets))}}[/] …", end="")
+
+    def show(text: str) -> None:
+        if not args.no_stream:
+            console.out(text, end="")
+            console.file.flush()
+
+    summaries = run_presets(
+        model,
+        tokenizer,
+        prompts,
+        presets,
+        max_new_tokens=args.max_new_tokens,
+        sampling=sampling,
+        seed=args.seed or 0,
+        on_start=start,
+        on_text=show,
+    )
+    where = f"{model.dtype} on {model.device}".removeprefix("torch.")
+    windows = "".join(f", {name} {length}" for name, length in windows_of(args).items() if length)
+    windows += ", offloaded" if args.offloading else ""
+    show_summaries(console, summaries, title=f"{args.model}, {where}, {len(prompts)} prompts{windows}")
+
+
+def show_summaries(console: Console, summaries: Sequence[Summary], *, title: str) -> None:
+    """Print the table of presets, and below it how its columns were measured."""
+    notes = ["Peak cache: bytes allocated at the end of the longest text. tokens/s: 1 / the median decode step."]
+    num_scored = max(row.num_scored for row in summaries)
+    if num_scored:
+        notes.append(
+            f"Agreement of the most likely next token and KL divergence: against transformers' DynamicCache, over the "
+            f"{num_scored} tokens that '{UNQUANTIZED}' wrote, fed one by one through each preset's cache."
+        )
+    elif UNQUANTIZED in (row.preset for row in summaries):
+        notes.append(
+            "Agreement and KL divergence: nothing to compare. The first new token comes from the prompt alone, not "
+            "from the cache, and no text has a second one. Use --max-new-tokens 2 or more, or other prompts."
+        )
+    else:
+        notes.append(f"Agreement and KL divergence: add --preset {UNQUANTIZED} to compare with the unquantised cache.")
+    if any(row.is_served is False for row in summaries):
+        notes.append("Some layers attended to dequantised tensors; the log above says why. Correct, slower.")
+    rows = [
+        (
+            row.preset,
+            f"{row.bytes_per_token:,}",
+            f"{row.peak_bytes / 1024:,.0f} KiB",
+            or_dash(row.tokens_per_second, ".1f"),
+            or_dash(row.agreement, ".2%"),
+            or_dash(row.kld, ".2e"),
+        )
+        for row in summaries
+    ]
+    console.print()
+    headings = ("preset", "cache B/token", "peak cache", "tokens/s", "agreement", "KL, nats/token")
+    print_table(console, headings, rows, title=title, notes=notes)
+
+
+def checked_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts of `--prompt` and `--prompt-file`, without white space at their ends."""
+    remedy = "Write a prompt into it."
+    if not all(text.strip() for text in args.prompt):
+        raise UsageError(f"`--prompt` must hold text, got nothing but white space. {remedy}")
+    prompts = [*args.prompt, *(read_text("--prompt-file", name, remedy) for name in args.prompt_file)]
+    if not prompts:
+        raise UsageError("`--prompt` or `--prompt-file` must be given, got neither. Add --prompt 'Some text'.")
+    return [text.strip() for text in prompts]
+
+
+def checked_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `model.generate` that say how the next token is chosen."""
+    given = [name for name in ("temperature", "top_p", "seed") if getattr(args, name) is not None]
+    if given and not args.sample:
+        raise UsageError(f"`{option(given[0])}` must come with --sample, got it alone. Add --sample.")
+    chosen = {name: getattr(args, name) for name in given if name != "seed"}
+    if args.repetition_penalty is not None:
+        chosen["repetition_penalty"] = args.repetition_penalty
+    for name, value in chosen.items():
+        if value <= 0 or (name == "top_p" and value > 1):
+            expected = "above 0 and at most 1" if name == "top_p" else "positive"
+            raise UsageError(f"`{option(name)}` must be {expected}, got {value}.")
+    return {"do_sample": args.sample, **chosen}
+
+
+def tokenize(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_new_tokens: int
+) -> list[Tensor]:
+    """Token ids of each prompt, `[1, tokens]` int64 on the model's device, checked against the model's context."""
+    context = context_of(model)
+    prompts = []
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        if context is not None and ids.shape[1] + max_new_tokens > context:
+            room = context - ids.shape[1]
+            remedy = f"Use --max-new-tokens {room} or less." if room > 0 else "Shorten the prompt."
+            raise UsageError(
+                f"prompt and `--max-new-tokens` must fit the model's {context} positions, got {ids.shape[1]} and "
+                f"{max_new_tokens} tokens. {remedy}"
+            )
+        prompts.append(ids.to(model.device))
+    return prompts

@@ -1,0 +1,61 @@
+"""The ways in which a command ends without results. The user sees each as one line, without a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+# Messages of PyTorch's CPU allocator, and of CUDA calls and cuBLAS, which allocate outside PyTorch's GPU allocator.
+_OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class CommandError(Exception):
+    """An error of a command. Its text begins with the name of the command once `named` has seen it."""
+
+    command = ""
+
+    def __str__(self) -> str:
+        return f"{self.command}: {super().__str__()}" if self.command else super().__str__()
+
+
+class UsageError(CommandError):
+    """A mistake in the user's input."""
+
+
+class Refused(CommandError):
+    """A negative result: a preset that the model does not tolerate, or a measurement that fails its own checks."""
+
+
+class NothingRead(Refused):
+    """The numbers would not be those of the quantised cache."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """An interruption. Its text says what has been kept of the run."""
+
+
+class OutOfMemory(MemoryError):
+    """Memory ran out under the config `name`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"compare: memory must suffice for {name}, got too little. Use a shorter text.")
+        self.name = name
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory ran out, on a GPU or CPU. Some such errors are plain `RuntimeError`s."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    )
+
+
+@contextlib.contextmanager
+def named(command: str) -> Iterator[None]:
+    """Let errors in a `with` block begin with the name of the command, unless an inner block has named another."""
+    try:
+        yield
+    except CommandError as error:
+        error.command = error.command or command
+        raise

@@ -1,0 +1,312 @@
+"""Writes the prompts of `eval long`, from a seed: text with a hidden number (the needle), a question, and the answer.
+
+Three tests. `passkey` hides a number in sentences that repeat themselves (Mohtashami and Jaggi, 2023), `needle` hides
+one in text that does not (Kamradt, 2023), and `recall` is a list of keys and numbers, one of which is asked for.
+
+Pieces are tokenised one by one and their ids joined, so a prompt has exactly the length asked for, with any tokenizer.
+All prompts of a test have questions and answers with the same number of tokens (others are drawn again), so prompts of
+one length form a batch without padding. For a chat model, the user says context and question, and the assistant's turn
+has already begun with the words before the number.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import random
+import re
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import UsageError
+
+TESTS = ("passkey", "needle", "recall")
+
+# The answer is any number of five digits.
+NUM_ANSWERS = 90_000
+# Draws that settle how many tokens the questions and answers of a test have: the most common numbers among these.
+NUM_TRIALS = 64
+# Draws after which something must be wrong, since those numbers were the most common among `NUM_TRIALS`.
+MAX_DRAWS = 100 * NUM_TRIALS
+
+_NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+_SUBJECTS = (
+    *("The baker", "An old sailor", "The teacher", "A young doctor", "The painter", "My neighbour", "The farmer"),
+    *("A tired clerk", "The captain", "Her brother", "The gardener", "A famous singer", "The engineer", "His aunt"),
+    *("The librarian", "A local guide", "The mayor", "A quiet student", "The postman", "The chemist"),
+)
+_VERBS = (
+    *("carried", "forgot", "painted", "found", "sold", "described", "repaired", "borrowed", "lost", "admired"),
+    *("measured", "hid", "bought", "studied", "moved", "cleaned", "photographed", "returned", "counted", "kept"),
+)
+_OBJECTS = (
+    *("a wooden chair", "the long letter", "two small boats", "an iron gate", "the heavy book", "a broken clock"),
+    *("the red lantern", "some fresh bread", "a map of the coast", "the garden tools", "an empty bottle"),
+    *("the church bell", "a basket of apples", "the old piano", "three silver spoons", "a pair of boots"),
+    *("the kitchen table", "a bundle of ropes", "the winter coat", "an unfinished portrait"),
+)
+_ENDINGS = (
+    *("before the rain began", "near the river", "on a cold morning", "without saying a word", "after the meeting"),
+    *("at the end of the street", "during the summer", "in front of the station", "as the train arrived"),
+    *("because nobody else would", "behind the town hall", "late in the evening", "with great care"),
+    *("while the children slept", "for the second time", "under the bridge", "in a small village by the sea"),
+    *("when the war was over", "and never spoke of it again", "to the surprise of everyone"),
+)
+_CITIES = (
+    *("London", "Paris", "Berlin", "Madrid", "Vienna", "Dublin", "Moscow", "Tokyo", "Chicago", "Boston"),
+    *("Sydney", "Cairo", "Rome", "Athens", "Toronto", "Houston", "Mumbai", "Lisbon", "Prague", "Oslo"),
+)
+_ADJECTIVES = (
+    *("red", "blue", "green", "white", "black", "yellow", "brown", "grey", "old", "new", "big", "small", "tall"),
+    *("short", "young", "fast", "slow", "loud", "quiet", "wild", "dark", "bright", "cold", "warm", "golden", "silver"),
+    *("happy", "lonely", "strong", "lucky"),
+)
+_NOUNS = (
+    *("horse", "dog", "cat", "bird", "fish", "lion", "bear", "wolf", "tree", "flower", "house", "bridge", "tower"),
+    *("ship", "train", "car", "boat", "river", "lake", "mountain", "island", "king", "queen", "soldier", "farmer"),
+    *("doctor", "teacher", "child", "star", "stone"),
+)
+
+
+class PromptError(UsageError):
+    """A prompt cannot be written. The message names the argument at fault and says what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One prompt, in token ids.
+
+    Attributes:
+        context: `[tokens]` int64: the text with the needle in it.
+        question: `[tokens]` int64: everything between context and answer.
+        answer: `[tokens]` int64: the right answer.
+        needle: Positions of the needle in the context.
+    """
+
+    context: Tensor
+    question: Tensor
+    answer: Tensor
+    needle: range
+
+    @property
+    def ids(self) -> Tensor:
+        """`[length]` int64: context, question and answer."""
+        return torch.cat((self.context, self.question, self.answer))
+
+
+class _Task(NamedTuple):
+    """What is hidden and asked, and the words (`lead`) that come right before the answer, a number."""
+
+    subject: str
+    needle: str
+    question: str
+    lead: str
+    answer: str
+
+
+class Writer:
+    """Writes prompts with one tokenizer.
+
+    Args:
+        tokenizer: The model's.
+        filler: Text for `needle`, and for the rest of the length in `recall`; `None` for sentences made from a few
+            words. White space in it becomes single spaces.
+        seed: Seed of all random choices. Equal seeds and arguments give equal prompts.
+        is_chat: Whether to wrap prompts with the tokenizer's chat template.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, filler: str | None = None, *, seed: int = 0, is_chat: bool = False
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.seed = seed
+        # Some tokenizers put a space before every text, others only where the text has one.
+        twice = 2 * self._encode("x")
+        self._space = "" if str(tokenizer.decode(twice)).strip() == "x x" else " "
+        with_special = list(tokenizer("x").input_ids)
+        bos = tokenizer.bos_token_id
+        self._start = [bos] if bos is not None and with_special[:1] == [bos] else []
+        self._turn: list[int] | None = None  # ids between the user's message and the answer
+        if is_chat:
+            self._start, self._turn = map(self._encode, _parts_of_template(tokenizer))
+        self._noise = [self._encode(self._space + sentence) for sentence in _NOISE]
+        self._filler = None if filler is None else self._sentences(filler)
+        self._shapes = {test: self._usual_shape(test) for test in TESTS}
+
+    def prompt(self, test: str, length: int, depth: float, sample: int) -> Prompt:
+        """One prompt.
+
+        Args:
+            test: One of `TESTS`.
+            length: Tokens of context, question and answer together.
+            depth: Where in the context the needle is, in percent: 0 at the beginning, 100 at the end. It is put at the
+                nearest start of a sentence.
+            sample: Number of the prompt among those of this kind.
+        """
+        rng = random.Random(f"{self.seed}/{test}/{length}/{depth:g}/{sample}")
+        task = self._drawn(test, rng)
+        question, answer = self._asked(task)
+        needle = self._encode(self._space + task.needle)
+        room = length - len(self._start) - len(needle) - len(question) - len(answer)
+        if room < 0:
+            raise PromptError(
+                f"`--lengths` must be at least {length - room} for the test {test} with this tokenizer, got {length}."
+            )
+        if test == "recall":
+            before, after = self._pairs(task, room, depth, rng)
+        else:
+            sentences = self._repeated(rng) if test == "passkey" else self._text(room, rng)
+            before, after = _split(sentences, room, depth)
+        position = len(self._start) + len(before)
+        return Prompt(
+            context=torch.tensor([*self._start, *before, *needle, *after]),
+            question=torch.tensor(question),
+            answer=torch.tensor(answer),
+            needle=range(position, position + len(needle)),
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _asked(self, task: _Task) -> tuple[list[int], list[int]]:
+        """Ids of a question and of its answer, the answer tokenised as it follows the question."""
+        opening: list[int] = []
+        lead = f"{self._space}{task.question} {task.lead}"
+        if self._turn is not None:
+            opening = self._encode(self._space + task.question) + self._turn
+            lead = task.lead
+        question = self._encode(lead)
+        return opening + question, self._encode(f"{lead} {task.answer}")[len(question) :]
+
+    def _usual_shape(self, test: str) -> tuple[int, int]:
+        """The most common numbers of tokens of question and answer, the same for every seed."""
+        rng = random.Random(test)
+        shapes = collections.Counter(self._shape(_task(test, rng)) for _ in range(NUM_TRIALS))
+        return shapes.most_common(1)[0][0]
+
+    def _shape(self, task: _Task) -> tuple[int, int]:
+        question, answer = self._asked(task)
+        return len(question), len(answer)
+
+    def _drawn(self, test: str, rng: random.Random) -> _Task:
+        """A task whose question and answer have the test's usual number of tokens."""
+        for _ in range(MAX_DRAWS):
+            task = _task(test, rng)
+            if self._shape(task) == self._shapes[test]:
+                return task
+        raise AssertionError(f"no {test} of the usual {self._shapes[test]} tokens")
+
+    def _pairs(self, task: _Task, room: int, depth: float, rng: random.Random) -> tuple[list[int], list[int]]:
+        """What stands before and after the pair that is asked for: other pairs, and filler where no more fit."""
+        pairs: list[list[int]] = []
+        used = {task.subject}
+        left = room
+        while True:
+            subject = _subject(rng, used)
+            pair = self._encode(f"{self._space}The number of the {subject} is {_number(rng)}.")
+            if len(pair) > left:
+                break
+            used.add(subject)
+            pairs.append(pair)
+            left -= len(pair)
+        rest, _ = _split(self._text(left, rng), left, 100)
+        index = round(depth / 100 * len(pairs))
+        before, after = (list(itertools.chain(*part)) for part in (pairs[:index], pairs[index:]))
+        # The filler stands at the far end of the list, so that a depth of 0 is the beginning and one of 100 the end.
+        return (rest + before, after) if depth > 50 else (before, after + rest)
+
+    def _repeated(self, rng: random.Random) -> Iterator[list[int]]:
+        start = rng.randrange(len(self._noise))
+        return itertools.islice(itertools.cycle(self._noise), start, None)
+
+    def _text(self, room: int, rng: random.Random) -> Iterator[list[int]]:
+        """Sentences of the filler, from a random one on; without a filler, endless made-up ones."""
+        if self._filler is None:
+            return iter(lambda: self._encode(self._space + _sentence(rng)), None)
+        num_tokens = sum(map(len, self._filler))
+        if num_tokens < room:
+            raise PromptError(
+                f"`--filler-file` must hold at least {room:,} tokens for these lengths, got {num_tokens:,}. Give a "
+                "longer text, or leave it out."
+            )
+        start = rng.randrange(len(self._filler))
+        return iter(self._filler[start:] + self._filler[:start])
+
+    def _sentences(self, text: str) -> list[list[int]]:
+        sentences = re.split(r"(?<=[.!?]) ", " ".join(text.split()))
+        return [self._encode(self._space + sentence) for sentence in sentences if sentence]
+
+
+def _split(sentences: Iterator[list[int]], room: int, depth: float) -> tuple[list[int], list[int]]:
+    """`room` tokens of sentences, split at the start of a sentence nearest to a depth. The first loses its start."""
+    ids: list[int] = []
+    starts = [0]
+    while len(ids) < room:
+        ids.extend(next(sentences))
+        starts.append(len(ids))
+    cut = len(ids) - room
+    borders = [0, *(start - cut for start in starts if start > cut)]
+    border = min(borders, key=lambda start: abs(start - depth / 100 * room))
+    return ids[cut : cut + border], ids[cut + border :]
+
+
+def _parts_of_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """What a chat template puts before and after the user's first message, up to where the answer begins."""
+    mark = "hf-kvquant-prompt"
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template is a program, whose errors are of any type
+        reason = " ".join(str(error).split()) if tokenizer.chat_template else "none"
+        raise PromptError(
+            f"`--chat-template` needs a tokenizer with a chat template for a user's message, got {reason}. Leave it "
+            "out, or name a chat model."
+        ) from error
+    parts = str(text).split(mark)
+    if len(parts) != 2:
+        raise PromptError(
+            "`--chat-template` needs a chat template that contains the user's message once, got it "
+            f"{len(parts) - 1} times. Leave it out."
+        )
+    return parts[0], parts[1]
+
+
+def _task(test: str, rng: random.Random) -> _Task:
+    number = _number(rng)
+    if test == "passkey":
+        needle = f"The pass key is {number}. Remember it. {number} is the pass key."
+        return _Task("", needle, "What is the pass key?", "The pass key is", number)
+    subject = rng.choice(_CITIES) if test == "needle" else _subject(rng)
+    what = f"secret number of {subject}" if test == "needle" else f"number of the {subject}"
+    return _Task(subject, f"The {what} is {number}.", f"What is the {what}?", f"The {what} is", number)
+
+
+def _number(rng: random.Random) -> str:
+    return str(rng.randrange(NUM_ANSWERS // 9, NUM_ANSWERS // 9 * 10))
+
+
+def _sentence(rng: random.Random) -> str:
+    return f"{' '.join(map(rng.choice, (_SUBJECTS, _VERBS, _OBJECTS, _ENDINGS)))}."
+
+
+def _subject(rng: random.Random, used: Collection[str] = ()) -> str:
+    """An adjective and a noun that are not used yet; more adjectives if those pairs seem used up."""
+    num_adjectives = 1
+    while True:
+        for _ in range(NUM_TRIALS):
+            subject = " ".join((*rng.sample(_ADJECTIVES, num_adjectives), rng.choice(_NOUNS)))
+            if subject not in used:
+                return subject
+        num_adjectives += 1

@@ -1,0 +1,264 @@
+"""Measures how far the next-token distribution under a quantised cache is from that under the unquantised cache.
+
+A forward over a whole text never reads a cache, and the first chunk of a cache is exact by design. So a text is fed in
+chunks: a first one of `first_chunk` tokens that fills the cache, then chunks that attend to codes, as in `generate` or
+a continued chat. The unquantised cache (transformers' `DynamicCache`) gets the same chunks in the same run.
+`simulation.py` computes the same in one forward, which is faster. Reads of codes are counted where attention reads
+them (`pairs.py`), so a result that never read a code cannot pass for a good one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from ...cache.cache import KVQuantCache
+from ...cache.layers import KVQuantLayer
+from ...config import KVQuantConfig
+from ...patching import patched
+from ...storage.layer_store import LayerStore
+from ...transforms.of_model import key_transforms
+from ..errors import OutOfMemory, is_out_of_memory
+from .pairs import Pairs, count_pairs, expected_pairs, pairs_of
+from .simulation import SimulatedLayer, simulated, simulated_cache
+
+# The preset that keeps keys and values as they come. The others are compared with it.
+UNQUANTIZED = "none"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fidelity(Pairs):
+    """The scores of one text under one config, token by token. All tensors are on the CPU.
+
+    Attributes:
+        kld: `[scored]` float32, nats: KL divergence of the quantised from the unquantised next-token distribution, for
+            every token after the first chunk.
+        agrees: `[scored]` bool: whether the most likely next token is the same.
+        nll: `[tokens - 1]` float32, nats: negative log-likelihood of each token from the second on.
+        reference_nll: `nll` under the unquantised cache.
+    """
+
+    kld: Tensor
+    agrees: Tensor
+    nll: Tensor
+    reference_nll: Tensor
+
+
+@torch.inference_mode()
+def compare(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    configs: Mapping[str, str | KVQuantConfig | Mapping[str, Any]],
+    *,
+    first_chunk: int = 1,
+    chunk_size: int = 1,
+    simulate: bool = False,
+    on_chunk: Callable[[], Any] = lambda: None,
+) -> list[dict[str, Fidelity]]:
+    """Feed texts through the unquantised cache and through one cache per config, and compare the distributions.
+
+    All caches advance together, chunk by chunk, so memory holds logits of one chunk instead of a whole text. The texts
+    of a call do not influence each other unless a format has one scale per tensor.
+
+    Args:
+        model: Any model that `patch` accepts, patched or not; left unchanged.
+        input_ids: `[texts, tokens]` int64. The last token is only predicted, never fed.
+        configs: By name, what to compare: presets, dictionaries or configs.
+        first_chunk: Tokens that fill the cache before the first code is read. They are not scored.
+        chunk_size: Tokens per chunk afterwards; 1 as in `generate`.
+        simulate: Whether to compute all chunks in one forward, without a cache and its kernels (`simulation.py`). This
+            holds all logits of the texts in memory.
+        on_chunk: Called after each chunk.
+
+    Returns:
+        Per text, one result per name.
+
+    Raises:
+        NotImplementedError: The model's attention cannot be simulated.
+        OutOfMemory: Memory ran out. The error names the config.
+        ValueError: A text has no token to score, or a chunk has no token.
+    """
+    fed, targets = input_ids[:, :-1], input_ids[:, 1:]
+    chunks = Chunks(first_chunk, chunk_size, simulate)
+    with route(model, simulate=simulate):
+        streams = {name: Stream(model, fed, config, chunks, name=name) for name, config in configs.items()}
+        pieces: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in configs}
+        position = 0
+        for reference in Stream(model, fed, None, chunks, name="the unquantised cache"):
+            target = targets[:, position : position + reference.shape[1]]
+            position += reference.shape[1]
+            reference_nll = surprise(reference, target)
+            for name, stream in streams.items():
+                log_probs = next(stream)
+                agrees = log_probs.argmax(-1) == reference.argmax(-1)
+                nll = surprise(log_probs, target)
+                pieces[name].append((divergence(reference, log_probs), agrees.cpu(), nll.cpu(), reference_nll.cpu()))
+            on_chunk()
+    by_name = {name: _of_texts(stream, pieces[name], fed.shape, first_chunk) for name, stream in streams.items()}
+    return [{name: results[index] for name, results in by_name.items()} for index in range(len(fed))]
+
+
+def _of_texts(
+    stream: Stream, pieces: list[tuple[Tensor, ...]], shape: Sequence[int], first_chunk: int
+) -> list[Fidelity]:
+    """The result of each text under one config, from the scores of its chunks."""
+    num_texts, tokens = shape
+    read, dequantized = (dealt(pairs, num_texts) for pairs in (stream.pairs_read, stream.pairs_dequantized))
+    kld, agrees, nll, reference_nll = (torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True))
+    return [
+        Fidelity(
+            kld=kld[index, first_chunk:],
+            agrees=agrees[index, first_chunk:],
+            nll=nll[index],
+            reference_nll=reference_nll[index],
+            pairs_read=read[index],
+            pairs_expected=stream.pairs_expected(tokens, first_chunk),
+            pairs_dequantized=dequantized[index],
+        )
+        for index in range(num_texts)
+    ]
+
+
+def dealt(total: int, num_texts: int) -> list[int]:
+    """Split a count over all texts into one count per text. The sum is exact, so a count off by one still shows."""
+    return [total // num_texts + (index < total % num_texts) for index in range(num_texts)]
+
+
+def surprise(log_probs: Tensor, target: Tensor) -> Tensor:
+    """Negative log-likelihood, `[...]` in nats, of tokens `[...]` int64 under log-probabilities `[..., vocab_size]`."""
+    return -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
+def divergence(reference: Tensor, log_probs: Tensor) -> Tensor:
+    """KL divergence of one next-token distribution from another, nats: `[...]` float32 on the CPU.
+
+    Both are `[..., vocab_size]` log-probabilities.
+    """
+    return F.kl_div(log_probs, reference, log_target=True, reduction="none").sum(-1).cpu()
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """How a text is split into chunks.
+
+    Attributes:
+        first_chunk: Tokens of the first chunk, whose queries see unquantised keys and values.
+        chunk_size: Tokens of each later chunk; the last may have fewer.
+        simulate: Whether to compute all chunks in one forward.
+    """
+
+    first_chunk: int
+    chunk_size: int
+    simulate: bool = False
+
+    def forwards(self, tokens: int) -> list[tuple[int, int]]:
+        """Where each forward over a text of so many tokens begins and ends.
+
+        Raises:
+            ValueError: A chunk has no token, or the text is no longer than the first chunk.
+        """
+        first, size = self.first_chunk, self.chunk_size
+        if first < 1 or size < 1:
+            raise ValueError(f"feed: `first_chunk` and `chunk_size` must be positive, got {first} and {size}.")
+        if tokens <= first:
+            raise ValueError(
+                f"feed: `input_ids` must have more than the {first} tokens of the first chunk, got {tokens}. Give a "
+                "longer text or a smaller first chunk."
+            )
+        return [(0, tokens)] if self.simulate else list(itertools.pairwise([0, *range(first, tokens, size), tokens]))
+
+
+@contextlib.contextmanager
+def route(model: PreTrainedModel, *, simulate: bool) -> Iterator[None]:
+    """Let a model attend to our caches, or to simulated ones, within a `with` block."""
+    with simulated(model) if simulate else patched(model, "none"):
+        yield
+
+
+class Stream:
+    """Iterates over the log-probabilities of texts under one config: `[texts, q_len, vocab_size]` float32 per chunk.
+
+    Args:
+        model: A model inside `route`.
+        input_ids: `[texts, tokens]` int64.
+        config: The cache's config; `None` for transformers' own cache, unquantised.
+        chunks: How the text is split.
+        name: The config's name.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        config: str | KVQuantConfig | Mapping[str, Any] | None,
+        chunks: Chunks,
+        *,
+        name: str,
+    ) -> None:
+        self.name = name
+        self._model = model
+        self._cache: Cache
+        if config is None:
+            self._cache = DynamicCache(config=model.config)
+        elif chunks.simulate:
+            sizes = {"first_chunk": chunks.first_chunk, "chunk_size": chunks.chunk_size}
+            self._cache = simulated_cache(model, config, **sizes)
+        else:
+            self._cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
+        count_pairs(self._cache)
+        self._log_probs = feed(model, input_ids, self._cache, chunks)
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Tensor:
+        try:
+            return next(self._log_probs)
+        except (MemoryError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise OutOfMemory(self.name) from error
+            raise
+
+    @property
+    def pairs_read(self) -> int:
+        """(Query, token) pairs read from codes so far, summed over layers."""
+        return pairs_of(self._cache)
+
+    @property
+    def pairs_dequantized(self) -> int:
+        """Pairs read from dequantised tensors so far, summed over layers."""
+        return self._cache.pairs_dequantized if isinstance(self._cache, KVQuantCache) else 0
+
+    @property
+    def layers(self) -> list[KVQuantLayer | SimulatedLayer]:
+        """The cache layers that may be quantised, simulated ones included."""
+        return [layer for layer in self._cache.layers if isinstance(layer, (KVQuantLayer, SimulatedLayer))]
+
+    @property
+    def storages(self) -> list[LayerStore]:
+        """The storages of the layers whose cache is ours."""
+        return self._cache.storages if isinstance(self._cache, KVQuantCache) else []
+
+    def pairs_expected(self, tokens: int, first_chunk: int) -> int:
+        """Pairs to read from codes per text, once the whole text is fed."""
+        return expected_pairs(self._model, self._cache, tokens, first_chunk)
+
+
+@torch.inference_mode()
+def feed(model: PreTrainedModel, input_ids: Tensor, cache: Cache, chunks: Chunks) -> Iterator[Tensor]:
+    """Feed texts of equal length (`[texts, tokens]` int64) through an empty cache, one forward per iteration.
+
+    Yields:
+        `[texts, q_len, vocab_size]` float32 per forward: log-probabilities of the next token, new memory.
+    """
+    for start, stop in chunks.forwards(input_ids.shape[1]):
+        output = model(input_ids=input_ids[:, start:stop], past_key_values=cache, use_cache=True)
+        yield output.logits.float().log_softmax(-1)

@@ -1,0 +1,179 @@
+"""Continues prompts under several presets and measures what each costs.
+
+Each preset continues each prompt with `model.generate` on a patched model. The text that the unquantised cache wrote is
+then fed through every cache (teacher forcing, `fidelity.py`), so that presets are compared on equal text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from ...cache.cache import KVQuantCache
+from ...config import KVQuantConfig
+from ...patching import patched
+from .fidelity import UNQUANTIZED, Fidelity, compare
+
+# Tokens generated before anything is timed, so that no preset pays for the start of threads and allocators.
+WARM_UP_TOKENS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """What one preset wrote after one prompt.
+
+    Attributes:
+        ids: `[1, tokens]` int64, prompt included.
+        step_seconds: Of each decode step, from one new token to the next. The prefill is not included.
+        bytes_per_token: Bytes of the cache that one more token takes in all layers.
+        peak_bytes: Bytes that the cache had allocated at the end. A growing cache never shrinks.
+    """
+
+    ids: Tensor
+    step_seconds: list[float]
+    bytes_per_token: int
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """One preset over all prompts: a row of the table.
+
+    Attributes:
+        preset: Its name.
+        bytes_per_token: Of the cache.
+        peak_bytes: Of the largest cache.
+        tokens_per_second: One over the median decode step. `None` when no prompt got a second token.
+        agreement: Share of tokens after which the most likely next token is the same as with the unquantised cache;
+            `None` if that is not among the presets.
+        kld: Mean KL divergence from the unquantised cache, nats per token; `None` likewise.
+        num_scored: Number of tokens that the last two are averaged over.
+        is_served: Whether decoding attended to codes in every quantised layer; `None` when not compared.
+    """
+
+    preset: str
+    bytes_per_token: int
+    peak_bytes: int
+    tokens_per_second: float | None
+    agreement: float | None = None
+    kld: float | None = None
+    num_scored: int = 0
+    is_served: bool | None = None
+
+
+def run_presets(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Tensor],
+    presets: Mapping[str, KVQuantConfig],
+    *,
+    max_new_tokens: int,
+    sampling: Mapping[str, Any],
+    seed: int,
+    on_start: Callable[[int, str], None],
+    on_text: Callable[[str], None],
+) -> list[Summary]:
+    """Continue every prompt under every preset, then compare with the unquantised cache if it is among them.
+
+    Args:
+        model: The model, on its device.
+        tokenizer: Its tokenizer.
+        prompts: `[1, tokens]` int64 each, on the model's device.
+        presets: Configs by name, in the order of the result.
+        max_new_tokens: Per prompt.
+        sampling: Further arguments of `generate`, such as `do_sample`.
+        seed: Set before each continuation, so that sampling presets draw the same numbers.
+        on_start: Called with a prompt's index and a preset before its text.
+        on_text: Called with each piece of text as it is written, and with a new line at its end.
+    """
+    for config in presets.values():
+        continue_prompt(model, tokenizer, prompts[0], config, max_new_tokens=WARM_UP_TOKENS)
+    written: dict[str, list[Continuation]] = {preset: [] for preset in presets}
+    for index, prompt in enumerate(prompts):
+        for preset, config in presets.items():
+            on_start(index, preset)
+            torch.manual_seed(seed)
+            text = continue_prompt(model, tokenizer, prompt, config, on_text, max_new_tokens=max_new_tokens, **sampling)
+            written[preset].append(text)
+    results: dict[str, list[Fidelity]] = {preset: [] for preset in presets}
+    for prompt, text in zip(prompts, written.get(UNQUANTIZED, ()), strict=False):
+        first_chunk = prompt.shape[1]
+        if text.ids.shape[1] > first_chunk + 1:  # the first new token comes from the prefill, which is exact
+            for preset, result in compare(model, text.ids, presets, first_chunk=first_chunk)[0].items():
+                results[preset].append(result)
+    return [_summary(preset, written[preset], results[preset]) for preset in presets]
+
+
+def continue_prompt(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Tensor,
+    config: KVQuantConfig,
+    on_text: Callable[[str], None] = lambda text: None,
+    **options: Any,
+) -> Continuation:
+    """Continue one prompt (`[1, tokens]` int64) under one config, greedily unless the options of `generate` say."""
+    streamer = _Stream(tokenizer, on_text)
+    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    with patched(model, config):
+        generate: Any = model.generate
+        result = generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            pad_token_id=pad_token_id,
+            streamer=streamer,
+            return_dict_in_generate=True,
+            **{"do_sample": False, **options},
+        )
+    cache = result.past_key_values
+    assert isinstance(cache, KVQuantCache)
+    step_seconds = [after - before for before, after in itertools.pairwise(streamer.times)]
+    return Continuation(result.sequences, step_seconds, cache.bytes_per_token, cache.num_bytes)
+
+
+class _Stream(TextStreamer):
+    """Passes text on as soon as it is certain, and notes when each token came."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_text = on_text
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt first, then one token at a time."""
+        if not self.next_tokens_are_prompt:
+            self.times.append(time.perf_counter())
+        super().put(value)  # type: ignore[no-untyped-call]
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Pass text on."""
+        self.on_text(text + "\n" if stream_end else text)
+
+
+def _summary(preset: str, written: Sequence[Continuation], results: Sequence[Fidelity]) -> Summary:
+    # The median, because a busy machine stretches some steps and never shortens one.
+    steps = [seconds for text in written for seconds in text.step_seconds]
+    summary = Summary(
+        preset,
+        bytes_per_token=max(text.bytes_per_token for text in written),
+        peak_bytes=max(text.peak_bytes for text in written),
+        tokens_per_second=1 / statistics.median(steps) if steps else None,
+    )
+    if not results:
+        return summary
+    kld, agrees = (torch.cat([getattr(result, name) for result in results]).double() for name in ("kld", "agrees"))
+    return dataclasses.replace(
+        summary,
+        agreement=float(agrees.mean()),
+        kld=float(kld.mean()),
+        num_scored=kld.numel(),
+        is_served=all(result.pairs_read == result.pairs_expected for result in results),
+    )

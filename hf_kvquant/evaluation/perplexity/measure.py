@@ -1,0 +1,221 @@
+"""Runs `eval perplexity`. Results are kept per mode and segment, so an interrupted run loses at most one forward.
+
+`gate.py` checks the run before a number is written. Each segment starts with an empty cache and an exact first token,
+and is compared by `fidelity.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from ...cache.cache import KVQuantCache
+from ...common.progress import Tell
+from ...config import KVQuantConfig
+from ...patching import patched
+from ..errors import UsageError
+from ..measuring.fidelity import UNQUANTIZED, compare
+from ..measuring.simulation import why_not_simulated
+from ..preparation import Subject, source_of
+from ..records import RunRecord, measuring, open_record
+from .details import Step, detail_steps
+from .gate import check_modes, gate_text, run_controls
+from .results import of_segment, summarize
+from .segments import FIRST_CHUNK, Segments, cut
+
+WHERE = "eval perplexity"
+MODES = ("simulated", "chunked", "decode")
+# Bytes that the caches of all segments in one forward may take together: a small part of a GPU's memory.
+CACHE_BYTES = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is measured of a text, and how: the options of `hf-kvquant eval perplexity` with these names."""
+
+    mode: str = "chunked"
+    chunk: int = 32
+    window: int | None = None
+    stride: int | None = None
+    tokens: int | None = None
+    controls: bool = False
+    details: bool = False
+
+
+def measure(
+    subject: Subject, source: Mapping[str, Any], text: str, options: Options, output: str | None = None
+) -> RunRecord:
+    """Measure a text, and keep the results in the file `output`, or in memory.
+
+    Returns:
+        The record. Its part `summary` has aggregates per mode and preset.
+    """
+    started = time.monotonic()
+    model, configs = subject.model, subject.configs
+    ids = subject.tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+    segments = cut(ids, model, window=options.window, stride=options.stride, tokens=options.tokens)
+    unsimulated = why_not_simulated(model)
+    modes = modes_of(options.mode, unsimulated, subject.name)
+    dtype = stored_dtype(model, subject.name)
+    settings = {
+        "evaluation": "perplexity",
+        **subject.settings,
+        "tokens_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+        "stored_dtype": str(dtype).removeprefix("torch."),
+        "source": source,
+        "mode": options.mode,
+        "chunk": options.chunk,
+        "first_chunk": FIRST_CHUNK,
+        "window": segments.length,
+        "stride": segments.stride,
+        "begins": segments.begins,
+        "words_per_token": len(text.split()) / len(ids),
+        "presets": {name: config.to_dict() for name, config in configs.items()},
+        "controls": options.controls,
+    }
+    record = open_record(output, settings)
+    try:
+        sizes = sizes_of(model, configs, dtype)
+        run = Run(record, subject, segments, options, can_simulate=unsimulated is None)
+        steps = [*run.checks(), *(step for mode in modes for step in run.segments_in(mode, sizes))]
+        if options.details:
+            first = segments.ids[:1].to(model.device)
+            steps += detail_steps(record, subject, text, first, options.chunk, can_simulate=run.can_simulate)
+        more = ", or --chunk, or run fewer presets at once"
+        with measuring(record, WHERE, len(steps), lower="--window", value=segments.length, more=more) as tell:
+            for what, do in steps:
+                tell(doing=what)
+                do(tell)
+                tell(1)
+            tell(doing="the summary")
+            summary = {mode: summarize(record, mode, sizes, settings) for mode in modes}
+            seconds = round(time.monotonic() - started, 1)
+            record.put("summary", {"modes": summary, "unsimulated": unsimulated, "seconds": seconds})
+    except NotImplementedError as error:
+        raise UsageError(f"{subject.name} cannot be measured. {error}") from error
+    return record
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run: makes its steps, each of which fills parts of the record that are not there yet."""
+
+    record: RunRecord
+    subject: Subject
+    segments: Segments
+    options: Options
+    can_simulate: bool
+
+    def checks(self) -> list[Step]:
+        """The checks that come before any number."""
+        model, configs = self.subject.model, self.subject.configs
+        text = gate_text(self.segments.ids, configs).to(model.device)
+
+        def gate(tell: Tell) -> None:
+            def say(name: str) -> None:
+                tell(doing=f"the check of modes, {name}")
+
+            def check() -> dict[str, Any]:
+                return check_modes(model, text, configs, self.options.chunk, can_simulate=self.can_simulate, say=say)
+
+            self.record.fill("gate", check)
+
+        def control(tell: Tell) -> None:
+            self.record.fill("controls", lambda: run_controls(model, text, configs))
+
+        return [("the check of modes", gate), *([("the controls", control)] if self.options.controls else [])]
+
+    def segments_in(self, mode: str, sizes: Mapping[str, Mapping[str, Any]]) -> Iterator[Step]:
+        """The segments to measure in one mode, as many in one step as memory allows."""
+        begins = self.segments.begins
+        missing = [index for index, begin in enumerate(begins) if self.record.get(f"{mode} {begin}") is None]
+        at_once = 1 if mode == "simulated" else segments_at_once(self.subject.model, self.segments.length, sizes)
+        for indices in (missing[i : i + at_once] for i in range(0, len(missing), at_once)):
+            which = f"window {indices[0] + 1}" + (f" to {indices[-1] + 1}" if len(indices) > 1 else "")
+            yield f"{mode}, {which} of {len(begins)}", functools.partial(self.measure_segments, mode, indices)
+
+    def measure_segments(self, mode: str, indices: Sequence[int], tell: Tell) -> None:
+        """Measure some segments in one forward per chunk."""
+        compared = compare(
+            self.subject.model,
+            self.segments.ids[indices].to(self.subject.model.device),
+            self.subject.configs,
+            first_chunk=FIRST_CHUNK,
+            chunk_size=1 if mode == "decode" else self.options.chunk,
+            simulate=mode == "simulated",
+            on_chunk=tell,
+        )
+        for index, results in zip(indices, compared, strict=True):
+            begin = self.segments.begins[index]
+            # A segment that overlaps the previous one scores only its new tokens.
+            newest = None if begin == 0 else self.segments.stride
+            found = {name: of_segment(name, each, newest) for name, each in results.items()}
+            self.record.put(f"{mode} {begin}", found)
+
+
+def segments_at_once(model: PreTrainedModel, length: int, sizes: Mapping[str, Mapping[str, Any]]) -> int:
+    """How many segments of so many tokens go through one forward.
+
+    One, on a CPU. On a GPU, a chunk of one segment takes less time than the host needs to launch it.
+    """
+    if model.device.type == "cpu":
+        return 1
+    bytes_per_token = [size["bytes_per_token"] for size in sizes.values()]
+    # The unquantised cache of the comparison is as large as any.
+    return max(1, int(CACHE_BYTES / (length * (sum(bytes_per_token) + max(bytes_per_token)))))
+
+
+def modes_of(mode: str, unsimulated: str | None, name: str) -> tuple[str, ...]:
+    """The modes to run of a model that cannot be simulated for the given reason, or can (`None`).
+
+    If it cannot, a line on stderr says why.
+    """
+    if unsimulated is None:
+        return MODES if mode == "all" else (mode,)
+    if mode == "simulated":
+        raise UsageError(f"`--mode` must be chunked, decode or all for {name}, got simulated. {unsimulated}")
+    print(
+        f"{WHERE}: chunked and decode are compared with each other only, not with simulated. {unsimulated}",
+        file=sys.stderr,
+    )
+    return MODES[1:] if mode == "all" else (mode,)
+
+
+def stored_dtype(model: PreTrainedModel, name: str) -> torch.dtype:
+    """The dtype of an unquantised cache in normal use: that of the checkpoint, whatever `--dtype` measures in."""
+    spelled = AutoConfig.from_pretrained(source_of(name)).dtype
+    found = getattr(torch, spelled) if isinstance(spelled, str) else spelled
+    return found if isinstance(found, torch.dtype) else model.dtype
+
+
+@torch.inference_mode()
+def sizes_of(
+    model: PreTrainedModel, configs: Mapping[str, KVQuantConfig], dtype: torch.dtype
+) -> dict[str, dict[str, Any]]:
+    """Bits per cached value and bytes per token under each config, over the layers whose cache can be quantised.
+
+    The model is run on one token, to learn the shapes of its keys and values. What is not quantised has the given
+    dtype.
+    """
+    cache = KVQuantCache(model.config, UNQUANTIZED)
+    with patched(model, UNQUANTIZED):
+        model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
+    sides = [
+        (side, storage.shape[1], head_dim)
+        for storage in cache.storages
+        for side, head_dim in zip(("key", "value"), storage.shape[2:], strict=True)
+    ]
+    num_values = sum(num_kv_heads * head_dim for _, num_kv_heads, head_dim in sides)
+    sizes = {}
+    for name, config in configs.items():
+        num_bytes = sum(getattr(config, side).bytes_per_token(*shape, dtype) for side, *shape in sides)
+        sizes[name] = {"bits_per_value": 8 * num_bytes / num_values, "bytes_per_token": num_bytes}
+    return sizes

@@ -1,0 +1,163 @@
+"""The results of `eval perplexity`: what is kept of each segment, the aggregates over all segments, and the tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from ..measuring.fidelity import UNQUANTIZED, Fidelity
+from ..measuring.pairs import check_pairs
+from ..records import Record, RunRecord
+from ..rendering import or_dash, print_table
+
+# Parts of a segment. In a segment of 2048 tokens, each has 128, the tokens of a block, so that effects of blocks show.
+NUM_PARTS = 16
+DIVERGENCES = ("kld", "kld_median", "kld_p99", "kld_max")
+# Columns of the second table and their formats. A value too large for a float is unknown, shown as a dash.
+LIKELIHOODS = {"perplexity": ".3f", "perplexity_change": "+.2%", "perplexity_per_word": ".1f", "rms_delta_p": ".2%"}
+
+
+def of_segment(name: str, result: Fidelity, newest: int | None) -> dict[str, Any]:
+    """The part of a record for one segment under the preset `name`, of whose tokens the `newest` are scored, or all."""
+    check_pairs(f"preset {name}", result)
+    last = slice(None) if newest is None else slice(-newest, None)
+    nll, reference_nll = result.nll.double()[last], result.reference_nll.double()[last]
+    return {
+        **result.counts,
+        "tokens": len(nll),
+        "nll": float(nll.sum()),
+        "reference_nll": float(reference_nll.sum()),
+        "squared_delta_p": float((torch.exp(-nll) - torch.exp(-reference_nll)).square().sum()),
+        "agreeing": int(result.agrees[last].sum()),
+        # Nine digits tell any two float32 numbers apart. Rounding makes some divergences of zero slightly negative.
+        "kld": [float(f"{value:.9g}") for value in result.kld[last].tolist()],
+    }
+
+
+def kld_of(part: Mapping[str, Any]) -> Tensor:
+    """Divergences of a segment's tokens, `[scored]` float64: exactly the float32 numbers that were measured."""
+    return torch.tensor(part["kld"], dtype=torch.float32).double()
+
+
+def summarize(
+    record: RunRecord, mode: str, sizes: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Aggregates of one mode over all segments: per preset, its sizes, then its scores."""
+    parts = [record.get(f"{mode} {begin}") or {} for begin in settings["begins"]]
+    rows = {}
+    for name, size in sizes.items():
+        measured = [part[name] for part in parts]
+        klds = [kld_of(segment) for segment in measured]
+        kld, by_segment = torch.cat(klds), torch.stack([each.mean() for each in klds])
+        total = {key: sum(segment[key] for segment in measured) for key in measured[0] if key != "kld"}
+        nll, reference_nll = total["nll"] / total["tokens"], total["reference_nll"] / total["tokens"]
+        rows[name] = {
+            **size,
+            "scored_tokens": len(kld),
+            "kld": float(kld.mean()),
+            "kld_standard_error": float(by_segment.std() / len(measured) ** 0.5) if len(measured) > 1 else None,
+            "kld_median": float(kld.median()),
+            "kld_p99": float(kld.quantile(0.99)),
+            "kld_max": float(kld.max()),
+            "by_position": by_position(klds, settings["window"]),
+            "agreement": total["agreeing"] / len(kld),
+            "rms_delta_p": (total["squared_delta_p"] / total["tokens"]) ** 0.5,
+            "perplexity": _exp(nll),
+            "perplexity_per_word": _exp(nll / settings["words_per_token"]),
+            "perplexity_change": _exp(nll - reference_nll) - 1,
+            "reference_perplexity": _exp(reference_nll),
+            "pairs_read": total["pairs_read"],
+            "pairs_expected": total["pairs_expected"],
+            "pairs_dequantized": total.get("pairs_dequantized", 0),
+        }
+    return rows
+
+
+def by_position(klds: Sequence[Tensor], length: int) -> dict[str, list[float]]:
+    """Mean divergence over each part of a segment.
+
+    Args:
+        klds: Per segment, `[scored]` float64: the divergence of its last tokens, without the very last one, which is
+            only predicted.
+        length: Tokens of a segment.
+
+    Returns:
+        `begin`: the first position of each part that has scored tokens; `kld`: its mean divergence, nats per token.
+    """
+    num_parts = min(NUM_PARTS, length)
+    begins = [-(-part * length // num_parts) for part in range(num_parts)]
+    positions = torch.cat([torch.arange(length - 1 - len(kld), length - 1) for kld in klds])
+    part = torch.bucketize(positions, torch.tensor(begins[1:]), right=True)
+    totals = torch.zeros(num_parts, dtype=torch.float64).index_add_(0, part, torch.cat(list(klds)))
+    counts = torch.bincount(part, minlength=num_parts)
+    kept = [i for i in range(num_parts) if counts[i] > 0]
+    return {"begin": [begins[i] for i in kept], "kld": [float(totals[i] / counts[i]) for i in kept]}
+
+
+def _exp(value: float) -> float:
+    """exp; infinity where the result is too large for a float, which a record keeps as unknown."""
+    return math.exp(value) if value < 700 else math.inf
+
+
+def show(console: Console, record: Record) -> None:
+    """Print two tables per mode of a finished record, then what their columns mean."""
+    settings, summary = record["settings"], record["parts"]["summary"]["modes"]
+    for mode, rows in summary.items():
+        how = f", chunks of {settings['chunk']}" if mode != "decode" else ""
+        print_table(
+            console,
+            ("preset", "bits", "KL, nats/token", "median", "99 %", "max", "agreement"),
+            [
+                (
+                    name,
+                    f"{row['bits_per_value']:.4g}",
+                    *(f"{row[key]:.1e}" for key in DIVERGENCES),
+                    f"{row['agreement']:.2%}",
+                )
+                for name, row in rows.items()
+            ],
+            title=f"{settings['model']}, {settings['dtype']}, {mode}{how}",
+        )
+        print_table(
+            console,
+            ("preset", "perplexity", "change", "per word", "RMS Δp"),
+            [(name, *(or_dash(row[key], form) for key, form in LIKELIHOODS.items())) for name, row in rows.items()],
+        )
+    first = next(iter(summary.values()))[UNQUANTIZED]
+    console.print(
+        f"{first['scored_tokens']:,} tokens in windows of {settings['window']}. Each window starts with an empty cache "
+        "and an exact first token. Bits: per cached value, scales and zeros included. KL, agreement of the most likely "
+        "next token and RMS change of the true token's probability: against the unquantised cache in the same run. Per "
+        f"word: perplexity per white-space word. {passed(record)}",
+        style="dim",
+    )
+
+
+# --- a finished record ------------------------------------------------------------------------------------------------
+
+
+def is_finished(record: Record) -> bool:
+    """Whether all segments were measured."""
+    return "summary" in record["parts"]
+
+
+def passed(record: Record) -> str:
+    """The checks that a finished record passed, in a sentence."""
+    summary = record["parts"]["summary"]
+    text = "Every (query, token) pair that had to be read from codes was"
+    if any(row.get("pairs_dequantized") for rows in summary["modes"].values() for row in rows.values()):
+        text += ", though as dequantised tensors: no kernel serves the model"
+    if summary.get("unsimulated"):
+        return f"{text}; chunks and single tokens agree where a preset makes no difference between them."
+    return f"{text}; the ways of feeding a text agree."
+
+
+def rows_of(record: Record) -> tuple[str, dict[str, dict[str, Any]]]:
+    """The mode of a finished record (the first of several), and its row per preset."""
+    modes: dict[str, dict[str, dict[str, Any]]] = record["parts"]["summary"]["modes"]
+    return next(iter(modes.items()))

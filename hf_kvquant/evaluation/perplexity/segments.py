@@ -1,0 +1,138 @@
+"""The text that `eval perplexity` measures, and the segments that it is cut into.
+
+A text can be read in two ways: as it is, or as rows joined by two newlines, as papers read WikiText (`--rows`,
+`--dataset`). It is tokenised once. The segments are spread over the whole text, which may be a sequence of articles,
+and each starts with an empty cache. The options call a segment a window.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...models.text_config import context_of, positions_of
+from ..errors import UsageError
+from ..preparation import read_text
+from ..provenance import sha256
+
+WINDOW = 2048
+TOKENS = 16384
+SPLIT, FIELD = "test", "text"
+ROWS = "rows joined by two newlines"
+FIRST_CHUNK = 1  # tokens of each segment that fill the cache before a code is read, and so are exact
+
+
+class Segments(NamedTuple):
+    """Segments of a text: their tokens (`[segments, length]` int64), where each begins, and from one to the next."""
+
+    ids: Tensor
+    begins: list[int]
+    stride: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of a segment."""
+        return self.ids.shape[1]
+
+
+def read_source(
+    *,
+    text: str | None = None,
+    rows: bool = False,
+    dataset: str | None = None,
+    split: str | None = None,
+    field: str | None = None,
+) -> tuple[dict[str, Any], str]:
+    """Where the text comes from, for the record, and the text. The arguments are the options of these names."""
+    if (text is None) == (dataset is None):
+        got = "neither" if text is None else "both"
+        raise UsageError(f"`--text` or `--dataset` must be given, got {got}. Add --text FILE.")
+    for option, is_given, wanted, remedy in (
+        ("split", split and dataset is None, "dataset", "Leave it out."),
+        ("field", field and dataset is None, "dataset", "Leave it out."),
+        ("rows", rows and text is None, "text", "Rows of a data set are joined without it: leave it out."),
+    ):
+        if is_given:
+            raise UsageError(f"`--{option}` must come with --{wanted}, got it without. {remedy}")
+    if text is not None:
+        content = read_text("--text", text, "Name another.")
+        source = {"text": Path(text).name, "sha256": sha256(Path(text))}
+        if not rows:
+            return {**source, "convention": "the text as it is"}, content
+        # Like the rows of the data set: each line with its newline, blank lines as empty strings.
+        lines = (line if line.strip() else "" for line in content.splitlines(keepends=True))
+        return {**source, "convention": ROWS}, "\n\n".join(lines)
+    assert dataset is not None
+    split = split or SPLIT
+    content = "\n\n".join(read_rows(dataset, split, field or FIELD))
+    if not content.strip():
+        raise UsageError(f"`--dataset` {dataset} must hold text, got nothing but white space. Name another.")
+    return {"dataset": dataset, "split": split, "convention": ROWS}, content
+
+
+def read_rows(dataset: str, split: str, field: str) -> list[str]:
+    """The rows of a data set, `NAME` or `NAME:CONFIG`."""
+    try:
+        import datasets  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError as error:
+        raise UsageError(
+            "`--dataset` needs the package datasets, which is not installed. pip install datasets, or use --text FILE."
+        ) from error
+    name, _, config = dataset.partition(":")
+    try:
+        return [str(row) for row in datasets.load_dataset(name, config or None, split=split)[field]]
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"`--dataset` must be one that can be loaded, with --split {split} and --field {field}, got {dataset}: "
+            f"{reason}"
+        ) from error
+
+
+def cut(
+    ids: Tensor,
+    model: PreTrainedModel,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    tokens: int | None = None,
+) -> Segments:
+    """Cut a tokenised text (`[tokens]` int64) into segments and choose those to measure, spread over the text.
+
+    Args:
+        ids: The text.
+        model: Decides the length if none is given.
+        window: Tokens of a segment.
+        stride: Tokens from one segment to the next; `None` for the length of a segment.
+        tokens: Score at least this many; `None` for `TOKENS`, or all that there are.
+    """
+    context = context_of(model)
+    window = window or positions_of(model, WINDOW)
+    stride = stride or window
+    least = FIRST_CHUNK + 2  # one token is exact, one is scored, and one is only predicted
+    if window < least or (context is not None and window > context):
+        most = "" if context is None else f" and at most the model's {context} positions"
+        raise UsageError(f"`--window` must be at least {least}{most}, got {window}.")
+    if stride > window - least + 1 and stride != window:
+        raise UsageError(
+            f"`--stride` must be the window or less than it by {least - 1}, got {stride} with {window} tokens."
+        )
+    if len(ids) < window:
+        remedy = f"--window {len(ids)} or " if len(ids) >= least else ""
+        raise UsageError(f"the text must fill a window of {window} tokens, got {len(ids)}. Use {remedy}a longer text.")
+    begins = list(range(0, len(ids) - window + 1, stride))
+    scored = min(stride, window - 1 - FIRST_CHUNK)
+    wanted = -(-(tokens or TOKENS) // scored)
+    if tokens is not None and wanted > len(begins):
+        raise UsageError(
+            f"`--tokens` must be at most {len(begins) * scored} for this text, got {tokens}. Use fewer, or a longer "
+            "text."
+        )
+    # Spread over the text, not only its first articles.
+    wanted = min(wanted, len(begins))
+    chosen = [begins[index * len(begins) // wanted] for index in range(wanted)]
+    return Segments(torch.stack([ids[begin : begin + window] for begin in chosen]), chosen, stride)

@@ -1,0 +1,204 @@
+"""The pictures of a report: the numbers that each takes from finished records, its title, and the text below it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..measuring.fidelity import UNQUANTIZED
+from ..perplexity.results import rows_of
+from ..records import Record
+from . import plots
+
+KLD_LABEL = "KL divergence, nats per token"
+
+Panels = dict[str, dict[str, Any]]
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def quality_numbers(texts: Mapping[str, Record]) -> Panels:
+    """By panel and preset: bits per cached value, and the mean divergence."""
+    found = {
+        title: {
+            name: [[row["bits_per_value"], row["kld"]]]
+            for name, row in rows_of(record)[1].items()
+            if name != UNQUANTIZED and row["kld"] > 0
+        }
+        for title, record in texts.items()
+    }
+    return {title: panel for title, panel in found.items() if panel}
+
+
+def position_numbers(texts: Mapping[str, Record]) -> Panels:
+    """By panel and preset: where each part of the window begins, and its mean divergence."""
+    found = {
+        title: {
+            name: [list(point) for point in zip(where["begin"], where["kld"], strict=True)]
+            for name, row in rows_of(record)[1].items()
+            if name != UNQUANTIZED and (where := row.get("by_position"))
+        }
+        for title, record in texts.items()
+    }
+    return {title: panel for title, panel in found.items() if panel}
+
+
+def layer_numbers(texts: Mapping[str, Record]) -> Panels:
+    """By panel and preset: each layer, and the mean divergence when only that layer is quantised."""
+    found: Panels = {}
+    for title, record in texts.items():
+        layers = record["parts"].get("layers", {})
+        for index, by_preset in layers.items():
+            for name, each in by_preset.items():
+                found.setdefault(title, {}).setdefault(name, []).append([int(index), each["kld"]])
+    return found
+
+
+def key_numbers(texts: Mapping[str, Record]) -> Panels:
+    """By panel: the channels of the layer that calibration evens out most, before and after, and for each layer the
+    ratio of the largest to the median channel, before and after."""
+    found: Panels = {}
+    for title, record in texts.items():
+        layers = record["parts"].get("keys", {}).get("layers")
+        if not layers:
+            continue
+        flat = {
+            int(index): {when: [value for head in layer[when] for value in head] for when in ("before", "after")}
+            for index, layer in layers.items()
+        }
+        uneven = {when: [[index, ratio(layer[when])] for index, layer in flat.items()] for when in ("before", "after")}
+        gains = {index: before - after for (index, before), (_, after) in zip(*uneven.values(), strict=True)}
+        shown = max(gains, key=lambda index: gains[index])
+        found[title] = {"layer": shown, **flat[shown], "uneven": uneven}
+    return found
+
+
+def ratio(values: Sequence[float]) -> float:
+    """The largest value over the median. The median is zero only where keys are constant."""
+    return max(values) / max(statistics.median(values), 1e-12)
+
+
+# --- messages, from the first panel -----------------------------------------------------------------------------------
+
+
+def quality_message(panels: Panels) -> str:
+    """Which presets no other beats in both bits and divergence."""
+    points = {name: point for name, (point,) in first(panels).items()}
+    best = [
+        name
+        for name, (bits, kld) in sorted(points.items(), key=lambda each: each[1])
+        if not any(b <= bits and k <= kld and [b, k] != [bits, kld] for b, k in points.values())
+    ]
+    *others, last = best
+    if not others:
+        return f"{last} is smallest and diverges least"
+    return f"{', '.join(others)} and {last} diverge least for their size"
+
+
+def position_message(panels: Panels) -> str:
+    """Where the preset that diverges most is at its worst."""
+    points = first(panels)
+    worst = max(points, key=lambda name: statistics.fmean(kld for _, kld in points[name]))
+    begin, _ = max(points[worst], key=lambda point: point[1])
+    return f"{worst} diverges most in the part from token {begin:,} on"
+
+
+def layer_message(panels: Panels) -> str:
+    """Which layer diverges most, and under which preset."""
+    points = first(panels)
+    _, layer, name = max((kld, layer, name) for name, layers in points.items() for layer, kld in layers)
+    return f"Layer {layer} is the most sensitive to {name}"
+
+
+def key_message(panels: Panels) -> str:
+    """How much calibration evens out the layer that is shown."""
+    panel = first(panels)
+    before, after = (ratio(panel[when]) for when in ("before", "after"))
+    largest = f"layer {panel['layer']}'s largest key channel"
+    return f"Calibration brings {largest} from {before:.1f} to {after:.1f} times the median"
+
+
+def first(panels: Panels) -> dict[str, Any]:
+    """The numbers of the first panel."""
+    return next(iter(panels.values()))
+
+
+# --- the pictures -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A picture of the page.
+
+    Attributes:
+        numbers: Takes records by the title of their panel; returns its numbers, empty if the records have none.
+        message: Takes the numbers; returns the title.
+        draw: Takes the path of the SVG, the numbers and the title.
+        heading: Heading of its section; empty to continue the section before.
+        alt: Alternative text.
+        text: The text below it.
+    """
+
+    numbers: Callable[[Mapping[str, Record]], Panels]
+    message: Callable[[Panels], str]
+    draw: Callable[[Path, Panels, str], None]
+    heading: str
+    alt: str
+    text: str
+
+
+PICTURES = {
+    "quality.svg": Picture(
+        quality_numbers,
+        quality_message,
+        functools.partial(plots.lines, xlabel="bits per value, scales and zeros included", ylabel=KLD_LABEL),
+        "",
+        "Divergence against bits",
+        "Lower and further left is better; the scale is logarithmic.",
+    ),
+    "positions.svg": Picture(
+        position_numbers,
+        position_message,
+        functools.partial(plots.lines, xlabel="position in the window, tokens", ylabel=KLD_LABEL),
+        "Where in a text",
+        "Divergence by position in the window",
+        "Each point is the mean over the part of the window that begins there. Every window starts with an empty "
+        "cache, so tokens further right read more codes.",
+    ),
+    "layers.svg": Picture(
+        layer_numbers,
+        layer_message,
+        functools.partial(plots.lines, xlabel="layer, the only one quantised", ylabel=KLD_LABEL),
+        "Layer by layer",
+        "Divergence with one layer quantised at a time",
+        'If a layer stands out, give it a larger format first: `layers={0: "int8"}` in a config.',
+    ),
+    "keys.svg": Picture(
+        key_numbers,
+        key_message,
+        plots.keys,
+        "Why: the keys",
+        "Largest key per channel before and after calibration",
+        "The largest magnitude of each key channel, in the layer that calibration evens out most, and for every layer "
+        "the ratio of its largest channel to the median one. A few large channels leave few codes for all others. "
+        "Calibration for `int4` subtracts a centre and divides by factors. Rotation, which then spreads what is left "
+        "over a head, is not shown. The numbers above were measured without this calibration, unless the model came "
+        "with it.",
+    ),
+}
+
+
+def draw(texts: Mapping[str, Record], folder: Path) -> list[str]:
+    """Draw the pictures for which finished records, by the title of a panel, have numbers. Returns their file names."""
+    drawn = []
+    for name, picture in PICTURES.items():
+        numbers = picture.numbers(texts)
+        if numbers:
+            picture.draw(folder / name, numbers, picture.message(numbers))
+            drawn.append(name)
+    return drawn

@@ -1,0 +1,256 @@
+"""Draws pictures of results as SVG, with text as text, and the same bytes for the same numbers.
+
+Every picture is as wide as a README shows it, says its message in its title, and labels points, bars and lines directly
+instead of in a legend. It follows the reader's light or dark theme and has its own background, so it can be read on any
+page. Presets differ by colour and by marker. A picture's description holds the numbers that it shows, so that a test
+can compare them with the results under any version of matplotlib. `pictures.py` decides which numbers those are;
+`evals/pictures.py` does for the README and `docs/`. matplotlib is optional and imported inside functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from ...config import PRESETS
+from ..errors import UsageError
+
+PAPER, INK, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#d1d9e0"
+# In this order, colours that colour-blind readers (red or green) can tell apart, dark enough for text on PAPER.
+PALETTE = ("#0b5fa5", "#1a7f5a", "#c2410c", "#8a6100", "#b0307a", "#6e4fb0")
+# What each colour becomes on a dark page.
+ON_DARK = {
+    PAPER: "#0d1117",
+    INK: "#e6edf3",
+    MUTED: "#9198a1",
+    GRID: "#3d444d",
+    **dict(zip(PALETTE, ("#58a6ff", "#3fb98c", "#ff8a5c", "#e3b341", "#f778ba", "#b39df3"), strict=True)),
+}
+MARKERS = ("o", "s", "^", "D", "v", "P")
+WIDTH = 6.25  # inches, which browsers show as 600 pixels
+HEIGHT = 2.4  # inches, of a row of panels
+TITLE_COLUMNS = 62  # characters of a title that fit into WIDTH
+LOOK = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "hf_kvquant",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": INK,
+    "figure.dpi": 72,
+    "figure.facecolor": PAPER,
+    "figure.titlesize": 11,
+    "figure.titleweight": "bold",
+    "axes.axisbelow": True,
+    "axes.edgecolor": MUTED,
+    "axes.facecolor": "none",
+    "axes.labelcolor": MUTED,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 9,
+    "axes.titlesize": "medium",
+    "grid.color": GRID,
+    "lines.markersize": 4.5,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": "medium",
+    "ytick.labelsize": "medium",
+}
+# Where a label may stand next to its point, best place first: offset to the right and up in points (1/72 inch), then
+# horizontal and vertical alignment.
+PLACES = [
+    *((7, shift, "left", "center") for shift in (0, -3, -6, -9, -12, -15, 3, 6, 9, 12, 15)),
+    (-7, 0, "right", "center"),
+    (0, 7, "center", "bottom"),
+    (0, -7, "center", "top"),
+    *((7, sign * size, "left", "center") for size in range(18, 60, 3) for sign in (-1, 1)),
+]
+
+Points = Sequence[Sequence[float]]
+
+
+def check_matplotlib() -> None:
+    """Refuse a run that could not draw its pictures."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            "matplotlib must be installed for pictures, got no such package. Install it: pip install "
+            "'hf-kvquant[eval]'."
+        )
+
+
+@contextlib.contextmanager
+def picture(
+    path: Path, numbers: Mapping[str, Any], title: str, *, rows: int = 1, columns: int = 1, height: float = HEIGHT
+) -> Iterator[list[list[Any]]]:
+    """Panels to draw into. At the end of the `with` block, labels are placed and the picture is written.
+
+    Args:
+        path: The SVG file.
+        numbers: The numbers that the picture shows, JSON-serialisable.
+        title: Its message, a sentence.
+        rows: Rows of panels.
+        columns: Columns of panels.
+        height: Height of a row, inches.
+
+    Yields:
+        The axes by row and column.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(LOOK):
+        lines = textwrap.wrap(title, TITLE_COLUMNS, break_on_hyphens=False)
+        figure = Figure(figsize=(WIDTH, height * rows + 0.2 * len(lines)), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(rows, columns, squeeze=False)
+        yield [list(row) for row in axes]
+        figure.suptitle("\n".join(lines), x=0.01, ha="left")
+        place_labels(figure)
+        written = io.StringIO()
+        description = {"Date": None, "Creator": None, "Description": json.dumps(numbers)}
+        figure.savefig(written, format="svg", metadata=description)
+    path.write_text(written.getvalue().replace("</style>", f"{dark_rules()}</style>", 1), encoding="utf-8")
+
+
+def dark_rules() -> str:
+    """CSS that replaces every colour on a dark page."""
+    rules = (
+        f'[style*="{what}: {light}"]{{{what}: {dark} !important}}'
+        for light, dark in ON_DARK.items()
+        for what in ("fill", "stroke")
+    )
+    return f"@media (prefers-color-scheme: dark){{{''.join(rules)}}}"
+
+
+def label(axes: Any, text: str, point: Sequence[float], color: str = INK) -> None:
+    """Label a point, given in data coordinates. `place_labels` decides where the label stands."""
+    dx, dy, ha, va = PLACES[0]
+    axes.annotate(text, point, xytext=(dx, dy), textcoords="offset points", ha=ha, va=va, color=color)
+
+
+def place_labels(figure: Any) -> None:
+    """Put every label of `label` into the first of PLACES where it covers nothing, or else covers least.
+
+    Labels should cover no text, marker, line or axis, and stay inside the figure.
+    """
+    import numpy as np
+    from matplotlib.text import Annotation, Text
+
+    figure.draw_without_rendering()  # lays out the panels, with room for labels to their right
+    figure.set_layout_engine("none")
+    texts = figure.findobj(lambda artist: isinstance(artist, Text) and artist.get_text())
+    labels: list[Any] = [text for text in texts if isinstance(text, Annotation)]
+    taken = [text.get_window_extent().get_points() for text in texts if not isinstance(text, Annotation)]
+    dots = []
+    for line in (line for axes in figure.axes for line in (*axes.lines, axes.spines.left, axes.spines.bottom)):
+        path = line.get_path() if line.get_linestyle() == "None" else line.get_path().interpolated(30)
+        dots.append(line.get_transform().transform(path.vertices))
+    drawn = np.concatenate(dots)
+
+    def shared(box: Any, low: Any, high: Any) -> Any:
+        """The areas that a box shares with others."""
+        return np.clip(np.minimum(box.max, high) - np.maximum(box.min, low), 0, None).prod(-1)
+
+    def covered(box: Any) -> float:
+        inside = (drawn > box.min - 2).all(1) & (drawn < box.max + 2).all(1)
+        outside = box.width * box.height - shared(box, figure.bbox.min, figure.bbox.max)
+        corners = np.stack(taken)
+        return float(10 * inside.sum() + shared(box, corners[:, 0], corners[:, 1]).sum() + 100 * outside)
+
+    def moved(text: Any, place: tuple[int, int, str, str]) -> Any:
+        dx, dy, ha, va = place
+        text.set(position=(dx, dy), ha=ha, va=va)
+        return text.get_window_extent()
+
+    # From the top down, so that labels stand in the order of the ends of their lines.
+    for text in sorted(labels, key=lambda text: -text.axes.transData.transform(text.xy)[1]):
+        best = min(PLACES, key=lambda place: covered(moved(text, place)))
+        taken.append(moved(text, best).get_points())
+
+
+def described(path: Path) -> dict[str, Any]:
+    """The numbers in the description of a picture that `picture` wrote."""
+    found = ElementTree.parse(path).find(".//{http://purl.org/dc/elements/1.1/}description")
+    numbers: dict[str, Any] = json.loads("" if found is None or found.text is None else found.text)
+    return numbers
+
+
+def style_of(name: str, number: int) -> dict[str, Any]:
+    """Colour and marker of a line: fixed for each preset, otherwise by its number in the picture."""
+    known = [preset for preset in PRESETS if preset != "none"]
+    place = known.index(name) if name in known else number
+    return {"color": PALETTE[place % len(PALETTE)], "marker": MARKERS[place % len(MARKERS)]}
+
+
+def bars(axes: Any, values: Sequence[tuple[float, float, str, str]]) -> None:
+    """Draw horizontal bars from zero, labelled at their ends, without an axis.
+
+    Each has a place from the top, a length, a label and a colour.
+    """
+    for place, length, text, color in values:
+        axes.barh(place, length, height=0.76, color=color)
+        label(axes, text, (length, place), color)
+    axes.set_xlim(0, max(length for _, length, _, _ in values))
+    axes.margins(y=0.01)
+    axes.invert_yaxis()
+    axes.tick_params(left=False, bottom=False, labelbottom=False, labelcolor=INK)
+    axes.spines[["left", "bottom"]].set_visible(False)
+
+
+def lines(path: Path, numbers: Mapping[str, Mapping[str, Points]], title: str, *, xlabel: str, ylabel: str) -> None:
+    """Draw lines or points, labelled at their right ends, in panels above each other with the same logarithmic y axis.
+
+    `numbers` has points from left to right, by panel and label; both axes are labelled with their units.
+    """
+    # A logarithmic scale shows only positive numbers.
+    shown = {
+        heading: {
+            name: above for name, points in panel.items() if (above := [point for point in points if point[1] > 0])
+        }
+        for heading, panel in numbers.items()
+    }
+    values = [y for panel in shown.values() for points in panel.values() for _, y in points]
+    names = list(dict.fromkeys(name for panel in numbers.values() for name in panel))
+    with picture(path, numbers, title, rows=len(numbers)) as panels:
+        for (axes,), (heading, panel) in zip(panels, shown.items(), strict=True):
+            for name, points in panel.items():
+                style = style_of(name, names.index(name))
+                axes.plot(*zip(*points, strict=True), **style)
+                label(axes, name, points[-1], style["color"])
+            axes.set(title=f"{heading}: {ylabel}", xlabel=xlabel, yscale="log")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            if values:
+                axes.set_ylim(0.5 * min(values), 2 * max(values))
+            axes.grid(axis="y")
+
+
+def keys(path: Path, numbers: Mapping[str, Mapping[str, Any]], title: str) -> None:
+    """Draw the channels of one layer before and after calibration, and next to them how uneven every layer is.
+
+    Each panel of `numbers`, a row, has `layer`, `before` and `after` of its channels, and `uneven`: `before` and
+    `after` as points of layer and ratio.
+    """
+    styles = {"before": {"color": PALETTE[2], "marker": "s"}, "after": {"color": PALETTE[0], "marker": "o"}}
+    with picture(path, numbers, title, rows=len(numbers), columns=2) as panels:
+        for (channels, layers), (heading, panel) in zip(panels, numbers.items(), strict=True):
+            for when, style in styles.items():
+                edges = [x - 0.5 for x in range(len(panel[when]) + 1)]
+                # `before` is a filled area, so that `after` shows in front of it as a line.
+                look = {"fill": True, "alpha": 0.45} if when == "before" else {}
+                channels.stairs(panel[when], edges, color=style["color"], **look)
+                layers.plot(*zip(*panel["uneven"][when], strict=True), **style)
+                label(layers, when, panel["uneven"][when][-1], style["color"])
+            channels.set(title=f"{heading}: largest key, layer {panel['layer']}", xlabel="channel, head after head")
+            layers.set(title="largest channel over median", xlabel="layer")
+            layers.xaxis.get_major_locator().set_params(integer=True)
+            for axes in (channels, layers):
+                axes.set_ylim(0, None)
+                axes.grid(axis="y")

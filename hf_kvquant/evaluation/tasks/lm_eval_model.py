@@ -1,0 +1,344 @@
+"""The lm-eval model class `hf_kvquant`: log-likelihoods and generation that read the quantised cache.
+
+lm-eval's own class scores a text in one forward without a cache, so every preset looks lossless. Here a text is scored
+in one of two modes. *decode*: the context without its last token fills the cache; that token and the continuation then
+come in later chunks, through append and the decode kernel, as in a chat. *simulated*: one forward computes the same
+function without cache and kernels (`simulation.py`). For every batch, the (query, token) pairs read from codes are
+counted and compared with the expected number; pairs read dequantised, for lack of a kernel, are counted separately.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from transformers import Cache
+
+from ...cache.cache import KVQuantCache
+from ...cache.layers import KVQuantLayer
+from ...common.progress import show_progress
+from ...config import DEFAULT_PRESET, KVQuantConfig
+from ...models.text_config import text_config_of
+from ...patching import patch
+from ...transforms.of_model import key_transforms
+from ..errors import NothingRead
+from ..measuring.pairs import Pairs, check_pairs, count_pairs, expected_pairs, pairs_of
+from ..measuring.simulation import simulated, simulated_cache, why_not_simulated
+from .batches import Row, batches, max_padded_length
+
+MODES = ("decode", "simulated")
+# Tokens of each chunk after the first, so that the logits of a long text (lm-eval's wikitext) are never held at once.
+CHUNK_SIZE = 128
+
+
+class CannotScore(ValueError):
+    """An item does not fit into the model's context."""
+
+
+@contextlib.contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Keep PyTorch's attention from using cuDNN; other backends stay as they are.
+
+    On Hopper, PyTorch 2.11 and later tries cuDNN first, which builds a plan for every new batch size and number of
+    tokens. Generation reuses plans; scoring mostly meets new shapes.
+    """
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+
+
+# lm-eval is only partly typed.
+@register_model("hf_kvquant")
+class KVQuantLM(HFLM):  # type: ignore[misc]
+    """A causal language model with a quantised cache, for lm-eval.
+
+    Scores do not depend on the batch, except through the order of sums: where padding would share a scale with tokens,
+    or count among the newest tokens that stay dense, only rows of equal lengths are batched. A different order of sums
+    can flip a code. On the reference model (float32, PIQA, root mean squares), `int8` moves scores by 0.088 nats,
+    batches of 8 instead of 1 by 0.005, and embeddings changed in their last bit or two by 0.017.
+
+    lm-eval 0.4.13 knows the name once this module is imported; later versions find it by the entry point.
+
+    Args:
+        pretrained: A folder, a hub id or a model; it stays patched.
+        preset: A preset's name, or a config.
+        mode: How log-likelihoods are computed, `"decode"` or `"simulated"`. Generation always decodes.
+        batch_size: Rows per forward; a number.
+        **kwargs: Passed to lm-eval's `HFLM`.
+
+    Raises:
+        NotImplementedError: The model's cache cannot be quantised.
+        TypeError, ValueError: An argument is invalid.
+
+    Example:
+        >>> lm = KVQuantLM(model, "int4", tokenizer=tokenizer, batch_size=8)
+        >>> lm_eval.simple_evaluate(lm, tasks=["piqa"])
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        preset: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET,
+        mode: str = "decode",
+        batch_size: int | str | None = 1,
+        **kwargs: Any,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"KVQuantLM: `mode` must be one of {', '.join(MODES)}, got {mode!r}.")
+        if not str(batch_size).isdigit() or int(str(batch_size)) < 1:
+            raise ValueError(
+                f"KVQuantLM: `batch_size` must be a positive number, got {batch_size!r}. Start with 8 and double it."
+            )
+        super().__init__(pretrained, backend="causal", batch_size=batch_size, **kwargs)
+        self.mode = mode
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and self.world_size == 1 and kwargs.get("tp_plan") is None:
+            # HFLM spreads items over processes only for models that it loads itself, onto GPUs.
+            self.accelerator = Accelerator(cpu=self.device.type == "cpu")
+            # Without this, gloo's threads can outlive their process group when the interpreter exits, which aborts the
+            # process: about 1 in 8 on a busy machine.
+            atexit.register(self.accelerator.end_training)
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        self._takes = frozenset(inspect.signature(type(self.model).forward).parameters)
+        self.use(preset)
+
+    def use(self, preset_or_config: str | KVQuantConfig | Mapping[str, Any]) -> None:
+        """Score with another preset from now on. If that raises, as for `patch`, nothing has changed."""
+        config = KVQuantConfig.resolve(preset_or_config)
+        if self.mode == "simulated" and self._unsimulated is not None:
+            raise NotImplementedError(self._unsimulated)
+        patch(self.model, config)
+        self.quant_config = config
+        self._transforms = key_transforms(self.model, config)
+        self.pairs_read = self.pairs_expected = self.pairs_dequantized = 0
+
+    @functools.cached_property
+    def _unsimulated(self) -> str | None:
+        """Why the model cannot be simulated, whatever the preset; `None` if it can. Asked once."""
+        return why_not_simulated(self.model)
+
+    # --- log-likelihood -----------------------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation, and whether it is the greedy one.
+
+        Args:
+            requests: Texts (`None` within a rolling one), context tokens, continuation tokens.
+            disable_tqdm: Whether to hide progress.
+            override_bs: Unused: rolling texts already come in batches.
+        """
+        # Continuations that differ only in their last token (such as yes and no) are fed once.
+        waiting: dict[Row, list[int]] = {}
+        for index, (_, context, continuation) in enumerate(requests):
+            if not 0 < len(continuation) <= self.max_length or not context:
+                raise CannotScore(
+                    f"loglikelihood: a continuation must have from 1 to {self.max_length} tokens and a context, got "
+                    f"{len(continuation)} tokens after {len(context)}. Shorten the item, or give max_length."
+                )
+            room = self.max_length + 1 - len(continuation)
+            waiting.setdefault(Row(tuple(context[-room:]), tuple(continuation[:-1])), []).append(index)
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        is_quiet = disable_tqdm or self.rank != 0 or self._is_rolling
+        with show_progress("log-likelihoods", len(requests), unit="item", is_shown=not is_quiet) as tell:
+            for rows in self._batches(waiting):
+                scored = self._decode(rows) if self.mode == "decode" else self._simulate(rows)
+                for row, (token_log_probs, is_greedy, last) in zip(rows, scored, strict=True):
+                    best = int(last.argmax())
+                    for index in waiting[row]:
+                        text, _, continuation = requests[index]
+                        log_likelihood = float(token_log_probs.sum() + last[continuation[-1]])
+                        results[index] = answer = (log_likelihood, is_greedy and best == continuation[-1])
+                        if text is not None:
+                            self.cache_hook.add_partial("loglikelihood", text, answer)
+                tell(sum(len(waiting[row]) for row in rows))
+        return results
+
+    _is_rolling = False
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Like HFLM's, but without a progress bar for every batch of windows."""
+        self._is_rolling = True
+        try:
+            results: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self._is_rolling = False
+        return results
+
+    def _batches(self, rows: Iterable[Row]) -> Iterator[list[Row]]:
+        """Batches of rows, padded only where padding does not change scores."""
+        num_layers = int(text_config_of(self.model).num_hidden_layers)
+        formats = [self.quant_config.formats(index) for index in range(num_layers)]
+        return batches(rows, self.batch_size, max_padded_length(formats))
+
+    @torch.inference_mode()
+    def _decode(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:
+        """Score rows through the cache. Returns what `_scores` returns."""
+        cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
+        # Rows with the same context fill the cache once, and each then gets a copy. Only our own layers without a state
+        # are copied like this.
+        can_share = all(isinstance(layer, KVQuantLayer) and not layer.holds_state for layer in cache.layers)
+        holders = list({row.context: row for row in rows}.values()) if can_share else rows
+        firsts = [row.context[: row.first_chunk] for row in holders]
+        places = {row.context: index for index, row in enumerate(holders)}
+        place = torch.tensor(
+            [places[row.context] if can_share else index for index, row in enumerate(rows)], device=self.device
+        )
+        width = max(map(len, firsts))
+        pads = [width - len(first) for first in firsts]
+        ids = self._table([(0,) * pad + first for pad, first in zip(pads, firsts, strict=True)])
+        positions = torch.arange(width, device=self.device) - self._table([[pad] for pad in pads])  # [holders, width]
+        # Padding after a short row is never seen by its queries, and its logits are not used.
+        later = self._table([(row.context + row.fed)[row.first_chunk :] for row in rows])
+        longest = later.shape[1]
+
+        def pieces() -> Iterator[Tensor]:
+            mask, is_even = positions >= 0, not any(pads)
+            first = self._forward(
+                cache, ids, None if is_even else mask.long(), positions.clamp(min=0), logits_to_keep=1
+            )[place, -1:]
+            if len(holders) < len(rows):
+                cache.batch_select_indices(place)
+            mask, sizes = mask[place], positions[place, -1:] + 1
+            count_pairs(cache)
+            yield first
+            for start in range(0, longest, CHUNK_SIZE):
+                chunk = later[:, start : start + CHUNK_SIZE]
+                ends = torch.arange(start, start + chunk.shape[1], device=self.device)
+                seen = torch.cat((mask, mask.new_ones((len(rows), start + chunk.shape[1]))), dim=1)
+                yield self._forward(cache, chunk, None if is_even else seen.long(), sizes + ends)
+
+        scores = self._scores(pieces(), [len(row.context) - row.first_chunk for row in rows], rows)
+        self._count(cache, len(rows) * expected_pairs(self.model, cache, width + longest, width))
+        return scores
+
+    @torch.inference_mode()
+    def _simulate(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:
+        """Score rows in one forward, in which every query sees what it would see in `_decode`."""
+        first_chunks = [row.first_chunk for row in rows]
+        cache = simulated_cache(self.model, self.quant_config, first_chunk=first_chunks, chunk_size=CHUNK_SIZE)
+        ids = self._table([row.context + row.fed for row in rows])
+        width = ids.shape[1]
+        # Padding is on the right, where no query of a text sees it.
+        with simulated(self.model):
+            logits = self._forward(cache, ids, None, torch.arange(width, device=self.device).unsqueeze(0))
+        self._count(cache, sum(expected_pairs(self.model, cache, width, first) for first in first_chunks))
+        return self._scores(iter([logits]), [len(row.context) - 1 for row in rows], rows)
+
+    def _table(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Rows on the device, short ones padded with zeros on the right: `[rows, longest]` int64.
+
+        The copy waits for the device, so it is made before the forwards of a batch.
+        """
+        longest = max(map(len, rows))
+        filled = [(*row, *(0,) * (longest - len(row))) for row in rows]
+        return torch.tensor(filled, dtype=torch.int64, device=self.device)
+
+    @without_cudnn_attention()
+    def _forward(self, cache: Cache, ids: Tensor, mask: Tensor | None, positions: Tensor, **options: Any) -> Tensor:
+        """Logits of one chunk, `[batch, q_len, vocab_size]`; fewer columns if the model supports `logits_to_keep`.
+
+        Args:
+            cache: The cache to which the chunk is written.
+            ids: `[batch, q_len]` int64.
+            mask: `[batch, old and new tokens]` int64, 0 for left padding; `None` without padding.
+            positions: `[batch or 1, q_len]` int64.
+            **options: `logits_to_keep`, left out if the model does not take it.
+        """
+        options["position_ids"] = positions.expand(ids.shape[0], -1)
+        with torch.autocast(
+            self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
+        ):
+            output = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                **{name: value for name, value in options.items() if name in self._takes},
+            )
+        logits: Tensor = output.logits
+        return logits
+
+    def _scores(
+        self, pieces: Iterator[Tensor], begins: Sequence[int], rows: Sequence[Row]
+    ) -> list[tuple[Tensor, bool, Tensor]]:
+        """Reduce logits that come in pieces to what scores need.
+
+        Args:
+            pieces: `[rows, columns, vocab_size]` each, consecutive columns.
+            begins: Per row, the column that predicts the first token of the continuation.
+            rows: The rows that were fed.
+
+        Returns:
+            Per row, in float32: the log-probabilities of the continuation's tokens without the last, `[fed]`; whether
+            each of these tokens is the most likely one; and the log-probabilities for the last token, `[vocab_size]`.
+        """
+        ends = [begin + len(row.fed) for begin, row in zip(begins, rows, strict=True)]
+        # The token that each column predicts, where the row was fed that token. Other columns are not used.
+        targets = self._table([(0,) * begin + row.fed + (0,) for begin, row in zip(begins, rows, strict=True)])
+        lasts: dict[int, Tensor] = {}
+        log_probs, hits = [], []
+        start = 0
+        for logits in pieces:
+            scored = logits.float().log_softmax(-1)
+            stop = start + scored.shape[1]
+            target = targets[:, start:stop]
+            log_probs.append(scored.gather(2, target.unsqueeze(-1)).squeeze(-1))
+            hits.append(scored.argmax(-1) == target)
+            for index, end in enumerate(ends):
+                if start <= end < stop:
+                    lasts[index] = scored[index, end - start].clone()
+            start = stop
+        all_log_probs, all_hits = torch.cat(log_probs, dim=1).cpu(), torch.cat(hits, dim=1).cpu()
+        all_lasts = torch.stack([lasts[index] for index in range(len(rows))]).cpu()
+        return [
+            (log_probs[begin:end], bool(hits[begin:end].all()), last)
+            for log_probs, hits, last, begin, end in zip(all_log_probs, all_hits, all_lasts, begins, ends, strict=True)
+        ]
+
+    def _count(self, cache: KVQuantCache, expected: int) -> None:
+        """Add the pairs read from the cache of a batch to the counters of this preset, and check their number."""
+        pairs = Pairs(pairs_read=pairs_of(cache), pairs_expected=expected, pairs_dequantized=cache.pairs_dequantized)
+        check_pairs(f"loglikelihood: mode '{self.mode}'", pairs)
+        self.pairs_read += pairs.pairs_read
+        self.pairs_expected += expected
+        self.pairs_dequantized += pairs.pairs_dequantized
+
+    # --- generation ---------------------------------------------------------------------------------------------------
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
+        """Generate through the quantised cache, and check that its codes were read."""
+        cache = KVQuantCache(self.model.config, self.quant_config, key_transforms=self._transforms)
+        count_pairs(cache)
+        generated: Tensor = super()._model_generate(
+            context, max_length, stop, past_key_values=cache, **generation_kwargs
+        )
+        read, dequantized = pairs_of(cache), cache.pairs_dequantized
+        new_tokens = generated.shape[1] - context.shape[1]
+        is_quantized = any(storage.is_quantized for storage in cache.storages)
+        # The first new token comes from exact logits. Every later one is a step whose query reads at least the prompt.
+        # Beam search and assisted decoding read more, so this is only a lower bound.
+        if is_quantized and read + dequantized < max(0, new_tokens - 1) * context.numel():
+            raise NothingRead(
+                f"generate: {new_tokens} tokens must have been decoded from codes, got {read + dequantized} tokens "
+                "read. Some layer attended to something else; the log says why."
+            )
+        self.pairs_read += read
+        self.pairs_dequantized += dequantized
+        return generated

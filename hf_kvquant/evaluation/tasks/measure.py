@@ -1,0 +1,151 @@
+"""Runs `eval tasks`. A part of the record is one task under one preset, so an interrupted run loses at most one part.
+
+lm-eval is imported inside functions: it is optional and slow to import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ...config import WINDOWS
+from ..errors import NothingRead, Refused, UsageError
+from ..preparation import Subject
+from ..provenance import sha256
+from ..records import measuring, open_record
+from .data import check_data, checked_names, data_file, load_tasks
+from .results import Part, evaluate, part_name
+
+WHERE = "eval tasks"
+MODES = ("decode", "simulated")
+
+
+def ready(tasks: Sequence[str] | None, data: str | None) -> list[str]:
+    """The names of the tasks to run, once everything but the model is known to be there. The arguments are as typed.
+
+    With a folder of data, the Hugging Face libraries are told not to use the network.
+    """
+    if data is not None:
+        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    try:
+        import datasets
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"lm-eval must be installed, got: {error}. Install it: pip install 'hf-kvquant[eval]'."
+        ) from error
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    names = checked_names(tasks, data)
+    if data is not None:
+        check_data(names, data)
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How tasks are run: the options of `hf-kvquant eval tasks` with these names."""
+
+    data: str | None = None
+    mode: str = MODES[0]
+    limit: int | None = None
+    batch_size: int = 8
+    sink_length: int = 0
+    residual_length: int = 0
+
+
+def measure(
+    subject: Subject, names: Sequence[str], options: Options, output: str | None = None
+) -> dict[tuple[str, str], Part] | None:
+    """Run tasks under every preset, and keep the results in the file `output`, or in memory.
+
+    Returns:
+        Results by task and preset. `None` in a process that does not collect the results of the others.
+    """
+    from .lm_eval_model import CannotScore, KVQuantLM
+
+    tokenizer, configs, data = subject.tokenizer, subject.configs, options.data
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise UsageError(
+            "`MODEL` must have a tokenizer with a token that begins or ends a text, for lm-eval, got "
+            f"{subject.name} without. Set bos_token or eos_token in its tokenizer_config.json."
+        )
+    # Not tasks and presets: a later run may add some to the file.
+    settings = {"mode": options.mode, "limit": options.limit, "is_offline": data is not None}
+    settings |= {name: getattr(options, name) for name in WINDOWS}  # they change what every preset means
+    record = open_record(output, {**described(subject), **settings})
+    tasks = load_tasks(names, data)
+    hashes = {name: None if data is None else sha256(data_file(name, data)) for name in tasks}
+    try:
+        lm = KVQuantLM(subject.model, tokenizer=tokenizer, mode=options.mode, batch_size=options.batch_size)
+    except NotImplementedError as error:
+        raise UsageError(f"{subject.name} cannot be evaluated in this mode. {error}") from error
+    console = Console(highlight=False, quiet=lm.rank != 0, stderr=True)
+    total, started = len(tasks) * len(configs), time.monotonic()
+    with measuring(record, WHERE, total, lower="--batch-size", value=options.batch_size, is_shown=False) as tell:
+        for number, (name, preset) in enumerate(itertools.product(tasks, configs), 1):
+            done = record.get(part_name(name, preset))
+            if done is not None:
+                if done["data_sha256"] != hashes[name]:
+                    raise UsageError(
+                        f"`--output` {output} must hold results on the same data, got other data for {name}. Name "
+                        "another file."
+                    )
+                continue
+            tell(doing=f"part {number} of {total} ({name}, {preset})")
+            console.print(f"{number} of {total}: {name}, {preset} ({time.monotonic() - started:.0f} s so far)")
+            lm.use(configs[preset])
+            try:
+                result = evaluate(lm, name, tasks[name], options.limit)
+            except NothingRead as error:
+                raise Refused(f"{name}, {preset}: {error} {record.kept()}") from error
+            except CannotScore as error:
+                raise UsageError(f"`--tasks` {name} does not fit {subject.name}. {error}") from error
+            if result is not None:
+                record.put(part_name(name, preset), {**result, "data_sha256": hashes[name]})
+    if lm.rank != 0:
+        return None
+    found = {(name, preset): record.get(part_name(name, preset)) for name in tasks for preset in configs}
+    return {key: part for key, part in found.items() if part is not None}
+
+
+def described(subject: Subject) -> dict[str, Any]:
+    """What the settings of a record say about lm-eval and the model."""
+    import lm_eval
+
+    weights = sorted(Path(subject.name).expanduser().glob("*.safetensors"))
+    return {
+        "evaluation": "tasks",
+        "lm_eval": lm_eval.__version__,
+        "revision": getattr(subject.model.config, "_commit_hash", None),
+        "weights_sha256": {path.name: sha256(path) for path in weights},
+        **subject.settings,
+    }
+
+
+def this_process_device() -> str | None:
+    """The GPU of this process under `accelerate launch`; `None` for a single process or without GPUs."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and torch.cuda.is_available():
+        return f"cuda:{os.environ['LOCAL_RANK']}"
+    return None
+
+
+def tell_one_process() -> None:
+    """Say on stderr that `accelerate launch` was to start several processes on CPUs but, without MPI, started one."""
+    is_launched = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
+    if is_launched and "WORLD_SIZE" not in os.environ:
+        print(
+            f"{WHERE}: accelerate started one process, not several: on CPUs it needs MPI for that. Results are the "
+            "same. To spread items, start it with torchrun --nproc_per_node N -m hf_kvquant.",
+            file=sys.stderr,
+        )
