@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_kvquant.evaluation.rendering import markdown_table
+
 # What the table says for each result of `families.py`, in the order of its rows.
 HEADINGS = {
     "codes": "every layer decodes from codes",
@@ -25,8 +27,8 @@ def families_table(results: dict[str, Any]) -> str:
     under: dict[str, list[str]] = {heading: [] for heading in HEADINGS}
     for name, heading in {**results["families"], **results["refused"]}.items():
         under[heading].append(f"`{name}`")
-    rows = [f"| {text} | {', '.join(under[heading])} |" for heading, text in HEADINGS.items() if under[heading]]
-    return "\n".join(["| how it is served | model types |", "|---|---|", *rows])
+    rows = [[text, ", ".join(under[heading])] for heading, text in HEADINGS.items() if under[heading]]
+    return markdown_table(["how it is served", "model types"], rows, num_text=2)
 
 
 def caption(results: dict[str, Any]) -> str:

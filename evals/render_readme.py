@@ -229,12 +229,13 @@ def microseconds(number: float) -> str:
 
 def gpu_table(gpu: dict[str, Any]) -> str:
     """Times, ratios to the best bf16 kernel, and shares of the read bandwidth."""
-    columns = " | ".join(f"`{preset}`, µs | against bf16 | of bandwidth" for preset in GPU_PRESETS)
-    lines = [f"| batch x context | heads | best bf16, µs | {columns} |", "|---|---|--:" + "|--:" * 6 + "|"]
+    headings = ["batch x context", "heads", "best bf16, µs"]
+    headings += [text for preset in GPU_PRESETS for text in (f"`{preset}`, µs", "against bf16", "of bandwidth")]
+    lines = []
     for case in shown_cases(gpu, GPU_CASES):
         rows = {row["preset"]: row for row in case["rows"]}
         best = case["best_bf16"]
-        cells = ["-" if best is None else microseconds(best["median_us"])]
+        cells = [describe_case(case), describe_heads(case), "-" if best is None else microseconds(best["median_us"])]
         for preset in GPU_PRESETS:
             row = rows.get(preset)
             if row is None:
@@ -242,8 +243,8 @@ def gpu_table(gpu: dict[str, Any]) -> str:
                 continue
             ratio = "-" if row["speedup"] is None else f"{row['speedup']:.2f}x"
             cells += [microseconds(row["median_us"]), ratio, f"{row['share']:.0%}"]
-        lines.append(f"| {describe_case(case)} | {describe_heads(case)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return table(headings, lines, num_text=2)
 
 
 def gpu_caption(gpu: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """What is installed here, what is missing, and how to get it: the facts behind `hf-kvquant env` and `report`.
 
-`ops.py` decides which kernels run on a device; `cli.py` prints these facts.
+`ops/` decides which kernels run on a device; `cli/env.py` prints these facts.
 """
 
 from __future__ import annotations

@@ -18,11 +18,9 @@ from hf_kvquant import KVQuantConfig, cli
 from hf_kvquant.evaluation.errors import Refused
 from hf_kvquant.evaluation.long_context import measure as long_context
 from hf_kvquant.evaluation.long_context import results as long_results
-from hf_kvquant.evaluation.long_context import scores as long_scores
-from hf_kvquant.evaluation.long_context.measure import SUMMARY
+from hf_kvquant.evaluation.long_context.measure import ask, score
 from hf_kvquant.evaluation.long_context.prompts import Prompt, Writer
-from hf_kvquant.evaluation.long_context.results import Cell
-from hf_kvquant.evaluation.long_context.scores import Scores, ask, score
+from hf_kvquant.evaluation.long_context.results import SUMMARY, Cell, Scores
 from hf_kvquant.evaluation.measuring.pairs import DEQUANTIZED
 from hf_kvquant.evaluation.records import RunRecord
 
@@ -91,7 +89,7 @@ def test_codes_are_read(name: str) -> None:
 def test_one_reading_of_the_context_serves_all_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches that take the keys and values of another one answer as those do that the model fills."""
     _, shared = asked("int4", "int4-channel")
-    monkeypatch.setattr(long_scores, "KVQuantLayer", ())
+    monkeypatch.setattr(long_context, "KVQuantLayer", ())
     _, own = asked("int4", "int4-channel")
     assert shared == own
 

@@ -7,7 +7,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from hf_kvquant.evaluation.long_context.prompts import TESTS, PromptError, Writer
+from hf_kvquant.evaluation.errors import UsageError
+from hf_kvquant.evaluation.long_context.prompts import TESTS, Writer
 
 FILLER = " ".join(f"Sentence {number} says nothing." for number in range(40))
 
@@ -92,7 +93,7 @@ def test_chat_templates_wrap_prompts(test: str) -> None:
 def test_chat_templates_that_cannot_be_used(template: str | None, message: str) -> None:
     tokenizer = models.tokenizer()
     tokenizer.chat_template = template
-    with pytest.raises(PromptError, match=message):
+    with pytest.raises(UsageError, match=message):
         Writer(tokenizer, is_chat=True)
 
 
@@ -106,5 +107,5 @@ def test_chat_templates_that_cannot_be_used(template: str | None, message: str) 
 def test_prompts_that_cannot_be_written(
     tokenizer: PreTrainedTokenizerFast, filler: str | None, length: int, message: str
 ) -> None:
-    with pytest.raises(PromptError, match=message):
+    with pytest.raises(UsageError, match=message):
         Writer(tokenizer, filler).prompt("needle", length, 50, 0)

@@ -17,8 +17,7 @@ import torch
 
 from hf_kvquant import cli
 from hf_kvquant.cli import eval_perplexity, eval_report, eval_tasks
-from hf_kvquant.evaluation.perplexity import details, measure
-from hf_kvquant.evaluation.report import folder as report
+from hf_kvquant.evaluation.perplexity import measure
 from hf_kvquant.evaluation.report import page, pictures, plots
 from hf_kvquant.evaluation.tasks import paired
 from hf_kvquant.evaluation.tasks.data import AVERAGED
@@ -105,7 +104,7 @@ def write(output: Path, found: dict[str, dict[str, Any]]) -> Path:
     """Records in their files."""
     output.mkdir(exist_ok=True)
     for kind, record in found.items():
-        (output / report.FILES[kind]).write_text(json.dumps(record), encoding="utf-8")
+        (output / page.FILES[kind]).write_text(json.dumps(record), encoding="utf-8")
     return output
 
 
@@ -117,30 +116,25 @@ def test_a_report_is_run_interrupted_and_resumed(
     folder: str, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out"
-    compare, layers = measure.compare, details.compare
+    compare = measure.compare
     calls: list[str] = []
 
     def counted(model: Any, ids: Any, configs: Any, **kwargs: Any) -> Any:
-        calls.append("window")
+        calls.append("window" if "none" in configs else "layer")
         if len(calls) == 2:
             raise KeyboardInterrupt
         return compare(model, ids, configs, **kwargs)
 
-    def counted_layer(*args: Any, **kwargs: Any) -> Any:
-        calls.append("layer")
-        return layers(*args, **kwargs)
-
     monkeypatch.setattr(measure, "compare", counted)
-    monkeypatch.setattr(details, "compare", counted_layer)
     code, _, error = run(capsys, folder, output, *short(text))
-    assert code == 130 and "run the same command again to resume" in error and not (output / report.PAGE).exists()
+    assert code == 130 and "run the same command again to resume" in error and not (output / page.PAGE).exists()
     code, shown, error = run(capsys, folder, output, *short(text))
     assert code == 0, error
     # Two windows of each record, of which the first was known; two layers of each.
     assert calls == ["window", "window", "window", "layer", "layer", "window", "window", "layer", "layer"]
     assert "report.html\n" in shown and "report.md, with quality.svg, positions.svg, layers.svg, keys.svg" in shown
     pages = {path.name: path.read_bytes() for path in output.iterdir()}
-    assert str(tmp_path) not in pages[report.PAGE].decode()
+    assert str(tmp_path) not in pages[page.PAGE].decode()
     # Known as a whole, it is only rendered, and to the same bytes; and so it is without the model.
     for words in (short(text), ["--render"]):
         code, _, error = run(capsys, folder, output, *words)
@@ -149,7 +143,7 @@ def test_a_report_is_run_interrupted_and_resumed(
         assert {name: drawn[name] for name in drawn if not name.endswith(".json")} == {
             name: pages[name] for name in pages if not name.endswith(".json")
         }
-    plain, outliers = (json.loads(pages[report.FILES[kind]]) for kind in (page.PLAIN, page.OUTLIERS))
+    plain, outliers = (json.loads(pages[page.FILES[kind]]) for kind in (page.PLAIN, page.OUTLIERS))
     assert outliers["settings"]["injected_outliers"] == eval_report.OUTLIER_FACTOR
     for record in (plain, outliers):
         assert list(record["parts"]["layers"]) == ["0", "1"] and list(record["parts"]["keys"]["layers"]) == ["0", "1"]
@@ -167,7 +161,7 @@ def test_what_the_evaluations_are_given(monkeypatch: pytest.MonkeyPatch, text: s
     given: list[argparse.Namespace] = []
     monkeypatch.setattr(eval_perplexity, "run", given.append)
     monkeypatch.setattr(eval_tasks, "run", given.append)
-    monkeypatch.setattr(report, "render", lambda *args: [])
+    monkeypatch.setattr(page, "render", lambda *args: [])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     words = ["--text", text, "--output", str(tmp_path / "out"), "--dtype", "float32", "--tokens", "500"]
     assert cli.main(["eval", "report", "model", *words]) == 0
@@ -193,17 +187,16 @@ def test_page_and_pictures_show_the_records(capsys: pytest.CaptureFixture[str], 
     code, _, error = run(capsys, "somewhere/model", output, "--render")
     assert code == 0, error
     texts = page.of_texts(found)
-    drawn = {"quality": pictures.quality_numbers, "positions": pictures.position_numbers}
-    drawn |= {"layers": pictures.layer_numbers, "keys": pictures.key_numbers}
-    for name, numbers in drawn.items():
-        assert plots.described(output / f"{name}.svg") == numbers(texts)
-        picture = (output / f"{name}.svg").read_text(encoding="utf-8")
+    for name, drawing in pictures.PICTURES.items():
+        assert plots.described(output / name) == drawing.panels(texts)
+        picture = (output / name).read_text(encoding="utf-8")
         assert "<text" in picture and "with injected outliers" in picture
-    assert pictures.quality_numbers(texts)["as it is"] == {"int8": [[8.5, 1e-4]], "int4": [[4.5, 1e-2]]}
-    assert pictures.layer_numbers(texts)["as it is"]["int4"] == [[0, 0.005], [1, 1.005]]
-    keys = pictures.key_numbers(texts)["with injected outliers"]
+    plain, outliers = texts.values()
+    assert pictures.quality_numbers(plain) == {"int8": [[8.5, 1e-4]], "int4": [[4.5, 1e-2]]}
+    assert pictures.layer_numbers(plain)["int4"] == [[0, 0.005], [1, 1.005]]
+    keys = pictures.key_numbers(outliers)
     assert keys["before"] == [1.0, 2.0, 27.0, 2.0] and keys["uneven"]["after"] == [[0, 1.5], [1, 1.5]]
-    shown = (output / report.PAGE).read_text(encoding="utf-8")
+    shown = (output / page.PAGE).read_text(encoding="utf-8")
     assert "| `int4` | 4.5 | 1.0·10⁻² ± 1.0·10⁻³ | 5.0·10⁻³ | 9.0·10⁻² | 90.0% | 30.00 | +1.00% | 25.0 (" in shown
     assert "| `int4` | 4 | 25.0 ± 10.0 | - | -25.00 ± 21.65 | 1.00 | 75% | +0.000 |" in shown
     assert "90 tokens of text.txt (as it is) in windows of 48, in chunks of 32 tokens, float32 on Some CPU" in shown
@@ -218,7 +211,7 @@ def test_what_is_not_there_is_left_out_and_told(capsys: pytest.CaptureFixture[st
     output = write(tmp_path / "out", found)
     code, shown, error = run(capsys, "somewhere/model", output, "--render")
     assert code == 0 and "with quality.svg, positions.svg" in shown, error
-    text = (output / report.PAGE).read_text(encoding="utf-8")
+    text = (output / page.PAGE).read_text(encoding="utf-8")
     assert "with injected outliers\n" not in text and "zero-shot average" not in text and "## Layer" not in text
     assert (
         "`perplexity_outliers.json`: 2026-11-22 10:00 UTC, commit 0123456789, with uncommitted changes. Not finished"
@@ -234,7 +227,7 @@ def test_the_page_in_html_needs_nothing_else(capsys: pytest.CaptureFixture[str],
         record["settings"]["model"] = "somewhere/<model>"
     output = write(tmp_path / "out", found)
     assert run(capsys, "somewhere/<model>", output, "--render")[0] == 0
-    shown = (output / report.HTML).read_text(encoding="utf-8")
+    shown = (output / page.HTML).read_text(encoding="utf-8")
     assert "<title>Quantised caches of somewhere/&lt;model&gt;</title>" in shown and "<model>" not in shown
     assert shown.count("<table>") == 2 + len(AVERAGED) and "http" not in re.sub(r"base64,[^\"]*", "", shown)
     sources = re.findall(r'<img src="([^"]*)"', shown)
@@ -256,7 +249,7 @@ def test_a_killed_run_leaves_the_page_and_the_pictures_whole(
 
     for name in ("quality.svg", "keys.svg"):
         with monkeypatch.context() as patch:
-            patch.setitem(pictures.PICTURES, name, dataclasses.replace(pictures.PICTURES[name], draw=torn))
+            patch.setitem(pictures.PICTURES, name, dataclasses.replace(pictures.PICTURES[name], plot=torn))
             assert run(capsys, "somewhere/model", output, "--render")[0] == 130
         assert {path.name: path.read_bytes() for path in output.iterdir()} == before
 
@@ -276,7 +269,7 @@ def test_a_report_that_fails_leaves_no_folder(
     assert run(capsys, str(narrow), output, *words)[0] == 2 and output.is_dir()
     given: list[argparse.Namespace] = []
     monkeypatch.setattr(eval_perplexity, "run", given.append)
-    monkeypatch.setattr(report, "render", lambda *args: [])
+    monkeypatch.setattr(page, "render", lambda *args: [])
     assert run(capsys, str(narrow), output, *short(text)[:-4])[0] == 0
     assert given[0].preset is None and "int4-g32" in given[0].default_presets
 
@@ -346,4 +339,4 @@ def test_folders_of_something_else(folder: str, text: str, capsys: pytest.Captur
         code == 2
         and "`--output` must hold nothing but records under these names. RunRecord: `path` must hold card" in error
     )
-    assert not (output / report.PAGE).exists()
+    assert not (output / page.PAGE).exists()

@@ -151,8 +151,7 @@ def report_numbers() -> dict[str, dict[str, Any]]:
 
 def draw_report(name: str, path: Path, num_panels: int = 2) -> None:
     numbers = dict(list(report_numbers()[name].items())[:num_panels])
-    drawing = pictures.PICTURES[name]
-    drawing.draw(path, numbers, drawing.message(numbers))
+    pictures.PICTURES[name].draw(path, numbers)
 
 
 @pytest.mark.parametrize("name", ["presets", "decode", "generate", *report_numbers()])
@@ -210,14 +209,15 @@ def test_what_is_zero_has_no_place_on_a_logarithmic_scale(figures: list[Any], tm
 
 
 def test_messages_follow_the_numbers() -> None:
-    found = {name: pictures.PICTURES[name].message(numbers) for name, numbers in report_numbers().items()}
+    numbers = {name: next(iter(panels.values())) for name, panels in report_numbers().items()}
+    found = {name: pictures.PICTURES[name].message(each) for name, each in numbers.items()}
     assert found == {
         "quality.svg": f"int4, int4-channel, int4-g32, {LONG}, k8v4, int8 and int8:0+32 diverge least for their size",
         "positions.svg": "int8:0+32 diverges most in the part from token 2 on",
         "layers.svg": "Layer 5 is the most sensitive to int8:0+32",
         "keys.svg": "Calibration brings layer 31's largest key channel from 6.0 to 1.3 times the median",
     }
-    alone = {"as it is": {"int8": [[8.125, 1e-4]], "fp8": [[8.125, 1e-3]]}}
+    alone = {"int8": [[8.125, 1e-4]], "fp8": [[8.125, 1e-3]]}
     assert pictures.quality_message(alone) == "int8 is smallest and diverges least"
 
 

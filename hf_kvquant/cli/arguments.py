@@ -188,30 +188,30 @@ def checked_device(name: str | None) -> torch.device:
 # --- configs ----------------------------------------------------------------------------------------------------------
 
 
-def windows_of(args: argparse.Namespace) -> dict[str, int]:
+def dense_of(args: argparse.Namespace) -> dict[str, int]:
     """How many tokens every preset keeps dense, by the names of the options."""
     return {name: getattr(args, name) for name in WINDOWS}
 
 
 def checked_configs(args: argparse.Namespace) -> dict[str, KVQuantConfig]:
     """The configs to run, by name, each once and in the order given; the command's defaults if none is given."""
-    windows = windows_of(args)
-    for name, length in windows.items():
+    dense = dense_of(args)
+    for name, length in dense.items():
         if length < 0:
             raise UsageError(f"`{option(name)}` must be at least 0, got {length}.")
-    return {name: config_of(name, windows) for name in dict.fromkeys(args.preset or args.default_presets)}
+    return {name: config_of(name, dense) for name in dict.fromkeys(args.preset or args.default_presets)}
 
 
-def config_of(name: str, windows: Mapping[str, int] | None = None) -> KVQuantConfig:
-    """The config that a name stands for: a preset or its formats alone, also with windows: `int4-untransformed:4+128`.
+def config_of(name: str, dense: Mapping[str, int] | None = None) -> KVQuantConfig:
+    """The config of a name: a preset or its formats alone, also with dense tokens, as in `int4-untransformed:4+128`.
 
-    `windows` are for a name that has none, if the preset quantises anything.
+    `dense` is for a name that has no such numbers, if the preset quantises anything.
     """
-    formats, has_windows, lengths = name.partition(":")
+    formats, has_dense, lengths = name.partition(":")
     preset = formats.removesuffix(UNTRANSFORMED)
     checked_preset(preset, spelled=formats)
     options: dict[str, Any] = {}
-    if has_windows:
+    if has_dense:
         found = re.fullmatch(r"(\d+)\+(\d+)", lengths)
         if found is None:
             raise UsageError(
@@ -220,7 +220,7 @@ def config_of(name: str, windows: Mapping[str, int] | None = None) -> KVQuantCon
             )
         options = dict(zip(WINDOWS, map(int, found.groups()), strict=True))
     elif any(side.is_quantized for side in PRESETS[preset]):
-        options = dict(windows or {})
+        options = dict(dense or {})
     if formats != preset:  # the naive baseline, without transforms and without clipping
         key, value = (dataclasses.replace(side, clip_ratio=1.0) for side in PRESETS[preset])
         options |= {"transforms": [], "key": key, "value": value}

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from ..common.errors import did_you_mean
 from ..evaluation.errors import UsageError
-from ..evaluation.long_context.measure import SUMMARY, Options, measure
+from ..evaluation.long_context.measure import Options, measure
 from ..evaluation.long_context.prompts import TESTS
-from ..evaluation.long_context.results import MIN_ACCURACY, Cell, show
+from ..evaluation.long_context.results import MIN_ACCURACY, SUMMARY, Cell, show
 from ..evaluation.measuring.fidelity import UNQUANTIZED
 from ..evaluation.preparation import read_text
 from .arguments import (

@@ -19,8 +19,7 @@ from rich.console import Console
 from ..config import PRESETS
 from ..evaluation.errors import UsageError, named
 from ..evaluation.preparation import CannotInject
-from ..evaluation.report import folder as report
-from ..evaluation.report import page, plots
+from ..evaluation.report import page
 from ..evaluation.tasks.data import AVERAGED, check_data
 from . import eval_perplexity, eval_tasks
 from .arguments import add_command, add_placement, add_presets, check_counts, checked_configs, checked_output
@@ -59,12 +58,12 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run `hf-kvquant eval report`."""
-    plots.check_matplotlib()
+    check_installed("matplotlib", "pictures")
     folder = checked_output(args.output, expected="a folder or a new one in a folder that is there", is_folder=True)
     if not args.render:
-        steps = {kind: name for kind, name in report.FILES.items() if kind not in (args.skip or ())}
+        steps = {kind: name for kind, name in page.FILES.items() if kind not in (args.skip or ())}
         check(args, steps)
-        report.read(args.model, folder)
+        page.read(args.model, folder)
         is_new = not folder.exists()
         folder.mkdir(exist_ok=True)
         try:
@@ -73,8 +72,8 @@ def run(args: argparse.Namespace) -> None:
             if is_new:
                 with contextlib.suppress(OSError):  # not empty: keep it
                     folder.rmdir()
-    drawn = report.render(args.model, folder)
-    shown = f"{folder / report.HTML}\n{folder / report.PAGE}, with {', '.join(drawn)}"
+    drawn = page.render(args.model, folder)
+    shown = f"{folder / page.HTML}\n{folder / page.PAGE}, with {', '.join(drawn)}"
     Console(highlight=False).print(shown, soft_wrap=True)
 
 
@@ -100,14 +99,19 @@ def check(args: argparse.Namespace, steps: dict[str, str]) -> None:
             eval_perplexity.source_of(args)
     if page.TASKS not in steps:
         return
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UsageError(
-            "lm-eval must be installed for zero-shot tasks, got no such package. Install it: pip install "
-            "'hf-kvquant[eval]', or add --skip tasks."
-        )
+    check_installed("lm-eval", "zero-shot tasks", ", or add --skip tasks")
     if args.data is not None:
         with named("eval tasks"):
             check_data(AVERAGED, args.data)
+
+
+def check_installed(package: str, purpose: str, more: str = "") -> None:
+    """Refuse a run that would end for lack of an optional package. `more` says what else the user can do."""
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
+        raise UsageError(
+            f"{package} must be installed for {purpose}, got no such package. Install it: pip install "
+            f"'hf-kvquant[eval]'{more}."
+        )
 
 
 def evaluate(args: argparse.Namespace, kind: str, path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from ..evaluation.measuring.fidelity import UNQUANTIZED
-from ..evaluation.tasks.data import described_fields
-from ..evaluation.tasks.measure import MODES, Options, measure, ready, tell_one_process, this_process_device
+from ..evaluation.tasks.data import MODES, described_fields
+from ..evaluation.tasks.measure import Options, measure, ready, tell_one_process, this_process_device
 from ..evaluation.tasks.results import show
 from .arguments import (
     add_command,

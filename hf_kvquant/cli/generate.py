@@ -25,9 +25,9 @@ from .arguments import (
     check_counts,
     checked_configs,
     checked_device,
+    dense_of,
     fitting_configs,
     option,
-    windows_of,
 )
 
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
@@ -104,9 +104,9 @@ def run(args: argparse.Namespace) -> None:
         on_text=show,
     )
     where = f"{model.dtype} on {model.device}".removeprefix("torch.")
-    windows = "".join(f", {name} {length}" for name, length in windows_of(args).items() if length)
-    windows += ", offloaded" if args.offloading else ""
-    show_summaries(console, summaries, title=f"{args.model}, {where}, {len(prompts)} prompts{windows}")
+    more = "".join(f", {name} {length}" for name, length in dense_of(args).items() if length)
+    more += ", offloaded" if args.offloading else ""
+    show_summaries(console, summaries, title=f"{args.model}, {where}, {len(prompts)} prompts{more}")
 
 
 def show_summaries(console: Console, summaries: Sequence[Summary], *, title: str) -> None:

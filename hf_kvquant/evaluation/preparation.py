@@ -183,11 +183,8 @@ def describe(result: SmoothingResult, path: Path, preset: str) -> dict[str, Any]
         "tokens": result.num_tokens,
         "layers": {
             str(layer.layer_idx): {
-                "choice": layer.choice,
-                "placement": layer.placement,
+                **{name: getattr(layer, name) for name in ("choice", "placement", "error_before", "error_after")},
                 "has_center": layer.center is not None,
-                "error_before": layer.error_before,
-                "error_after": layer.error_after,
             }
             for layer in result.layers
         },

@@ -45,9 +45,9 @@ def print_table(
         console.print(note, style="dim")
 
 
-def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table. The first column is text, all others are numbers."""
-    rule = "|---" + "|--:" * (len(headings) - 1) + "|"
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_text: int = 1) -> str:
+    """A Markdown table. The first columns, so many as `num_text`, are text, all others are numbers."""
+    rule = "|---" * num_text + "|--:" * (len(headings) - num_text) + "|"
     return "\n".join([f"| {' | '.join(headings)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)])
 
 

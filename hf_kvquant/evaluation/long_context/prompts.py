@@ -79,10 +79,6 @@ _NOUNS = (
 )
 
 
-class PromptError(UsageError):
-    """A prompt cannot be written. The message names the argument at fault and says what to do."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Prompt:
     """One prompt, in token ids.
@@ -160,7 +156,7 @@ class Writer:
         needle = self._encode(self._space + task.needle)
         room = length - len(self._start) - len(needle) - len(question) - len(answer)
         if room < 0:
-            raise PromptError(
+            raise UsageError(
                 f"`--lengths` must be at least {length - room} for the test {test} with this tokenizer, got {length}."
             )
         if test == "recall":
@@ -236,7 +232,7 @@ class Writer:
             return iter(lambda: self._encode(self._space + _sentence(rng)), None)
         num_tokens = sum(map(len, self._filler))
         if num_tokens < room:
-            raise PromptError(
+            raise UsageError(
                 f"`--filler-file` must hold at least {room:,} tokens for these lengths, got {num_tokens:,}. Give a "
                 "longer text, or leave it out."
             )
@@ -270,13 +266,13 @@ def _parts_of_template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
         )
     except Exception as error:  # a template is a program, whose errors are of any type
         reason = " ".join(str(error).split()) if tokenizer.chat_template else "none"
-        raise PromptError(
+        raise UsageError(
             f"`--chat-template` needs a tokenizer with a chat template for a user's message, got {reason}. Leave it "
             "out, or name a chat model."
         ) from error
     parts = str(text).split(mark)
     if len(parts) != 2:
-        raise PromptError(
+        raise UsageError(
             "`--chat-template` needs a chat template that contains the user's message once, got it "
             f"{len(parts) - 1} times. Leave it out."
         )

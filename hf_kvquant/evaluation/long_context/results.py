@@ -11,16 +11,31 @@ from typing import Any
 from rich.console import Console
 
 from ..measuring.fidelity import UNQUANTIZED
-from ..measuring.pairs import DEQUANTIZED
+from ..measuring.pairs import DEQUANTIZED, Pairs
 from ..records import RunRecord
 from ..rendering import or_dash, print_table, with_error
 from ..tasks.paired import mean_and_error
 from .prompts import NUM_ANSWERS
-from .scores import Scores
 
 # Presets are scored only where the unquantised cache gets this share of answers right. A test that the model fails
 # anyway says nothing about the cache, and right answers by chance would make a preset look better than it is.
 MIN_ACCURACY = 0.9
+
+
+SUMMARY = "summary"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores(Pairs):
+    """The scores of some prompts under one config.
+
+    Attributes:
+        correct: Per prompt, whether greedy decoding gives the answer.
+        log_likelihood: Per prompt, log-likelihood of the whole answer, given context and question, in nats.
+    """
+
+    correct: list[bool]
+    log_likelihood: list[float]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,23 +11,27 @@ import functools
 import hashlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from ...cache.cache import KVQuantCache
+from ...cache.layers import KVQuantLayer
 from ...common.progress import Tell
 from ...config import KVQuantConfig
 from ...patching import patched
+from ...preflight.divergence import alone
 from ..errors import UsageError
-from ..measuring.fidelity import UNQUANTIZED, compare
+from ..measuring.fidelity import UNQUANTIZED, Fidelity, compare
+from ..measuring.pairs import check_pairs
 from ..measuring.simulation import why_not_simulated
 from ..preparation import Subject, source_of
 from ..records import RunRecord, measuring, open_record
-from .details import Step, detail_steps
 from .gate import check_modes, gate_text, run_controls
+from .keys import key_magnitudes
 from .results import of_segment, summarize
 from .segments import FIRST_CHUNK, Segments, cut
 
@@ -35,6 +39,12 @@ WHERE = "eval perplexity"
 MODES = ("simulated", "chunked", "decode")
 # Bytes that the caches of all segments in one forward may take together: a small part of a GPU's memory.
 CACHE_BYTES = 2**30
+# Tokens on which one layer at a time is quantised. More are not needed, since the cost of a layer hardly depends on the
+# text (`preflight/divergence.py`), and attention in one forward is quadratic in their number.
+LAYER_TOKENS = 1024
+
+# What is done next, in words, and the function that does it and tells its progress.
+Step = tuple[str, Callable[[Tell], None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +97,7 @@ def measure(
         run = Run(record, subject, segments, options, can_simulate=unsimulated is None)
         steps = [*run.checks(), *(step for mode in modes for step in run.segments_in(mode, sizes))]
         if options.details:
-            first = segments.ids[:1].to(model.device)
-            steps += detail_steps(record, subject, text, first, options.chunk, can_simulate=run.can_simulate)
+            steps += run.details(text)
         more = ", or --chunk, or run fewer presets at once"
         with measuring(record, WHERE, len(steps), lower="--window", value=segments.length, more=more) as tell:
             for what, do in steps:
@@ -144,21 +153,54 @@ class Run:
 
     def measure_segments(self, mode: str, indices: Sequence[int], tell: Tell) -> None:
         """Measure some segments in one forward per chunk."""
-        compared = compare(
-            self.subject.model,
-            self.segments.ids[indices].to(self.subject.model.device),
-            self.subject.configs,
-            first_chunk=FIRST_CHUNK,
-            chunk_size=1 if mode == "decode" else self.options.chunk,
-            simulate=mode == "simulated",
-            on_chunk=tell,
-        )
+        ids = self.segments.ids[indices]
+        compared = self.compare(ids, self.subject.configs, tell, simulate=mode == "simulated", decode=mode == "decode")
         for index, results in zip(indices, compared, strict=True):
             begin = self.segments.begins[index]
             # A segment that overlaps the previous one scores only its new tokens.
             newest = None if begin == 0 else self.segments.stride
             found = {name: of_segment(name, each, newest) for name, each in results.items()}
             self.record.put(f"{mode} {begin}", found)
+
+    def details(self, text: str) -> Iterator[Step]:
+        """The divergence of the first segment with one layer quantised at a time, and its keys."""
+        cache = KVQuantCache(self.subject.model.config, UNQUANTIZED)
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, KVQuantLayer):
+                yield f"layer {index} alone", functools.partial(self.measure_layer, index)
+
+        def measure_keys(tell: Tell) -> None:
+            model, ids = self.subject.model, self.segments.ids[:1]
+            self.record.fill("keys", lambda: key_magnitudes(model, self.subject.tokenizer, text, ids.to(model.device)))
+
+        yield "keys", measure_keys
+
+    def measure_layer(self, index: int, tell: Tell) -> None:
+        """Quantise one layer alone: simulated, or in chunks if the model cannot be simulated."""
+        known = self.record.get("layers") or {}
+        if str(index) in known:
+            return
+        configs = {
+            name: alone(index, config.formats(index))
+            for name, config in self.subject.configs.items()
+            if name != UNQUANTIZED
+        }
+        (compared,) = self.compare(self.segments.ids[:1, :LAYER_TOKENS], configs, tell, simulate=self.can_simulate)
+        for name, each in compared.items():
+            check_pairs(f"preset {name}", each)
+        found = {
+            name: {"kld": float(each.kld.double().mean()), "tokens": len(each.kld)} for name, each in compared.items()
+        }
+        self.record.put("layers", {**known, str(index): found})
+
+    def compare(
+        self, ids: Tensor, configs: Mapping[str, Any], tell: Tell, *, simulate: bool, decode: bool = False
+    ) -> list[dict[str, Fidelity]]:
+        """Compare configs on some segments, `[segments, tokens]` int64."""
+        model = self.subject.model
+        size = 1 if decode else self.options.chunk
+        how: dict[str, Any] = {"first_chunk": FIRST_CHUNK, "chunk_size": size, "simulate": simulate}
+        return compare(model, ids.to(model.device), configs, on_chunk=tell, **how)
 
 
 def segments_at_once(model: PreTrainedModel, length: int, sizes: Mapping[str, Mapping[str, Any]]) -> int:

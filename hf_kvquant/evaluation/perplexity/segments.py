@@ -111,21 +111,21 @@ def cut(
         tokens: Score at least this many; `None` for `TOKENS`, or all that there are.
     """
     context = context_of(model)
-    window = window or positions_of(model, WINDOW)
-    stride = stride or window
+    length = window or positions_of(model, WINDOW)
+    stride = stride or length
     least = FIRST_CHUNK + 2  # one token is exact, one is scored, and one is only predicted
-    if window < least or (context is not None and window > context):
+    if length < least or (context is not None and length > context):
         most = "" if context is None else f" and at most the model's {context} positions"
-        raise UsageError(f"`--window` must be at least {least}{most}, got {window}.")
-    if stride > window - least + 1 and stride != window:
+        raise UsageError(f"`--window` must be at least {least}{most}, got {length}.")
+    if stride > length - least + 1 and stride != length:
         raise UsageError(
-            f"`--stride` must be the window or less than it by {least - 1}, got {stride} with {window} tokens."
+            f"`--stride` must be the window or less than it by {least - 1}, got {stride} with {length} tokens."
         )
-    if len(ids) < window:
+    if len(ids) < length:
         remedy = f"--window {len(ids)} or " if len(ids) >= least else ""
-        raise UsageError(f"the text must fill a window of {window} tokens, got {len(ids)}. Use {remedy}a longer text.")
-    begins = list(range(0, len(ids) - window + 1, stride))
-    scored = min(stride, window - 1 - FIRST_CHUNK)
+        raise UsageError(f"the text must fill a window of {length} tokens, got {len(ids)}. Use {remedy}a longer text.")
+    begins = list(range(0, len(ids) - length + 1, stride))
+    scored = min(stride, length - 1 - FIRST_CHUNK)
     wanted = -(-(tokens or TOKENS) // scored)
     if tokens is not None and wanted > len(begins):
         raise UsageError(
@@ -135,4 +135,4 @@ def cut(
     # Spread over the text, not only its first articles.
     wanted = min(wanted, len(begins))
     chosen = [begins[index * len(begins) // wanted] for index in range(wanted)]
-    return Segments(torch.stack([ids[begin : begin + window] for begin in chosen]), chosen, stride)
+    return Segments(torch.stack([ids[begin : begin + length] for begin in chosen]), chosen, stride)

@@ -1,4 +1,4 @@
-"""Writes the page of a report from finished records, in Markdown and as one self-contained HTML file.
+"""Writes a report into the folder of its records: a page in Markdown and as one self-contained HTML file.
 
 Records of `eval perplexity` and `eval tasks` are read as they stand in their files, so the same files always make the
 same page. What is missing in the records is left out, and the page says so.
@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import base64
 import html
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from markdown_it import MarkdownIt
 
+from ...common.output import written
+from ..errors import UsageError
 from ..measuring.fidelity import UNQUANTIZED
 from ..perplexity.results import is_finished, passed, rows_of
-from ..records import Record
+from ..provenance import model_name
+from ..records import Record, read_record
 from ..rendering import markdown_table, or_dash, scientific
 from ..tasks.data import AVERAGED
 from ..tasks.results import HEADINGS, LEGEND, Average, Part, averages, by_task_and_preset, cells
-from .pictures import PICTURES
+from .pictures import PICTURES, draw
 
 PLAIN, OUTLIERS, TASKS = "plain", "outliers", "tasks"
+FILES = {PLAIN: "perplexity.json", OUTLIERS: "perplexity_outliers.json", TASKS: "tasks.json"}
+PAGE, HTML = "report.md", "report.html"
 # How panels and headings name the evaluations of a text.
 TITLES = {PLAIN: "as it is", OUTLIERS: "with injected outliers"}
 
@@ -212,3 +219,50 @@ def as_html(markdown: str, folder: Path) -> str:
         f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
         f"{parser.renderer.render(tokens, parser.options, {})}</body>\n</html>\n"
     )
+
+
+# --- in a folder ------------------------------------------------------------------------------------------------------
+
+
+def read(model: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """The records of a model in a folder, by kind."""
+    try:
+        records = {kind: read_record(folder / name) for kind, name in FILES.items() if (folder / name).exists()}
+    except ValueError as error:
+        raise UsageError(f"`--output` must hold nothing but records under these names. {error}") from error
+    name = model_name(model)
+    for kind, record in records.items():
+        found = record["settings"].get("model")
+        if found != name:
+            raise UsageError(
+                f"`--output` must hold records of {name}, got {FILES[kind]} of {found}. Name another folder."
+            )
+    return records
+
+
+def render(model: str, folder: Path) -> list[str]:
+    """Make the page and its pictures from the records in a folder. Returns the names of the pictures."""
+    records = read(model, folder)
+    texts = of_texts(records)
+    if not texts:
+        found = ", ".join(FILES[kind] for kind in records) or "none"
+        raise UsageError(
+            f"`--output` must hold a finished {FILES[PLAIN]} or {FILES[OUTLIERS]}, got {folder} "
+            f"with records: {found}. Run without --render first."
+        )
+    try:
+        with tempfile.TemporaryDirectory(prefix=".", dir=folder) as name:
+            drafts = Path(name)
+            drawn = draw(texts, drafts)
+            text = page(records, FILES, drawn)
+            (drafts / PAGE).write_text(text, encoding="utf-8")
+            (drafts / HTML).write_text(as_html(text, drafts), encoding="utf-8")
+            for each in (*drawn, PAGE, HTML):
+                with written(folder / each) as path:
+                    (drafts / each).replace(path)
+    except OSError as error:
+        raise UsageError(
+            f"`--output` must have room for the page, got {folder}: {error}. Make room, then run the same "
+            "command again."
+        ) from error
+    return drawn

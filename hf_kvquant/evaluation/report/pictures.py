@@ -16,66 +16,54 @@ from . import plots
 
 KLD_LABEL = "KL divergence, nats per token"
 
-Panels = dict[str, dict[str, Any]]
+# What one panel of a picture shows.
+Numbers = dict[str, Any]
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
+# --- numbers of a record ----------------------------------------------------------------------------------------------
 
 
-def quality_numbers(texts: Mapping[str, Record]) -> Panels:
-    """By panel and preset: bits per cached value, and the mean divergence."""
-    found = {
-        title: {
-            name: [[row["bits_per_value"], row["kld"]]]
-            for name, row in rows_of(record)[1].items()
-            if name != UNQUANTIZED and row["kld"] > 0
-        }
-        for title, record in texts.items()
+def quality_numbers(record: Record) -> Numbers:
+    """By preset: bits per cached value, and the mean divergence."""
+    return {
+        name: [[row["bits_per_value"], row["kld"]]]
+        for name, row in rows_of(record)[1].items()
+        if name != UNQUANTIZED and row["kld"] > 0
     }
-    return {title: panel for title, panel in found.items() if panel}
 
 
-def position_numbers(texts: Mapping[str, Record]) -> Panels:
-    """By panel and preset: where each part of the window begins, and its mean divergence."""
-    found = {
-        title: {
-            name: [list(point) for point in zip(where["begin"], where["kld"], strict=True)]
-            for name, row in rows_of(record)[1].items()
-            if name != UNQUANTIZED and (where := row.get("by_position"))
-        }
-        for title, record in texts.items()
+def position_numbers(record: Record) -> Numbers:
+    """By preset: where each part of a segment begins, and its mean divergence."""
+    return {
+        name: [list(point) for point in zip(where["begin"], where["kld"], strict=True)]
+        for name, row in rows_of(record)[1].items()
+        if name != UNQUANTIZED and (where := row.get("by_position"))
     }
-    return {title: panel for title, panel in found.items() if panel}
 
 
-def layer_numbers(texts: Mapping[str, Record]) -> Panels:
-    """By panel and preset: each layer, and the mean divergence when only that layer is quantised."""
-    found: Panels = {}
-    for title, record in texts.items():
-        layers = record["parts"].get("layers", {})
-        for index, by_preset in layers.items():
-            for name, each in by_preset.items():
-                found.setdefault(title, {}).setdefault(name, []).append([int(index), each["kld"]])
+def layer_numbers(record: Record) -> Numbers:
+    """By preset: each layer, and the mean divergence when only that layer is quantised."""
+    found: Numbers = {}
+    for index, by_preset in record["parts"].get("layers", {}).items():
+        for name, each in by_preset.items():
+            found.setdefault(name, []).append([int(index), each["kld"]])
     return found
 
 
-def key_numbers(texts: Mapping[str, Record]) -> Panels:
-    """By panel: the channels of the layer that calibration evens out most, before and after, and for each layer the
-    ratio of the largest to the median channel, before and after."""
-    found: Panels = {}
-    for title, record in texts.items():
-        layers = record["parts"].get("keys", {}).get("layers")
-        if not layers:
-            continue
-        flat = {
-            int(index): {when: [value for head in layer[when] for value in head] for when in ("before", "after")}
-            for index, layer in layers.items()
-        }
-        uneven = {when: [[index, ratio(layer[when])] for index, layer in flat.items()] for when in ("before", "after")}
-        gains = {index: before - after for (index, before), (_, after) in zip(*uneven.values(), strict=True)}
-        shown = max(gains, key=lambda index: gains[index])
-        found[title] = {"layer": shown, **flat[shown], "uneven": uneven}
-    return found
+def key_numbers(record: Record) -> Numbers:
+    """The channels of the layer that calibration evens out most, before and after, and for each layer the ratio of the
+    largest to the median channel, before and after."""
+    layers = record["parts"].get("keys", {}).get("layers")
+    if not layers:
+        return {}
+    flat = {
+        int(index): {when: [value for head in layer[when] for value in head] for when in ("before", "after")}
+        for index, layer in layers.items()
+    }
+    uneven = {when: [[index, ratio(layer[when])] for index, layer in flat.items()] for when in ("before", "after")}
+    gains = {index: before - after for (index, before), (_, after) in zip(*uneven.values(), strict=True)}
+    shown = max(gains, key=lambda index: gains[index])
+    return {"layer": shown, **flat[shown], "uneven": uneven}
 
 
 def ratio(values: Sequence[float]) -> float:
@@ -83,49 +71,40 @@ def ratio(values: Sequence[float]) -> float:
     return max(values) / max(statistics.median(values), 1e-12)
 
 
-# --- messages, from the first panel -----------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
-def quality_message(panels: Panels) -> str:
+def quality_message(numbers: Numbers) -> str:
     """Which presets no other beats in both bits and divergence."""
-    points = {name: point for name, (point,) in first(panels).items()}
-    best = [
+    points = {name: point for name, (point,) in numbers.items()}
+    *others, last = (
         name
         for name, (bits, kld) in sorted(points.items(), key=lambda each: each[1])
         if not any(b <= bits and k <= kld and [b, k] != [bits, kld] for b, k in points.values())
-    ]
-    *others, last = best
+    )
     if not others:
         return f"{last} is smallest and diverges least"
     return f"{', '.join(others)} and {last} diverge least for their size"
 
 
-def position_message(panels: Panels) -> str:
+def position_message(numbers: Numbers) -> str:
     """Where the preset that diverges most is at its worst."""
-    points = first(panels)
-    worst = max(points, key=lambda name: statistics.fmean(kld for _, kld in points[name]))
-    begin, _ = max(points[worst], key=lambda point: point[1])
+    worst = max(numbers, key=lambda name: statistics.fmean(kld for _, kld in numbers[name]))
+    begin, _ = max(numbers[worst], key=lambda point: point[1])
     return f"{worst} diverges most in the part from token {begin:,} on"
 
 
-def layer_message(panels: Panels) -> str:
+def layer_message(numbers: Numbers) -> str:
     """Which layer diverges most, and under which preset."""
-    points = first(panels)
-    _, layer, name = max((kld, layer, name) for name, layers in points.items() for layer, kld in layers)
+    _, layer, name = max((kld, layer, name) for name, layers in numbers.items() for layer, kld in layers)
     return f"Layer {layer} is the most sensitive to {name}"
 
 
-def key_message(panels: Panels) -> str:
+def key_message(numbers: Numbers) -> str:
     """How much calibration evens out the layer that is shown."""
-    panel = first(panels)
-    before, after = (ratio(panel[when]) for when in ("before", "after"))
-    largest = f"layer {panel['layer']}'s largest key channel"
+    before, after = (ratio(numbers[when]) for when in ("before", "after"))
+    largest = f"layer {numbers['layer']}'s largest key channel"
     return f"Calibration brings {largest} from {before:.1f} to {after:.1f} times the median"
-
-
-def first(panels: Panels) -> dict[str, Any]:
-    """The numbers of the first panel."""
-    return next(iter(panels.values()))
 
 
 # --- the pictures -----------------------------------------------------------------------------------------------------
@@ -136,20 +115,28 @@ class Picture:
     """A picture of the page.
 
     Attributes:
-        numbers: Takes records by the title of their panel; returns its numbers, empty if the records have none.
-        message: Takes the numbers; returns the title.
-        draw: Takes the path of the SVG, the numbers and the title.
+        numbers: Takes a record; returns the numbers of its panel, empty if the record has none.
+        message: Takes the numbers of the first panel; returns the title.
+        plot: Takes the path of the SVG, the numbers by the title of a panel, and the title.
         heading: Heading of its section; empty to continue the section before.
         alt: Alternative text.
         text: The text below it.
     """
 
-    numbers: Callable[[Mapping[str, Record]], Panels]
-    message: Callable[[Panels], str]
-    draw: Callable[[Path, Panels, str], None]
+    numbers: Callable[[Record], Numbers]
+    message: Callable[[Numbers], str]
+    plot: Callable[[Path, dict[str, Numbers], str], None]
     heading: str
     alt: str
     text: str
+
+    def panels(self, texts: Mapping[str, Record]) -> dict[str, Numbers]:
+        """The panels for which finished records have numbers, by title."""
+        return {title: found for title, record in texts.items() if (found := self.numbers(record))}
+
+    def draw(self, path: Path, panels: dict[str, Numbers]) -> None:
+        """Draw the picture."""
+        self.plot(path, panels, self.message(next(iter(panels.values()))))
 
 
 PICTURES = {
@@ -197,8 +184,7 @@ def draw(texts: Mapping[str, Record], folder: Path) -> list[str]:
     """Draw the pictures for which finished records, by the title of a panel, have numbers. Returns their file names."""
     drawn = []
     for name, picture in PICTURES.items():
-        numbers = picture.numbers(texts)
-        if numbers:
-            picture.draw(folder / name, numbers, picture.message(numbers))
+        if panels := picture.panels(texts):
+            picture.draw(folder / name, panels)
             drawn.append(name)
     return drawn

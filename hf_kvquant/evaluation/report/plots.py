@@ -10,7 +10,6 @@ can compare them with the results under any version of matplotlib. `pictures.py`
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import textwrap
@@ -20,7 +19,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 from ...config import PRESETS
-from ..errors import UsageError
 
 PAPER, INK, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#d1d9e0"
 # In this order, colours that colour-blind readers (red or green) can tell apart, dark enough for text on PAPER.
@@ -74,15 +72,6 @@ PLACES = [
 ]
 
 Points = Sequence[Sequence[float]]
-
-
-def check_matplotlib() -> None:
-    """Refuse a run that could not draw its pictures."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(
-            "matplotlib must be installed for pictures, got no such package. Install it: pip install "
-            "'hf-kvquant[eval]'."
-        )
 
 
 @contextlib.contextmanager

@@ -19,6 +19,8 @@ from ...common.errors import did_you_mean
 from ..errors import UsageError
 
 FOLDER = Path(__file__).parent / "offline"
+# How log-likelihoods are computed: through the cache, or in one forward that computes the same.
+MODES = ("decode", "simulated")
 # The tasks of the zero-shot average: QServe's choice (arXiv 2405.04532).
 AVERAGED = ("piqa", "arc_easy", "arc_challenge", "hellaswag", "winogrande")
 

@@ -35,8 +35,8 @@ from ..errors import NothingRead
 from ..measuring.pairs import Pairs, check_pairs, count_pairs, expected_pairs, pairs_of
 from ..measuring.simulation import simulated, simulated_cache, why_not_simulated
 from .batches import Row, batches, max_padded_length
+from .data import MODES
 
-MODES = ("decode", "simulated")
 # Tokens of each chunk after the first, so that the logits of a long text (lm-eval's wikitext) are never held at once.
 CHUNK_SIZE = 128
 
@@ -173,7 +173,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
     _is_rolling = False
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Like HFLM's, but without a progress bar for every batch of windows."""
+        """Like HFLM's, but without a progress bar for every batch of segments."""
         self._is_rolling = True
         try:
             results: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)

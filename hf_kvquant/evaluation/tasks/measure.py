@@ -23,11 +23,10 @@ from ..errors import NothingRead, Refused, UsageError
 from ..preparation import Subject
 from ..provenance import sha256
 from ..records import measuring, open_record
-from .data import check_data, checked_names, data_file, load_tasks
+from .data import MODES, check_data, checked_names, data_file, load_tasks
 from .results import Part, evaluate, part_name
 
 WHERE = "eval tasks"
-MODES = ("decode", "simulated")
 
 
 def ready(tasks: Sequence[str] | None, data: str | None) -> list[str]:
