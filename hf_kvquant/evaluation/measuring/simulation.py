@@ -13,7 +13,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from ...attention import unregistered as own_attention
 from ...attention.registry import call_previous, set_attention
 from ...attention.simulated import SimulatingLayer
 from ...cache.cache import KVQuantCache
+from ...cache.handle import KVHandle, KVStep
 from ...cache.layers import KVQuantLayer
 from ...config import KVQuantConfig
 from ...models.text_config import text_config_of
@@ -69,7 +70,8 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
             return key_states, value_states
         self.raw = key_states, value_states
         self.dequantized = self.storage.dequantize()
-        return SimulatedHandle(self, 0), SimulatedHandle(self, 1)
+        step = SimulatedStep(self)
+        return KVHandle(step, 0), KVHandle(step, 1)
 
     def attend(self, query: Tensor, mask: Tensor, attend: Callable[..., tuple[Tensor, Any]]) -> Tensor:
         """Compute attention for whole texts.
@@ -117,38 +119,19 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
         return is_exact | (position < sink_length) | (position >= begin.unsqueeze(2))
 
 
-class SimulatedHandle:
-    """Keys (side 0) or values (side 1) of a simulated layer, which only `simulated_attention` can read."""
+class SimulatedStep(KVStep):
+    """Lets handles to keys and values of a simulated layer be read by `simulated_attention` alone."""
 
-    def __init__(self, layer: SimulatedLayer, side: int) -> None:
+    def __init__(self, layer: SimulatedLayer) -> None:
+        super().__init__(layer.storage)
         self.layer = layer
-        raw = layer.raw[side]
-        self.shape, self.dtype, self.device, self.ndim = raw.shape, raw.dtype, raw.device, raw.ndim
 
-    def to(self, *args: Any, **kwargs: Any) -> SimulatedHandle:
-        """Return `self` if nothing changes. Layers that share keys and values move them to their own device."""
-        alike = torch.empty((0, 0, 0, 0), dtype=self.dtype, device=self.device)
-        if alike.to(*args, **kwargs) is not alike:
-            raise _looked_inside()
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise _looked_inside()
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        raise _looked_inside()
-
-
-def _looked_inside() -> NotImplementedError:
-    return NotImplementedError(
-        "simulate: the model must leave keys and values to its attention function, but reads them itself. "
-        "Feed it in chunks instead."
-    )
+    def dense(self, reason: str) -> NoReturn:
+        """Refuse to be read as tensors."""
+        raise NotImplementedError(
+            "simulate: the model must leave keys and values to its attention function, but reads them itself. "
+            "Feed it in chunks instead."
+        )
 
 
 def simulated_cache(
@@ -257,14 +240,14 @@ def simulated_attention(
     module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, *, prev: str, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer, with the signature of `transformers.AttentionInterface`."""
-    if not isinstance(key, SimulatedHandle):
+    if not (isinstance(key, KVHandle) and isinstance(key.step, SimulatedStep)):
         return call_previous(prev, module, query, key, value, attention_mask, **kwargs)
     assert attention_mask is not None
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
         return call_previous(prev, module, query, key, value, mask, **kwargs)
 
-    return key.layer.attend(query, attention_mask, attend), None
+    return key.step.layer.attend(query, attention_mask, attend), None
 
 
 def _only(mask: Tensor, chosen: Tensor) -> Tensor:
