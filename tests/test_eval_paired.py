@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_kvquant.evaluation.tasks import paired
+from hf_kvquant.evaluation import paired
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_mcnemar(lost: int, won: int, expected: float) -> None:
 
 def test_paired_accuracy() -> None:
     found = paired.paired_accuracy([1, 0, 0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 0, 1, 0, 1])
-    assert (found.lost, found.won, found.difference) == (3, 1, -0.25)
+    assert (found.difference, found.p_value) == (-0.25, paired.mcnemar(3, 1))
     per_item = torch.tensor([0.0, -1, -1, -1, 1, 0, 0, 0])
     assert found.standard_error == pytest.approx(float(per_item.std(unbiased=False)) / math.sqrt(8))
     with pytest.raises(ValueError, match="as many items as `reference`, at least one, got 1 and 2"):

@@ -17,9 +17,9 @@ import torch
 
 from hf_kvquant import cli
 from hf_kvquant.cli import eval_perplexity, eval_report, eval_tasks
+from hf_kvquant.evaluation import paired
 from hf_kvquant.evaluation.perplexity import measure
 from hf_kvquant.evaluation.report import page, pictures, plots
-from hf_kvquant.evaluation.tasks import paired
 from hf_kvquant.evaluation.tasks.data import AVERAGED
 from hf_kvquant.evaluation.tasks.results import average_lines, averages, by_task_and_preset
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Suffix of a preset's name for its naive baseline, which shows how much transforms and clipping gain.
 UNTRANSFORMED = "-untransformed"
+# What most commands run if no preset is named.
+COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
 Options = TypeVar("Options", bound="DataclassInstance")
 # The options of `add_preparation`.
 PREPARATION = ("inject_outliers", "inject_bias", "calibrate", "calibrate_for")
@@ -188,14 +190,9 @@ def checked_device(name: str | None) -> torch.device:
 # --- configs ----------------------------------------------------------------------------------------------------------
 
 
-def dense_of(args: argparse.Namespace) -> dict[str, int]:
-    """How many tokens every preset keeps dense, by the names of the options."""
-    return {name: getattr(args, name) for name in WINDOWS}
-
-
 def checked_configs(args: argparse.Namespace) -> dict[str, KVQuantConfig]:
     """The configs to run, by name, each once and in the order given; the command's defaults if none is given."""
-    dense = dense_of(args)
+    dense = {name: getattr(args, name) for name in WINDOWS}
     for name, length in dense.items():
         if length < 0:
             raise UsageError(f"`{option(name)}` must be at least 0, got {length}.")

@@ -17,6 +17,7 @@ from ..evaluation.long_context.results import MIN_ACCURACY, SUMMARY, Cell, show
 from ..evaluation.measuring.fidelity import UNQUANTIZED
 from ..evaluation.preparation import read_text
 from .arguments import (
+    COMPARED_PRESETS,
     add_command,
     add_placement,
     add_preparation,
@@ -25,8 +26,6 @@ from .arguments import (
     load_subject,
     options_of,
 )
-
-DEFAULT_PRESETS = (UNQUANTIZED, "int8", "int4")
 
 
 def add_parser(commands: Any) -> None:
@@ -42,7 +41,7 @@ def add_parser(commands: Any) -> None:
         "of the right answer is compared everywhere.",
     )
     add = parser.add_argument
-    add_presets(parser, DEFAULT_PRESETS, f"; '{UNQUANTIZED}' is always there")
+    add_presets(parser, COMPARED_PRESETS, f"; '{UNQUANTIZED}' is always there")
     add("--tests", default=",".join(TESTS), metavar="LIST", help=f"some of {', '.join(TESTS)} (default: all)")
     add(
         "--lengths",

@@ -12,6 +12,7 @@ from ..evaluation.tasks.data import MODES, described_fields
 from ..evaluation.tasks.measure import Options, measure, ready, tell_one_process, this_process_device
 from ..evaluation.tasks.results import show
 from .arguments import (
+    COMPARED_PRESETS,
     add_command,
     add_placement,
     add_preparation,
@@ -20,8 +21,6 @@ from .arguments import (
     load_subject,
     options_of,
 )
-
-COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
 
 
 def add_parser(commands: Any) -> None:

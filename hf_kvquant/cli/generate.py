@@ -11,6 +11,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..config import WINDOWS
 from ..evaluation.errors import UsageError
 from ..evaluation.measuring.fidelity import UNQUANTIZED
 from ..evaluation.measuring.generation import Summary, run_presets
@@ -19,18 +20,16 @@ from ..evaluation.rendering import or_dash, print_table
 from ..models.text_config import context_of
 from ..storage.offloading import HOMES
 from .arguments import (
+    COMPARED_PRESETS,
     add_command,
     add_placement,
     add_presets,
     check_counts,
     checked_configs,
     checked_device,
-    dense_of,
     fitting_configs,
     option,
 )
-
-COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
 
 
 def add_parser(commands: Any) -> None:
@@ -104,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
         on_text=show,
     )
     where = f"{model.dtype} on {model.device}".removeprefix("torch.")
-    more = "".join(f", {name} {length}" for name, length in dense_of(args).items() if length)
+    more = "".join(f", {name} {length}" for name in WINDOWS if (length := getattr(args, name)))
     more += ", offloaded" if args.offloading else ""
     show_summaries(console, summaries, title=f"{args.model}, {where}, {len(prompts)} prompts{more}")
 

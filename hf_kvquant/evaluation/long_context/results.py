@@ -12,17 +12,15 @@ from rich.console import Console
 
 from ..measuring.fidelity import UNQUANTIZED
 from ..measuring.pairs import DEQUANTIZED, Pairs
+from ..paired import mean_and_error
 from ..records import RunRecord
 from ..rendering import or_dash, print_table, with_error
-from ..tasks.paired import mean_and_error
 from .prompts import NUM_ANSWERS
 
 # Presets are scored only where the unquantised cache gets this share of answers right. A test that the model fails
 # anyway says nothing about the cache, and right answers by chance would make a preset look better than it is.
 MIN_ACCURACY = 0.9
-
-
-SUMMARY = "summary"
+SUMMARY = "summary"  # the part of a record with all presets
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

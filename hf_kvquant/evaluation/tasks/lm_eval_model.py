@@ -142,7 +142,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         Args:
             requests: Texts (`None` within a rolling one), context tokens, continuation tokens.
             disable_tqdm: Whether to hide progress.
-            override_bs: Unused: rolling texts already come in batches.
+            override_bs: Given for the segments of rolling texts, which come in batches. They show no progress.
         """
         # Continuations that differ only in their last token (such as yes and no) are fed once.
         waiting: dict[Row, list[int]] = {}
@@ -155,7 +155,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             room = self.max_length + 1 - len(continuation)
             waiting.setdefault(Row(tuple(context[-room:]), tuple(continuation[:-1])), []).append(index)
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        is_quiet = disable_tqdm or self.rank != 0 or self._is_rolling
+        is_quiet = disable_tqdm or self.rank != 0 or override_bs is not None
         with show_progress("log-likelihoods", len(requests), unit="item", is_shown=not is_quiet) as tell:
             for rows in self._batches(waiting):
                 scored = self._decode(rows) if self.mode == "decode" else self._simulate(rows)
@@ -168,17 +168,6 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
                         if text is not None:
                             self.cache_hook.add_partial("loglikelihood", text, answer)
                 tell(sum(len(waiting[row]) for row in rows))
-        return results
-
-    _is_rolling = False
-
-    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Like HFLM's, but without a progress bar for every batch of segments."""
-        self._is_rolling = True
-        try:
-            results: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
-        finally:
-            self._is_rolling = False
         return results
 
     def _batches(self, rows: Iterable[Row]) -> Iterator[list[Row]]:

@@ -19,9 +19,9 @@ from rich.console import Console
 
 from ..measuring.fidelity import UNQUANTIZED
 from ..measuring.pairs import DEQUANTIZED
+from ..paired import bootstrap_average, mean_and_error, paired_accuracy, ratio_and_error
 from ..rendering import or_dash, print_table, with_error
 from .data import AVERAGED
-from .paired import bootstrap_average, mean_and_error, paired_accuracy, ratio_and_error
 
 # Metrics of items that are right or wrong. The first that a task has is the one that is compared.
 _ACCURACIES = ("acc", "exact_match", "acc_norm")

@@ -6,9 +6,9 @@ items whose answer changes count.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,23 +16,15 @@ NUM_RESAMPLES = 10_000
 LEVEL = 0.95  # confidence of intervals
 
 
-@dataclasses.dataclass(frozen=True)
-class PairedAccuracy:
-    """How the accuracy of one run differs from that of another on the same items.
+class PairedAccuracy(NamedTuple):
+    """How the accuracy of one run differs from that of another on the same items, with its standard error.
 
-    Attributes:
-        difference: Accuracy minus that of the reference.
-        standard_error: Standard error of the difference.
-        p_value: p-value of the exact McNemar test: how likely a change this uneven is if neither run is better.
-        lost: Items that only the reference answers right.
-        won: Items that only this run answers right.
+    The p-value is that of the exact McNemar test: how likely a change this uneven is if neither run is better.
     """
 
     difference: float
     standard_error: float
     p_value: float
-    lost: int
-    won: int
 
 
 def paired_accuracy(correct: Sequence[float], reference: Sequence[float]) -> PairedAccuracy:
@@ -50,7 +42,7 @@ def paired_accuracy(correct: Sequence[float], reference: Sequence[float]) -> Pai
     lost = sum(old > new for new, old in zip(correct, reference, strict=True))
     won = sum(new > old for new, old in zip(correct, reference, strict=True))
     variance = lost + won - (lost - won) ** 2 / num_items
-    return PairedAccuracy((won - lost) / num_items, math.sqrt(variance) / num_items, mcnemar(lost, won), lost, won)
+    return PairedAccuracy((won - lost) / num_items, math.sqrt(variance) / num_items, mcnemar(lost, won))
 
 
 def mcnemar(lost: int, won: int) -> float:
