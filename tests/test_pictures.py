@@ -177,7 +177,7 @@ def test_masks_of_pictures_are_dense_in_static_caches(name: str) -> None:
     with patched(model, {"preset": "int8", "static": True}):
         cache = greedy(model, inputs, disable_compile=True).past_key_values
     full = cache.storages[-1]
-    assert bool(full.fallbacks) == (name == "gemma3")
+    assert bool(full.tally.fallbacks) == (name == "gemma3")
 
 
 def test_cross_attention_among_the_layers_stays_with_transformers() -> None:

@@ -55,7 +55,9 @@ def mcnemar(lost: int, won: int) -> float:
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean and its standard error; the error is `None` for a single value."""
-    return ratio_and_error(values, [1] * len(values))
+    array = np.asarray(values, dtype=np.float64)
+    error = float(array.std(ddof=1) / math.sqrt(len(array))) if len(array) > 1 else None
+    return float(array.mean()), error
 
 
 def ratio_and_error(values: Sequence[float], sizes: Sequence[float]) -> tuple[float, float | None]:
