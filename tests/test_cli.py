@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 import hf_kvquant
 from hf_kvquant import cli, ops
+from hf_kvquant.evaluation.errors import Refused, named
 from hf_kvquant.evaluation.injection import inject_key_outliers
 from hf_kvquant.evaluation.preparation import load, load_calibration
 
@@ -426,6 +427,12 @@ def test_arguments_that_are_no_such_are_told_in_a_line(
     assert stopped.value.code == 2
     told = capsys.readouterr().err
     assert told.startswith(f"hf-kvquant: error: {line}") and told.count("\n") == 1
+
+
+def test_an_error_names_the_innermost_command_once() -> None:
+    with pytest.raises(Refused) as raised, named("eval report"), named("eval tasks"):
+        raise Refused("no.")
+    assert str(raised.value) == "eval tasks: no."
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
