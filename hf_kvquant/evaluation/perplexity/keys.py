@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...calibration.smoothing import is_smoothed, smooth_attention, state_of, unsmooth
+from ...calibration.smoothing import is_smoothed, smooth_attention, smoothing_of, unsmooth
 from ...calibration.text import collect
 
 # The preset that keys are calibrated for here, and on how many tokens. Calibrating on the measured text would flatter a
@@ -30,7 +30,7 @@ def key_magnitudes(
         divided by their factors), and `choice`, what calibration chose. Or `unmeasured`: why nothing was measured.
     """
     is_calibrated = is_smoothed(model)
-    state = state_of(model)
+    state = smoothing_of(model)
     if is_calibrated and state is None:
         return {"unmeasured": "the checkpoint is calibrated, and its factors did not come with it"}
     options: dict[str, Any] = {"mode": "auto", "num_tokens": CALIBRATION_TOKENS, "window": ids.shape[1]}
