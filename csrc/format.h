@@ -1,6 +1,6 @@
-// The C++ mirror of hf_kvquant/spec/formats.py and ops.py: storage types, planes, and the arguments of the two ops as plain
-// structs. Nothing here uses torch: csrc/args.h turns op arguments into these structs and checks them, csrc/cpu and
-// csrc/cuda compute with them. When the extension loads, constants are compared with their Python counterparts.
+// The C++ mirror of hf_kvquant/spec and hf_kvquant/ops: formats, layouts, planes, and the arguments of the two ops as
+// plain structs. Nothing here uses torch: csrc/args.h turns op arguments into these structs and checks them, csrc/cpu
+// and csrc/cuda compute with them. When the extension loads, constants are compared with their Python counterparts.
 //
 // x ≈ code · scale + zero. Symmetric integer formats store code + offset (128 for int8, 8 for int4) and have no zero.
 #pragma once
@@ -9,15 +9,36 @@
 
 namespace hf_kvquant {
 
-// Raised together with OPS_VERSION in ops.py whenever a schema or the meaning of an argument changes.
-constexpr int kOpsVersion = 8;
+// Raised together with OPS_VERSION in ops/kernels.py whenever a schema or the meaning of an argument changes.
+constexpr int kOpsVersion = 9;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
 constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::has_channel_scales
-constexpr int kMaxCudaHeadDim = 256;  // above it, ops.py runs the reference
+constexpr int kMaxCudaHeadDim = 256;  // above it, ops/kernels.py chooses the reference
 constexpr int kMaxRingLength = 1 << 30;  // the most tokens that a ring counts, so that sums of positions fit an int
 
 enum class Storage : int { none = 0, int8 = 1, int4 = 2, fp8 = 3 };
+
+// What shares a scale, see KVFormat in spec/formats.py.
+enum class Granularity : int { tensor = 0, token = 1, head = 2, group = 3, channel = 4 };
+
+// Where the token at position t is: in row t, or in row t mod capacity. See row_of.
+enum class Rows : int { linear = 0, ring = 1 };
+
+// A KVLayout as ops take it, see spec/layout.py. The names are compared with those there.
+struct FormatFields {
+  int64_t storage, granularity, group_size, is_symmetric, clip_ratio;  // group_size 0: none
+};
+struct LayoutFields {
+  FormatFields key, value;
+  int64_t sink_length, residual_length, rows;
+};
+constexpr const char* kLayoutFields =
+    "key.storage key.granularity key.group_size key.symmetric key.clip_ratio "
+    "value.storage value.granularity value.group_size value.symmetric value.clip_ratio "
+    "sink_length residual_length rows";
+constexpr const char* kLayoutValues = "none int8 int4 fp8; tensor token head group channel; linear ring";
+constexpr int64_t kClipOne = int64_t{1} << 62;  // the integer for a clip ratio of 1
 
 // Dtypes of the model's tensors: queries, new keys and values, and the codes of Storage::none.
 enum class Dtype : int { fp32, fp16, bf16 };
@@ -129,30 +150,29 @@ __host__ __device__
 #endif
 inline int rotation_block(int head_dim) { return head_dim & -head_dim; }
 
-// New tokens of one layer, written at positions lengths - q_len ... lengths - 1.
-struct AppendParams {
-  int batch, num_kv_heads, q_len, capacity;
-  Dense key, value;
+// What an append and attention have in common.
+struct CacheParams {
+  int batch, num_kv_heads, q_len, capacity;  // q_len: new tokens, or those of the query
   Side key_side, value_side;
-  KeyTransform key_transform;
-  const int32_t* lengths;  // [batch]; include the new tokens
-  const int32_t* starts;   // [batch], first position that is not padding; nullptr: 0. Used for tails only
-  int sink_length;         // first tokens that attention reads from the tails; 0: none
-  int residual_length;     // newest tokens that attention reads from the tails; 0: none
-  bool is_ring;            // see row_of
+  KeyTransform key_transform;  // of the keys in the planes
+  const int32_t* lengths;      // [batch]; include the new tokens
+  const int32_t* starts;       // [batch], first position that is not padding; nullptr: 0
+  int sink_length;             // first tokens that attention reads from the tails; 0: none
+  int residual_length;         // newest tokens that attention reads from the tails; 0: none
+  bool is_ring;                // see row_of
 };
 
-// Attention of one layer over everything stored. reference.decode_attention defines the result.
-struct DecodeParams {
-  int batch, num_q_heads, num_kv_heads, q_len, capacity;
-  Dense query;                // [batch, num_q_heads, q_len, key head_dim]
-  Side key_side, value_side;  // new tokens, if any, are appended before this runs
-  KeyTransform key_transform;  // of the keys in the planes; the query is not transformed yet
-  const int32_t* lengths;     // [batch]
+// New tokens of one layer, written at positions lengths - q_len ... lengths - 1. `starts` is used for tails only.
+struct AppendParams : CacheParams {
+  Dense key, value;
+};
+
+// Attention of one layer over everything stored; new tokens, if any, are appended before this runs.
+// reference.decode_attention defines the result. In a ring, 0 < sliding_window and sliding_window - 1 + q_len <= capacity.
+struct DecodeParams : CacheParams {
+  int num_q_heads;
+  Dense query;                // [batch, num_q_heads, q_len, key head_dim], not transformed yet
   int32_t* counters;          // [kNumCounters], zero before and after a call, CUDA only; nullptr: absent
-  const int32_t* starts;      // [batch], first position that is not padding; nullptr: 0
-  int sink_length, residual_length;  // as in AppendParams
-  bool is_ring;               // likewise; then 0 < sliding_window and sliding_window - 1 + q_len <= capacity
   const float* sinks;         // [num_q_heads]; nullptr: none
   const float* alibi_slopes;  // [num_q_heads]; nullptr: none
   float softmax_scale;

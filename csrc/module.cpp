@@ -1,6 +1,6 @@
 // The extension's entry points: kernels for the ops that hf_kvquant/ops/ defines, and the Python module with the
-// constants that ops.py compares. Every op checks its arguments (args.h), allocates results and launches. Schemas,
-// fakes and the fallback are in ops.py. Only torch's stable ABI is used, so one binary serves every torch from 2.10 on.
+// constants that ops/kernels.py compares. Every op checks its arguments (args.h), allocates results and launches.
+// Schemas, fakes and the fallback are in ops/schemas.py. Only torch's stable ABI is used, so one binary serves every torch from 2.10 on.
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -62,13 +62,7 @@ Tensor empty_beside(const Tensor& other, std::initializer_list<int64_t> shape) {
 struct CpuDevice {
   explicit CpuDevice(const Tensor&) {}
 
-  template <class Params>
-  void check(const char* where, const Params& params) const {
-    check_lengths(where, params);
-    check_factors(where, params.key_transform, static_cast<int64_t>(params.num_kv_heads) * params.key_side.head_dim);
-  }
-  // For the new tokens of a decode: `check` has covered their planes and transform already.
-  void check_new(const char* where, const AppendParams& params) const { check_lengths(where, params); }
+  void check(const char* where, const CacheParams& params) const { check_numbers(where, params); }
   void append(const AppendParams& params) const { cpu::append(params); }
   void decode(const DecodeParams& params, const AppendParams* new_tokens) const {
     if (new_tokens != nullptr) cpu::append(*new_tokens);
@@ -83,12 +77,10 @@ struct CudaDevice {
   explicit CudaDevice(const Tensor& tensor)
       : tensor(tensor), guard(tensor.get_device_index()), stream(cuda::current_stream(tensor.get_device_index())) {}
 
-  template <class Params>
-  void check(const char* where, const Params& params) const {
+  void check(const char* where, const CacheParams& params) const {
     cuda::check_support(where, params.key_side);
     cuda::check_support(where, params.value_side);
   }
-  void check_new(const char*, const AppendParams&) const {}
   void append(const AppendParams& params) const { cuda::append(params, stream); }
   void decode(DecodeParams params, const AppendParams* new_tokens) const {
     const cuda::DecodePlan plan = cuda::plan_decode(params, new_tokens);
@@ -110,75 +102,51 @@ struct CudaDevice {
 #endif
 
 template <class Device>
-void append(const Tensor& key, const Tensor& value, const Tensor& key_codes, const std::optional<Tensor>& key_scale,
-            const std::optional<Tensor>& key_zero, const std::optional<Tensor>& key_tail, const Tensor& value_codes,
-            const std::optional<Tensor>& value_scale, const std::optional<Tensor>& value_zero,
-            const std::optional<Tensor>& value_tail, const Tensor& lengths, const std::optional<Tensor>& starts,
-            int64_t sink_length, int64_t residual_length, bool is_ring, const std::optional<Tensor>& key_center,
-            const std::optional<Tensor>& key_smoothing, bool rotates_key, double key_clip_ratio, double value_clip_ratio,
-            int64_t key_storage, int64_t value_storage) {
-  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage, key_clip_ratio};
-  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_tail, value_storage, value_clip_ratio};
-  check_given("append", "key", key);
-  check_given("append", "value", value);
-  check_given("append", "key_codes", key_codes);
-  check_given("append", "value_codes", value_codes);
-  check_given("append", "lengths", lengths);
+void append(const Tensor& key, const Tensor& value, const std::vector<Tensor>& key_planes,
+            const std::vector<Tensor>& value_planes, const Tensor& lengths, const std::optional<Tensor>& starts,
+            const std::optional<Tensor>& key_center, const std::optional<Tensor>& key_smoothing, bool rotates_key,
+            const std::vector<int64_t>& layout) {
+  const CacheArgs args{"append", key_planes, value_planes, lengths, starts, key_center, key_smoothing, rotates_key,
+                       layout};
+  const CacheParams cache = cache_params(args);
   const Tensor key_rows = with_contiguous_channels(key), value_rows = with_contiguous_channels(value);
-  const AppendParams params = append_params("append", key_rows, value_rows, key_planes, value_planes, lengths,
-                                            starts, {sink_length, residual_length, is_ring},
-                                            {key_center, key_smoothing, rotates_key}, nullptr);
-  const Device device(key_codes);
+  const AppendParams params = append_params(args, cache, key_rows, value_rows, nullptr);
+  const Device device(key_planes[0]);
   device.check("append", params);
   if (params.batch > 0 && params.q_len > 0) device.append(params);
 }
 
 template <class Device>
 std::tuple<Tensor, Tensor> decode(
-    const Tensor& query, const std::optional<Tensor>& key, const std::optional<Tensor>& value, const Tensor& key_codes,
-    const std::optional<Tensor>& key_scale, const std::optional<Tensor>& key_zero,
-    const std::optional<Tensor>& key_tail, const Tensor& value_codes, const std::optional<Tensor>& value_scale,
-    const std::optional<Tensor>& value_zero, const std::optional<Tensor>& value_tail, const Tensor& lengths,
+    const Tensor& query, const std::optional<Tensor>& key, const std::optional<Tensor>& value,
+    const std::vector<Tensor>& key_planes, const std::vector<Tensor>& value_planes, const Tensor& lengths,
     const std::optional<Tensor>& counters, const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
     const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap, int64_t sliding_window,
-    int64_t num_splits, int64_t sink_length, int64_t residual_length, bool is_ring,
-    const std::optional<Tensor>& key_center, const std::optional<Tensor>& key_smoothing, bool rotates_key,
-    double key_clip_ratio, double value_clip_ratio, int64_t key_storage, int64_t value_storage) {
-  const PlaneArgs key_planes{key_codes, key_scale, key_zero, key_tail, key_storage, key_clip_ratio};
-  const PlaneArgs value_planes{value_codes, value_scale, value_zero, value_tail, value_storage, value_clip_ratio};
-  const WindowArgs windows{sink_length, residual_length, is_ring};
-  const TransformArgs transform{key_center, key_smoothing, rotates_key};
-  check_given("decode", "query", query);
-  check_given("decode", "key_codes", key_codes);
-  check_given("decode", "value_codes", value_codes);
-  check_given("decode", "lengths", lengths);
+    int64_t num_splits, const std::optional<Tensor>& key_center, const std::optional<Tensor>& key_smoothing,
+    bool rotates_key, const std::vector<int64_t>& layout) {
+  const CacheArgs args{"decode", key_planes, value_planes, lengths, starts, key_center, key_smoothing, rotates_key,
+                       layout};
+  const CacheParams cache = cache_params(args);
   const Tensor query_rows = with_contiguous_channels(query);
-  DecodeParams params = decode_params(query_rows, key_planes, value_planes, lengths, counters, starts, sinks,
-                                      alibi_slopes, softmax_scale, softcap, sliding_window, num_splits, windows,
-                                      transform);
-  const Device device(key_codes);
-  device.check("decode", params);
-
+  DecodeParams params = decode_params(args, cache, query_rows, counters, sinks, alibi_slopes, softmax_scale, softcap,
+                                      sliding_window, num_splits);
   check_new_tokens(key, value, query);
   std::optional<Tensor> key_rows, value_rows;
-  AppendParams new_tokens{};
+  AppendParams new_tokens{cache, {}, {}};
   if (key.has_value()) {
     key_rows = with_contiguous_channels(*key);
     value_rows = with_contiguous_channels(*value);
-    new_tokens =
-        append_params("decode", *key_rows, *value_rows, key_planes, value_planes, lengths, starts, windows, transform,
-                      params.query.data);
-    device.check_new("decode", new_tokens);
+    new_tokens = append_params(args, cache, *key_rows, *value_rows, &query_rows);
   }
+  const Device device(key_planes[0]);
+  device.check("decode", new_tokens);
 
   const int value_dim = params.value_side.head_dim;
   Tensor out = empty_beside(query, {params.batch, params.q_len, params.num_q_heads, value_dim});
   Tensor lse = empty_beside(query, aoti_torch_dtype_float32(), {params.batch, params.num_q_heads, params.q_len});
   params.out = out.data_ptr();
   params.lse = static_cast<float*>(lse.data_ptr());
-  if (params.batch > 0 && params.q_len > 0) {
-    device.decode(params, key.has_value() ? &new_tokens : nullptr);
-  }
+  if (params.batch > 0 && params.q_len > 0) device.decode(params, key.has_value() ? &new_tokens : nullptr);
   return {out, lse};
 }
 
@@ -281,19 +249,20 @@ PyMODINIT_FUNC KVQ_INIT(KVQ_MODULE)() {
 #else
   constexpr int kHasCuda = 0;
 #endif
-  const bool is_complete =
-      PyModule_AddIntConstant(module, "OPS_VERSION", hf_kvquant::kOpsVersion) == 0 &&
-      PyModule_AddIntConstant(module, "TOKEN_ALIGNMENT", hf_kvquant::kTokenAlignment) == 0 &&
-      PyModule_AddIntConstant(module, "NUM_COUNTERS", hf_kvquant::kNumCounters) == 0 &&
-      PyModule_AddIntConstant(module, "BLOCK_SIZE", hf_kvquant::kBlockSize) == 0 &&
-      PyModule_AddIntConstant(module, "MAX_RING_LENGTH", hf_kvquant::kMaxRingLength) == 0 &&
-      PyModule_AddIntConstant(module, "MAX_CUDA_HEAD_DIM", hf_kvquant::kMaxCudaHeadDim) == 0 &&
-      PyModule_AddIntConstant(module, "STORAGE_NONE", static_cast<int>(hf_kvquant::Storage::none)) == 0 &&
-      PyModule_AddIntConstant(module, "STORAGE_INT8", static_cast<int>(hf_kvquant::Storage::int8)) == 0 &&
-      PyModule_AddIntConstant(module, "STORAGE_INT4", static_cast<int>(hf_kvquant::Storage::int4)) == 0 &&
-      PyModule_AddIntConstant(module, "STORAGE_FP8", static_cast<int>(hf_kvquant::Storage::fp8)) == 0 &&
-      PyModule_AddIntConstant(module, "HAS_CPU", 1) == 0 &&
-      PyModule_AddIntConstant(module, "HAS_CUDA", kHasCuda) == 0;
+  const std::pair<const char*, long> constants[] = {
+      {"OPS_VERSION", hf_kvquant::kOpsVersion},
+      {"TOKEN_ALIGNMENT", hf_kvquant::kTokenAlignment},
+      {"NUM_COUNTERS", hf_kvquant::kNumCounters},
+      {"BLOCK_SIZE", hf_kvquant::kBlockSize},
+      {"MAX_RING_LENGTH", hf_kvquant::kMaxRingLength},
+      {"MAX_CUDA_HEAD_DIM", hf_kvquant::kMaxCudaHeadDim},
+      {"HAS_CPU", 1},
+      {"HAS_CUDA", kHasCuda}};
+  bool is_complete = PyModule_AddStringConstant(module, "LAYOUT_FIELDS", hf_kvquant::kLayoutFields) == 0 &&
+                     PyModule_AddStringConstant(module, "LAYOUT_VALUES", hf_kvquant::kLayoutValues) == 0;
+  for (const auto& [name, number] : constants) {
+    is_complete = is_complete && PyModule_AddIntConstant(module, name, number) == 0;
+  }
   if (is_complete) return module;
   Py_DECREF(module);
   return nullptr;

@@ -42,6 +42,7 @@ from hf_kvquant import PRESETS, KeyTransform, KVQuantConfig, ops
 from hf_kvquant.evaluation.provenance import card
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.layout import KVLayout
 
 # The least size of all buffer sets of a contender together: three times the last-level cache of our processors.
 COLD_BYTES = 96e6
@@ -135,25 +136,22 @@ def our_contender(shape: Shape, preset: str, dtype: torch.dtype) -> tuple[Conten
     if formats[0].block_size is not None:
         length -= formats[0].block_size // 2  # like most steps; at a whole block, every run would quantise a block
     transform = random_transform(KVQuantConfig.from_preset(preset).transforms, kv_heads, head_dim)
-    alignment = max(kv_format.token_alignment for kv_format in formats)
-    capacity = math.ceil(length / alignment) * alignment
+    layout, rows = KVLayout(*formats), (1, kv_heads, head_dim, head_dim)
+    capacity = math.ceil(length / layout.token_alignment) * layout.token_alignment
     lengths = torch.tensor([length], dtype=torch.int32)
-    first = [
-        kv_format.allocate(1, kv_heads, head_dim, capacity, dtype=dtype, device=torch.device("cpu"))
-        for kv_format in formats
-    ]
+    first = layout.allocate(rows, capacity, dtype=dtype, device=torch.device("cpu"))
     keys, values = (torch.randn(1, kv_heads, length, head_dim).to(dtype) for _ in range(2))
-    ops.append(keys, values, first[0], first[1], lengths, formats, transform)
-    num_bytes = length * sum(kv_format.bytes_per_token(kv_heads, head_dim, dtype) for kv_format in formats)
-    num_bytes += formats[0].tail_bytes(kv_heads, head_dim, dtype) // 2
+    ops.append(keys, values, *first, lengths, layout, transform)
+    num_bytes = length * layout.bytes_per_token(rows, dtype)
+    num_bytes += layout.tail_bytes(rows, dtype) // 2
     num_sets = sets_needed(num_bytes)
-    planes = [first] + [[side.map(torch.clone) for side in first] for _ in range(num_sets - 1)]
+    planes = [first, *([side.map(torch.clone) for side in first] for _ in range(num_sets - 1))]
     query = torch.randn(1, shape.num_q_heads, 1, head_dim).to(dtype)
     new = keys[:, :, -1:], values[:, :, -1:]
 
     def run(i: int) -> Tensor:
         return ops.decode(
-            query, new, *planes[i], lengths, formats, softmax_scale=head_dim**-0.5, key_transform=transform
+            query, new, *planes[i], lengths, layout, softmax_scale=head_dim**-0.5, key_transform=transform
         )[0]
 
     error = check(run(0), query, first, formats, lengths, transform, f"{shape.describe()}, {preset}, {dtype}")
@@ -163,7 +161,7 @@ def our_contender(shape: Shape, preset: str, dtype: torch.dtype) -> tuple[Conten
 def check(
     out: Tensor,
     query: Tensor,
-    planes: list[Planes],
+    planes: tuple[Planes, Planes],
     formats: tuple[KVFormat, KVFormat],
     lengths: Tensor,
     transform: KeyTransform,

@@ -62,6 +62,7 @@ from hf_kvquant import PRESETS, KeyTransform, KVQuantConfig, ops
 from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu_state
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.layout import KVLayout
 
 REPLAYS = 40
 QUICK_REPLAYS = 12
@@ -182,7 +183,7 @@ def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replay
             (key, value),
             *sets[i],
             lengths,
-            formats,
+            KVLayout(*formats),
             softmax_scale=shape.head_dim**-0.5,
             counters=counters[i],
             key_transform=transforms[names][i],
@@ -234,7 +235,7 @@ def time_prompt(shape: Shape, preset: str, names: tuple[str, ...], num_sets: int
     transform = random_transform(names, shape.num_kv_heads, shape.head_dim, DEVICE)
 
     def run(i: int) -> None:
-        ops.append(sources[i, 0], sources[i, 1], *targets[i], lengths, formats, transform)
+        ops.append(sources[i, 0], sources[i, 1], *targets[i], lengths, KVLayout(*formats), transform)
 
     timing = time_calls(run, num_sets, replays)
     expected_sides = reference.transform_key(sources[0, 0, :1], transform), sources[0, 1, :1]

@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_kvquant import KeyTransform, ops
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.layout import KVLayout
 
 HEAD_DIMS = (64, 80, 96, 128, 256, 8, 40)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -109,6 +110,16 @@ class Case:
     def windows(self) -> dict[str, Any]:
         """The numbers of tokens that stay dense, as arguments of ops and reference."""
         return {"sink_length": self.sink_length, "residual_length": self.residual_length}
+
+    @property
+    def layout(self) -> KVLayout:
+        """The formats with these windows."""
+        return KVLayout(*self.formats, **self.windows)
+
+    @property
+    def ring(self) -> KVLayout:
+        """The same of a ring."""
+        return dataclasses.replace(self.layout, rows="ring")
 
     def head_dims(self) -> tuple[int, int]:
         """The head dims of keys and of values."""

@@ -46,7 +46,7 @@ def run_append(engine: str, case: Case, key: Tensor, value: Tensor, key_transfor
     before = [x.clone() for x in new]
     transform = None if key_transform is None else key_transform.to(engine)
     starts = case.starts_tensor()
-    ops.append(*new, *ours, lengths.to(engine), case.formats, transform, *to(engine, starts), **case.windows)
+    ops.append(*new, *ours, lengths.to(engine), case.layout, transform, *to(engine, starts))
     for side, x in enumerate((key, value)):
         kv_format = case.formats[side]
         reference.append(x, planes[side], kv_format, lengths, None if side else key_transform, starts, **case.windows)
@@ -129,12 +129,10 @@ def run_decode(
         None,
         *(clone(made, engine) for made in ring or planes),
         case.lengths_tensor().to(engine),
-        case.formats,
+        case.layout if ring is None else case.ring,
         softmax_scale=softmax_scale,
         num_splits=num_splits,
         key_transform=None if key_transform is None else key_transform.to(engine),
-        is_ring=ring is not None,
-        **case.windows,
         **on_device,
     )
     key, value = (

@@ -1,6 +1,6 @@
 """Op calls that are drawn at random: whole ones, and what is done to one of their arguments.
 
-A call is a dictionary of an op's arguments by name, as the schemas of `ops.py` spell them. Every tensor lies within a
+A call is a dictionary of an op's arguments by name, as the schemas in `ops/` spell them. Every tensor lies within a
 larger piece of memory whose rest is known, so that a stray write shows even where no sanitizer looks (`Memory`). What
 must come of a call is decided in `test_fuzz_ops.py`.
 """
@@ -168,28 +168,19 @@ def draw_call(dice: random.Random, memory: Memory, name: str) -> Call:
     for side, head_dim in zip(SIDES, case.head_dims(), strict=True):
         call[side] = memory.place(tokens(case, case.q_len, head_dim)) if has_new else None
     for index, side in enumerate(SIDES):
-        planes = draw_planes(case, index)
-        for plane in PLANES:
-            x = getattr(planes, plane)
-            # Rows of codes and tails, and the channels of blocks, are contiguous; that much is asked of planes.
-            call[f"{side}_{plane}"] = None if x is None else memory.place(x)
+        # Rows of codes and tails, and the channels of blocks, are contiguous; that much is asked of planes.
+        call[f"{side}_planes"] = [memory.place(x) for x in draw_planes(case, index).tensors()]
     call["lengths"] = memory.place(case.lengths_tensor(), 0)
     starts = case.starts_tensor()
     call["starts"] = None if starts is None else memory.place(starts, 0)
     transform = make_transform(kind, case.head_dim, case.num_kv_heads) if kind else None
     kinds = {
-        "sink_length": case.sink_length,
-        "residual_length": case.residual_length,
-        "is_ring": is_ring,
         "key_center": None if transform is None or transform.center is None else memory.place(transform.center, 0),
         "key_smoothing": None
         if transform is None or transform.smoothing is None
         else memory.place(transform.smoothing, 0),
         "rotates_key": transform is not None and transform.is_rotated,
-        "key_clip_ratio": case.formats[0].clip_ratio,
-        "value_clip_ratio": case.formats[1].clip_ratio,
-        "key_storage": case.formats[0].storage_id,
-        "value_storage": case.formats[1].storage_id,
+        "layout": list((case.ring if is_ring else case.layout).packed),
     }
     if name == "decode":
         per_head = [memory.place(torch.randn(case.num_q_heads), 0) if dice.random() < 0.3 else None for _ in range(2)]
@@ -234,23 +225,36 @@ def broken(dice: random.Random, memory: Memory, call: Call) -> str:
     """Change one argument in place; says which, and how."""
     name = dice.choice(list(call))
     value = call[name]
+    if isinstance(value, list) and dice.random() < 0.9:  # one of them
+        each, i = dict(enumerate(value)), dice.randrange(len(value))
+        how = change(dice, memory, call, each, i)
+        call[name] = list(each.values())
+        return f"{name}: {how}"
+    return change(dice, memory, call, call, name)
+
+
+def change(dice: random.Random, memory: Memory, call: Call, values: dict[Any, Any], name: Any) -> str:
+    """Change one of `values` in place; says which, and how."""
+    value = values[name]
+    if isinstance(value, list):
+        others = value[:-1], [*value, *value[-1:]], [], None
+        values[name] = dice.choice(others)
+        return f"{name} of another length"
     if isinstance(value, bool):
-        call[name] = not value
-        return f"{name} = {call[name]}"
+        values[name] = not value
+        return f"{name} = {values[name]}"
     if isinstance(value, int):
-        call[name] = dice.choice(INTEGERS)
-        return f"{name} = {call[name]}"
+        values[name] = dice.choice(INTEGERS)
+        return f"{name} = {values[name]}"
     if isinstance(value, float):
-        call[name] = dice.choice(NUMBERS)
-        return f"{name} = {call[name]}"
+        values[name] = dice.choice(NUMBERS)
+        return f"{name} = {values[name]}"
     if value is None:
-        others = [
-            x for x in call.values() if isinstance(x, Tensor) and (x.layout, x.device.type) == (torch.strided, "cpu")
-        ]
-        call[name] = memory.place(dice.choice(others), 0) if dice.random() < 0.5 else torch.zeros(dice.randint(0, 3))
+        others = [x for x in tensors(call) if is_whole(x)]
+        values[name] = memory.place(dice.choice(others), 0) if dice.random() < 0.5 else torch.zeros(dice.randint(0, 3))
         return f"{name} given"
     if dice.random() < 0.05:  # one tensor twice
-        call[name] = dice.choice([other for other in call.values() if isinstance(other, Tensor)])
+        values[name] = dice.choice(tensors(call))
         return f"{name} = another"
     if not is_whole(value):  # broken already
         return ""
@@ -258,8 +262,14 @@ def broken(dice: random.Random, memory: Memory, call: Call) -> str:
     changed = how(dice, memory, value)
     if changed is NotImplemented:
         return ""
-    call[name] = changed
+    values[name] = changed
     return f"{how.__name__}({name})"
+
+
+def tensors(call: Call) -> list[Tensor]:
+    """All tensors of a call, those in lists too."""
+    lists = (x if isinstance(x, list) else [x] for x in call.values())
+    return [x for each in lists for x in each if isinstance(x, Tensor)]
 
 
 def is_whole(x: Any) -> bool:
@@ -275,7 +285,9 @@ def of_another_type(dice: random.Random, memory: Memory, x: Tensor) -> Any:
     return dice.choice((3, "x", 1.5, [1, 2], object()))
 
 
-def of_another_dtype(dice: random.Random, memory: Memory, x: Tensor) -> Tensor:
+def of_another_dtype(dice: random.Random, memory: Memory, x: Tensor) -> Any:
+    if x.is_complex():  # changed already, and another cast would warn
+        return NotImplemented
     return memory.place(x.to(dice.choice(DTYPES_OF_ANYTHING)), 0)
 
 

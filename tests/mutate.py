@@ -386,8 +386,8 @@ MUTATIONS = [
     *of(
         "csrc/args.cpp",
         (
-            "side.head_dim > 0 && side.head_dim % 8 == 0, where",
-            "side.head_dim > 0, where",
+            "side.head_dim > 0 && side.head_dim % 8 == 0 && side",
+            "side.head_dim > 0 && side",
             "kernels read past rows of other sizes",
             "ops op_arguments fuzz_ops",
         ),

@@ -125,7 +125,7 @@ def test_attention_matches_float64() -> None:
     case = Case(FORMATS, 16, torch.float32, 2, 3, (260, 131), (0, 5), capacity=384)
     planes, query = held(case), queries(case)
     out, lse = ops.decode(
-        query, None, *planes, case.lengths_tensor(), FORMATS, softmax_scale=0.3, starts=case.starts_tensor()
+        query, None, *planes, case.lengths_tensor(), case.layout, softmax_scale=0.3, starts=case.starts_tensor()
     )
     for b, length in enumerate(case.lengths):
         closed, start = length // BLOCK_SIZE * BLOCK_SIZE, case.starts[b] if case.starts else 0
@@ -176,7 +176,7 @@ def test_append_matches_reference(engine: str, head_dim: int, dtype: torch.dtype
         lengths = torch.tensor([length, length], dtype=torch.int32)
         key, value = tokens(case, count, head_dim, 10.0), tokens(case, count, 32)
         new = [x.to(engine) for x in (key, value)]
-        ops.append(*new, *ours, lengths.to(engine), FORMATS, starts=starts.to(engine))
+        ops.append(*new, *ours, lengths.to(engine), case.layout, starts=starts.to(engine))
         reference.append(key, planes[0], KEY, lengths, None, starts)
         reference.append(value, planes[1], VALUE, lengths)
         for side in (0, 1):
@@ -193,7 +193,7 @@ def test_append_keeps_unusual_data_exact(engine: str, bad: float) -> None:
     ours = [clone(made, engine) for made in planes]
     starts = case.starts_tensor()
     assert starts is not None
-    ops.append(key.to(engine), value.to(engine), *ours, lengths.to(engine), FORMATS, starts=starts.to(engine))
+    ops.append(key.to(engine), value.to(engine), *ours, lengths.to(engine), case.layout, starts=starts.to(engine))
     reference.append(key, planes[0], KEY, lengths, None, starts)
     assert_same_planes(ours[0], planes[0], str(bad))
 
@@ -246,9 +246,9 @@ def test_decode_appends_first(engine: str) -> None:
         query, lengths = queries(case).to(engine), case.lengths_tensor().to(engine)
         starts = torch.tensor([0, 9], dtype=torch.int32, device=engine)
         options: dict[str, Any] = {"softmax_scale": 0.125, "starts": starts, "num_splits": 2}
-        out, lse = ops.decode(query, new, planes[0], planes[1], lengths, FORMATS, **options)
-        ops.append(*new, apart[0], apart[1], lengths, FORMATS, starts=starts)
-        expected, expected_lse = ops.decode(query, None, apart[0], apart[1], lengths, FORMATS, **options)
+        out, lse = ops.decode(query, new, planes[0], planes[1], lengths, case.layout, **options)
+        ops.append(*new, apart[0], apart[1], lengths, case.layout, starts=starts)
+        expected, expected_lse = ops.decode(query, None, apart[0], apart[1], lengths, case.layout, **options)
         assert_same(out, expected.cpu(), "out")
         assert_same(lse, expected_lse.cpu(), "lse")
         for side in (0, 1):
@@ -269,11 +269,11 @@ def test_equal_calls_give_equal_bits(engine: str) -> None:
 def test_opcheck(device: str) -> None:
     case = Case(FORMATS, 64, torch.float32, 2, 2, (130, 30), capacity=256)
     key_planes, value_planes = (clone(made, device) for made in held(case))
-    spelled = [*key_planes.tensors(), *value_planes.tensors(), None]
+    spelled = key_planes.tensors(), value_planes.tensors()
     key, value, query, lengths = (
         x.to(device) for x in (tokens(case, 2, 64), tokens(case, 2, 64), queries(case), case.lengths_tensor())
     )
-    starts, kinds = torch.zeros(2, dtype=torch.int32, device=device), (0, 0, False, None, None, False, 0.9, 0.9, 2, 2)
+    starts, kinds = torch.zeros(2, dtype=torch.int32, device=device), (None, None, False, case.layout.packed)
     append, decode = torch.ops.hf_kvquant.append.default, torch.ops.hf_kvquant.decode.default
     torch.library.opcheck(append, (key, value, *spelled, lengths, starts, *kinds))
     extras = (None, starts, None, None, 0.125, 0.0, 0, 0)
@@ -295,7 +295,9 @@ def test_a_graph_is_replayed_across_borders() -> None:
     counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device="cuda")
 
     def step() -> Tensor:
-        return ops.decode(query, (new[0], new[1]), *ours, lengths, FORMATS, softmax_scale=0.09, counters=counters)[0]
+        return ops.decode(query, (new[0], new[1]), *ours, lengths, case.layout, softmax_scale=0.09, counters=counters)[
+            0
+        ]
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -317,7 +319,7 @@ def test_a_graph_is_replayed_across_borders() -> None:
         for side in (0, 1):
             assert_same_planes(clone(ours[side]), eager[side], f"{count} tokens on")
         run_decode("cuda", Case(FORMATS, 128, case.dtype, 4, 1, tuple(now.tolist()), capacity=512), planes=eager)
-        expected = ops.decode(query.cpu(), None, *eager, now, FORMATS, softmax_scale=0.09)[0]
+        expected = ops.decode(query.cpu(), None, *eager, now, case.layout, softmax_scale=0.09)[0]
         compare.assert_close(out, expected, 0.02, f"{count} tokens on")
 
 
@@ -467,35 +469,35 @@ def replaced(planes: Planes, **changes: Any) -> Planes:
 BROKEN: list[tuple[Any, str]] = [
     (
         lambda planes: replaced(planes, tail=planes.tail[:, :, :64]),
-        "`key_tail` must be [2, 2, 128, 64] like the codes, got [2, 2, 64, 64]. Planes",
+        "`key_planes.tail` must be [2, 2, 128, 64] of the model's dtype, got [2, 2, 64, 64] float32. Planes",
     ),
     (
         lambda planes: replaced(planes, tail=planes.tail.double()),
-        "`key_tail` must be float32, float16 or bfloat16, got Double. Load",
+        "`key_planes.tail` must be float32, float16 or bfloat16, got Double. Load",
     ),
     (
         lambda planes: replaced(planes, tail=planes.tail.bfloat16()),
-        "`key` must have the dtype of `key_tail`, got another one. Start",
+        "`key` must have the dtype of the tail, got another one. Start",
     ),
     (
         lambda planes: replaced(planes, zero=None),
-        "`key_tail` must be None without dense windows, but for keys that are int4 with scale and zero, got a tensor",
+        "`key_planes` must be 4 tensors for this layout, got 3. Planes",
     ),
     (
         lambda planes: replaced(planes, scale=planes.scale[:, :, :1]),
-        "`key_scale` must be [2, 2, 2, 64] where every channel has a scale, got [2, 2, 1, 64]. Planes",
+        "`key_planes.scale` must be [2, 2, 2, 64] float16, got [2, 2, 1, 64] float16. Planes",
     ),
     (
         lambda planes: replaced(planes, zero=planes.zero.float()),
-        "`key_zero` must be float16, got Float. Planes",
+        "`key_planes.zero` must be [2, 2, 2, 64] float16, got [2, 2, 2, 64] float32. Planes",
     ),
     (
         lambda planes: replaced(planes, scale=planes.scale.mT.contiguous().mT),
-        "`key_scale` must have contiguous channels, got stride 2. Planes",
+        "`key_planes.scale` must have contiguous rows, got stride 2. Call",
     ),
     (
         lambda planes: replaced(planes, codes=planes.codes[:, :, :192]),
-        "`key_codes` must have a capacity that is a multiple of 128 where every channel has a scale, got 192. Planes",
+        "`key_planes.codes` must have heads and a capacity that is a multiple of 128, got [2, 2, 192, 32]. Planes",
     ),
 ]
 
@@ -508,11 +510,11 @@ def test_bad_planes_are_named(change: Any, message: str) -> None:
     value_planes = planes[1].narrow(broken.codes.shape[2])
     new = tokens(case, 1, 64), tokens(case, 1, 64)
     with pytest.raises(REFUSED, match=f"^decode: {re.escape(message)}"):
-        ops.decode(queries(case), new, broken, value_planes, case.lengths_tensor(), FORMATS, softmax_scale=1.0)
+        ops.decode(queries(case), new, broken, value_planes, case.lengths_tensor(), case.layout, softmax_scale=1.0)
 
 
 def test_the_ops_refuse_transforms() -> None:
     case = Case(FORMATS, 64, torch.float32, 2, 1, (130, 30), capacity=256)
     new, planes = (tokens(case, 1, 64), tokens(case, 1, 64)), held(case)
     with pytest.raises(REFUSED, match=r"^append: `key_center`, `key_smoothing` and `rotates_key` must be left out"):
-        ops.append(*new, *planes, case.lengths_tensor(), FORMATS, KeyTransform(is_rotated=True))
+        ops.append(*new, *planes, case.lengths_tensor(), case.layout, KeyTransform(is_rotated=True))

@@ -25,6 +25,7 @@ from hf_kvquant import KeyTransform, ops
 from hf_kvquant.config import PRESETS
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.layout import KVLayout
 
 HAS_GPU = torch.cuda.is_available()
 CUDA_ONLY = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
@@ -70,7 +71,7 @@ def attend(
     options.setdefault("softmax_scale", case.head_dim**-0.5)
     if case.starts is not None:
         options.setdefault("starts", case.starts_tensor().to(query.device))  # type: ignore[union-attr]
-    return ops.decode(query, new, planes[0], planes[1], lengths, case.formats, counters=counters, **options)
+    return ops.decode(query, new, planes[0], planes[1], lengths, case.layout, counters=counters, **options)
 
 
 def fitting(formats: tuple[KVFormat, KVFormat], head_dim: int) -> tuple[KVFormat, KVFormat]:
@@ -359,7 +360,14 @@ def test_planes_beyond_two_gigabytes() -> None:
     lengths = torch.tensor([capacity], dtype=torch.int32, device="cuda")
     counters = new_counters("cuda")
     out, lse = ops.decode(
-        query, new, planes[0], planes[1], lengths, (key_format, value_format), softmax_scale=0.088, counters=counters
+        query,
+        new,
+        planes[0],
+        planes[1],
+        lengths,
+        KVLayout(key_format, value_format),
+        softmax_scale=0.088,
+        counters=counters,
     )
     assert not counters.any()
     for x, made, kv_format in zip(new, planes, (key_format, value_format), strict=True):
@@ -587,7 +595,7 @@ def check_fused(
     fused, apart = ([clone(made, device) for made in planes] for _ in range(2))
     options["key_transform"] = transform = None if key_transform is None else key_transform.to(device)
     out, lse = attend(case, fused, query, new=(new[0], new[1]), counters=new_counters(device), **options)
-    ops.append(new[0], new[1], apart[0], apart[1], lengths, case.formats, transform)
+    ops.append(new[0], new[1], apart[0], apart[1], lengths, case.layout, transform)
     expected, expected_lse = attend(case, apart, query, **options)
     for side in (0, 1):
         assert_same_planes(fused[side], clone(apart[side]), f"{case}, fused")
@@ -683,7 +691,7 @@ def test_what_has_no_room_is_left_out(formats: tuple[KVFormat, KVFormat]) -> Non
             if is_fused:
                 result = attend(case, list(views), query, new=new, lengths=lengths, counters=new_counters("cuda"))
             else:
-                ops.append(*new, *views, lengths, case.formats)
+                ops.append(*new, *views, lengths, case.layout)
                 result = attend(case, list(views), query, lengths=lengths)
             results.append((result, [clone(view) for view in views]))
             for view, whole in zip(views, large, strict=True):

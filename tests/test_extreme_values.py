@@ -381,7 +381,7 @@ def attended(engine: str, case: Case, query: Tensor, planes: tuple[Planes, Plane
     lengths = case.lengths_tensor().to(engine)
     softmax_scale = case.head_dim**-0.5
     results = ops.decode(
-        query.to(engine), None, *on_device, lengths, case.formats, softmax_scale=softmax_scale, **extras
+        query.to(engine), None, *on_device, lengths, case.layout, softmax_scale=softmax_scale, **extras
     )
     return [x.cpu() for x in results]
 

@@ -6,7 +6,6 @@ shows it; that kernels read the same layout, in test_ops.py.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from cases import HEAD_DIMS, make_formats, name_of
 
 from hf_kvquant import PRESETS, KVFormat
-from hf_kvquant.spec.formats import STORAGE_IDS, TOKEN_ALIGNMENT, Planes, format_of
+from hf_kvquant.spec.formats import STORAGE_IDS, TOKEN_ALIGNMENT, Planes
 
 CPU = torch.device("cpu")
 INT4_G64 = KVFormat("int4", "group", 64, symmetric=False)
@@ -137,15 +136,9 @@ def test_tensors_are_in_a_fixed_order() -> None:
 
 
 @pytest.mark.parametrize("kv_format", make_formats(), ids=name_of)
-def test_format_of_reads_shapes(kv_format: KVFormat) -> None:
+def test_head_dim_of_codes(kv_format: KVFormat) -> None:
     planes = kv_format.allocate(3, 4, 64, 64, dtype=torch.float32, device=CPU)
-    assert format_of(planes, kv_format.storage_id, 64) == dataclasses.replace(kv_format, clip_ratio=1.0)
-
-
-def test_format_of_spells_one_layout_one_way() -> None:
-    for kv_format in (KVFormat("int8", "token"), KVFormat("int8", "group", 64)):
-        planes = kv_format.allocate(3, 1, 64, 64, dtype=torch.float32, device=CPU)
-        assert format_of(planes, kv_format.storage_id, 64) == KVFormat("int8", "head")
+    assert kv_format.head_dim_of(planes.codes) == 64
 
 
 def test_num_groups() -> None:

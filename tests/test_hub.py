@@ -66,17 +66,17 @@ def step(owner: Any, formats: tuple[KVFormat, KVFormat], suffix: str = "") -> li
     """What is stored and what is attended after an append and a decode, through one build of the ops.
 
     Args:
-        owner: Has `KVFormat`, `KeyTransform` and `Operands`, all of the same build.
+        owner: Has `KVFormat`, `KVLayout`, `KeyTransform` and `Operands`, all of the same build.
         formats: Of the installed package.
         suffix: Of the ops to call instead of those that `Operands` chose.
     """
     torch.manual_seed(0)
     transform = make_transform("center+smooth+rotate", 64)
-    mine = tuple(owner.KVFormat.from_dict(kv_format.to_dict()) for kv_format in formats)
-    sides = [kv_format.allocate(2, 2, 64, 128, dtype=torch.float32, device="cpu") for kv_format in mine]
+    layout = owner.KVLayout(*(owner.KVFormat.from_dict(kv_format.to_dict()) for kv_format in formats))
+    sides = layout.allocate((2, 2, 64, 64), 128, dtype=torch.float32, device=torch.device("cpu"))
     for planes in sides:
         planes.map(lambda plane: plane.zero_())
-    operands = owner.Operands(*sides, mine, owner.KeyTransform(**vars(transform)))
+    operands = owner.Operands(*sides, layout, owner.KeyTransform(**vars(transform)))
     if suffix:
         operands._append = getattr(torch.ops.hf_kvquant, f"append{suffix}").default
         operands._decode = getattr(torch.ops.hf_kvquant, f"decode{suffix}").default
@@ -92,6 +92,7 @@ class Installed:
 
     from hf_kvquant import KeyTransform, KVFormat
     from hf_kvquant.ops import Operands
+    from hf_kvquant.spec.layout import KVLayout
 
 
 def same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -188,11 +189,11 @@ def test_it_runs_where_there_is_nothing_but_torch(build: ModuleType, project: Pa
         spec = importlib.util.spec_from_file_location(name, path)
         kernel = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(kernel)
-        formats = kernel.KVFormat("int8"), kernel.KVFormat("int4")
+        layout = kernel.KVLayout(kernel.KVFormat("int8"), kernel.KVFormat("int4"))
         shape = dict(dtype=torch.float32, device=torch.device("cpu"))
-        planes = [kv_format.allocate(1, 1, 64, 64, **shape) for kv_format in formats]
+        planes = layout.allocate((1, 1, 64, 64), 64, **shape)
         tokens, lengths = torch.ones(1, 1, 3, 64), torch.tensor([3], dtype=torch.int32)
-        out, _ = kernel.decode(tokens, (tokens, tokens), *planes, lengths, formats, softmax_scale=1.0)
+        out, _ = kernel.decode(tokens, (tokens, tokens), *planes, lengths, layout, softmax_scale=1.0)
         assert (out - 1).abs().max() < 1e-3  # 2**-12, from a scale of 1/127 in half precision
     """
     arguments = [NAMESPACES[0], str(tmp_path / "variant" / "__init__.py")]

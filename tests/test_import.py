@@ -20,6 +20,7 @@ import torch
 
 import hf_kvquant
 from hf_kvquant import ops
+from hf_kvquant.spec.layout import LAYOUT_FIELDS
 
 PACKAGE = pathlib.Path(hf_kvquant.__file__).parent
 
@@ -175,10 +176,8 @@ CONSTANTS = {
     "MAX_RING_LENGTH": 2**30,
     "NUM_COUNTERS": ops.NUM_COUNTERS,
     "MAX_CUDA_HEAD_DIM": ops.MAX_CUDA_HEAD_DIM,
-    "STORAGE_NONE": 0,
-    "STORAGE_INT8": 1,
-    "STORAGE_INT4": 2,
-    "STORAGE_FP8": 3,
+    "LAYOUT_FIELDS": " ".join(LAYOUT_FIELDS),
+    "LAYOUT_VALUES": "none int8 int4 fp8; tensor token head group channel; linear ring",
     "HAS_CPU": 1,
     "HAS_CUDA": 0,
 }
@@ -195,7 +194,7 @@ def load(monkeypatch: pytest.MonkeyPatch, **constants: Any) -> Any:
 def test_an_extension_of_the_same_age_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     module = load(monkeypatch, **CONSTANTS)
     assert module is sys.modules["hf_kvquant._C"]
-    monkeypatch.setattr(ops, "extension", lambda: module)
+    monkeypatch.setattr(ops.kernels, "extension", lambda: module)
     assert ops.has_kernels("cpu") and not ops.has_kernels("cuda") and not ops.has_kernels("xpu")
 
 
@@ -206,7 +205,7 @@ def test_an_extension_of_the_same_age_is_loaded(monkeypatch: pytest.MonkeyPatch)
         ({"OPS_VERSION": None}, f"OPS_VERSION {ops.OPS_VERSION}", "None"),
         ({"TOKEN_ALIGNMENT": 128}, "TOKEN_ALIGNMENT 64", "128"),
         ({"NUM_COUNTERS": 64}, "NUM_COUNTERS 4096", "64"),
-        ({"STORAGE_INT4": 3}, "STORAGE_INT4 2", "3"),
+        ({"LAYOUT_FIELDS": "rows"}, f"LAYOUT_FIELDS {' '.join(LAYOUT_FIELDS)}", "rows"),
     ],
     ids=str,
 )
@@ -223,7 +222,7 @@ def test_an_extension_of_another_age_is_refused(
 
 
 def test_a_package_of_another_age_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "OPS_VERSION", ops.OPS_VERSION + 1)
+    monkeypatch.setattr(ops.kernels, "OPS_VERSION", ops.OPS_VERSION + 1)
     with pytest.raises(RuntimeError, match="must be built from this version of the package"):
         load(monkeypatch, **CONSTANTS)
 
@@ -241,11 +240,11 @@ def test_a_device_without_kernels_is_said_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = load(monkeypatch, **CONSTANTS)
-    monkeypatch.setattr(ops, "extension", lambda: module)
+    monkeypatch.setattr(ops.kernels, "extension", lambda: module)
     with caplog.at_level(logging.WARNING, logger="hf_kvquant"):
-        ops._log_reference.cache_clear()
-        ops._warn_reference(torch.device("cuda:0"), 128)
-        ops._warn_reference(torch.device("cuda:0"), 128)
+        ops.kernels._log_reference.cache_clear()
+        ops.kernels.warn_reference(torch.device("cuda:0"), 128)
+        ops.kernels.warn_reference(torch.device("cuda:0"), 128)
     assert [record.getMessage() for record in caplog.records] == [
         "ops: no compiled kernels for cuda, the PyTorch reference runs: correct, slower "
         "(it was built without kernels for cuda). Install a compiler and reinstall: pip install --no-build-isolation ."

@@ -39,6 +39,7 @@ from torch import Tensor
 from hf_kvquant import ops
 from hf_kvquant.spec import formats, reference
 from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.layout import LAYOUT_FIELDS, KVLayout
 
 SOME_FORMATS = [
     KVFormat("none"),
@@ -190,7 +191,7 @@ def test_append_writes_into_views(engine: str, kv_format: KVFormat) -> None:
 
     planes = Planes(large.codes[::2, :, 64:], view(large.scale, 3), view(large.zero, 3))
     x = tokens(case, 2, 64)
-    ops.append(x.to(engine), x.to(engine), planes, clone(small, engine), case.lengths_tensor().to(engine), case.formats)
+    ops.append(x.to(engine), x.to(engine), planes, clone(small, engine), case.lengths_tensor().to(engine), case.layout)
     reference.append(x, small, kv_format, case.lengths_tensor())
     for b, length in enumerate(case.lengths):
         assert_same(planes.codes[b, :, length - 2 : length], small.codes[b, :, length - 2 : length], f"{case}, {b}")
@@ -337,7 +338,7 @@ def test_offsets_beyond_two_gigabytes(engine: str) -> None:
         (key.to(engine), value.to(engine)),
         *planes,
         lengths.to(engine),
-        tail.formats,
+        tail.layout,
         softmax_scale=0.1,
         starts=starts.to(engine),
     )
@@ -365,7 +366,7 @@ def test_decode_appends_first(engine: str, kv_format: KVFormat) -> None:
         planes = [filled(case, 0), filled(case, 1)]
         fused = [clone(made, engine) for made in planes]
         query = queries(case)
-        arguments = case.lengths_tensor().to(engine), case.formats
+        arguments = case.lengths_tensor().to(engine), case.layout
         out, lse = ops.decode(query.to(engine), tuple(to(engine, *new)), *fused, *arguments, softmax_scale=0.125)
         for x, made, ours in zip(new, planes, fused, strict=True):
             reference.append(x, made, kv_format, case.lengths_tensor())
@@ -416,7 +417,7 @@ def test_empty_calls_do_nothing(engine: str) -> None:
         clone(filled(case, 0), engine),
         clone(filled(case, 1), engine),
         case.lengths_tensor().to(engine),
-        case.formats,
+        case.layout,
         softmax_scale=1.0,
     )
     assert out.shape == (2, 0, 2, 64) and lse.shape == (2, 2, 0)
@@ -427,18 +428,19 @@ def test_empty_calls_do_nothing(engine: str) -> None:
 
 def op_arguments(engine: str, kv_format: KVFormat) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Arguments of `append` and of `decode`, spelled out as the ops take them."""
-    case = Case(pair(kv_format), 64, torch.float32, 2, 2, (2, 30))
+    has_blocks = kv_format.granularity == "channel"  # for keys only, and without a transform
+    formats = (kv_format, KVFormat("int4", symmetric=False)) if has_blocks else pair(kv_format)
+    case = Case(formats, 64, torch.float32, 2, 2, (2, 30))
     planes = [clone(filled(case, side), engine) for side in (0, 1)]
-    spelled = [plane for made in planes for plane in (made.codes, made.scale, made.zero, made.tail)]
+    spelled = [made.tensors() for made in planes]
     key, value, query, lengths = to(
         engine, tokens(case, 2, 64), tokens(case, 2, 64), queries(case), case.lengths_tensor()
     )
-    storage = (kv_format.storage_id, kv_format.storage_id)
     starts, slopes = to(engine, torch.zeros(2, dtype=torch.int32), torch.rand(case.num_q_heads))
     counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=engine)
     extras = (counters, starts, None, slopes, 0.125, 0.0, 16, 0)
     center, smoothing = to(engine, torch.randn(2, 64), 0.5 + torch.rand(2, 64))
-    kinds = (0, 0, False, center, smoothing, True, kv_format.clip_ratio, kv_format.clip_ratio, *storage)
+    kinds = (*((None, None, False) if has_blocks else (center, smoothing, True)), case.layout.packed)
     return (key, value, *spelled, lengths, starts, *kinds), (query, key, value, *spelled, lengths, *extras, *kinds)
 
 
@@ -456,11 +458,9 @@ def test_opcheck(device: str, kv_format: KVFormat) -> None:
 class Step(torch.nn.Module):
     """A decode step between two operations that the compiler sees."""
 
-    def forward(
-        self, x: Tensor, key: Planes, value: Planes, lengths: Tensor, kv_formats: tuple[KVFormat, KVFormat]
-    ) -> Tensor:
+    def forward(self, x: Tensor, key: Planes, value: Planes, lengths: Tensor, layout: KVLayout) -> Tensor:
         x = x * 1.5
-        out, _ = ops.decode(x, (x[:, ::2], x[:, 1::2]), key, value, lengths, kv_formats, softmax_scale=0.125)
+        out, _ = ops.decode(x, (x[:, ::2], x[:, 1::2]), key, value, lengths, layout, softmax_scale=0.125)
         return out.flatten(2) + 1
 
 
@@ -479,8 +479,8 @@ def test_compiles_to_one_graph(device: str, backend: str) -> None:
         for length in (40, 41, 42):
             lengths = torch.tensor([length, length + 7], dtype=torch.int32, device=device)
             x = queries(case).to(device)
-            expected = Step()(x, *planes, lengths, case.formats)
-            actual = compiled(x, *ours, lengths, case.formats)
+            expected = Step()(x, *planes, lengths, case.layout)
+            actual = compiled(x, *ours, lengths, case.layout)
             assert_close(actual, expected.cpu(), 1e-6 if backend == "inductor" else 0.0, f"{case}, {backend}")
             for side in (0, 1):
                 assert_same_planes(ours[side], clone(planes[side]), f"{case}, {backend}")
@@ -498,7 +498,7 @@ def test_graph_replay_equals_eager(kv_format: KVFormat) -> None:
     lengths = case.lengths_tensor().cuda()
 
     def step(on: list[Planes]) -> tuple[Tensor, Tensor]:
-        return ops.decode(query, (key, value), *on, lengths, case.formats, softmax_scale=0.09)
+        return ops.decode(query, (key, value), *on, lengths, case.layout, softmax_scale=0.09)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -552,32 +552,32 @@ def test_what_was_built_covers_what_is_there(archs: str, capability: tuple[int, 
 def old_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """GPU 0 is older than what the extension was built for, GPU 1 is not."""
     module = SimpleNamespace(HAS_CPU=1, HAS_CUDA=1, cuda_archs=lambda: "80;90")
-    monkeypatch.setattr(ops, "extension", lambda: module)
-    monkeypatch.setattr(ops, "has_kernels", lambda device_type: True)
+    monkeypatch.setattr(ops.kernels, "extension", lambda: module)
+    monkeypatch.setattr(ops.kernels, "has_kernels", lambda device_type: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: ((7, 5), (9, 0))[index])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     ops.serves_gpu.cache_clear()
-    ops._log_reference.cache_clear()
+    ops.kernels._log_reference.cache_clear()
     yield
     ops.serves_gpu.cache_clear()
-    ops._log_reference.cache_clear()
+    ops.kernels._log_reference.cache_clear()
 
 
 @pytest.mark.usefixtures("old_gpu")
 def test_a_gpu_without_kernels_is_told_how_to_get_them(caplog: pytest.LogCaptureFixture) -> None:
     old, new = torch.device("cuda:0"), torch.device("cuda:1")
     assert not ops.serves_gpu(0) and ops.serves_gpu(1)
-    assert [ops._has_kernel(*call) for call in ((old, 64), (new, 64), (new, 64, 256), (new, 64, 264))] == [
+    assert [ops.kernels.has_kernel(*call) for call in ((old, 64), (new, 64), (new, 64, 256), (new, 64, 264))] == [
         False,
         True,
         True,
         False,
     ]
-    assert ops._has_kernel(torch.device("cpu"), 1024)
+    assert ops.kernels.has_kernel(torch.device("cpu"), 1024)
     with caplog.at_level(logging.WARNING, logger="hf_kvquant"):
         for _ in range(2):
-            ops._warn_reference(old, 64)
-            ops._warn_reference(new, 64, 512)
+            ops.kernels.warn_reference(old, 64)
+            ops.kernels.warn_reference(new, 64, 512)
     assert [record.getMessage() for record in caplog.records] == [
         "ops: no compiled kernels for GPU 0, compute capability 7.5, the PyTorch reference runs: correct, slower "
         "(they were built for 80;90). "
@@ -594,7 +594,7 @@ def test_the_compiler_takes_the_choice_for_a_constant() -> None:
 
     @torch.compile(fullgraph=True, backend="eager")
     def chosen(x: Tensor, index: int) -> Tensor:
-        return x + 1 if ops._has_kernel(devices[index], x.shape[-1]) else x - 1
+        return x + 1 if ops.kernels.has_kernel(devices[index], x.shape[-1]) else x - 1
 
     assert [chosen(torch.zeros(2, dim), index)[0, 0] for index, dim in ((0, 64), (1, 64), (1, 512))] == [-1, 1, -1]
 
@@ -602,7 +602,7 @@ def test_the_compiler_takes_the_choice_for_a_constant() -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_call_without_a_kernel_goes_to_the_reference(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: append, a fused step and one without new tokens, of a head_dim beyond the kernels'."""
-    monkeypatch.setattr(ops, "_has_kernel", lambda device, *head_dims: max(head_dims) <= 64)
+    monkeypatch.setattr(ops.kernels, "has_kernel", lambda device, *head_dims: max(head_dims) <= 64)
     served: list[int] = []
     decode_attention = reference.decode_attention
 
@@ -613,9 +613,9 @@ def test_a_call_without_a_kernel_goes_to_the_reference(compiled: bool, monkeypat
     monkeypatch.setattr(reference, "decode_attention", counting)
 
     def step(query: Tensor, new: tuple[Tensor, Tensor], planes: list[Planes], lengths: Tensor) -> Tensor:
-        ops.append(*new, planes[0], planes[1], lengths - 1, case.formats)
-        out, _ = ops.decode(query, new, planes[0], planes[1], lengths, case.formats, softmax_scale=0.1)
-        again, _ = ops.decode(query, None, planes[0], planes[1], lengths, case.formats, softmax_scale=0.1)
+        ops.append(*new, planes[0], planes[1], lengths - 1, case.layout)
+        out, _ = ops.decode(query, new, planes[0], planes[1], lengths, case.layout, softmax_scale=0.1)
+        again, _ = ops.decode(query, None, planes[0], planes[1], lengths, case.layout, softmax_scale=0.1)
         return out + again
 
     for kv_format in SOME_FORMATS:
@@ -750,35 +750,39 @@ def break_counters_stride(arguments: dict[str, Any]) -> None:
 
 
 def break_clip_ratio(arguments: dict[str, Any]) -> None:
-    key_format = dataclasses.replace(arguments["formats"][0])
+    key_format = dataclasses.replace(arguments["layout"].key)
     object.__setattr__(key_format, "clip_ratio", 1.5)
-    arguments["formats"] = (key_format, arguments["formats"][1])
+    arguments["layout"] = dataclasses.replace(arguments["layout"], key=key_format)
 
 
 ANOTHER_BATCH = r"Was this cache filled for another batch\? Use batch_select_indices, batch_repeat_interleave or reset"
+OF_ANOTHER = r"Was this cache filled by another model\?"
 BROKEN = [
-    (break_clip_ratio, r"decode: `key_clip_ratio` must be above 0 and at most 1, got 1\.5\. KVFormat"),
+    (
+        break_clip_ratio,
+        r"decode: `layout` must be what KVLayout\.packed gives, got \[2, 2, 0, 0, 6917529027641081856, 2",
+    ),
     (break_dtype, r"decode: `query` must be float32, float16 or bfloat16, got Double\. Load"),
-    (break_head_dim, r"decode: `query` must have head_dim 64 like the cache, got 32\. Was"),
+    (break_head_dim, rf"decode: `query` must be \[2, any, any, 64\] .*, got \[2, 4, 1, 32\] float32\. {OF_ANOTHER}"),
     (break_batch, rf"decode: `query` must have batch 2 like the cache, got 4\. {ANOTHER_BATCH}"),
-    (break_heads, r"decode: `query` must have a multiple of 2 heads, .*, got 3\. Was this cache filled by another"),
+    (break_heads, rf"decode: `query` must have a multiple of 2 heads, .*, got 3\. {OF_ANOTHER}"),
     (break_key_batch, rf"decode: `key` must have batch 2 like the cache, got 1\. {ANOTHER_BATCH}"),
-    (break_lengths_dtype, r"decode: `lengths` must be int32, got Long\. Call"),
-    (break_lengths_shape, r"decode: `lengths` must be \[2\], one number per sequence of the cache, got \[1\]"),
-    (break_key_heads, r"decode: `key` must have 2 heads like the cache, got 1\. Was"),
-    (break_value_tokens, r"decode: `value` must have 1 tokens like the keys, got 2\."),
+    (break_lengths_dtype, r"decode: `lengths` must be \[2\] int32, got \[2\] Long\. One number per sequence"),
+    (break_lengths_shape, r"decode: `lengths` must be \[2\] int32, got \[1\] int32\. One number per sequence"),
+    (break_key_heads, rf"decode: `key` must be \[2, 2, any, 64\] .*, got \[2, 1, 1, 64\] float32\. {OF_ANOTHER}"),
+    (break_value_tokens, r"decode: `value` must be \[2, 2, 1, 64\] .*, got \[2, 2, 2, 64\] float32\."),
     (break_query_tokens, r"decode: `key` must have 2 tokens like the query, got 1\. Append"),
-    (break_codes_dtype, r"decode: `key_codes` must be uint8 for storage 'int4', got Char\. Planes"),
-    (break_scale_dtype, r"decode: `value_scale` must be float16, got Float\. Planes"),
-    (break_scale_shape, r"decode: `key_scale` must be \[2, 2 or 1, groups, 128\] or .*, got \[2, 2, 1, 64\]\. Planes"),
-    (break_scale_missing, r"decode: `key_scale` must be given for storage 'int4', got None\. Planes"),
-    (break_zero_shape, r"decode: `key_zero` must be \[2, 2, 1, 128\] like the scale, got \[2, 1, 1, 128\]\. Planes"),
-    (break_capacity, r"decode: `key_codes` must have a capacity that is a multiple of 64, got 100\. Planes"),
-    (break_sinks, r"decode: `sinks` must be \[4\], one number per query head, got \[3\]"),
-    (break_starts, r"decode: `starts` must be int32, got Float\. Call"),
-    (break_counters_dtype, r"decode: `counters` must be int32, got Float\. Make them with torch\.zeros\("),
-    (break_counters_shape, r"decode: `counters` must be \[4096\], got \[100\]\. Make"),
-    (break_counters_stride, r"decode: `counters` must be contiguous, got stride 2\. Make"),
+    (break_codes_dtype, r"decode: `key_planes.codes` must be .* uint8, got \[2, 2, 128, 32\] Char\. Planes"),
+    (break_scale_dtype, r"decode: `value_planes.scale` must be .* float16, got \[2, 2, 1, 128\] float32\. Planes"),
+    (break_scale_shape, r"decode: `key_planes.scale` must be \[2, 2, 1, 128\] float16, got \[2, 2, 1, 64\] float16\. "),
+    (break_scale_missing, r"decode: `key_planes` must be 3 tensors for this layout, got 1\. Planes"),
+    (break_zero_shape, r"decode: `key_planes.zero` must be \[2, 2, 1, 128\] float16, got \[2, 1, 1, 128\] float16\. "),
+    (break_capacity, r"decode: `key_planes.codes` must have .* a capacity that is a multiple of 64, got \[2, 2, 100"),
+    (break_sinks, r"decode: `sinks` must be \[4\] float32, got \[3\] float32\. One number per query head"),
+    (break_starts, r"decode: `starts` must be \[2\] int32, got \[2\] float32\. One number per sequence"),
+    (break_counters_dtype, r"decode: `counters` must be \[4096\] int32, got \[4096\] float32\. Make them with torch"),
+    (break_counters_shape, r"decode: `counters` must be \[4096\] int32, got \[100\] int32\. Make"),
+    (break_counters_stride, r"decode: `counters` must be contiguous, got strides that are not\. Call"),
     (break_softcap, r"decode: `softcap` must be positive, or 0 for none, got -1\."),
     (break_window, r"decode: `sliding_window` must be between 0 and 2147483647, got -5\."),
 ]
@@ -792,7 +796,7 @@ def good_arguments(device: str) -> dict[str, Any]:
         "key_planes": clone(filled(case, 0), device),
         "value_planes": clone(filled(case, 1), device),
         "lengths": case.lengths_tensor().to(device),
-        "formats": case.formats,
+        "layout": case.layout,
         "softmax_scale": 0.125,
         "counters": torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=device),
     }
@@ -826,7 +830,7 @@ def test_a_full_cache_is_refused_before_anything_is_written(lengths: tuple[int, 
         ops.decode(**arguments)
     new, planes = arguments["new"], (arguments["key_planes"], arguments["value_planes"])
     with pytest.raises(REFUSED, match="append: " + message):
-        ops.append(*new, *planes, arguments["lengths"], arguments["formats"])
+        ops.append(*new, *planes, arguments["lengths"], arguments["layout"])
     assert_same_planes(arguments["key_planes"], before, "keys after an error")
 
 
@@ -857,7 +861,7 @@ def test_heads_that_the_cuda_kernels_cannot_hold() -> None:
     """Called by its own name, which the package does only where the kernels serve."""
     case = Case(pair(KVFormat("int8")), 264, torch.bfloat16, 2, 1, (1, 30))
     key_planes, value_planes = (clone(filled(case, side), "cuda") for side in range(2))
-    operands = ops.Operands(key_planes, value_planes, case.formats)
+    operands = ops.Operands(key_planes, value_planes, case.layout)
     operands._append = torch.ops.hf_kvquant.append.default
     new = tokens(case, 1, 264).to("cuda")
     with pytest.raises(REFUSED) as raised:
@@ -885,7 +889,7 @@ def test_the_extension_is_built_from_this_version() -> None:
     assert module.TOKEN_ALIGNMENT == formats.TOKEN_ALIGNMENT
     assert module.NUM_COUNTERS == ops.NUM_COUNTERS
     assert module.MAX_CUDA_HEAD_DIM == ops.MAX_CUDA_HEAD_DIM
-    assert {name: getattr(module, f"STORAGE_{name.upper()}") for name in formats.STORAGE_IDS} == formats.STORAGE_IDS
+    assert module.LAYOUT_FIELDS.split() == list(LAYOUT_FIELDS)
     assert ops.has_kernels("cpu")
     assert ops.has_kernels("cuda") == bool(module.HAS_CUDA)
 

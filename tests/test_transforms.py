@@ -118,7 +118,7 @@ def test_attention_is_that_of_plain_keys(engine: str, kind: str, extra: str) -> 
         clone(stored, engine),
         clone(filled(case, 1, value), engine),
         case.lengths_tensor().to(engine),
-        case.formats,
+        case.layout,
         key_transform=transform.to(engine),
         **moved,
     )
@@ -218,18 +218,16 @@ def break_stride(transform: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (break_dtype, "`key_center` must be float32, got Half. Call .float()."),
+        (break_dtype, "`key_center` must be [2, 64] float32, got [2, 64] float16. Was it made for another model?"),
         (
             break_shape,
-            "`key_center` must be [2, 64], one number per head and channel of the keys, got [1, 64]. "
-            "Was it made for another model?",
+            "`key_center` must be [2, 64] float32, got [1, 64] float32. Was it made for another model?",
         ),
         (
             break_channels,
-            "`key_smoothing` must be [2, 64], one number per head and channel of the keys, got [2, 32]. "
-            "Was it made for another model?",
+            "`key_smoothing` must be [2, 64] float32, got [2, 32] float32. Was it made for another model?",
         ),
-        (break_stride, "`key_smoothing` must be contiguous, got stride 128. Call .contiguous()."),
+        (break_stride, "`key_smoothing` must be contiguous, got strides that are not. Call .contiguous()."),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -237,10 +235,9 @@ def test_ops_refuse(device: str, change: Callable[[dict[str, Tensor]], None], me
     case = Case(pair(KVFormat("int8")), 64, q_len=1)
     parts = {"center": torch.randn(2, 64, device=device), "smoothing": torch.ones(2, 64, device=device)}
     change(parts)
-    spelled = [x for side in (0, 1) for made in [clone(filled(case, side), device)] for x in
-               (made.codes, made.scale, made.zero, made.tail)]  # fmt: skip
+    spelled = [clone(filled(case, side), device).tensors() for side in (0, 1)]
     x, lengths = tokens(case, 1, 64).to(device), case.lengths_tensor().to(device)
-    kinds = (0, 0, False, parts["center"], parts["smoothing"], True, 1.0, 1.0, 1, 1)
+    kinds = (parts["center"], parts["smoothing"], True, case.layout.packed)
     with pytest.raises(REFUSED, match=re.escape(f"append: {message}")):
         torch.ops.hf_kvquant.append(x, x, *spelled, lengths, None, *kinds)
     extras = (None, None, None, None, 1.0, 0.0, 0, 0)

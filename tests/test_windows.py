@@ -7,6 +7,7 @@ kernels with the reference, caches with the plain model of `models.py`. Random h
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
@@ -149,8 +150,8 @@ def test_attention_matches_float64(kind: str) -> None:
     planes = [filled(case, side, x, None if side else transform) for side, x in enumerate(given)]
     query, sinks = queries(case), torch.randn(4)
     out, lse = ops.decode(
-        query, None, *planes, case.lengths_tensor(), case.formats, softmax_scale=0.3, starts=case.starts_tensor(),
-        sinks=sinks, softcap=8.0, key_transform=transform, **case.windows,
+        query, None, *planes, case.lengths_tensor(), case.layout, softmax_scale=0.3, starts=case.starts_tensor(),
+        sinks=sinks, softcap=8.0, key_transform=transform,
     )  # fmt: skip
     coded = given[0] if transform is None else reference.transform_key(given[0], transform)
     decoded = [reference.dequantize(reference.quantize(x, INT4), INT4) for x in (coded, given[1])]
@@ -196,9 +197,7 @@ def test_append_matches_reference(engine: str, formats: tuple[KVFormat, KVFormat
         length += count
         lengths = torch.tensor([length, length], dtype=torch.int32)
         new = tokens(case, count, head_dim), tokens(case, count, 32)
-        ops.append(
-            *(x.to(engine) for x in new), *ours, lengths.to(engine), formats, moved, starts.to(engine), **case.windows
-        )
+        ops.append(*(x.to(engine) for x in new), *ours, lengths.to(engine), case.layout, moved, starts.to(engine))
         for side in (0, 1):
             reference.append(
                 new[side], planes[side], formats[side], lengths, None if side else transform, starts, **case.windows
@@ -218,7 +217,7 @@ def test_codes_are_those_without_windows(engine: str, formats: tuple[KVFormat, K
             each.codes.zero_()
         torch.manual_seed(1)
         new = [tokens(case, 90, 64).to(engine) for _ in range(2)]
-        ops.append(*new, *planes, lengths.to(engine), formats, **case.windows)
+        ops.append(*new, *planes, lengths.to(engine), case.layout)
         made.append(planes)
     for kv_format, with_windows, without in zip(formats, *made, strict=True):
         if kv_format is not BLOCKS:
@@ -282,10 +281,10 @@ def test_decode_appends_first(engine: str, formats: tuple[KVFormat, KVFormat]) -
         new = tokens(case, q_len, 64).to(engine), tokens(case, q_len, 64).to(engine)
         query, lengths = queries(case).to(engine), case.lengths_tensor().to(engine)
         starts = torch.tensor([0, 9], dtype=torch.int32, device=engine)
-        options: dict[str, Any] = {"softmax_scale": 0.125, "starts": starts, "num_splits": 2, **case.windows}
-        out, lse = ops.decode(query, new, planes[0], planes[1], lengths, formats, **options)
-        ops.append(*new, apart[0], apart[1], lengths, formats, starts=starts, **case.windows)
-        expected, expected_lse = ops.decode(query, None, apart[0], apart[1], lengths, formats, **options)
+        options: dict[str, Any] = {"softmax_scale": 0.125, "starts": starts, "num_splits": 2}
+        out, lse = ops.decode(query, new, planes[0], planes[1], lengths, case.layout, **options)
+        ops.append(*new, apart[0], apart[1], lengths, case.layout, starts=starts)
+        expected, expected_lse = ops.decode(query, None, apart[0], apart[1], lengths, case.layout, **options)
         assert_same(out, expected.cpu(), "out")
         assert_same(lse, expected_lse.cpu(), "lse")
         for side in (0, 1):
@@ -332,17 +331,12 @@ def test_nan_stays_with_those_who_attend_to_it(engine: str) -> None:
 def test_opcheck(device: str) -> None:
     for formats in ((BLOCKS, INT4), pair(KVFormat("int8"))):
         case = Case(formats, 64, torch.float32, 2, 2, (130, 30), capacity=256, sink_length=2, residual_length=9)
-        spelled = [
-            plane
-            for side in (0, 1)
-            for made in [clone(filled(case, side), device)]
-            for plane in (made.codes, made.scale, made.zero, made.tail)
-        ]
+        spelled = [clone(filled(case, side), device).tensors() for side in (0, 1)]
         key, value, query, lengths = (
             x.to(device) for x in (tokens(case, 2, 64), tokens(case, 2, 64), queries(case), case.lengths_tensor())
         )
         starts = torch.zeros(2, dtype=torch.int32, device=device)
-        kinds = (2, 9, False, None, None, False, 1.0, 1.0, *(each.storage_id for each in formats))
+        kinds = (None, None, False, case.layout.packed)
         append, decode = torch.ops.hf_kvquant.append.default, torch.ops.hf_kvquant.decode.default
         torch.library.opcheck(append, (key, value, *spelled, lengths, starts, *kinds))
         extras = (None, starts, None, None, 0.125, 0.0, 0, 0)
@@ -621,49 +615,49 @@ BROKEN: list[tuple[tuple[KVFormat, KVFormat], int, Any, str]] = [
         pair(INT4),
         0,
         lambda planes: replaced(planes, tail=None),
-        "`key_tail` must be given for a `sink_length` of 4 and a `residual_length` of 10, got None. Planes",
+        "`key_planes` must be 4 tensors for this layout, got 3. Planes",
     ),
     (
         pair(KVFormat("int8")),
         1,
         lambda planes: replaced(planes, tail=None),
-        "`value_tail` must be given for a `sink_length` of 4 and a `residual_length` of 10, got None. Planes",
+        "`value_planes` must be 3 tensors for this layout, got 2. Planes",
     ),
     (
         pair(KVFormat("int8")),
         1,
         lambda planes: replaced(planes, tail=planes.tail[:, :, :13]),
-        "`value_tail` must be [2, 2, 14, 64] like the codes, got [2, 2, 13, 64]. Planes",
+        "`value_planes.tail` must be [2, 2, 14, 64] of the model's dtype, got [2, 2, 13, 64] float32. Planes",
     ),
     (
         pair(INT4),
         1,
         lambda planes: replaced(planes, tail=planes.tail.repeat(1, 1, 2, 1)),
-        "`value_tail` must be [2, 2, 14, 64] like the codes, got [2, 2, 28, 64]. Planes",
+        "`value_planes.tail` must be [2, 2, 14, 64] of the model's dtype, got [2, 2, 28, 64] float32. Planes",
     ),
     (
         (BLOCKS, INT4),
         0,
         lambda planes: replaced(planes, tail=planes.tail[:, :, :132]),
-        "`key_tail` must be [2, 2, 260, 64] like the codes, got [2, 2, 132, 64]. Planes",
+        "`key_planes.tail` must be [2, 2, 260, 64] of the model's dtype, got [2, 2, 132, 64] float32. Planes",
     ),
     (
         pair(INT4),
         1,
         lambda planes: replaced(planes, tail=planes.tail.mT.contiguous().mT),
-        "`value_tail` must have contiguous rows, got stride 14. Planes",
+        "`value_planes.tail` must have contiguous rows, got stride 14. Call",
     ),
     (
         pair(INT4),
         1,
         lambda planes: replaced(planes, tail=planes.tail.half()),
-        "`value` must have the dtype of `value_tail`, got another one. Start",
+        "`value` must have the dtype of the tail, got another one. Start",
     ),
     (
         (KVFormat("none"), INT4),
         0,
         lambda planes: replaced(planes, tail=torch.zeros(2, 2, 14, 64)),
-        "`key_tail` must be None for storage 'none', got a tensor. Planes",
+        "`key_planes` must be 1 tensors for this layout, got 2. Planes",
     ),
 ]
 
@@ -675,26 +669,20 @@ def test_bad_planes_are_named(formats: Any, side: int, change: Any, message: str
     planes[side] = change(planes[side])
     new = tokens(case, 1, 64), tokens(case, 1, 64)
     with pytest.raises(REFUSED, match=f"^decode: {re.escape(message)}"):
-        ops.decode(
-            queries(case), new, planes[0], planes[1], case.lengths_tensor(), formats, softmax_scale=1.0, **case.windows
-        )
+        ops.decode(queries(case), new, planes[0], planes[1], case.lengths_tensor(), case.layout, softmax_scale=1.0)
 
 
 def test_bad_windows_are_named() -> None:
     case = Case(pair(INT4), 64, torch.float32, 2, 1, (130, 30), capacity=256)
-    planes, new = [filled(case, 0), filled(case, 1)], (tokens(case, 1, 64), tokens(case, 1, 64))
+    new, lengths = (tokens(case, 1, 64), tokens(case, 1, 64)), case.lengths_tensor()
     for name in ("sink_length", "residual_length"):
-        message = f"^append: `{name}` must be between 0 and 2147483647, got -1.$"
-        with pytest.raises(REFUSED, match=message):
-            ops.append(*new, planes[0], planes[1], case.lengths_tensor(), case.formats, **{name: -1})
-    spoiled_planes = [replaced(planes[0], tail=torch.zeros(2, 2, 14, 64)), planes[1]]
-    with pytest.raises(REFUSED, match=r"^append: `key_tail` must be \[2, 2, 128, 64\] like the codes"):
-        ops.append(*new, spoiled_planes[0], planes[1], case.lengths_tensor(), case.formats)
-    int8 = Case(pair(KVFormat("int8")), 64, torch.float32, 2, 1, (130, 30), capacity=256)
-    planes = [filled(int8, 0), replaced(filled(int8, 1), tail=torch.zeros(2, 2, 14, 64))]
-    message = "^append: `value_tail` must be None without dense windows, but for keys that are int4 with scale and zero"
-    with pytest.raises(REFUSED, match=message):
-        ops.append(*new, planes[0], planes[1], case.lengths_tensor(), int8.formats)
+        with pytest.raises(ValueError, match=f"^KVLayout: `{name}` must not be negative, got -1.$"):
+            dataclasses.replace(case.layout, **{name: -1})
+    spoiled_planes = [replaced(filled(case, side), tail=torch.zeros(2, 2, 14, 64)) for side in (0, 1)]
+    with pytest.raises(REFUSED, match=r"^append: `key_planes` must be 3 tensors for this layout, got 4\. Planes"):
+        ops.append(*new, spoiled_planes[0], filled(case, 1), lengths, case.layout)
+    with pytest.raises(REFUSED, match=r"^append: `value_planes` must be 3 tensors for this layout, got 4\. Planes"):
+        ops.append(*new, filled(case, 0), spoiled_planes[1], lengths, case.layout)
     starts = torch.tensor([0, -1], dtype=torch.int32)
     with pytest.raises(REFUSED, match=r"^append: `starts` must not be negative, got -1 for sequence 1.$"):
-        ops.append(*new, *(filled(int8, side) for side in (0, 1)), case.lengths_tensor(), int8.formats, starts=starts)
+        ops.append(*new, *(filled(case, side) for side in (0, 1)), lengths, case.layout, starts=starts)

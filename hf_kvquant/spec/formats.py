@@ -7,7 +7,7 @@ the byte layout; the two are compared when the extension loads. Everywhere
 
 A side has three planes: `codes` (uint8; the model's dtype for storage type `none`), `scale` and `zero` (float16, or
 `None`). Scale planes have shape `[batch, heads, groups, tokens]`; an axis whose elements share one scale has size 1.
-Kernels read a size of 1 as a stride of 0, so the shape of the plane *is* the granularity.
+Kernels read a size of 1 as a stride of 0.
 
 With granularity `channel`, groups run along tokens: each channel of a head has one scale per block of tokens. Blocks
 are counted from position 0. The scale planes are `[batch, heads, blocks, head_dim]`, so the scales of a block are
@@ -17,10 +17,10 @@ A fourth plane, the `tail`, holds dense tokens: attention uses them as they came
 granularity these are the first `sink_length` tokens that are not padding, in fixed rows, and the newest ones, in a
 ring. Token t is in row `t - start` if it is one of the first, else in row `sink_length + t mod ring`. The ring holds
 the last `residual_length` tokens; with granularity `channel`, the blocks that these tokens are in and one more. There a
-block gets codes when its last token leaves the window; with other granularities, every token has codes at once. Planes
-of granularity `channel` are recognised by their tail, which has more than `sink_length + residual_length` rows.
+block gets codes when its last token leaves the window; with other granularities, every token has codes at once.
 
-`reference.py` decides the values of codes; `storage.py` decides who allocates the planes.
+`layout.py` joins the formats of keys and of values with these windows. `reference.py` decides the values of codes;
+`storage.py` decides who allocates the planes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ Granularity = Literal["tensor", "token", "head", "group", "channel"]
 
 Count = TypeVar("Count", int, Tensor)
 
-# The numbers of storage types in ops and csrc/format.h.
-STORAGE_IDS: dict[str, int] = {"none": 0, "int8": 1, "int4": 2, "fp8": 3}
+# The numbers of storage types and granularities in ops and csrc/format.h.
+STORAGE_IDS: dict[StorageType, int] = {"none": 0, "int8": 1, "int4": 2, "fp8": 3}
+GRANULARITY_IDS: dict[Granularity, int] = {"tensor": 0, "token": 1, "head": 2, "group": 3, "channel": 4}
 _BITS: dict[str, int] = {"none": 16, "int8": 8, "int4": 4, "fp8": 8}
 SCALE_DTYPE = torch.float16
 # Capacities are multiples of this, so that a kernel may read whole tiles of tokens.
@@ -165,59 +166,42 @@ class KVFormat:
     def __post_init__(self) -> None:
         _check_choice("storage", self.storage, get_args(StorageType))
         _check_choice("granularity", self.granularity, get_args(Granularity))
+        size, ratio, is_integer = self.group_size, self.clip_ratio, self.storage in ("int8", "int4")
         if not isinstance(self.symmetric, bool):
             raise TypeError(f"KVFormat: `symmetric` must be True or False, got {self.symmetric!r}.")
-        if self.storage in ("fp8", "none") and not self.symmetric:
-            raise ValueError(
-                f"KVFormat: `symmetric` must be True for storage '{self.storage}', got False. "
-                "Only int8 and int4 have a zero."
-            )
+        if not is_integer and not self.symmetric:
+            expected = f"be True for storage '{self.storage}', got False"
+            raise _refusal("symmetric", expected, "Only int8 and int4 have a zero.")
         if self.storage == "none" and self.granularity != "head":
-            raise ValueError(
-                "KVFormat: `granularity` must be left at 'head' for storage 'none', "
-                f"got '{self.granularity}'. Nothing is scaled there."
-            )
-        if (self.granularity == "group") != (self.group_size is not None):
-            raise ValueError(
-                "KVFormat: `group_size` must be given exactly when `granularity` is 'group', "
-                f"got {self.group_size!r} with '{self.granularity}'. "
-                "Use for example granularity='group', group_size=32."
-            )
-        if self.group_size is not None:
-            if isinstance(self.group_size, bool) or not isinstance(self.group_size, int):
-                raise TypeError(f"KVFormat: `group_size` must be an int, got {self.group_size!r}.")
-            if self.group_size < 8 or self.group_size % 8 != 0:
-                raise ValueError(
-                    "KVFormat: `group_size` must be a positive multiple of 8, "
-                    f"got {self.group_size}. Common sizes are 32 and 64."
-                )
+            expected = f"be left at 'head' for storage 'none', got '{self.granularity}'"
+            raise _refusal("granularity", expected, "Nothing is scaled there.")
+        if (self.granularity == "group") != (size is not None):
+            expected = f"be given exactly when `granularity` is 'group', got {size!r} with '{self.granularity}'"
+            raise _refusal("group_size", expected, "Use for example granularity='group', group_size=32.")
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+            raise TypeError(f"KVFormat: `group_size` must be an int, got {size!r}.")
+        if size is not None and (size < 8 or size % 8 != 0):
+            raise _refusal("group_size", f"be a positive multiple of 8, got {size}", "Common sizes are 32 and 64.")
         if (self.granularity == "channel") != (self.block_size is not None):
-            raise ValueError(
-                "KVFormat: `block_size` must be given exactly when `granularity` is 'channel', "
-                f"got {self.block_size!r} with '{self.granularity}'. "
-                f"Use granularity='channel', block_size={BLOCK_SIZE}."
-            )
+            expected = f"be given exactly when `granularity` is 'channel', got {self.block_size!r} with "
+            remedy = f"Use granularity='channel', block_size={BLOCK_SIZE}."
+            raise _refusal("block_size", f"{expected}'{self.granularity}'", remedy)
         if self.block_size is not None:
             if isinstance(self.block_size, bool) or self.block_size != BLOCK_SIZE:
                 raise ValueError(f"KVFormat: `block_size` must be {BLOCK_SIZE}, got {self.block_size!r}.")
             if self.storage != "int4" or self.symmetric:
-                raise ValueError(
-                    "KVFormat: `granularity` must not be 'channel' unless storage is 'int4' and symmetric is False, "
-                    f"got storage '{self.storage}' and symmetric {self.symmetric}. Other codes gain nothing."
-                )
-        if isinstance(self.clip_ratio, bool) or not isinstance(self.clip_ratio, (int, float)):
-            raise TypeError(f"KVFormat: `clip_ratio` must be a number, got {self.clip_ratio!r}.")
-        if not 0 < self.clip_ratio <= 1:
-            raise ValueError(
-                f"KVFormat: `clip_ratio` must be above 0 and at most 1, got {self.clip_ratio}. "
-                "1 spans the whole range; 0.9 to 1 are common."
-            )
-        if self.clip_ratio != 1 and self.storage in ("fp8", "none"):
-            raise ValueError(
-                f"KVFormat: `clip_ratio` must be 1 for storage '{self.storage}', got {self.clip_ratio}. "
-                "Clipping only helps the evenly spaced codes of int8 and int4."
-            )
-        object.__setattr__(self, "clip_ratio", float(self.clip_ratio))
+                expected = "not be 'channel' unless storage is 'int4' and symmetric is False, got storage "
+                expected += f"'{self.storage}' and symmetric {self.symmetric}"
+                raise _refusal("granularity", expected, "Other codes gain nothing.")
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)):
+            raise TypeError(f"KVFormat: `clip_ratio` must be a number, got {ratio!r}.")
+        if not 0 < ratio <= 1:
+            expected = f"be above 0 and at most 1, got {ratio}"
+            raise _refusal("clip_ratio", expected, "1 spans the whole range; 0.9 to 1 are common.")
+        if ratio != 1 and not is_integer:
+            expected = f"be 1 for storage '{self.storage}', got {ratio}"
+            raise _refusal("clip_ratio", expected, "Clipping only helps the evenly spaced codes of int8 and int4.")
+        object.__setattr__(self, "clip_ratio", float(ratio))
 
     @property
     def is_quantized(self) -> bool:
@@ -241,24 +225,24 @@ class KVFormat:
             ValueError: `head_dim` is not a multiple of 8, or the group size does not divide it.
         """
         if head_dim <= 0 or head_dim % 8 != 0:
-            raise ValueError(
-                f"KVFormat: `head_dim` must be a positive multiple of 8, got {head_dim}. Leave the model unpatched."
-            )
+            raise _refusal("head_dim", f"be a positive multiple of 8, got {head_dim}", "Leave the model unpatched.")
         if self.granularity == "channel":
             return head_dim
         if self.group_size is None:
             return 1
         if head_dim % self.group_size != 0:
-            raise ValueError(
-                f"KVFormat: `group_size` must divide head_dim {head_dim}, got {self.group_size}. "
-                "Choose a divisor, or granularity 'head'."
-            )
+            expected = f"divide head_dim {head_dim}, got {self.group_size}"
+            raise _refusal("group_size", expected, "Choose a divisor, or granularity 'head'.")
         return head_dim // self.group_size
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one token's codes in one head. Not defined for storage type `none`, whose dtype is the model's."""
         assert self.is_quantized
         return head_dim * _BITS[self.storage] // 8
+
+    def head_dim_of(self, codes: Tensor) -> int:
+        """Channels of a head, from a codes plane of this format."""
+        return codes.shape[-1] * (2 if self.storage == "int4" else 1)
 
     def scale_shape(self, batch: int, num_kv_heads: int, head_dim: int, capacity: int) -> tuple[int, int, int, int]:
         """Shape of the scale and zero planes: `[batch, heads, groups, tokens]`, axes that share a scale of size 1.
@@ -286,6 +270,41 @@ class KVFormat:
             return sink_length + residual_length
         # Whole blocks, so that each block is contiguous, and one more because the window may begin within a block.
         return sink_length + (-(-residual_length // self.block_size) + 1) * self.block_size
+
+    def plane_names(self, sink_length: int = 0, residual_length: int = 0) -> list[str]:
+        """The planes that exist, in the order of `Planes.tensors`. The arguments are those of `tail_rows`."""
+        has = {
+            "codes": True,
+            "scale": self.is_quantized,
+            "zero": not self.symmetric,
+            "tail": self.tail_rows(sink_length, residual_length) > 0,
+        }
+        return [name for name, exists in has.items() if exists]
+
+    def plane_shapes(
+        self,
+        batch: int,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        sink_length: int = 0,
+        residual_length: int = 0,
+    ) -> dict[str, tuple[int, int, int, int]]:
+        """The shapes of the planes that exist, by name. See `allocate`."""
+        scale = self.scale_shape(batch, num_kv_heads, head_dim, capacity)
+        shapes = {
+            "codes": (batch, num_kv_heads, capacity, self.row_bytes(head_dim) if self.is_quantized else head_dim),
+            "scale": scale,
+            "zero": scale,
+            "tail": (batch, num_kv_heads, self.tail_rows(sink_length, residual_length), head_dim),
+        }
+        return {name: shapes[name] for name in self.plane_names(sink_length, residual_length)}
+
+    def plane_dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of a plane; `None` for that of the model."""
+        if name == "tail" or not self.is_quantized:
+            return None
+        return torch.uint8 if name == "codes" else SCALE_DTYPE
 
     def tail_begin(self, length: Count, residual_length: int = 0) -> Count:
         """Position of the first of the newest tokens that are in the tail. Same as `tail_begin` in csrc/format.h.
@@ -330,17 +349,13 @@ class KVFormat:
             ValueError: `head_dim` does not fit; see `num_groups`.
         """
         self.num_groups(head_dim)
-        rows = (batch, num_kv_heads, capacity)
-        if not self.is_quantized:
-            return Planes(torch.zeros((*rows, head_dim), dtype=dtype, device=device), None, None)
-        shape = self.scale_shape(batch, num_kv_heads, head_dim, capacity)
-        codes = torch.zeros((*rows, self.row_bytes(head_dim)), dtype=torch.uint8, device=device)
-        scale = torch.zeros(shape, dtype=SCALE_DTYPE, device=device)
         assert self.block_size is None or capacity % self.block_size == 0
-        tail = None
-        if tail_rows := self.tail_rows(sink_length, residual_length):
-            tail = torch.zeros((batch, num_kv_heads, tail_rows, head_dim), dtype=dtype, device=device)
-        return Planes(codes, scale, None if self.symmetric else torch.zeros_like(scale), tail)
+        shapes = self.plane_shapes(batch, num_kv_heads, head_dim, capacity, sink_length, residual_length)
+        planes = {
+            name: torch.zeros(shape, dtype=self.plane_dtype(name) or dtype, device=device)
+            for name, shape in shapes.items()
+        }
+        return Planes(planes["codes"], planes.get("scale"), planes.get("zero"), planes.get("tail"))
 
     def bytes_per_token(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> int:
         """Bytes of one token in all heads of one layer: codes, scales and zeros.
@@ -395,9 +410,7 @@ class KVFormat:
             if key not in known:
                 raise ValueError(f"KVFormat: unknown key '{key}'.{did_you_mean(key, known)} Known keys: {known}.")
         if "storage" not in data:
-            raise ValueError(
-                f"KVFormat: `storage` must be one of {list(STORAGE_IDS)}, got nothing. Add the key 'storage'."
-            )
+            raise _refusal("storage", f"be one of {list(STORAGE_IDS)}, got nothing", "Add the key 'storage'.")
         return cls(**data)
 
     def describe(self) -> str:
@@ -409,35 +422,8 @@ class KVFormat:
         return f"{self.storage}-{self.granularity}{size}-{'symmetric' if self.symmetric else 'asymmetric'}{clipped}"
 
 
-def format_of(
-    planes: Planes, storage_id: int, head_dim: int, sink_length: int = 0, residual_length: int = 0
-) -> KVFormat:
-    """Infer the format of planes from their shapes (see the module docstring).
-
-    `clip_ratio` cannot be seen in them and is returned as 1. Equal layouts give one result: `token` with a single head
-    and `group` with a single group both come back as `head`.
-
-    Args:
-        planes: Of capacity greater than 1.
-        storage_id: The number of the storage type.
-        head_dim: Channels of a head.
-        sink_length: First tokens that stay dense.
-        residual_length: Newest tokens that stay dense.
-    """
-    storage: Any = {number: name for name, number in STORAGE_IDS.items()}[storage_id]
-    if planes.scale is None:
-        return KVFormat(storage)
-    symmetric = planes.zero is None
-    if planes.tail is not None and planes.tail.shape[2] > sink_length + residual_length:
-        return KVFormat(storage, "channel", symmetric=symmetric, block_size=BLOCK_SIZE)
-    _, heads, groups, tokens = planes.scale.shape
-    if tokens == 1:
-        return KVFormat(storage, "tensor", symmetric=symmetric)
-    if heads < planes.codes.shape[1]:
-        return KVFormat(storage, "token", symmetric=symmetric)
-    if groups > 1:
-        return KVFormat(storage, "group", head_dim // groups, symmetric=symmetric)
-    return KVFormat(storage, "head", symmetric=symmetric)
+def _refusal(name: str, expected: str, remedy: str) -> ValueError:
+    return ValueError(f"KVFormat: `{name}` must {expected}. {remedy}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -40,6 +40,7 @@ Dense tokens are not transformed; they are multiplied with plain queries.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -587,6 +588,12 @@ def _check_dense(where: str, **tensors: Tensor) -> None:
             )
 
 
+def _check_shape(where: str, name: str, x: Tensor, wanted: str, sizes: Sequence[int | None]) -> None:
+    """Refuse a tensor of other sizes. `None` stands for any, `wanted` says it in words."""
+    if x.ndim != len(sizes) or any(size not in (None, found) for size, found in zip(sizes, x.shape, strict=True)):
+        raise ValueError(f"{where}: `{name}` must be {wanted}, got {list(x.shape)}.")
+
+
 def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tensor:
     """RMSNorm with the same roundings as Llama's.
 
@@ -603,14 +610,13 @@ def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tens
         ValueError: A shape does not fit.
     """
     _check_dense("rms_norm", x=x, weight=weight)
-    if x.ndim == 0 or weight.shape != x.shape[-1:]:
+    rows = [*x.shape[:-1], 1]
+    _check_shape(
+        "rms_norm", "weight", weight, f"{list(x.shape[-1:])} like the channels of `x`", x.shape[-1:] or (None,)
+    )
+    if mean is not None and (list(mean.shape), mean.dtype, mean.layout) != (rows, torch.float32, torch.strided):
         raise ValueError(
-            f"rms_norm: `weight` must be {list(x.shape[-1:])} like the channels of `x`, got {list(weight.shape)}."
-        )
-    expected = (*x.shape[:-1], 1)
-    if mean is not None and (mean.shape, mean.dtype, mean.layout) != (expected, torch.float32, torch.strided):
-        raise ValueError(
-            f"rms_norm: `mean` must be {list(expected)} dense float32, one number for each row, got {list(mean.shape)} "
+            f"rms_norm: `mean` must be {rows} dense float32, one number for each row, got {list(mean.shape)} "
             f"{mean.dtype} {mean.layout}."
         )
     wide = x.float()
@@ -621,8 +627,7 @@ def rms_norm(x: Tensor, weight: Tensor, mean: Tensor | None, eps: float) -> Tens
 def add_rms_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum of two tensors of equal shape, rounded to their dtype, and the RMSNorm of that sum. New memory."""
     _check_dense("add_rms_norm", x=x, other=other)
-    if other.shape != x.shape:
-        raise ValueError(f"add_rms_norm: `other` must be {list(x.shape)} like `x`, got {list(other.shape)}.")
+    _check_shape("add_rms_norm", "other", other, f"{list(x.shape)} like `x`", x.shape)
     total = x + other
     return total, rms_norm(total, weight, None, eps)
 
@@ -643,18 +648,13 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         ValueError: A shape does not fit.
     """
     _check_dense("rotary", query=query, key=key, cos=cos, sin=sin)
-    if query.ndim != 4:
-        raise ValueError(f"rotary: `query` must be [batch, heads, tokens, head_dim], got {list(query.shape)}.")
+    _check_shape("rotary", "query", query, "[batch, heads, tokens, head_dim]", (None, None, None, None))
     batch, _, q_len, head_dim = query.shape
-    if key.ndim != 4 or (key.shape[0], *key.shape[2:]) != (batch, q_len, head_dim):
-        raise ValueError(
-            f"rotary: `key` must be [{batch}, heads, {q_len}, {head_dim}] like `query`, got {list(key.shape)}."
-        )
+    wanted = f"[{batch}, heads, {q_len}, {head_dim}] like `query`"
+    _check_shape("rotary", "key", key, wanted, (batch, None, q_len, head_dim))
     for name, x in (("cos", cos), ("sin", sin)):
-        if x.ndim != 3 or x.shape[0] not in (batch, 1) or x.shape[1:] != (q_len, head_dim):
-            raise ValueError(
-                f"rotary: `{name}` must be [{batch} or 1, {q_len}, {head_dim}] like `query`, got {list(x.shape)}."
-            )
+        wanted = f"[{batch} or 1, {q_len}, {head_dim}] like `query`"
+        _check_shape("rotary", name, x, wanted, (1 if x.shape[:1] == (1,) else batch, q_len, head_dim))
 
     def turned(x: Tensor) -> Tensor:
         low, high = x.chunk(2, dim=-1)
@@ -666,6 +666,5 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate)`, rounded to the dtype, times `up`, which has the same shape. New memory."""
     _check_dense("silu_mul", gate=gate, up=up)
-    if up.shape != gate.shape:
-        raise ValueError(f"silu_mul: `up` must be {list(gate.shape)} like `gate`, got {list(up.shape)}.")
+    _check_shape("silu_mul", "up", up, f"{list(gate.shape)} like `gate`", gate.shape)
     return torch.nn.functional.silu(gate) * up

@@ -24,7 +24,7 @@ from ..config import LayerFormats
 from ..spec import reference
 from ..spec.formats import Planes
 from ..spec.key_transform import KeyTransform
-from ..spec.layout import KVLayout, Shape
+from ..spec.layout import KVLayout, Rows, Shape
 from . import dense
 from .checks import check_served, fits, refuse
 from .lengths import Count, LengthGroup, Lengths
@@ -269,7 +269,8 @@ class LayerStore:
         """
         planes = self.held_sides()
         self.capacity = planes[0].codes.shape[2]
-        self.layout = dataclasses.replace(self.layout, is_ring=self.rows.is_ring(self.capacity))
+        rows: Rows = "ring" if self.rows.is_ring(self.capacity) else "linear"
+        self.layout = dataclasses.replace(self.layout, rows=rows)
         self.writer.write_to(planes, self.layout, self.key_transform)
         if self.is_static and not torch.compiler.is_compiling():
             for tensor in self.step_tensors():

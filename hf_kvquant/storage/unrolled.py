@@ -74,7 +74,7 @@ def unroll(
         return dataclasses.replace(planes.rows(source, block_size), tail=tail)
 
     planes = unrolled(ring[0], layout.key.block_size), unrolled(ring[1], layout.value.block_size)
-    operands = ops.Operands(*planes, layout.formats, key_transform=key_transform, **layout.windows)
+    operands = ops.Operands(*planes, dataclasses.replace(layout, rows="linear"), key_transform)
     made = Unrolled(planes, operands, begin, (lengths - begin).to(torch.int32))
     operands.append(*new, made.lengths, made.starts(starts))
     return made

@@ -32,7 +32,7 @@ class Writer:
 
     def write_to(self, planes: tuple[Planes, Planes], layout: KVLayout, key_transform: KeyTransform | None) -> None:
         """Write into these planes from now on."""
-        self._operands = ops.Operands(*planes, layout.formats, key_transform, is_ring=layout.is_ring, **layout.windows)
+        self._operands = ops.Operands(*planes, layout, key_transform)
 
     def forget_planes(self) -> None:
         """Drop the planes."""

@@ -1,4 +1,4 @@
-"""The extension, under the name that ops.py imports. kernel-builder gives it the name of the op namespace."""
+"""The extension, under the name that ops/kernels.py imports. kernel-builder gives it the name of the op namespace."""
 
 import importlib
 import sys

@@ -1,6 +1,6 @@
 """Attention over quantised key-value caches, and appending to them: the ops of hf_kvquant, without transformers.
 
-The cache of one layer is a `Planes` for its keys and a `Planes` for its values, both allocated by a `KVFormat`.
+The cache of one layer is a `Planes` for its keys and a `Planes` for its values, both allocated by a `KVLayout`.
 `Operands` takes both and has the two calls of a step, `append` and `decode`. The functions `append` and `decode` are
 for single calls.
 """
@@ -8,10 +8,12 @@ for single calls.
 from .ops import NUM_COUNTERS, Operands, append, decode, has_kernels, kernel_name
 from .spec.formats import KVFormat, Planes
 from .spec.key_transform import KeyTransform
+from .spec.layout import KVLayout
 
 __all__ = [
     "NUM_COUNTERS",
     "KVFormat",
+    "KVLayout",
     "KeyTransform",
     "Operands",
     "Planes",

@@ -1,0 +1,165 @@
+"""What the package calls: `Operands`, the ops over one layer's planes, and `append` and `decode` for single calls.
+
+`Operands` chooses between kernel and reference. `handle.py` and `attention.py` decide which layer calls it, and when.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._ops import ops as torch_ops
+from ..spec.formats import Planes
+from ..spec.key_transform import KeyTransform
+from ..spec.layout import KVLayout
+from . import kernels
+
+
+class Operands:
+    """The arguments of `append` and `decode` that stay the same from step to step, unpacked once per layer.
+
+    Args:
+        key_planes: Of one layer, as `layout.allocate` makes them.
+        value_planes: The same for values.
+        layout: Of the planes. In a ring, new tokens overwrite those that have left the `sliding_window` of `decode`.
+        key_transform: Applied to new keys, as it was to the stored ones; on the same device. The op transforms the
+            query. `None` for granularity `channel`.
+    """
+
+    def __init__(
+        self,
+        key_planes: Planes,
+        value_planes: Planes,
+        layout: KVLayout,
+        key_transform: KeyTransform | None = None,
+    ) -> None:
+        self._planes = key_planes.tensors(), value_planes.tensors()
+        transform = KeyTransform() if key_transform is None else key_transform
+        self._kinds = transform.center, transform.smoothing, transform.is_rotated, layout.packed
+        codes = key_planes.codes
+        serves = kernels.has_kernel(
+            codes.device, layout.key.head_dim_of(codes), layout.value.head_dim_of(value_planes.codes)
+        )
+        # Overloads: looking up a name in every call would take 2 of 17 us on a CPU.
+        self._append = (torch_ops.append if serves else torch_ops.append_reference).default
+        self._decode = (torch_ops.decode if serves else torch_ops.decode_reference).default
+
+    def append(self, key: Tensor, value: Tensor, lengths: Tensor, starts: Tensor | None = None) -> None:
+        """Quantise new tokens into the planes, as `reference.append` defines it.
+
+        Args:
+            key: `[batch, num_kv_heads, q_len, head_dim]`, fp32, bf16 or fp16. Read only.
+            value: The same; its head_dim may differ.
+            lengths: `[batch]` int32 on the same device: tokens held, including the new ones, which are written at
+                `lengths - q_len … lengths - 1`.
+            starts: `[batch]` int32 on the same device: first position that is not padding. Granularity `channel` leaves
+                padding out of its scales, and the first `sink_length` tokens are counted from here.
+        """
+        self._append(key, value, *self._planes, lengths, starts, *self._kinds)
+
+    def decode(
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        lengths: Tensor,
+        *,
+        softmax_scale: float,
+        counters: Tensor | None = None,
+        starts: Tensor | None = None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        softcap: float = 0.0,
+        sliding_window: int = 0,
+        num_splits: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """Append new tokens if there are any, then attend to everything stored: see `reference.decode_attention`.
+
+        Kernels dequantise codes tile by tile: they never build a `[length, head_dim]` tensor and never synchronise with
+        the host. The reference does both.
+
+        Args:
+            query: `[batch, num_q_heads, q_len, head_dim]`, fp32, bf16 or fp16. Read only.
+            new: The key and value of these tokens, appended first; `None` if they have been appended already.
+            lengths: `[batch]` int32: tokens held, including those of the query. A CPU refuses more than the capacity.
+                On a GPU, where the host does not know the lengths, the results of that sequence are NaN instead.
+            softmax_scale: Multiplies query · key.
+            counters: `[NUM_COUNTERS]` int32 on the same device, all zero: scratch of the CUDA kernel, which sets it to
+                zero again. Calls that may run at the same time, on two streams, must not share it. With `None`, the
+                CUDA kernel clears its own, which takes one more launch. Other devices need none.
+            starts: `[batch]` int32: first position that is not padding; for new tokens too, as in `append`.
+            sinks: `[num_q_heads]`: logits that join the softmax without a value.
+            alibi_slopes: `[num_q_heads]`.
+            softcap: 0 for none.
+            sliding_window: Positions visible to a query, itself included; 0 for all. In a ring, from 1 to
+                `capacity + 1 - q_len`, so that the new tokens do not overwrite what the first query sees.
+            num_splits: How many parts a sequence is cut into, at most; 0 lets the kernel choose. With a fixed number, a
+                sequence gives bitwise the same output in every batch, all other arguments being equal. Kernels use
+                fewer parts if the capacity is too small for so many, and at most 127 or 255 for a ring on a GPU;
+                neither depends on the batch or its lengths. The reference does not cut sequences.
+
+        Returns:
+            out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`, new memory. Zero where nothing is
+                attended.
+            lse: `[batch, num_q_heads, q_len]` float32, natural log. `-inf` where nothing is attended.
+
+        Raises:
+            ValueError: A shape or dtype does not fit; the message names the argument. From torch 2.15 on, which
+                turns every C++ exception into one, a RuntimeError.
+            RuntimeError: `query` requires gradients, which kernels do not compute; or, on a GPU, `num_splits` needs
+                more thread blocks than a grid can hold.
+        """
+        if query.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "attention: `query` must not require gradients over a quantised cache, got one that does: kernels "
+                "compute none, so those of the model's weights would be wrong. Call the model under torch.no_grad(), "
+                "or train it with use_cache=False."
+            )
+        key, value = (None, None) if new is None else new
+        result: tuple[Tensor, Tensor] = self._decode(
+            query,
+            key,
+            value,
+            *self._planes,
+            lengths,
+            counters,
+            starts,
+            None if sinks is None else sinks.float(),
+            None if alibi_slopes is None else alibi_slopes.float(),
+            softmax_scale,
+            softcap,
+            sliding_window,
+            num_splits,
+            *self._kinds,
+        )
+        return result
+
+
+def append(
+    key: Tensor,
+    value: Tensor,
+    key_planes: Planes,
+    value_planes: Planes,
+    lengths: Tensor,
+    layout: KVLayout,
+    key_transform: KeyTransform | None = None,
+    starts: Tensor | None = None,
+) -> None:
+    """`Operands.append` for a single call."""
+    Operands(key_planes, value_planes, layout, key_transform).append(key, value, lengths, starts)
+
+
+def decode(
+    query: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    key_planes: Planes,
+    value_planes: Planes,
+    lengths: Tensor,
+    layout: KVLayout,
+    *,
+    key_transform: KeyTransform | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`Operands.decode` for a single call; `options` are its keyword arguments."""
+    return Operands(key_planes, value_planes, layout, key_transform).decode(query, new, lengths, **options)

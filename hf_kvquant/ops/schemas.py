@@ -1,0 +1,348 @@
+"""The ops: their schemas, the reference under their names, and their fakes.
+
+`append` quantises new tokens into planes. `decode` does the same with new tokens, if it is given any, and then attends
+to everything stored. The schemas are defined here and nowhere else; `csrc/` registers kernels for them under the CPU
+and CUDA keys. Where there is no kernel, `reference.py` runs instead: under the same op names if the build has no
+kernels for the device type, and as `append_reference` and `decode_reference` if its kernels do not fit the GPU or the
+head_dim. `kernels.py` decides that. The planes of a side are one list, in the order of `Planes.tensors`; the integers
+of `layout` are `KVLayout.packed`.
+
+`rms_norm`, `add_rms_norm`, `rotary` and `silu_mul` compute what lies between a model's linear layers, in one CUDA
+kernel each, rounding exactly like the kernels they replace. Only `fusion.py` calls them. `prefetch` loads weights into
+a GPU's L2 cache before a linear layer needs them. Only `prefetch.py` calls it.
+
+Kernels check everything that could corrupt memory (csrc/args.cpp). The checks here are few: sizes, dtypes and devices
+for the reference, so that PyTorch does not broadcast over a mistake, and what the fakes read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._ops import add_op_namespace_prefix
+from .._ops import ops as torch_ops
+from ..spec import reference
+from ..spec.formats import Planes
+from ..spec.key_transform import KeyTransform
+from ..spec.layout import KVLayout
+from .kernels import MAX_RING_LENGTH, NUM_COUNTERS, warn_reference
+
+_PLANES = "Tensor(a!)[] key_planes, Tensor(b!)[] value_planes"
+_KINDS = "Tensor? key_center, Tensor? key_smoothing, bool rotates_key, int[] layout"
+APPEND_SCHEMA = f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, Tensor? starts, {_KINDS}) -> ()"
+DECODE_SCHEMA = (
+    f"decode(Tensor query, Tensor? key, Tensor? value, {_PLANES}, Tensor lengths, Tensor(c!)? counters, "
+    "Tensor? starts, Tensor? sinks, Tensor? alibi_slopes, float softmax_scale, float softcap, int sliding_window, "
+    f"int num_splits, {_KINDS}) -> (Tensor out, Tensor lse)"
+)
+FUSED_SCHEMAS = (
+    "rms_norm(Tensor x, Tensor weight, Tensor? mean, float eps) -> Tensor",
+    "add_rms_norm(Tensor x, Tensor other, Tensor weight, float eps) -> (Tensor total, Tensor normed)",
+    "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor query, Tensor key)",
+    "silu_mul(Tensor gate, Tensor up) -> Tensor",
+)
+PREFETCH_SCHEMA = "prefetch(Tensor weight, int num_bytes) -> ()"
+
+_DENSE = (torch.float32, torch.float16, torch.bfloat16)
+
+Arguments = Mapping[str, Any]
+# What an argument must be: sizes, `None` for any, and dtypes.
+Expected = tuple[Tensor, Sequence[int | None], Sequence[torch.dtype]]
+
+
+# --- the reference under the names of the ops -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cache:
+    """What `append` and `decode` have in common, unpacked."""
+
+    layout: KVLayout
+    planes: tuple[Planes, Planes]
+    head_dims: tuple[int, int]
+    key_transform: KeyTransform | None
+
+    @classmethod
+    def of(cls, where: str, arguments: Arguments) -> _Cache:
+        try:
+            layout = KVLayout.of_packed(arguments["layout"])
+            planes = layout.planes(arguments["key_planes"], arguments["value_planes"])
+            head_dims = layout.key.head_dim_of(planes[0].codes), layout.value.head_dim_of(planes[1].codes)
+            for kv_format, head_dim in zip(layout.formats, head_dims, strict=True):
+                kv_format.num_groups(head_dim)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        center, smoothing, is_rotated = (arguments[name] for name in ("key_center", "key_smoothing", "rotates_key"))
+        transform = None
+        if center is not None or smoothing is not None or is_rotated:
+            transform = KeyTransform.of_checked(center, smoothing, is_rotated)
+        return cls(layout, planes, head_dims, transform)
+
+
+def _append_reference(arguments: Arguments, cache: _Cache) -> None:
+    layout = cache.layout
+    for name, planes, kv_format, transform in zip(
+        ("key", "value"), cache.planes, layout.formats, (cache.key_transform, None), strict=True
+    ):
+        reference.append(
+            arguments[name],
+            planes,
+            kv_format,
+            arguments["lengths"],
+            transform,
+            arguments["starts"],
+            **layout.windows,
+            is_ring=layout.is_ring,
+        )
+
+
+def _decode_reference(arguments: Arguments, cache: _Cache) -> tuple[Tensor, Tensor]:
+    layout, planes, lengths = cache.layout, cache.planes, arguments["lengths"]
+    position = reference.ring_positions(lengths, planes[0].codes.shape[2]) if layout.is_ring else None
+    held = {"lengths": lengths, "starts": arguments["starts"], "position": position, **layout.windows}
+    names = ("starts", "sinks", "alibi_slopes", "softmax_scale", "softcap", "sliding_window")
+    key, value = (
+        reference.dequantize(side, kv_format, torch.float32, **held)
+        for side, kv_format in zip(planes, layout.formats, strict=True)
+    )
+    return reference.decode_attention(
+        arguments["query"],
+        key,
+        value,
+        lengths,
+        **{name: arguments[name] for name in names},
+        key_transform=cache.key_transform,
+        is_dense=reference.dense_tokens(planes[0], layout.key, **held)[0],
+        key_position=position,
+    )
+
+
+def _arguments_of(op: str, args: Sequence[object]) -> dict[str, Any]:
+    """The arguments of an op, by their names in its schema."""
+    schema = getattr(torch_ops, op).default._schema
+    return dict(zip((argument.name for argument in schema.arguments), args, strict=True))
+
+
+def _append(*args: Any) -> None:
+    arguments = _arguments_of("append", args)
+    cache = _checked("append", arguments)
+    warn_reference(cache.planes[0].codes.device, *cache.head_dims)
+    with torch.no_grad():  # as the kernels do
+        _append_reference(arguments, cache)
+
+
+def _decode(*args: Any) -> tuple[Tensor, Tensor]:
+    arguments = _arguments_of("decode", args)
+    cache = _checked("decode", arguments)
+    warn_reference(cache.planes[0].codes.device, *cache.head_dims)
+    with torch.no_grad():
+        if arguments["key"] is not None:
+            _append_reference(arguments, cache)
+        return _decode_reference(arguments, cache)
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _checked(where: str, arguments: Arguments) -> _Cache:
+    """Refuse tensors that the layout does not describe, and lengths without room, before anything is written.
+
+    Raises:
+        ValueError: An argument does not fit; the message names it.
+    """
+    _check_tensors(where, arguments)
+    _check_ranks(where, arguments)
+    cache = _Cache.of(where, arguments)
+    batch, heads, capacity, _ = arguments["key_planes"][0].shape
+    if heads == 0 or capacity % cache.layout.token_alignment:
+        expected = f"heads and a capacity that is a multiple of {cache.layout.token_alignment}"
+        raise ValueError(f"{where}: `key_planes.codes` must have {expected}, got {[batch, heads, capacity]}.")
+    for name, (x, sizes, dtypes) in _expected(where, arguments, cache).items():
+        fits = x.ndim == len(sizes) and all(size in (None, found) for size, found in zip(sizes, x.shape, strict=True))
+        if not fits or x.dtype not in dtypes:
+            what = f"{['any' if size is None else size for size in sizes]} {' or '.join(map(str, dtypes))}"
+            raise ValueError(f"{where}: `{name}` must be {what} like the cache, got {list(x.shape)} {x.dtype}.")
+    if cache.layout.key.granularity == "channel" and cache.key_transform is not None:
+        raise ValueError(
+            f"{where}: `key_center`, `key_smoothing` and `rotates_key` must be left out where every channel of the "
+            "keys has a scale, got a transform."
+        )
+    lengths, most = arguments["lengths"], MAX_RING_LENGTH if cache.layout.is_ring else capacity
+    num_new = 0 if arguments["key"] is None else arguments["key"].shape[2]
+    # On a GPU the host would have to wait for the numbers.
+    if lengths.device.type == "cpu" and not bool(((lengths >= num_new) & (lengths <= most)).all()):
+        raise ValueError(
+            f"{where}: `lengths` must be between the {num_new} new tokens and {most}, got {lengths.tolist()}. "
+            "Make a larger cache (max_cache_len), or crop or reset this one."
+        )
+    return cache
+
+
+def _expected(where: str, arguments: Arguments, cache: _Cache) -> dict[str, Expected]:
+    """What the tensors of a call must be, by name."""
+    batch, heads, capacity, _ = arguments["key_planes"][0].shape
+    expected: dict[str, Expected] = {}
+    q_len = arguments["query"].shape[2] if where == "decode" else arguments["key"].shape[2]
+    for side, planes, kv_format, head_dim in zip(
+        ("key", "value"), cache.planes, cache.layout.formats, cache.head_dims, strict=True
+    ):
+        shapes = kv_format.plane_shapes(batch, heads, head_dim, capacity, **cache.layout.windows)
+        new = arguments[side]
+        if (new is None) != (arguments["key"] is None):
+            raise ValueError(f"{where}: `{side}` must be given exactly where `key` is. Give both or neither.")
+        for name, shape in shapes.items():
+            dtype = kv_format.plane_dtype(name)
+            expected[f"{side}_planes.{name}"] = getattr(planes, name), shape, _DENSE if dtype is None else (dtype,)
+        if new is not None:
+            tail = planes.tail
+            expected[side] = new, (batch, heads, q_len, head_dim), _DENSE if tail is None else (tail.dtype,)
+    vectors = {"lengths": batch, "starts": batch}
+    if where == "decode":
+        query = arguments["query"]
+        if query.shape[1] == 0 or query.shape[1] % heads:
+            raise ValueError(f"{where}: `query` must have a multiple of {heads} heads, got {query.shape[1]}.")
+        expected["query"] = query, (batch, None, None, cache.head_dims[0]), _DENSE
+        vectors |= {"counters": NUM_COUNTERS, "sinks": query.shape[1], "alibi_slopes": query.shape[1]}
+    for name, size in vectors.items():
+        dtype = torch.float32 if name in ("sinks", "alibi_slopes") else torch.int32
+        expected[name] = arguments[name], (size,), (dtype,)
+    for name in ("key_center", "key_smoothing"):
+        expected[name] = arguments[name], (heads, cache.head_dims[0]), (torch.float32,)
+    return {name: each for name, each in expected.items() if each[0] is not None}
+
+
+def _tensors(arguments: Arguments) -> Iterator[tuple[str, Tensor]]:
+    for name, x in arguments.items():
+        if isinstance(x, Tensor):
+            yield name, x
+        elif isinstance(x, (list, tuple)):
+            yield from ((name, each) for each in x if isinstance(each, Tensor))
+
+
+def _check_tensors(where: str, arguments: Arguments) -> None:
+    """All tensors are dense and on one device. If one is on `meta`, torch calls the fake, which computes nothing."""
+    first: tuple[str, Tensor] | None = None
+    for name, x in _tensors(arguments):
+        if x.layout != torch.strided:
+            raise ValueError(f"{where}: `{name}` must be a dense tensor, got layout {x.layout}. Call .to_dense().")
+        first = (name, x) if first is None else first
+        if x.device != first[1].device:
+            raise ValueError(
+                f"{where}: `{name}` must be on the device of `{first[0]}`, {first[1].device}, got {x.device}. "
+                "Move the inputs, or build the cache where the model is."
+            )
+
+
+def _check_ranks(where: str, arguments: Arguments) -> None:
+    """What fakes and further checks read the sizes of is there, and has four axes.
+
+    Sizes are not compared here: a compiler would make every comparison a guard of its graph.
+    """
+    for name, is_optional in (("query", False), ("key", where == "decode"), ("value", where == "decode")):
+        x = arguments.get(name)
+        if name in arguments and (not is_optional if x is None else x.ndim != 4):
+            got = None if x is None else list(x.shape)
+            raise ValueError(f"{where}: `{name}` must be [batch, heads, tokens, head_dim], got {got}.")
+    for name in ("key_planes", "value_planes"):
+        planes = arguments[name]
+        if not planes or any(plane is None or plane.ndim != 4 for plane in planes):
+            got = [None if plane is None else list(plane.shape) for plane in planes]
+            raise ValueError(f"{where}: `{name}` must be tensors of four axes, got {got}.")
+    if arguments["lengths"] is None:
+        raise ValueError(f"{where}: `lengths` must be a tensor, got None.")
+
+
+def _prefetch(weight: Tensor, num_bytes: int) -> None:
+    """A hint, ignored. Refuses what the kernel refuses."""
+    if not weight.is_contiguous():
+        raise ValueError("prefetch: `weight` must be contiguous, got strides that are not. Call .contiguous().")
+    if not 0 <= num_bytes <= weight.nbytes:
+        raise ValueError(
+            f"prefetch: `num_bytes` must be between 0 and the {weight.nbytes} bytes of `weight`, got {num_bytes}."
+        )
+
+
+# --- fakes ------------------------------------------------------------------------------------------------------------
+
+
+def _append_fake(*args: object) -> None:
+    _check_tensors("append", _arguments_of("append", args))
+
+
+def _decode_fake(*args: object) -> tuple[Tensor, Tensor]:
+    arguments = _arguments_of("decode", args)
+    _check_tensors("decode", arguments)
+    _check_ranks("decode", arguments)
+    query = arguments["query"]
+    batch, num_q_heads, q_len, _ = query.shape
+    value_dim = _Cache.of("decode", arguments).head_dims[1]
+    out = query.new_empty(batch, q_len, num_q_heads, value_dim)
+    return out, query.new_empty((batch, num_q_heads, q_len), dtype=torch.float32)
+
+
+def _fake_like(op: str, *like: str) -> Callable[..., Any]:
+    """The fake of an op whose results have the shapes and dtypes of some of its arguments."""
+
+    def fake(*args: object) -> Any:
+        arguments = _arguments_of(op, args)
+        _check_tensors(op, arguments)
+        results = tuple(torch.empty_like(arguments[name]) for name in like)
+        return results if len(results) > 1 else results[0]
+
+    return fake
+
+
+def _prefetch_fake(weight: Tensor, num_bytes: int) -> None:
+    pass
+
+
+def _resolving(op: str) -> Callable[..., Any]:
+    """An op that first resolves lazily negated tensors (such as `z.conj().imag`): kernels read memory as it is.
+
+    torch's own fallback cannot do so for ops that mutate.
+    """
+
+    def resolve(*args: Any) -> Any:
+        overload, resolved = getattr(torch_ops, op).default, []
+        for argument, x in zip(overload._schema.arguments, args, strict=True):
+            if any(each.is_neg() for _, each in _tensors({argument.name: x})):
+                if argument.is_write:
+                    raise ValueError(
+                        f"{op.removesuffix('_reference')}: `{argument.name}` must hold its numbers as they are, got a "
+                        "view that negates them. Call .resolve_neg()."
+                    )
+                x = x.resolve_neg()
+            resolved.append(x)
+        return overload(*resolved)
+
+    return resolve
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+_library = torch.library.Library(torch_ops.name, "DEF")
+for _schema in (APPEND_SCHEMA, DECODE_SCHEMA, *FUSED_SCHEMAS, PREFETCH_SCHEMA):
+    _library.define(_schema)
+# These are ops, not Python functions, so that the compiler sees a call instead of a data-dependent branch.
+for _schema in (APPEND_SCHEMA, DECODE_SCHEMA):
+    _library.define(_schema.replace("(", "_reference(", 1), tags=torch.Tag.cudagraph_unsafe)
+for _name, _kernel, _fake in (
+    ("append", _append, _append_fake),
+    ("append_reference", _append, _append_fake),
+    ("decode", _decode, _decode_fake),
+    ("decode_reference", _decode, _decode_fake),
+    ("rms_norm", reference.rms_norm, _fake_like("rms_norm", "x")),
+    ("add_rms_norm", reference.add_rms_norm, _fake_like("add_rms_norm", "x", "other")),
+    ("rotary", reference.rotary, _fake_like("rotary", "query", "key")),
+    ("silu_mul", reference.silu_mul, _fake_like("silu_mul", "gate")),
+    ("prefetch", _prefetch, _prefetch_fake),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(add_op_namespace_prefix(_name), _fake, lib=_library)
+    if _name.startswith(("append", "decode")):
+        _library.impl(_name, _resolving(_name), "Negative")
