@@ -252,7 +252,7 @@ MUTATIONS = [
     *of(
         "hf_kvquant/calibration/folding.py",
         (
-            " | (after / factors[:, None] != before)",
+            " | (after / factors != before)",
             "",
             "factors are folded that lose bits of subnormal weights",
             "smoothing",

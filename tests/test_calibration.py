@@ -35,9 +35,9 @@ from transformers import AutoModelForCausalLM
 
 import hf_kvquant
 from hf_kvquant import KVQuantCache, key_transforms, load_smoothing, unsmooth
-from hf_kvquant.calibration import proof, smoothing
+from hf_kvquant.calibration import folding, search, smoothing, targets
 from hf_kvquant.calibration.layout import find_layouts
-from hf_kvquant.calibration.online import find_keys
+from hf_kvquant.calibration.targets import find_keys
 from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
 from hf_kvquant.evaluation.measuring.fidelity import compare
 from hf_kvquant.transforms import of_model
@@ -151,7 +151,7 @@ def test_a_centre_that_is_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) ->
     model = build("qwen2")
     inject_key_bias(model, 100.0)
     of_bias = {index: transform.center for index, transform in key_transforms(model, "int4").items()}
-    collect = smoothing.collect
+    collect = search.collect
 
     def wrong(*args: Any) -> Any:
         found = collect(*args)
@@ -159,7 +159,7 @@ def test_a_centre_that_is_worse_is_not_taken(monkeypatch: pytest.MonkeyPatch) ->
             seen.mean = seen.mean + 1000.0
         return found
 
-    monkeypatch.setattr(smoothing, "collect", wrong)
+    monkeypatch.setattr(search, "collect", wrong)
     for layer in smooth(model).layers:
         assert layer.choice == "0.0" and layer.error_after == layer.error_before
         torch.testing.assert_close(layer.center, of_bias[layer.layer_idx])
@@ -298,7 +298,7 @@ def test_auto_folds_where_it_can(caplog: pytest.LogCaptureFixture, monkeypatch: 
         del layouts[1]
         return layouts, {**left_out, 1: "keys come from a black box"}
 
-    monkeypatch.setattr(smoothing, "find_layouts", without_the_second)
+    monkeypatch.setattr(targets, "find_layouts", without_the_second)
     model = with_outliers()
     weights, before = snapshot(model), logits(model)
     with caplog.at_level(logging.WARNING, "hf_kvquant"):
@@ -321,7 +321,7 @@ def test_auto_falls_back_where_the_proof_fails(
     def different(model: Any, input_ids: Tensor) -> Tensor:
         return torch.randn(3)
 
-    monkeypatch.setattr(proof, "check_logits", different)
+    monkeypatch.setattr(folding, "check_logits", different)
     model = with_outliers()
     weights = snapshot(model)
     with caplog.at_level(logging.WARNING, "hf_kvquant"):

@@ -26,14 +26,15 @@ from transformers.models.llama import modeling_llama
 
 import hf_kvquant
 from hf_kvquant import KVQuantConfig, SmoothingResult, load_smoothing, smooth_attention, unsmooth
-from hf_kvquant.calibration import proof, search, smoothing, smoothing_file
+from hf_kvquant.calibration import folding, search, smoothing, smoothing_file, targets
 from hf_kvquant.calibration.folding import exact_exponents, scale_keys
-from hf_kvquant.calibration.layout import LayerLayout, find_layouts
-from hf_kvquant.calibration.observation import Observation, forward, observed
-from hf_kvquant.calibration.rope import tie
-from hf_kvquant.calibration.text import KeyStatistics, collect, read_windows
+from hf_kvquant.calibration.layout import LayerLayout, find_layouts, tie
+from hf_kvquant.calibration.observation import Observation, observed
+from hf_kvquant.calibration.search import KeyStatistics, collect
+from hf_kvquant.calibration.text import read_windows
 from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
 from hf_kvquant.evaluation.measuring.fidelity import compare
+from hf_kvquant.models.probing import forward
 from hf_kvquant.state import keep
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -485,7 +486,7 @@ def test_a_wrong_pairing_is_caught(dtype: torch.dtype, monkeypatch: pytest.Monke
 
     model = with_outliers("cohere", dtype, num_key_value_heads=2)
     before = snapshot(model)
-    monkeypatch.setattr(smoothing, "find_layouts", half_split)
+    monkeypatch.setattr(targets, "find_layouts", half_split)
     # In float16 a layer that changes might only lack room, so it is left alone; here that leaves nothing.
     error = NotImplementedError if dtype == torch.float16 else RuntimeError
     # Not searched: factors so small that those of the true pairs are equal by chance would do no harm.
@@ -497,15 +498,15 @@ def test_a_wrong_pairing_is_caught(dtype: torch.dtype, monkeypatch: pytest.Monke
 def test_a_change_of_the_logits_rolls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_outliers("gemma3_text")
     before = snapshot(model)
-    monkeypatch.setattr(smoothing, "_settle", lambda model, layouts, chosen, *args: chosen)
-    monkeypatch.setattr(smoothing, "exact_exponents", lambda model, found, exponents: exponents)
+    monkeypatch.setattr(search, "_settle", lambda model, targets, chosen, *args: chosen)
+    monkeypatch.setattr(search, "exact_exponents", lambda model, found, exponents: exponents)
 
     def rounded(*args: Any, **kwargs: Any) -> None:
         scale_keys(*args, **kwargs)
         with torch.no_grad():
             model.model.layers[1].self_attn.q_norm.weight.mul_(1.001)
 
-    monkeypatch.setattr(proof, "scale_keys", rounded)
+    monkeypatch.setattr(folding, "scale_keys", rounded)
     with pytest.raises(RuntimeError, match="factors must leave the logits as they are, got a difference of"):
         smooth(model)
     assert_untouched(model, before)
@@ -574,7 +575,7 @@ def test_a_choice_that_is_cut_is_measured_again(monkeypatch: pytest.MonkeyPatch)
     def cut(model: Any, layouts: Any, exponents: dict[int, Tensor], *args: Any) -> dict[int, Tensor]:
         return {0: exponents[0].clamp(-1, 1), 1: 0 * exponents[1]}
 
-    monkeypatch.setattr(smoothing, "settled_exponents", cut)
+    monkeypatch.setattr(search, "settled_exponents", cut)
     model = with_outliers()
     result = smooth(model)
     first, second = result.layers
@@ -586,7 +587,7 @@ def test_a_choice_that_is_cut_is_measured_again(monkeypatch: pytest.MonkeyPatch)
     assert again.layers[0].error_before == pytest.approx(first.error_after, rel=1e-3)
     assert again.layers[0].error_after == again.layers[0].error_before, "its centres are those of the same text"
 
-    monkeypatch.setattr(smoothing, "settled_exponents", lambda *args: {index: 0 * x for index, x in args[2].items()})
+    monkeypatch.setattr(search, "settled_exponents", lambda *args: {index: 0 * x for index, x in args[2].items()})
     model = with_outliers()
     with pytest.raises(NotImplementedError, match=r"got float16, in which every .* Load it in float32, or use"):
         smooth(model)
@@ -613,14 +614,14 @@ def test_exponents_shrink_until_attention_stays_the_same_in_float16() -> None:
     assert torch.equal(exact_exponents(model, layouts[0], exponents[0]), exponents[0])
     before = snapshot(model)
     ids = torch.arange(3, 40)[None]
-    settled = proof.settled_exponents(model, layouts, exponents, ids, "test")
+    settled = folding.settled_exponents(model, layouts, exponents, ids, "test")
     assert_weights(model, before)
     assert 0 < settled[0].max() < 12
     assert not settled[1].any()
     # float32 has room, so a change there is an error: here, of half a pair.
     exponents[0][0, 1] = 0
     with pytest.raises(RuntimeError, match="factors must leave attention as it is, got another output in layer 0"):
-        proof.settled_exponents(build("llama"), layouts, exponents, ids, "test")
+        folding.settled_exponents(build("llama"), layouts, exponents, ids, "test")
 
 
 # --- files, marks and undoing -----------------------------------------------------------------------------------------

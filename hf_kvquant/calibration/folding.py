@@ -1,25 +1,26 @@
-"""Scales a model's keys and queries in place, through its weights, without changing attention.
+"""Folds smoothing factors into a model's weights, and proves that no bit of attention or of the logits changes.
 
 Keys are divided by a factor per key-value head and channel. The queries that share the head are multiplied by it, so
 every product of query and key stays the same. Factors that are powers of two change no bit of any product as long as
-no value leaves the range of its dtype; `exact_exponents` shrinks factors that would cause this. The layout
-(`layout.py`) says which parameters make which channel; `smoothing.py` decides which factors are worth folding.
+no value leaves the range of its dtype. Three checks see to that, each before the next: `exact_exponents` shrinks
+factors that would round a weight, `settled_exponents` those that would change a layer's attention (float16 has few
+exponents), and `fold` rolls everything back if the logits change. So every wrong conclusion about where keys come from
+is caught here. `layout.py` says which parameters make which channel; `search.py` decides which factors are worth it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .layout import LayerLayout, Rule, Scalable, by_feature
-
-
-def query_factor(layout: LayerLayout, factor: Tensor) -> Tensor:
-    """Repeat factors of key-value heads (`[num_kv_heads, head_dim]`) for query heads (`[num_q_heads, head_dim]`)."""
-    return factor.repeat_interleave(layout.num_q_per_kv, 0)
+from ..models.probing import evaluating, forward
+from .layout import LayerLayout
+from .observation import Observation, observed
+from .origins import Scalable
+from .text import CHECK_TOKENS
 
 
 def scale_keys(model: PreTrainedModel, layout: LayerLayout, factor: Tensor) -> None:
@@ -30,18 +31,11 @@ def scale_keys(model: PreTrainedModel, layout: LayerLayout, factor: Tensor) -> N
         layout: The layer's layout.
         factor: `[num_kv_heads, head_dim]` float32, positive, equal where `layout.ties` is.
     """
-    for scalable, multiplier in ((layout.key, 1 / factor), (layout.query, query_factor(layout, factor))):
-        _scale(model.get_submodule(scalable.name), scalable, multiplier)
-
-
-def gains_plus_one(model: PreTrainedModel, layouts: Iterable[LayerLayout]) -> dict[str, Tensor]:
-    """Copy the weights that scaling and scaling back may round to the CPU. Keys are their names in the model."""
-    return {
-        f"{scalable.name}.weight": model.get_parameter(f"{scalable.name}.weight").detach().cpu().clone()
-        for layout in layouts
-        for scalable in (layout.key, layout.query)
-        if scalable.rule == "gain_plus_one"
-    }
+    for scalable, multiplier in _multipliers(layout, factor):
+        features, factors = _by_feature(scalable, multiplier)
+        for rows, offset in _rows(model, scalable):
+            features, factors = features.to(rows.device), factors.to(rows.device)
+            rows[features] = _times(rows[features], offset, factors)
 
 
 def exact_exponents(model: PreTrainedModel, layout: LayerLayout, exponents: Tensor) -> Tensor:
@@ -56,10 +50,9 @@ def exact_exponents(model: PreTrainedModel, layout: LayerLayout, exponents: Tens
         Exponents no larger in magnitude, equal where `layout.ties` is.
     """
     while exponents.any():
-        factor = torch.exp2(exponents.float())
         is_bad = torch.zeros_like(exponents, dtype=torch.bool)
-        for scalable, multiplier in ((layout.key, 1 / factor), (layout.query, query_factor(layout, factor))):
-            rounds = _rounds(model.get_submodule(scalable.name), scalable, multiplier)
+        for scalable, multiplier in _multipliers(layout, torch.exp2(exponents.float())):
+            rounds = _rounds(model, scalable, multiplier)
             is_bad |= rounds.view(len(exponents), -1, rounds.shape[1]).any(1)
         if not is_bad.any():
             break
@@ -68,31 +61,149 @@ def exact_exponents(model: PreTrainedModel, layout: LayerLayout, exponents: Tens
     return exponents
 
 
-def parameters_of(layouts: Iterable[LayerLayout], model: PreTrainedModel) -> list[str]:
-    """The names of all parameters that scaling changes, sorted."""
-    modules = {scalable.name for layout in layouts for scalable in (layout.key, layout.query)}
-    return sorted(
-        f"{name}.{parameter}"
-        for name in modules
-        for parameter, _ in model.get_submodule(name).named_parameters(recurse=False)
-    )
+def settled_exponents(
+    model: PreTrainedModel,
+    layouts: Mapping[int, LayerLayout],
+    exponents: Mapping[int, Tensor],
+    input_ids: Tensor,
+    where: str,
+) -> dict[int, Tensor]:
+    """Reduce exponents until no layer's attention changes a bit. The model is scaled for each trial, then scaled back.
+
+    float16 has few exponents: keys and queries that become subnormal lose bits, and RoPE loses more. If a layer changes
+    in float16, its exponents are reduced until it does not. In other dtypes a change is an error.
+
+    Raises:
+        RuntimeError: A layer's attention changes.
+    """
+    settled = dict(exponents)
+    outputs: dict[int, Tensor] = {}
+    changed: set[int] = set()
+
+    def compare(observation: Observation) -> Tensor:
+        index, out = observation.layer_idx, observation.attended()
+        if not torch.equal(out, outputs.setdefault(index, out)):
+            changed.add(index)
+        return outputs[index]  # so that later layers are compared on the same input
+
+    with observed(model, compare):
+        forward(model, input_ids)
+    originals = gains_plus_one(model, layouts.values())
+    while True:
+        changed.clear()
+        factors = {index: torch.exp2(settled[index].float()) for index in layouts}
+        try:
+            for index, factor in factors.items():
+                scale_keys(model, layouts[index], factor)
+            with observed(model, compare):
+                forward(model, input_ids)
+        finally:
+            scale_back(model, layouts, factors, originals)
+        if not changed:
+            return settled
+        if model.dtype != torch.float16 or not changed <= {index for index, x in settled.items() if x.any()}:
+            raise RuntimeError(
+                f"{where}: factors must leave attention as it is, got another output in layer {min(changed)} "
+                f"({layouts[min(changed)].name if min(changed) in layouts else 'not scaled'}). {_UNSUPPORTED}"
+            )
+        for index in changed:
+            limit = int(settled[index].abs().max()) - 1
+            settled[index] = settled[index].clamp(-limit, limit)
 
 
-def _multiplier_of(scalable: Scalable, multiplier: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn a multiplier per head and channel into distinct features (int64) and one factor each (float32)."""
+def fold(
+    model: PreTrainedModel,
+    layouts: Mapping[int, LayerLayout],
+    factors: Mapping[int, Tensor],
+    originals: Mapping[str, Tensor],
+    input_ids: Tensor,
+    where: str,
+) -> None:
+    """Fold factors into the weights, and roll back unless all logits stay the same to the bit.
+
+    Args:
+        model: Written in place.
+        layouts: Per layer index, the layout.
+        factors: Per layer index, `[num_kv_heads, head_dim]` float32, powers of two.
+        originals: Weights that scaling back would round (`gains_plus_one`).
+        input_ids: `[rows, tokens]` int64, the text on which logits are compared.
+        where: Opens error messages.
+
+    Raises:
+        RuntimeError: The logits change.
+    """
+    before = check_logits(model, input_ids)
+    for index, factor in factors.items():
+        scale_keys(model, layouts[index], factor)
+    try:
+        after = check_logits(model, input_ids)
+        if not torch.equal(before, after):
+            difference = float((after.float() - before.float()).abs().max())
+            raise RuntimeError(
+                f"{where}: factors must leave the logits as they are, got a difference of {difference:.1e}. "
+                f"{_UNSUPPORTED}"
+            )
+    except BaseException:  # the logits changed, memory ran out, or the user interrupted
+        scale_back(model, layouts, factors, originals)
+        raise
+
+
+_UNSUPPORTED = (
+    "The weights are as they were. How this model makes keys is not supported: leave it as it is, or use mode='online'."
+)
+
+
+def scale_back(
+    model: PreTrainedModel,
+    layouts: Mapping[int, LayerLayout],
+    factors: Mapping[int, Tensor],
+    originals: Mapping[str, Tensor],
+) -> None:
+    """Undo `fold`, bit for bit."""
+    for index, factor in factors.items():
+        scale_keys(model, layouts[index], 1 / factor)
+    with torch.no_grad():
+        for name, original in originals.items():
+            model.get_parameter(name).copy_(original)
+
+
+def check_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """Logits of the last tokens of each row, from the model's own attention. Runs row by row to save memory."""
+    with evaluating(model), torch.no_grad():
+        return torch.cat([forward(model, row[None])[:, -CHECK_TOKENS:] for row in input_ids])
+
+
+def gains_plus_one(model: PreTrainedModel, layouts: Iterable[LayerLayout]) -> dict[str, Tensor]:
+    """Copy the weights that scaling and scaling back may round to the CPU. Keys are their names in the model."""
+    return {
+        f"{scalable.name}.weight": model.get_parameter(f"{scalable.name}.weight").detach().cpu().clone()
+        for layout in layouts
+        for scalable in (layout.key, layout.query)
+        if scalable.rule == "gain_plus_one"
+    }
+
+
+def _multipliers(layout: LayerLayout, factor: Tensor) -> list[tuple[Scalable, Tensor]]:
+    """What a factor multiplies keys and queries by. Query heads take the factor of their key-value head."""
+    return [(layout.key, 1 / factor), (layout.query, factor.repeat_interleave(layout.num_q_per_kv, 0))]
+
+
+def _by_feature(scalable: Scalable, multiplier: Tensor) -> tuple[Tensor, Tensor]:
+    """The features that a multiplier per head and channel changes, int64, and a factor for each, `[features, 1]`."""
     features, first = torch.unique(scalable.index.flatten(), return_inverse=True)
     factors = torch.empty(len(features)).scatter_(0, first, multiplier.flatten().float())
     is_scaled = factors != 1
-    return features[is_scaled], factors[is_scaled]
+    return features[is_scaled], factors[is_scaled, None]
 
 
-def _rows(module: nn.Module, rule: Rule) -> Iterator[tuple[Tensor, int]]:
+def _rows(model: PreTrainedModel, scalable: Scalable) -> Iterator[tuple[Tensor, int]]:
     """Views of a module's parameters, `[features, ...]`, each with the offset that the module adds before use."""
+    module: nn.Module = model.get_submodule(scalable.name)
     for name, parameter in module.named_parameters(recurse=False):
-        if name == "weight" and rule in ("rows", "columns"):
-            yield by_feature(parameter, rule), 0
+        if name == "weight" and scalable.rule in ("rows", "columns"):
+            yield scalable.by_feature(parameter), 0
         else:
-            yield parameter.detach().view(-1, 1), 1 if name == "weight" and rule == "gain_plus_one" else 0
+            yield parameter.detach().view(-1, 1), 1 if name == "weight" and scalable.rule == "gain_plus_one" else 0
 
 
 def _wide(rows: Tensor, offset: int) -> Tensor:
@@ -101,28 +212,21 @@ def _wide(rows: Tensor, offset: int) -> Tensor:
     return wide + offset if offset else wide  # adding 0 would turn -0.0 into 0.0
 
 
-def _times(rows: Tensor, offset: int, multiplier: Tensor) -> Tensor:
-    """Rows whose effect is `multiplier` (`[rows, 1]`) times as large, in their dtype."""
-    scaled = _wide(rows, offset) * multiplier
+def _times(rows: Tensor, offset: int, factors: Tensor) -> Tensor:
+    """Rows whose effect is `factors` (`[rows, 1]`) times as large, in their dtype."""
+    scaled = _wide(rows, offset) * factors
     return (scaled - offset if offset else scaled).to(rows.dtype)
 
 
-def _scale(module: nn.Module, scalable: Scalable, multiplier: Tensor) -> None:
-    features, factors = _multiplier_of(scalable, multiplier)
-    for rows, offset in _rows(module, scalable.rule):
-        features, factors = features.to(rows.device), factors.to(rows.device)
-        rows[features] = _times(rows[features], offset, factors[:, None])
-
-
-def _rounds(module: nn.Module, scalable: Scalable, multiplier: Tensor) -> Tensor:
+def _rounds(model: PreTrainedModel, scalable: Scalable, multiplier: Tensor) -> Tensor:
     """Whether scaling would round a parameter of each channel: bool, shaped like the multiplier."""
-    features, factors = _multiplier_of(scalable, multiplier)
+    features, factors = _by_feature(scalable, multiplier)
     is_bad = torch.zeros(int(scalable.index.max()) + 1, dtype=torch.bool)
-    for rows, offset in _rows(module, scalable.rule):
+    for rows, offset in _rows(model, scalable):
         features, factors = features.to(rows.device), factors.to(rows.device)
         before = _wide(rows[features], offset)
-        after = _wide(_times(rows[features], offset, factors[:, None]), offset)
+        after = _wide(_times(rows[features], offset, factors), offset)
         # Check the way back, too: a product that became subnormal has lost bits.
-        differs = (after != before * factors[:, None]) | (after / factors[:, None] != before)
+        differs = (after != before * factors) | (after / factors != before)
         is_bad[features.cpu()] |= differs.any(1).cpu()
     return is_bad[scalable.index]

@@ -1,9 +1,9 @@
 """Watches a model's attention: which module attends, with which queries, keys and values, and how to attend again.
 
-Smoothing learns all it needs about a model here, by running it and looking at what reaches attention after RoPE. Models
-whose attention goes through transformers' registry are watched there, under a name that is registered only while they
-are watched. The others (Falcon) are watched where they call PyTorch's `scaled_dot_product_attention`. The observers,
-such as `layout.py` and `calibration.py`, decide what to do with it.
+Calibration learns all it needs about a model here, by running it and looking at what reaches attention after RoPE.
+Models whose attention goes through transformers' registry are watched there, under a name that is registered only while
+they are watched. The others (Falcon) are watched where they call PyTorch's `scaled_dot_product_attention`. The callers
+decide which tokens the model runs on, and what to do with what they see.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionMaskInterface, Cache, PreTrainedModel
+from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention.registry import call_previous, set_attention
-from ..models.probing import evaluating
+from ..models.probing import evaluating, hooked
 from ..models.text_config import text_config_of
 
 NAME = "hf_kvquant-observed"
@@ -35,7 +34,7 @@ class Observation:
     """One layer's attention, about to be computed.
 
     Attributes:
-        layer_idx: The layer, as caches count them.
+        layer_idx: The layer, as caches count them; -1 if its module does not say.
         module: The attention module.
         query: `[batch, num_q_heads, tokens, head_dim]`, after RoPE.
         key: `[batch, num_kv_heads, tokens, head_dim]`, after RoPE.
@@ -50,6 +49,10 @@ class Observation:
     key: Tensor
     value: Tensor
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def attended(self) -> Tensor:
+        """What the layer's attention returns if nobody interferes."""
+        return self.attend(self.query, self.key, self.value)
 
 
 # Called before each attention. It may return a replacement for attention's output, shaped as by `attend`, or `None`.
@@ -74,7 +77,7 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
             if model._can_set_attn_implementation():
                 set_attention(model, NAME)
             else:
-                stack.enter_context(_SdpaCalls(model, observer))
+                stack.enter_context(_sdpa_calls_observed(model, observer))
             yield
     finally:
         if text_config._attn_implementation != before:
@@ -82,33 +85,12 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
         del ALL_ATTENTION_FUNCTIONS[NAME], AttentionMaskInterface._global_mapping[NAME]
 
 
-def forward(model: PreTrainedModel, input_ids: Tensor, *, cache: Cache | None = None, **kwargs: Tensor) -> Tensor:
-    """Run a forward and return its logits.
-
-    Args:
-        model: Only run.
-        input_ids: `[batch, tokens]` int64, on any device.
-        cache: Filled in place; `None` for a forward without a cache.
-        **kwargs: `attention_mask` or `position_ids`, shaped like `input_ids`. By default, positions follow the mask, as
-            in `generate`. Models that take no positions get none.
-
-    Returns:
-        `[batch, tokens, vocab_size]`, dtype of the model.
-    """
-    mask = kwargs.get("attention_mask")
-    if mask is not None:
-        kwargs.setdefault("position_ids", (mask.cumsum(1) - 1).clamp(min=0))
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        kwargs.pop("position_ids", None)
-    # Offloaded weights are on the meta device; the hooks that load them also move the inputs.
-    device = torch.device("cpu") if model.device.type == "meta" else model.device
-    placed = {name: value.to(device) for name, value in kwargs.items()}
-    # Compiled code does not see hooks and was compiled for other shapes.
-    with torch.compiler.set_stance("force_eager"):
-        logits: Tensor = model(
-            input_ids=input_ids.to(device), past_key_values=cache, use_cache=cache is not None, **placed
-        ).logits
-    return logits
+def not_observed(model: PreTrainedModel, where: str) -> NotImplementedError:
+    """The error for a model whose attention no observer sees."""
+    return NotImplementedError(
+        f"{where}: `model` must attend through transformers' registry or PyTorch's scaled_dot_product_attention, "
+        f"got {type(model).__name__}, whose attention cannot be watched. Leave it as it is."
+    )
 
 
 def _attention(
@@ -125,21 +107,29 @@ def _attention(
     """Attention with the signature of `transformers.AttentionInterface`."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mask = _in_dtype(attention_mask, query.dtype)
-        return call_previous(prev, module, query, key, value, mask, **_in_dtype_of(kwargs, query.dtype))[0]
+        placed = {**kwargs, "s_aux": _in_dtype(kwargs["s_aux"], query.dtype)} if "s_aux" in kwargs else kwargs
+        return call_previous(prev, module, query, key, value, _in_dtype(attention_mask, query.dtype), **placed)[0]
 
-    out = observer(Observation(_layer_idx(module), module, query, key, value, attend))
-    return attend(query, key, value) if out is None else out, None
-
-
-def _in_dtype(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
+    return _observe(observer, module, query, key, value, attend), None
 
 
-def _in_dtype_of(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Attention's keyword arguments, with the sinks of gpt-oss in this dtype."""
-    sinks = kwargs.get("s_aux")
-    return kwargs if sinks is None else {**kwargs, "s_aux": sinks.to(dtype)}
+def _observe(
+    observer: Observer,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Attention's output, after the observer has seen what goes into it."""
+    observation = Observation(_layer_idx(module), module, query, key, value, attend)
+    out = observer(observation)
+    return observation.attended() if out is None else out
+
+
+def _in_dtype(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A mask, or the sinks of gpt-oss, in the dtype of the tensors that are attended to. Boolean masks stay."""
+    return tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor
 
 
 def _layer_idx(module: nn.Module) -> int:
@@ -147,29 +137,32 @@ def _layer_idx(module: nn.Module) -> int:
     return index if isinstance(index, int) else -1
 
 
+@contextlib.contextmanager
+def _sdpa_calls_observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
+    """Intercept calls of `scaled_dot_product_attention`. Hooks tell which layer's module makes each call."""
+    active: list[nn.Module] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        active.append(module)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        active.pop()
+
+    layers = [module for module in model.modules() if _layer_idx(module) >= 0]
+    with (
+        hooked(((module, enter) for module in layers), before=True),
+        hooked((module, leave) for module in layers),
+        _SdpaCalls(active, observer),
+    ):
+        yield
+
+
 class _SdpaCalls(TorchFunctionMode):
-    """Intercepts calls of `scaled_dot_product_attention`. Hooks tell which layer's module makes each call."""
+    """Passes calls of `scaled_dot_product_attention` to an observer, for the innermost module in `active`."""
 
-    def __init__(self, model: PreTrainedModel, observer: Observer) -> None:
+    def __init__(self, active: list[nn.Module], observer: Observer) -> None:
         super().__init__()
-        self.observer = observer
-        self.active: list[nn.Module] = []
-        self.modules = [module for module in model.modules() if _layer_idx(module) >= 0]
-        self.hooks: list[Any] = []
-
-    def __enter__(self) -> Any:
-        for module in self.modules:
-            self.hooks.append(module.register_forward_pre_hook(lambda module, args: self.active.append(module)))
-            self.hooks.append(module.register_forward_hook(lambda module, args, output: self._leave()))
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *args: Any) -> None:
-        for hook in self.hooks:
-            hook.remove()
-        super().__exit__(*args)  # type: ignore[no-untyped-call]
-
-    def _leave(self) -> None:
-        self.active.pop()
+        self.active, self.observer = active, observer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -183,6 +176,4 @@ class _SdpaCalls(TorchFunctionMode):
             out: Tensor = func(query, key, value, attn_mask=_in_dtype(mask, query.dtype), **named)
             return out.transpose(1, 2)
 
-        module = self.active[-1]
-        out = self.observer(Observation(_layer_idx(module), module, query, key, value, attend))
-        return (attend(query, key, value) if out is None else out).transpose(1, 2)
+        return _observe(self.observer, self.active[-1], query, key, value, attend).transpose(1, 2)

@@ -1,22 +1,33 @@
-"""Lists the smoothing factors to try for a layer, ranks them by error, and decides when one is worth folding.
+"""Finds the centre and the smoothing factors of each layer's keys that quantise best.
 
 A candidate is an exponent alpha, for factors `max|key|^alpha`, or `"energy"`, for factors that give keys and queries
-equal energy. Factors are rounded to powers of two and shared by tied channels (`layout.py`). `calibration.py` measures
-the error of each candidate; `smoothing.py` decides what to do with the chosen factors.
+equal energy. Factors are rounded to powers of two and shared by tied channels. Statistics of keys and queries on
+calibration text give the factors of each candidate. Its error is that of the layer's attention output when keys go
+through the cache's whole transform and the real storage format (`reference.py`), relative to the output over
+unquantised keys. The reconstruction error of keys would mislead, since queries weight the channels. Padding is excluded
+from both. `smoothing.py` decides what to do with the chosen factors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..common.progress import Tell
+from ..spec import reference
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
-from .text import KeyStatistics, Windows, output_errors
+from .folding import exact_exponents, settled_exponents
+from .observation import Observation
+from .smoothing_file import LayerSmoothing
+from .targets import Target
+from .text import Windows, run_windows
 
 Candidate = float | Literal["energy"]
 CANDIDATES: tuple[Candidate, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, "energy")
@@ -24,6 +35,119 @@ CANDIDATES: tuple[Candidate, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, "energy")
 MAX_EXPONENT = 8
 # A layer is smoothed only if its error falls by at least this share; less is noise of the calibration text.
 MIN_GAIN = 0.05
+
+Measure = Callable[..., dict[int, list[float]]]  # `errors_of` that only needs `transforms` and `advance`
+
+
+@dataclasses.dataclass
+class KeyStatistics:
+    """Statistics of one layer on calibration text. All tensors are `[num_kv_heads, head_dim]` float32 on the CPU.
+
+    Attributes:
+        layer_idx: The layer.
+        minimum: Smallest value of each channel of the keys, after RoPE.
+        maximum: Largest value of each channel of the keys.
+        mean: Mean of the keys.
+        mean_square: Mean square of the keys.
+        query_mean_square: Mean square of the queries that share the key-value head.
+        num_tokens: Tokens seen, padding excluded.
+    """
+
+    layer_idx: int
+    minimum: Tensor
+    maximum: Tensor
+    mean: Tensor
+    mean_square: Tensor
+    query_mean_square: Tensor
+    num_tokens: int
+
+    def largest(self, center: Tensor | None) -> Tensor:
+        """The largest `|key - center|` of each channel."""
+        c = torch.zeros_like(self.mean) if center is None else center.to(self.mean)
+        return torch.maximum(self.maximum - c, c - self.minimum)
+
+    def energy(self, center: Tensor | None) -> Tensor:
+        """The mean of `(key - center)²` of each channel."""
+        if center is None:
+            return self.mean_square
+        c = center.to(self.mean)
+        return (self.mean_square - 2 * c * self.mean + c.square()).clamp(min=0)
+
+
+def collect(
+    model: PreTrainedModel, windows: Windows, layers: Iterable[int], advance: Callable[[int], Any] = lambda tokens: None
+) -> dict[int, KeyStatistics]:
+    """Collect statistics of the keys and queries of some layers. See `run_windows` for the arguments."""
+    sums: dict[int, dict[str, Tensor]] = {}
+    wanted = set(layers)
+
+    def look(observation: Observation, is_real: Tensor) -> None:
+        if observation.layer_idx not in wanted:
+            return
+        key = observation.key.transpose(1, 2)[is_real].float()  # [real tokens, num_kv_heads, head_dim]
+        query = observation.query.transpose(1, 2)[is_real].float().unflatten(1, (key.shape[1], -1))
+        seen = {
+            "minimum": key.amin(0),
+            "maximum": key.amax(0),
+            "mean": key.double().sum(0),
+            "mean_square": key.double().square().sum(0),
+            "query_mean_square": query.double().square().mean(2).sum(0),
+            "num_tokens": torch.tensor(len(key)),
+        }
+        total = sums.setdefault(observation.layer_idx, seen)
+        if total is not seen:
+            for name, value in seen.items():
+                combine = {"minimum": torch.minimum, "maximum": torch.maximum}.get(name, torch.add)
+                total[name] = combine(total[name], value)
+
+    run_windows(model, windows, look, advance)
+    found = {}
+    for index, total in sorted(sums.items()):
+        count = total.pop("num_tokens")
+        means = {name: (value.cpu() / count).float() for name, value in total.items() if "mean" in name}
+        minimum, maximum = total["minimum"].cpu(), total["maximum"].cpu()
+        found[index] = KeyStatistics(index, minimum, maximum, **means, num_tokens=int(count))
+    return found
+
+
+def find_factors(
+    model: PreTrainedModel,
+    windows: Windows,
+    targets: Mapping[int, Target],
+    choices: Sequence[Candidate],
+    input_ids: Tensor,
+    tell: Tell,
+    where: str,
+) -> dict[int, LayerSmoothing]:
+    """Find the centres and factors of some layers.
+
+    Args:
+        model: Left unchanged.
+        windows: The calibration text.
+        targets: The layers.
+        choices: The candidates, 0.0 first.
+        input_ids: `[rows, tokens]` int64: text on which attention must stay the same to the bit.
+        tell: Told each step.
+        where: Opens error messages.
+
+    Raises:
+        NotImplementedError, RuntimeError: No factors can be folded.
+        ValueError: Keys are not finite.
+    """
+    tell(doing="statistics of keys and queries")
+    statistics = collect(model, windows, targets, tell)
+    bad = [index for index, seen in statistics.items() if not seen.mean_square.isfinite().all()]
+    if bad:
+        raise ValueError(
+            f"{where}: `model` must have finite keys on the texts, got infinities or NaN in layer {bad[0]}. "
+            "Check the checkpoint, or load it in bfloat16 or float32."
+        )
+    formats = {index: target.key_format for index, target in targets.items()}
+    measure = functools.partial(errors_of, model, windows, formats)
+    tell(doing="errors of candidates")
+    layers = _choose(model, targets, statistics, choices, measure, tell)
+    tell(doing="check of logits")
+    return _settle(model, targets, layers, measure, input_ids, where)
 
 
 def checked_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -50,13 +174,10 @@ def exponents_of(statistics: KeyStatistics, ties: Tensor, choice: Candidate, cen
     Returns:
         `[num_kv_heads, head_dim]` int64.
     """
-    head_dim = ties.shape[1]
-    cluster = (ties // head_dim).amin(1)
-    ties = ties.flatten()
 
     def over_ties(values: Tensor, how: Literal["amax", "sum"]) -> Tensor:
-        start = torch.zeros(ties.numel(), dtype=torch.float64)
-        return start.scatter_reduce(0, ties, values.flatten().double(), how)[ties].view_as(values)
+        flat, start = ties.flatten(), torch.zeros(ties.numel(), dtype=torch.float64)
+        return start.scatter_reduce(0, flat, values.flatten().double(), how)[ties]
 
     if choice == "energy":
         # Equal energy of keys and queries in each channel minimises the product of their total energies.
@@ -68,6 +189,7 @@ def exponents_of(statistics: KeyStatistics, ties: Tensor, choice: Candidate, cen
     is_dead = ~logs.isfinite()
     logs = logs.masked_fill(is_dead, 0.0)
     # A factor common to a whole head does not change the error, so remove it: the mean over each cluster of tied heads.
+    cluster = (ties // ties.shape[1]).amin(1)
     for number in cluster.unique():
         inside = (cluster == number)[:, None] & ~is_dead
         logs[inside] -= logs[inside].mean()
@@ -77,26 +199,152 @@ def exponents_of(statistics: KeyStatistics, ties: Tensor, choice: Candidate, cen
 def errors_of(
     model: PreTrainedModel,
     windows: Windows,
-    *,
     formats: Mapping[int, KVFormat],
     transforms: Mapping[int, Sequence[KeyTransform]],
     advance: Callable[[int], Any] = lambda tokens: None,
 ) -> dict[int, list[float]]:
-    """The error of each layer under each choice of transform. Equal choices are measured once."""
-    distinct: dict[int, list[KeyTransform]] = {}
-    numbers: dict[int, list[int]] = {}
-    for index, choices in transforms.items():
-        distinct[index], numbers[index] = [], []
-        for choice in choices:
-            same = [number for number, other in enumerate(distinct[index]) if choice.equals(other)]
-            numbers[index].append(same[0] if same else len(distinct[index]))
-            if not same:
-                distinct[index].append(choice)
-    measured = output_errors(model, windows, formats, distinct, advance)
-    return {index: [measured[index][number] for number in order] for index, order in numbers.items()}
+    """The relative error of each layer's attention output under each choice of transform, with only keys quantised.
+
+    Args:
+        model: No factors are folded into its weights.
+        windows: As `read_windows` returns them.
+        formats: Per layer, the format of its keys.
+        transforms: Per layer, the key transforms to compare. Equal ones are measured once.
+        advance: As for `run_windows`.
+
+    Returns:
+        Per layer and choice: `sqrt(squared error / squared output)`, both sums over all tokens.
+    """
+    errors = {index: [0.0] * len(choices) for index, choices in transforms.items()}
+    sizes = dict.fromkeys(transforms, 0.0)
+    # Per layer and choice, the first choice that is equal to it.
+    first = {
+        index: [next(number for number, other in enumerate(choices) if choice.equals(other)) for choice in choices]
+        for index, choices in transforms.items()
+    }
+
+    def look(observation: Observation, is_real: Tensor) -> None:
+        index = observation.layer_idx
+        if index not in transforms:
+            return
+        query, key, value = (x.float() for x in (observation.query, observation.key, observation.value))
+        exact = observation.attend(query, key, value)[is_real]
+        sizes[index] += float(exact.double().square().sum())
+        key = key * is_real[:, None, :, None]  # padding must not widen a scale that several tokens share
+        for number in set(first[index]):
+            transform = transforms[index][number].to(key.device)
+            stored = reference.quantize(reference.transform_key(key, transform), formats[index])
+            read = reference.undo_key_transform(reference.dequantize(stored, formats[index]), transform)
+            out = observation.attend(query, read, value)[is_real]
+            errors[index][number] += float((out - exact).double().square().sum())
+
+    run_windows(model, windows, look, advance)
+    return {
+        index: [(errors[index][number] / size) ** 0.5 if size else 0.0 for number in first[index]]
+        for index, size in sizes.items()
+    }
 
 
 def pick(errors: Sequence[float]) -> int:
     """The index of the choice with the smallest error, or 0 (change nothing) if it gains less than `MIN_GAIN`."""
     best = min(range(len(errors)), key=errors.__getitem__)
     return best if errors[best] <= (1 - MIN_GAIN) * errors[0] else 0
+
+
+def _choose(
+    model: PreTrainedModel,
+    targets: Mapping[int, Target],
+    statistics: Mapping[int, KeyStatistics],
+    choices: Sequence[Candidate],
+    measure: Measure,
+    advance: Callable[[int], Any],
+) -> dict[int, LayerSmoothing]:
+    """Choose the best of the candidates in each layer, after shrinking factors that would round weights.
+
+    A layer whose error would grow stays as it was before calibration.
+    """
+    wanted: dict[int, list[Tensor]] = {}
+    possible: dict[int, list[Tensor]] = {}
+    tried: dict[int, list[KeyTransform]] = {}
+    for index, target in targets.items():
+        seen, transform, layout = statistics[index], target.before, target.layout
+        if target.has_center:
+            transform = dataclasses.replace(transform, center=seen.mean)
+        wanted[index] = [
+            exponents_of(seen, target.ties, choice if target.has_factors else 0.0, transform.center)
+            for choice in choices
+        ]
+        possible[index] = wanted[index]
+        if layout is not None:
+            possible[index] = [exact_exponents(model, layout, exponents) for exponents in wanted[index]]
+        tried[index] = [target.before, *(_with_factors(transform, exponents) for exponents in possible[index])]
+    chosen = {}
+    for index, (error_before, *errors) in measure(transforms=tried, advance=advance).items():
+        target, number = targets[index], pick(errors)
+        transform, error = tried[index][1 + number], errors[number]
+        if error > error_before:
+            number, transform, error = 0, target.before, error_before
+        exponents = possible[index][number]
+        chosen[index] = LayerSmoothing(
+            layer_idx=index,
+            name=target.keys.name,
+            placement=target.placement,
+            choice=str(choices[number]) if exponents.any() else "0.0",
+            factor=torch.exp2(exponents.float()),
+            center=transform.center if target.has_center else None,
+            errors={str(name): error for name, error in zip(choices, errors, strict=True)},
+            error_before=error_before,
+            error_after=error,
+            is_limited=not all(map(torch.equal, possible[index], wanted[index])),
+        )
+    return chosen
+
+
+def _with_factors(transform: KeyTransform, exponents: Tensor) -> KeyTransform:
+    """The transform with factors `2 ** exponents`."""
+    return dataclasses.replace(transform, smoothing=torch.exp2(exponents.float())) if exponents.any() else transform
+
+
+def _settle(
+    model: PreTrainedModel,
+    targets: Mapping[int, Target],
+    chosen: dict[int, LayerSmoothing],
+    measure: Measure,
+    input_ids: Tensor,
+    where: str,
+) -> dict[int, LayerSmoothing]:
+    """Reduce exponents until no layer's attention changes a bit. See `folding.settled_exponents`.
+
+    Raises:
+        NotImplementedError: In float16, no factors are left in any layer.
+        RuntimeError: A layer's attention changes.
+    """
+    layouts = {index: target.layout for index, target in targets.items() if target.layout is not None}
+    if not layouts:
+        return chosen
+    before = {index: chosen[index].exponents for index in layouts}
+    after = settled_exponents(model, layouts, before, input_ids, where)
+    cut = {index: [0 * x, x] for index, x in after.items() if not torch.equal(x, before[index])}
+    tried: dict[int, list[KeyTransform]] = {}
+    for index, choices in cut.items():
+        target, transform = targets[index], targets[index].before
+        if target.has_center:
+            transform = dataclasses.replace(transform, center=chosen[index].center)
+        tried[index] = [_with_factors(transform, exponents) for exponents in choices]
+    settled = dict(chosen)
+    for index, errors in (measure(transforms=tried) if cut else {}).items():
+        number = pick(errors)
+        exponents = cut[index][number]
+        settled[index] = dataclasses.replace(
+            chosen[index],
+            choice=chosen[index].choice if exponents.any() else "0.0",
+            factor=torch.exp2(exponents.float()),
+            error_after=errors[number],
+            is_limited=True,
+        )
+    if cut and not any(settled[index].is_smoothed for index in layouts):
+        raise NotImplementedError(
+            f"{where}: `model` must have room for other factors in its dtype, got float16, in which every factor worth "
+            "folding would round some key or query. Load it in float32, or use mode='online'."
+        )
+    return settled

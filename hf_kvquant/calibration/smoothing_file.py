@@ -66,6 +66,11 @@ class LayerSmoothing:
         """Whether any factor differs from 1."""
         return bool((self.factor != 1).any())
 
+    @property
+    def exponents(self) -> Tensor:
+        """`[num_kv_heads, head_dim]` int64: base-2 logarithms of the factors."""
+        return torch.frexp(self.factor)[1].long() - 1
+
 
 # The columns of the table of layers.
 HEADINGS = ("layer", "factors in", "alpha", "factors", "center", "error before", "after")

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..models.probing import hooked
 from ..models.text_config import check_is_model, positions_of, text_config_of
 from ..spec import reference
 from ..state import keep, state_of
-from .layout import by_feature
-from .proof import CHECK_TOKENS, check_logits
+from .folding import check_logits
+from .text import CHECK_TOKENS
 from .value_layout import ValueLayout, find_value_layouts
 
 CONFIG_KEY = "hf_kvquant_value_rotation"  # in the model's config, so that a saved checkpoint is not rotated twice
@@ -165,11 +166,11 @@ def _rotatable(model: PreTrainedModel, layouts: Mapping[int, ValueLayout]) -> It
     for layout in layouts.values():
         value, output = (model.get_submodule(side.name) for side in (layout.value, layout.output))
         assert isinstance(value.weight, Tensor) and isinstance(output.weight, Tensor)
-        yield by_feature(value.weight, layout.value.rule), layout.value.index
+        yield layout.value.by_feature(value.weight), layout.value.index
         if value.bias is not None:
             assert isinstance(value.bias, Tensor)
             yield value.bias.detach(), layout.value.index
-        yield by_feature(output.weight, layout.output.rule), layout.output.index
+        yield layout.output.by_feature(output.weight), layout.output.index
 
 
 def _read(rows: Tensor, index: Tensor) -> Tensor:
@@ -205,12 +206,8 @@ def _output_hooks(
     model: PreTrainedModel, names: Iterable[str], hook: Callable[[str, Tensor], Tensor | None]
 ) -> Iterator[None]:
     """Call `hook` with the name and output of each of these modules. A tensor that it returns replaces the output."""
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            handle = model.get_submodule(name).register_forward_hook(
-                lambda module, args, output, name=name: hook(name, output)
-            )
-            stack.callback(handle.remove)
+    hooks = [(model.get_submodule(name), lambda module, args, out, name=name: hook(name, out)) for name in names]
+    with hooked(hooks):
         yield
 
 

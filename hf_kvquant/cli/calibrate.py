@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.text import Text
 from safetensors import SafetensorError
 
-from ..calibration.smoothing import Mode, smooth_attention
+from ..calibration.smoothing import smooth_attention
 from ..calibration.smoothing_file import FILE_NAME, HEADINGS
 from ..calibration.smoothing_file import cells as smoothing_cells
+from ..calibration.targets import Mode
 from ..calibration.value_rotation import rotate_values
 from ..common.progress import without_bars
 from ..config import PRESETS

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..calibration.folding import scale_keys
-from ..calibration.layout import LayerLayout, Scalable, find_layouts
+from ..calibration.layout import LayerLayout, find_layouts
+from ..calibration.origins import Scalable
 
 
 def inject_key_outliers(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,6 +48,59 @@ def whole_cache(model: PreTrainedModel) -> DynamicCache:
         if layer_type == "sliding_attention":
             cache.layers[index] = DynamicLayer()
     return cache
+
+
+def forward(model: PreTrainedModel, input_ids: Tensor, *, cache: Cache | None = None, **kwargs: Tensor) -> Tensor:
+    """Run a forward and return its logits.
+
+    Args:
+        model: Only run.
+        input_ids: `[batch, tokens]` int64, on any device.
+        cache: Filled in place; `None` for a forward without a cache.
+        **kwargs: `attention_mask` or `position_ids`, shaped like `input_ids`. By default, positions follow the mask, as
+            in `generate`. Models that take no positions get none.
+
+    Returns:
+        `[batch, tokens, vocab_size]`, dtype of the model.
+    """
+    mask = kwargs.get("attention_mask")
+    if mask is not None:
+        kwargs.setdefault("position_ids", (mask.cumsum(1) - 1).clamp(min=0))
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        kwargs.pop("position_ids", None)
+    # Offloaded weights are on the meta device; the hooks that load them also move the inputs.
+    device = torch.device("cpu") if model.device.type == "meta" else model.device
+    placed = {name: value.to(device) for name, value in kwargs.items()}
+    # Compiled code does not see hooks and was compiled for other shapes.
+    with torch.compiler.set_stance("force_eager"):
+        logits: Tensor = model(
+            input_ids=input_ids.to(device), past_key_values=cache, use_cache=cache is not None, **placed
+        ).logits
+    return logits
+
+
+def chunks_of(input_ids: Tensor, first_chunk: int, chunk_size: int) -> list[Tensor]:
+    """Cut texts, `[texts, tokens]`, into a first chunk that fills a cache and chunks that read it."""
+    tokens = input_ids.shape[1]
+    bounds = [0, *range(first_chunk, tokens, chunk_size), tokens]
+    return [input_ids[:, start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def arbitrary_ids(model: PreTrainedModel, tokens: int) -> Tensor:
+    """Arbitrary token ids, `[1, tokens]` int64 on the CPU, for a forward whose text does not matter."""
+    ids: Tensor = torch.arange(5, 5 + tokens)[None] % text_config_of(model).vocab_size
+    return ids
+
+
+@contextlib.contextmanager
+def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]], *, before: bool = False) -> Iterator[None]:
+    """Call functions after the forward of modules, or before it, as PyTorch's forward hooks and forward pre-hooks."""
+    with contextlib.ExitStack() as stack:
+        for module, hook in hooks:
+            stack.enter_context(
+                module.register_forward_pre_hook(hook) if before else module.register_forward_hook(hook)
+            )
+        yield
 
 
 @contextlib.contextmanager

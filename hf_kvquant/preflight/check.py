@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..calibration.layout import check_decoder
+from ..calibration.checks import check_decoder
 from ..common.errors import did_you_mean
 from ..common.progress import show_progress
 from ..config import PRESETS, KVQuantConfig, LayerFormats, register_preflight

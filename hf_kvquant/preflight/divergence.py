@@ -7,7 +7,6 @@ which formats are measured, and what follows. `fidelity.py` does larger measurem
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -19,9 +18,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 from ..cache.cache import KVQuantCache
 from ..cache.layers import KVQuantLayer
-from ..calibration.observation import forward
 from ..calibration.text import MIN_TOKENS, read_windows
 from ..config import KVQuantConfig, LayerFormats
+from ..models.probing import chunks_of, forward
 from ..models.text_config import positions_of, text_config_of
 from ..transforms.of_model import key_transforms
 from .signals import reason_of
@@ -124,9 +123,7 @@ class Meter:
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
         self.model = model
-        self.chunks = [
-            ids[:, start:stop] for start, stop in itertools.pairwise([0, *range(1, ids.shape[1], CHUNK), ids.shape[1]])
-        ]
+        self.chunks = chunks_of(ids, 1, CHUNK)
         self.num_scored = ids[:, 1:].numel()
         self.longest = ids.shape[1]
         self.reference = list(self._run(KVQuantConfig.from_preset("none")))

@@ -18,10 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..calibration.layout import Scalable, find_layouts, other_caches
-from ..calibration.observation import Observation, forward, observed
+from ..calibration.checks import other_caches
+from ..calibration.layout import find_layouts
+from ..calibration.observation import Observation, observed
+from ..calibration.origins import Scalable
 from ..config import KVQuantConfig, LayerFormats
 from ..models.layers import layers_of
+from ..models.probing import arbitrary_ids, forward
 from ..models.text_config import count_of, head_dim_of, text_config_of
 from ..spec.key_transform import KeyTransform
 from ..transforms.centering import bias_centers
@@ -236,7 +239,7 @@ def _arbitrary_keys(model: PreTrainedModel) -> dict[int, tuple[Tensor, int]]:
     def note(observation: Observation) -> None:
         seen[observation.layer_idx] = observation.key[0].float().cpu(), observation.query.shape[1]
 
-    input_ids = torch.arange(5, 5 + NUM_TOKENS)[None] % text_config_of(model).vocab_size
+    input_ids = arbitrary_ids(model, NUM_TOKENS)
     with observed(model, note):
         forward(model, input_ids, position_ids=torch.zeros_like(input_ids))
     return seen

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...calibration.search import collect
 from ...calibration.smoothing import is_smoothed, smooth_attention, smoothing_of, unsmooth
-from ...calibration.text import collect
 
 # The preset that keys are calibrated for here, and on how many tokens. Calibrating on the measured text would flatter a
 # divergence, but none is computed here: only the keys of this text are shown.

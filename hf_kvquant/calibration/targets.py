@@ -1,0 +1,189 @@
+"""Decides which layers to calibrate, and where their factors go: into the weights, or to the caches.
+
+Factors go into the weights if `layout.py` finds which rows make keys and queries. Caches transform keys after RoPE, so
+for them weights, RoPE and shared parameters do not matter: the model runs once with a cache of transformers, and a
+layer qualifies if its attention reads exactly the keys that the cache keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import defaultdict
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..config import KVQuantConfig
+from ..models.layers import layers_of
+from ..models.probing import arbitrary_ids, forward, whole_cache
+from ..models.text_config import text_config_of
+from ..spec.formats import KVFormat
+from ..spec.key_transform import KeyTransform
+from ..transforms.of_model import key_transforms
+from .checks import check_decoder, other_caches
+from .layout import LayerLayout, find_layouts
+from .observation import Observation, not_observed, observed
+from .smoothing_file import Placement
+
+logger = logging.getLogger(__name__)
+
+NUM_TOKENS = 8  # tokens the model is run on
+
+Mode = Literal["fold", "online", "auto"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKeys:
+    """The keys of one layer.
+
+    Attributes:
+        name: The attention module's name in the model.
+        num_kv_heads: Number of key-value heads.
+        head_dim: Channels of a head.
+    """
+
+    name: str
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A layer to calibrate.
+
+    Attributes:
+        keys: Its keys.
+        key_format: The format of its keys.
+        before: The key transform that caches apply before calibration.
+        has_center: Whether to calibrate its centre.
+        has_factors: Whether to calibrate its factors.
+        layout: The parameters that make its keys and queries; `None` unless factors are folded into them.
+    """
+
+    keys: LayerKeys
+    key_format: KVFormat
+    before: KeyTransform
+    has_center: bool
+    has_factors: bool
+    layout: LayerLayout | None
+
+    @property
+    def placement(self) -> Placement:
+        """Where its factors will be applied."""
+        if not self.has_factors:
+            return "none"
+        return "caches" if self.layout is None else "weights"
+
+    @property
+    def ties(self) -> Tensor:
+        """`[num_kv_heads, head_dim]` int64: channels with the same number have to share a factor."""
+        if self.layout is not None:
+            return self.layout.ties
+        return torch.arange(self.keys.num_kv_heads * self.keys.head_dim).view(self.keys.num_kv_heads, -1)
+
+
+def find_targets(
+    model: PreTrainedModel, config: KVQuantConfig, mode: Mode, *, has_centers: bool, has_factors: bool, where: str
+) -> tuple[dict[int, Target], dict[int, str]]:
+    """The layers to calibrate, and for each other layer the reason.
+
+    Raises:
+        TypeError, NotImplementedError: No layer can be calibrated, or factors cannot be folded into any.
+    """
+    check_decoder(model, where)  # first: models that it refuses do not work with mode='online' either
+    layouts: dict[int, LayerLayout] = {}
+    unscalable: dict[int, str] = {}
+    named = [config.transforms, *(formats.transforms for formats in config.layers.values())]
+    is_smoothing = any("smooth" in transforms for transforms in named)
+    if has_factors and is_smoothing and mode != "online":
+        try:
+            layouts, unscalable = find_layouts(model, where=where)
+        except NotImplementedError as error:
+            if mode != "auto":
+                raise NotImplementedError(f"{error} Or use mode='online', where caches apply the factors.") from error
+            logger.warning("%s Factors are applied by caches instead.", error)
+    keys, left_out = find_keys(model, where=where)
+    left_out |= {index: reason for index, reason in unscalable.items() if index in left_out}
+    transforms = key_transforms(model, config)
+    targets: dict[int, Target] = {}
+    has_refused = False
+    for index, found in keys.items():
+        formats = config.formats(index)
+        if not formats.key.is_quantized:
+            left_out[index] = "its keys are not quantised"
+            continue
+        has_center = has_centers and "center" in formats.transforms
+        is_smoothed = has_factors and "smooth" in formats.transforms
+        if is_smoothed and mode == "fold" and index not in layouts:
+            left_out[index] = unscalable[index]
+            has_refused, is_smoothed = True, False
+        if not is_smoothed and not has_center:
+            left_out.setdefault(index, f"its transforms are {list(formats.transforms)}, which need no calibration")
+            continue
+        before = transforms.get(index, KeyTransform()).to("cpu")
+        layout = layouts.get(index) if is_smoothed else None
+        targets[index] = Target(found, formats.key, before, has_center, is_smoothed, layout)
+    left_out = dict(sorted(left_out.items()))
+    # A user who asks for factors in the weights, and gets none in any layer, should not get only centres.
+    has_refused = has_refused and not any(target.layout for target in targets.values())
+    if not targets or has_refused:
+        reasons = "; ".join(f"layer {index}: {reason}" for index, reason in list(left_out.items())[:3])
+        raise NotImplementedError(
+            f"{where}: `model` must have a layer whose keys can be calibrated, got {type(model).__name__} with none "
+            f"({reasons}). Leave it as it is" + (", or use mode='online'." if has_refused else ".")
+        )
+    online = [index for index, target in targets.items() if target.placement == "caches"]
+    if mode == "auto" and online and layouts:
+        logger.warning(
+            "%s: factors cannot be folded in layers %s (%s). They are applied by caches instead.",
+            where,
+            ", ".join(map(str, online)),
+            unscalable[online[0]],
+        )
+    return targets, left_out
+
+
+def find_keys(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerKeys], dict[int, str]]:
+    """Find the layers whose keys a cache can transform.
+
+    Args:
+        model: A decoder-only model. It is only run.
+        where: Opens error messages.
+
+    Returns:
+        keys: Per layer index, the layer's keys.
+        left_out: Per layer index, why our cache cannot transform the layer's keys.
+
+    Raises:
+        TypeError: `model` is not a `PreTrainedModel`.
+        NotImplementedError: The model keeps no keys, or its attention cannot be watched.
+    """
+    check_decoder(model, where)
+    seen: dict[int, list[Observation]] = defaultdict(list)
+    cache = whole_cache(model)
+    with observed(model, lambda observation: seen[observation.layer_idx].append(observation)):
+        forward(model, arbitrary_ids(model, NUM_TOKENS), cache=cache)
+    if not seen:
+        raise not_observed(model, where)
+    names = {module: name for name, module in model.named_modules()}
+    keys: dict[int, LayerKeys] = {}
+    left_out = other_caches(model)
+    for index in range(len(layers_of(text_config_of(model))[0])):
+        if index in left_out:
+            continue
+        kept = getattr(cache.layers[index], "keys", None)
+        if not isinstance(kept, Tensor) or index not in seen:
+            left_out[index] = "its attention cannot be watched"
+        elif not all(_is_same(observation.key, kept) for observation in seen[index]):
+            left_out[index] = "its attention does not use the cached keys unchanged"
+        else:
+            keys[index] = LayerKeys(names[seen[index][0].module], kept.shape[1], kept.shape[3])
+    return keys, left_out
+
+
+def _is_same(key: Tensor, kept: Tensor) -> bool:
+    """Whether two tensors are equal; NaN equals NaN."""
+    return key.shape == kept.shape and torch.equal(key.nan_to_num(), kept.nan_to_num())
