@@ -288,14 +288,14 @@ MUTATIONS = [
     *of(
         "hf_kvquant/calibration/value_rotation.py",
         (
-            "if errors[worst] > bound:",
-            "if errors[worst] > 1.0:",
+            "_refuse_above(bound, errors[worst],",
+            "_refuse_above(1.0, errors[worst],",
             "a rotation of one wrong head passes its check",
             "value_rotation",
         ),
         (
-            "if float(moved) > LOGIT_FACTOR * bound:",
-            "if False:",
+            "_refuse_above(LOGIT_FACTOR * bound,",
+            "_refuse_above(1e9,",
             "a rotation that moves the logits is kept",
             "value_rotation",
         ),

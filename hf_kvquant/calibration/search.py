@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -78,35 +79,25 @@ def collect(
     model: PreTrainedModel, windows: Windows, layers: Iterable[int], advance: Callable[[int], Any] = lambda tokens: None
 ) -> dict[int, KeyStatistics]:
     """Collect statistics of the keys and queries of some layers. See `run_windows` for the arguments."""
-    sums: dict[int, dict[str, Tensor]] = {}
     wanted = set(layers)
+    seen: dict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
 
     def look(observation: Observation, is_real: Tensor) -> None:
         if observation.layer_idx not in wanted:
             return
         key = observation.key.transpose(1, 2)[is_real].float()  # [real tokens, num_kv_heads, head_dim]
         query = observation.query.transpose(1, 2)[is_real].float().unflatten(1, (key.shape[1], -1))
-        seen = {
-            "minimum": key.amin(0),
-            "maximum": key.amax(0),
-            "mean": key.double().sum(0),
-            "mean_square": key.double().square().sum(0),
-            "query_mean_square": query.double().square().mean(2).sum(0),
-            "num_tokens": torch.tensor(len(key)),
-        }
-        total = sums.setdefault(observation.layer_idx, seen)
-        if total is not seen:
-            for name, value in seen.items():
-                combine = {"minimum": torch.minimum, "maximum": torch.maximum}.get(name, torch.add)
-                total[name] = combine(total[name], value)
+        sums = key.double().sum(0), key.double().square().sum(0), query.double().square().mean(2).sum(0)
+        seen[observation.layer_idx].append((key.amin(0), key.amax(0), *sums, torch.tensor(len(key))))
 
     run_windows(model, windows, look, advance)
     found = {}
-    for index, total in sorted(sums.items()):
-        count = total.pop("num_tokens")
-        means = {name: (value.cpu() / count).float() for name, value in total.items() if "mean" in name}
-        minimum, maximum = total["minimum"].cpu(), total["maximum"].cpu()
-        found[index] = KeyStatistics(index, minimum, maximum, **means, num_tokens=int(count))
+    for index, batches in sorted(seen.items()):
+        minimum, maximum, *sums, count = (torch.stack(each).cpu() for each in zip(*batches, strict=True))
+        mean, mean_square, query_mean_square = ((sum(each) / count.sum()).float() for each in sums)
+        found[index] = KeyStatistics(
+            index, minimum.amin(0), maximum.amax(0), mean, mean_square, query_mean_square, int(count.sum())
+        )
     return found
 
 

@@ -16,16 +16,24 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
+from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..common.output import written
-from ..models.hashes import content_hash
+from ..common.tables import plain, table_of
+from ..models.hashes import FileKind, content_hash
 
 FILE_NAME = "kvquant_smoothing.safetensors"  # the name that `hf-kvquant calibrate` gives it
-_FORMAT = "hf_kvquant-smoothing"
-_VERSION = 1
+_KIND = FileKind(
+    format="hf_kvquant-smoothing",
+    version=1,
+    if_folder=f"hf-kvquant calibrate calls the file {FILE_NAME}.",
+    if_absent=f"hf-kvquant calibrate calls it {FILE_NAME}.",
+    if_foreign=f"hf-kvquant calibrate calls it {FILE_NAME}.",
+    if_other_version="of version {}, this is version 1. Calibrate again.",
+)
+HEADINGS = ("layer", "factors in", "alpha", "factors", "center", "error before", "after")
 
 # Where a layer's factors are applied.
 Placement = Literal["weights", "caches", "none"]
@@ -66,23 +74,18 @@ class LayerSmoothing:
         """Whether any factor differs from 1."""
         return bool((self.factor != 1).any())
 
+    def cells(self) -> tuple[str, ...]:
+        """The layer's row of the table, a cell for each of `HEADINGS`."""
+        factors = ("-", "-", "-")
+        if self.is_smoothed:
+            factors = self.placement, self.choice, f"{self.factor.min():g} to {self.factor.max():g}"
+        center = "-" if self.center is None else f"{self.center.norm(dim=1).max():.3g}"
+        return str(self.layer_idx), *factors, center, f"{self.error_before:.2%}", f"{self.error_after:.2%}"
+
     @property
     def exponents(self) -> Tensor:
         """`[num_kv_heads, head_dim]` int64: base-2 logarithms of the factors."""
         return torch.frexp(self.factor)[1].long() - 1
-
-
-# The columns of the table of layers.
-HEADINGS = ("layer", "factors in", "alpha", "factors", "center", "error before", "after")
-
-
-def cells(layer: LayerSmoothing) -> tuple[str, ...]:
-    """A layer's row of the table, one cell per heading in `HEADINGS`."""
-    factors = ("-", "-", "-")
-    if layer.is_smoothed:
-        factors = layer.placement, layer.choice, f"{layer.factor.min():g} to {layer.factor.max():g}"
-    center = "-" if layer.center is None else f"{layer.center.norm(dim=1).max():.3g}"
-    return str(layer.layer_idx), *factors, center, f"{layer.error_before:.2%}", f"{layer.error_after:.2%}"
 
 
 def _numbered(indices: Sequence[int]) -> str:
@@ -139,12 +142,13 @@ class SmoothingResult:
         """Per layer index, its calibrated centre, `[num_kv_heads, head_dim]` float32, of keys without factors."""
         return {layer.layer_idx: layer.center for layer in self.layers if layer.center is not None}
 
+    def table(self, title: str | None = None) -> Table:
+        """The layers as a table for a terminal."""
+        return table_of(dict.fromkeys(HEADINGS, "right"), [layer.cells() for layer in self.layers], title=title)
+
     def report(self) -> str:
         """A readable table: per layer the factors, the centre, and the error before and after, with an explanation."""
-        widths = [max(map(len, column)) for column in zip(HEADINGS, *map(cells, self.layers), strict=True)]
-        rows = [HEADINGS, *map(cells, self.layers)]
-        lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([*lines, *self.notes()])
+        return "\n".join([*plain(self.table()), *self.notes()])
 
     def notes(self) -> list[str]:
         """The notes below the table of layers, one per line."""
@@ -192,26 +196,14 @@ class SmoothingResult:
         tensors = {f"layers.{layer.layer_idx}.factor": layer.factor.contiguous() for layer in self.layers}
         tensors |= {f"layers.{index}.center": center.contiguous() for index, center in self.centers().items()}
         tensors |= {f"originals.{name}": original.contiguous() for name, original in self.originals.items()}
-        facts = {
-            "layers": [
-                {
-                    field.name: getattr(layer, field.name)
-                    for field in dataclasses.fields(LayerSmoothing)
-                    if field.name not in ("factor", "center")
-                }
-                for layer in self.layers
-            ],
-            "left_out": {str(index): reason for index, reason in self.left_out.items()},
-            "key_formats": {str(index): name for index, name in self.key_formats.items()},
-            "num_tokens": self.num_tokens,
-            "parameters": list(self.parameters),
-            "original_hash": self.original_hash,
-            "folded_hash": self.folded_hash,
-        }
+        facts = {name: value for name, value in vars(self).items() if name != "originals"}
+        facts["layers"] = [
+            {name: value for name, value in vars(layer).items() if name not in ("factor", "center")}
+            for layer in self.layers
+        ]
         text = json.dumps(facts)
-        metadata = {"format": _FORMAT, "version": str(_VERSION), "facts": text, "sha256": content_hash(text, tensors)}
         with written(Path(path)) as beside:
-            save_file(tensors, beside, metadata=metadata)
+            save_file(tensors, beside, metadata=_KIND.metadata(text, tensors))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SmoothingResult:
@@ -223,22 +215,8 @@ class SmoothingResult:
         """
         name = os.fspath(path)
         expected = f"load_smoothing: `path` must be a file written by SmoothingResult.save, got {name}"
-        if os.path.isdir(name):
-            raise IsADirectoryError(f"{expected}, which is a folder. hf-kvquant calibrate calls the file {FILE_NAME}.")
-        if not os.path.isfile(name):
-            raise FileNotFoundError(f"{expected}, which is not there. hf-kvquant calibrate calls it {FILE_NAME}.")
-        try:
-            with safe_open(name, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{expected}: {error}. Copy it again from where it was written.") from error
-        if metadata.get("format") != _FORMAT:
-            raise ValueError(f"{expected}, which holds something else. hf-kvquant calibrate calls it {FILE_NAME}.")
-        if metadata.get("version") != str(_VERSION):
-            raise ValueError(
-                f"{expected} of version {metadata.get('version')}, this is version {_VERSION}. Calibrate again."
-            )
+        with _KIND.opened(name, expected) as (file, metadata):
+            tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}
         try:
             if metadata["sha256"] != content_hash(metadata["facts"], tensors):
                 raise ValueError("its hash is not that of what it holds")
@@ -265,13 +243,7 @@ class SmoothingResult:
         originals = {name.removeprefix("originals."): tensor for name, tensor in tensors.items()}
         if any(name not in facts["parameters"] for name in originals):
             raise ValueError(f"unknown tensors {sorted(originals)}")
-        return cls(
-            layers=tuple(layers),
-            left_out={int(index): reason for index, reason in facts["left_out"].items()},
-            key_formats={int(index): name for index, name in facts["key_formats"].items()},
-            num_tokens=facts["num_tokens"],
-            parameters=tuple(facts["parameters"]),
-            original_hash=facts["original_hash"],
-            folded_hash=facts["folded_hash"],
-            originals=originals,
-        )
+        for name in ("left_out", "key_formats"):
+            facts[name] = {int(index): text for index, text in facts[name].items()}
+        facts |= {"layers": tuple(layers), "parameters": tuple(facts["parameters"]), "originals": originals}
+        return cls(**facts)

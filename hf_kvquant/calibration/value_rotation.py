@@ -12,12 +12,12 @@ Source: QuaRot (arXiv 2404.00456); SpinQuant (arXiv 2405.16406), whose R2 is lea
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..models.probing import hooked
@@ -41,6 +41,8 @@ ROUNDINGS, SUM_ROUNDINGS = 16.0, 256.0
 # How much further the logits may move, as they accumulate the rounding of all layers. Measured on the median token,
 # since a router may send some tokens to other experts: up to 2 eps in bfloat16 and 12 in float32, over 48 families.
 LOGIT_FACTOR = 4.0
+
+Outputs = Mapping[nn.Module, list[Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +101,11 @@ def rotate_values(model: PreTrainedModel) -> tuple[int, ...]:
                 "no power of two divides. Leave it as it is."
             )
     state = _State(layouts, tuple(_read(rows, index).cpu() for rows, index in _rotatable(model, layouts)))
-    input_ids = _random_tokens(model)
-    outputs: dict[str, list[Tensor]] = {layout.output.name: [] for layout in layouts.values()}
-    with _output_hooks(model, outputs, lambda name, output: outputs[name].append(output)):
+    shape = CHECK_ROWS, positions_of(model, CHECK_TOKENS)
+    input_ids = torch.randint(text_config_of(model).vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    # What the projections after attention return before rotation, call by call.
+    outputs: Outputs = {model.get_submodule(layout.output.name): [] for layout in layouts.values()}
+    with hooked((module, lambda module, args, output: outputs[module].append(output)) for module in outputs):
         before = check_logits(model, input_ids)
     try:
         for rows, index in _rotatable(model, layouts):
@@ -195,35 +199,12 @@ def _put_back(model: PreTrainedModel, state: _State) -> None:
 # --- the check --------------------------------------------------------------------------------------------------------
 
 
-def _random_tokens(model: PreTrainedModel) -> Tensor:
-    """Random token ids for the check, `[CHECK_ROWS, tokens]` int64."""
-    shape = CHECK_ROWS, positions_of(model, CHECK_TOKENS)
-    return torch.randint(text_config_of(model).vocab_size, shape, generator=torch.Generator().manual_seed(0))
-
-
-@contextlib.contextmanager
-def _output_hooks(
-    model: PreTrainedModel, names: Iterable[str], hook: Callable[[str, Tensor], Tensor | None]
-) -> Iterator[None]:
-    """Call `hook` with the name and output of each of these modules. A tensor that it returns replaces the output."""
-    hooks = [(model.get_submodule(name), lambda module, args, out, name=name: hook(name, out)) for name in names]
-    with hooked(hooks):
-        yield
-
-
-def _check(
-    model: PreTrainedModel,
-    outputs: Mapping[str, list[Tensor]],
-    before: Tensor,
-    input_ids: Tensor,
-    eps: float,
-    where: str,
-) -> None:
+def _check(model: PreTrainedModel, outputs: Outputs, before: Tensor, input_ids: Tensor, eps: float, where: str) -> None:
     """Refuse a rotation that changes outputs by more than rounding.
 
     Args:
         model: The rotated model.
-        outputs: What the projections after attention returned before rotation, call by call.
+        outputs: What the projections after attention returned before rotation.
         before: Logits before rotation, `[CHECK_ROWS, tokens, vocab_size]`.
         input_ids: The tokens that gave these logits.
         eps: The eps of the weights' dtype, the largest if there are several.
@@ -232,31 +213,31 @@ def _check(
     Raises:
         RuntimeError: Attention's output or the logits change by more.
     """
-    errors: dict[str, float] = {}
+    errors = dict.fromkeys(outputs, 0.0)
+    calls = {module: iter(old) for module, old in outputs.items()}
 
-    def compare(name: str, output: Tensor) -> Tensor:
-        old = calls[name].pop(0)
+    def compare(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        old = next(calls[module])
         difference = (output.double() - old.double()).norm() / old.double().norm().clamp(min=torch.finfo().tiny)
-        errors[name] = max(errors.get(name, 0.0), float(difference.nan_to_num(torch.inf)))
+        errors[module] = max(errors[module], float(difference.nan_to_num(torch.inf)))
         return old  # so that later layers are compared on the same input
 
-    calls = {name: list(old) for name, old in outputs.items()}
-    with _output_hooks(model, outputs, compare):
+    with hooked((module, compare) for module in outputs):
         check_logits(model, input_ids)
-    worst = max(errors, key=lambda name: errors[name])
+    worst = max(errors, key=lambda module: errors[module])
+    name = next(name for name, module in model.named_modules() if module is worst)
     bound = ROUNDINGS * eps + SUM_ROUNDINGS * torch.finfo(torch.float32).eps
-    if errors[worst] > bound:
-        raise _changed(f"the output of {worst}", errors[worst], bound, where)
+    _refuse_above(bound, errors[worst], f"the output of {name}", where)
     after = check_logits(model, input_ids).double()
     centered = before.double() - before.double().mean(-1, keepdim=True)  # softmax ignores a common offset
     moved = ((after - before.double()).norm(dim=-1) / centered.norm(dim=-1)).nan_to_num(torch.inf).median()
-    if float(moved) > LOGIT_FACTOR * bound:
-        raise _changed("the logits", float(moved), LOGIT_FACTOR * bound, where)
+    _refuse_above(LOGIT_FACTOR * bound, float(moved), "the logits", where)
 
 
-def _changed(what: str, error: float, bound: float, where: str) -> RuntimeError:
-    return RuntimeError(
-        f"{where}: a rotation must move {what} by no more than {bound:.1e} of their size, got {error:.1e}. The weights "
-        "are as they were. How this model uses values is not supported: leave it as it is. If PyTorch multiplies "
-        "float32 as TF32, call torch.set_float32_matmul_precision('highest') and try again."
-    )
+def _refuse_above(bound: float, error: float, what: str, where: str) -> None:
+    if error > bound:
+        raise RuntimeError(
+            f"{where}: a rotation must move {what} by no more than {bound:.1e} of their size, got {error:.1e}. The "
+            "weights are as they were. How this model uses values is not supported: leave it as it is. If PyTorch "
+            "multiplies float32 as TF32, call torch.set_float32_matmul_precision('highest') and try again."
+        )

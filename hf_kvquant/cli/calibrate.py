@@ -8,21 +8,18 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Console
-from rich.text import Text
 from safetensors import SafetensorError
 
 from ..calibration.smoothing import smooth_attention
-from ..calibration.smoothing_file import FILE_NAME, HEADINGS
-from ..calibration.smoothing_file import cells as smoothing_cells
+from ..calibration.smoothing_file import FILE_NAME
 from ..calibration.targets import Mode
 from ..calibration.value_rotation import rotate_values
 from ..common.progress import without_bars
 from ..config import PRESETS
 from ..evaluation.errors import Refused, UsageError
 from ..evaluation.preparation import load_calibration, read_text
-from ..evaluation.rendering import print_table
 from ..preflight.check import run_preflight
-from ..preflight.verdict import Preflight, PreflightError, cells
+from ..preflight.verdict import Preflight, PreflightError
 from .arguments import add_command, add_placement, checked_output, checked_preset, load_placed, option
 
 # Options that say how to calibrate, and their defaults.
@@ -128,7 +125,7 @@ def calibrate(args: argparse.Namespace, preset: str) -> None:
         ) from error
     console = Console(highlight=False)
     title = f"{args.model}, {preset}, {model.dtype}".replace("torch.", "")
-    print_table(console, HEADINGS, map(smoothing_cells, result.layers), title=title, left=())
+    console.print(result.table(title))
     for note in result.notes():
         console.print(note, markup=False)
     console.print(f"Saved the model and {FILE_NAME} to {output}.", soft_wrap=True)
@@ -170,16 +167,7 @@ def show_preflight(console: Console, result: Preflight, *, title: str) -> None:
     """Print the table of layers, and below it what its columns mean."""
     for index, reason in result.left_out.items():
         console.print(f"layer {index} is left out: {reason}", style="dim")
-    harmful = {finding.layer_idx for finding in result.problems}
-    rows = [
-        [
-            Text(cell, style="red" if layer.layer_idx in harmful else "")
-            for cell in (str(layer.layer_idx), layer.name, *cells(layer), layer.remarks())
-        ]
-        for layer in result.layers
-    ]
-    headings = ("layer", "formats", "key bias", "channels", "KL, nats/token", "remarks")
-    print_table(console, headings, rows, title=title, left=("formats", "remarks"), column={"overflow": "fold"})
+    console.print(result.table(title))
     for note in result.notes():
         console.print(note)
     console.print(

@@ -1,11 +1,16 @@
-"""Hashes that tell whether weights or a file have changed."""
+"""Hashes that tell whether weights or a file have changed, and files that carry such a hash."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -59,3 +64,54 @@ def content_hash(facts: str, tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class FileKind:
+    """A kind of safetensors file that describes itself: facts as JSON in the metadata, a version, and a hash.
+
+    Its error messages begin with `expected`, which names the file.
+
+    Attributes:
+        format: Its name in the metadata.
+        version: The version that is written and read.
+        if_folder: The remedy for a path of a folder.
+        if_absent: The remedy for a path of nothing.
+        if_foreign: The remedy for a file of another kind.
+        if_other_version: The message for a file of another version, `{}`.
+    """
+
+    format: str
+    version: int
+    if_folder: str
+    if_absent: str
+    if_foreign: str
+    if_other_version: str
+
+    def metadata(self, facts: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """The metadata of a file."""
+        sha256 = content_hash(facts, tensors)
+        return {"format": self.format, "version": str(self.version), "facts": facts, "sha256": sha256}
+
+    @contextlib.contextmanager
+    def opened(self, path: str, expected: str) -> Iterator[tuple[Any, dict[str, str]]]:
+        """Open a file of this kind: safetensors' handle, and its metadata.
+
+        Raises:
+            FileNotFoundError, IsADirectoryError: There is no file of that name.
+            ValueError: The file is of another kind or version, or cannot be read.
+        """
+        if os.path.isdir(path):
+            raise IsADirectoryError(f"{expected}, which is a folder. {self.if_folder}")
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"{expected}, which is not there. {self.if_absent}")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != self.format:
+                    raise ValueError(f"{expected}, which holds something else. {self.if_foreign}")
+                if metadata.get("version") != str(self.version):
+                    raise ValueError(f"{expected} {self.if_other_version.format(metadata.get('version'))}")
+                yield file, metadata
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{expected}: {error}. Copy it again from where it was written.") from error

@@ -10,6 +10,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from rich.console import JustifyMethod
+from rich.table import Table
+
+from ..common.tables import plain, table_of
 from ..config import PRESETS, KVQuantConfig, LayerFormats
 from .signals import SHAPES, Finding, KeySignals
 
@@ -19,6 +23,8 @@ WHERE = "for_model"  # opens messages
 # Signals besides those of the weights: a measured divergence, or that nothing is known.
 KLD = "KL divergence"
 UNKNOWN = "unknown"
+HEADINGS: dict[str, JustifyMethod] = {"layer": "right", "formats": "left", "key bias": "right", "channels": "right"}
+HEADINGS |= {"KL, nats/token": "right", "remarks": "left"}
 
 
 class PreflightError(ValueError):
@@ -164,17 +170,20 @@ class Preflight:
             typed = config.to_dict()
         return repr(most if typed == {"preset": most} else typed)
 
+    def table(self, title: str | None = None) -> Table:
+        """The layers as a table for a terminal. Those with a problem are red."""
+        harmful = {finding.layer_idx for finding in self.problems}
+        return table_of(
+            HEADINGS,
+            [(str(layer.layer_idx), layer.name, *cells(layer), layer.remarks()) for layer in self.layers],
+            title=title,
+            styles=["red" if layer.layer_idx in harmful else None for layer in self.layers],
+        )
+
     def report(self) -> str:
         """A readable table."""
-        width = max([len(layer.name) for layer in self.layers] + [len("formats")])
-        lines = [f"layer  {'formats':<{width}}  key bias  channels  KL, nats/token  remarks"]
-        for layer in self.layers:
-            bias, channels, kld = cells(layer)
-            remarks = layer.remarks()
-            line = f"{layer.layer_idx:>5}  {layer.name:<{width}}  {bias:>8}  {channels:>8}  {kld:>14}  {remarks}"
-            lines.append(line.rstrip())
-        lines += [f"{index:>5}  left out: {reason}" for index, reason in self.left_out.items()]
-        return "\n".join([*lines, *self.notes()])
+        left_out = [f"{index:>5}  left out: {reason}" for index, reason in self.left_out.items()]
+        return "\n".join([*plain(self.table()), *left_out, *self.notes()])
 
     def notes(self) -> list[str]:
         """The notes below the table, one per line."""
