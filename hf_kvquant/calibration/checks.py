@@ -56,12 +56,7 @@ def check_decoder(model: PreTrainedModel, where: str) -> None:
 
 
 def other_caches(model: PreTrainedModel, config: KVQuantConfig | None = None) -> dict[int, str]:
-    """The layers whose cache is left to transformers, each with the reason.
-
-    Args:
-        model: A decoder.
-        config: The cache's config; `None` for a cache that quantises every layer it can.
-    """
+    """The layers whose cache is left to transformers, each with the reason; without a config, as few as possible."""
     layer_types, _ = layers_of(text_config_of(model))
     quantized = quantized_layers(layer_types, config or KVQuantConfig())
     return {

@@ -24,12 +24,9 @@ from .text import CHECK_TOKENS
 
 
 def scale_keys(model: PreTrainedModel, layout: LayerLayout, factor: Tensor) -> None:
-    """Divide one layer's keys by a factor and multiply its queries by it.
+    """Divide one layer's keys by a factor and multiply its queries by it, through the weights.
 
-    Args:
-        model: Its weights are written in place.
-        layout: The layer's layout.
-        factor: `[num_kv_heads, head_dim]` float32, positive, equal where `layout.ties` is.
+    `factor` is `[num_kv_heads, head_dim]` float32, positive, and equal where `layout.ties` is.
     """
     for scalable, multiplier in _multipliers(layout, factor):
         features, factors = _by_feature(scalable, multiplier)
@@ -39,15 +36,9 @@ def scale_keys(model: PreTrainedModel, layout: LayerLayout, factor: Tensor) -> N
 
 
 def exact_exponents(model: PreTrainedModel, layout: LayerLayout, exponents: Tensor) -> Tensor:
-    """Shrink exponents until the weights can be scaled without rounding.
+    """Shrink the exponents of factors `2 ** exponents` until the weights can be scaled without rounding.
 
-    Args:
-        model: Only read.
-        layout: The layer's layout.
-        exponents: `[num_kv_heads, head_dim]` int64, equal where `layout.ties` is. The factors are `2 ** exponents`.
-
-    Returns:
-        Exponents no larger in magnitude, equal where `layout.ties` is.
+    They are `[num_kv_heads, head_dim]` int64 and equal where `layout.ties` is, and so are the result's.
     """
     while exponents.any():
         is_bad = torch.zeros_like(exponents, dtype=torch.bool)
@@ -174,7 +165,7 @@ def check_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
 
 
 def gains_plus_one(model: PreTrainedModel, layouts: Iterable[LayerLayout]) -> dict[str, Tensor]:
-    """Copy the weights that scaling and scaling back may round to the CPU. Keys are their names in the model."""
+    """Copies on the CPU, by name, of the weights that scaling and scaling back may round."""
     return {
         f"{scalable.name}.weight": model.get_parameter(f"{scalable.name}.weight").detach().cpu().clone()
         for layout in layouts

@@ -56,10 +56,6 @@ class LayerLayout:
 def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerLayout], dict[int, str]]:
     """Find the parameters that make keys and queries in every layer whose cache would be quantised.
 
-    Args:
-        model: A decoder-only model. It is only run.
-        where: Opens error messages.
-
     Returns:
         layouts: Per layer index, the layout.
         left_out: Per layer index, why the layer cannot be scaled.
@@ -163,13 +159,9 @@ def _scalable(source: Source) -> Scalable:
 
 
 def turn_per_token(response: Tensor) -> Tensor:
-    """How far RoPE turns each channel from one token to the next.
+    """How far RoPE turns each channel from one token to the next: `|sin|` of the angle, `[heads, head_dim]` float32.
 
-    Args:
-        response: `[head_dim, heads, tokens, head_dim]`, as in `_Response`, with the second token at position 1.
-
-    Returns:
-        `[heads, head_dim]` float32: `|sin|` of the angle; 0 for channels that are not rotated.
+    `response` is as in `_Response`, with the second token at position 1. Channels that are not rotated get 0.
     """
     at_one = response[:, :, 1].permute(1, 2, 0).float().abs()  # [heads, channel, unit vector]
     crossed = at_one - torch.diag_embed(at_one.diagonal(dim1=1, dim2=2))

@@ -107,14 +107,11 @@ class Source:
 class Probe:
     """Runs a model with chosen numbers in place of what modules return, and looks at what reaches attention.
 
-    Args:
-        model: A decoder-only model. It is only run.
-        edit: What its weights are to be edited for.
-        where: Opens error messages.
-
     Attributes:
-        modules: The attention module of each layer whose cache would be quantised, by layer index.
+        model: A decoder-only model. It is only run.
+        edit: What its weights are to be edited for, for error messages, which `where` opens.
         names: The name of each module in the model.
+        modules: The attention module of each layer whose cache would be quantised, by layer index.
         left_out: For each other layer, the reason.
 
     Raises:

@@ -110,16 +110,9 @@ def find_factors(
     tell: Tell,
     where: str,
 ) -> dict[int, LayerSmoothing]:
-    """Find the centres and factors of some layers.
+    """Find the centres and factors of some layers; 0.0 is the first of `choices`.
 
-    Args:
-        model: Left unchanged.
-        windows: The calibration text.
-        targets: The layers.
-        choices: The candidates, 0.0 first.
-        input_ids: `[rows, tokens]` int64: text on which attention must stay the same to the bit.
-        tell: Told each step.
-        where: Opens error messages.
+    The model is left unchanged. On `input_ids`, attention must stay the same to the bit with the factors folded in.
 
     Raises:
         NotImplementedError, RuntimeError: No factors can be folded.
@@ -154,16 +147,10 @@ def checked_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def exponents_of(statistics: KeyStatistics, ties: Tensor, choice: Candidate, center: Tensor | None) -> Tensor:
-    """Base-2 logarithms of one candidate's factors.
+    """Base-2 logarithms of one candidate's factors, `[num_kv_heads, head_dim]` int64.
 
-    Args:
-        statistics: The layer's statistics.
-        ties: `[num_kv_heads, head_dim]` int64: channels with the same number get the same factor.
-        choice: An alpha, or `"energy"`.
-        center: Subtracted from keys before they are divided; `None` for nothing.
-
-    Returns:
-        `[num_kv_heads, head_dim]` int64.
+    `ties` has the same shape: channels with the same number get the same factor. The centre, if there is one, is
+    subtracted from keys before they are divided.
     """
 
     def over_ties(values: Tensor, how: Literal["amax", "sum"]) -> Tensor:
@@ -196,15 +183,8 @@ def errors_of(
 ) -> dict[int, list[float]]:
     """The relative error of each layer's attention output under each choice of transform, with only keys quantised.
 
-    Args:
-        model: No factors are folded into its weights.
-        windows: As `read_windows` returns them.
-        formats: Per layer, the format of its keys.
-        transforms: Per layer, the key transforms to compare. Equal ones are measured once.
-        advance: As for `run_windows`.
-
-    Returns:
-        Per layer and choice: `sqrt(squared error / squared output)`, both sums over all tokens.
+    It is `sqrt(squared error / squared output)`, both sums over all tokens. Equal transforms are measured once. No
+    factors may be folded into the weights yet.
     """
     errors = {index: [0.0] * len(choices) for index, choices in transforms.items()}
     sizes = dict.fromkeys(transforms, 0.0)

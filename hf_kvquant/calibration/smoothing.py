@@ -320,12 +320,8 @@ def _install(
 ) -> None:
     """Store on a model what its caches need besides the folded weights.
 
-    Args:
-        model: Its weights have the factors folded in.
-        layouts: Layouts of the layers that have them.
-        result: The result of calibration.
-        is_known: Whether the weights were loaded with factors folded in. Centres that were set on the model are then in
-            units of smoothed keys.
+    `is_known`: the weights were loaded with factors folded in, so centres that were set on the model are in units of
+    smoothed keys.
     """
     folded, centers = result.factors_in("weights"), result.centers()
     before = transforms_of(model)

@@ -147,15 +147,7 @@ def find_targets(
 
 
 def find_keys(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerKeys], dict[int, str]]:
-    """Find the layers whose keys a cache can transform.
-
-    Args:
-        model: A decoder-only model. It is only run.
-        where: Opens error messages.
-
-    Returns:
-        keys: Per layer index, the layer's keys.
-        left_out: Per layer index, why our cache cannot transform the layer's keys.
+    """Find, by layer index, the layers whose keys a cache can transform, and for each other layer the reason.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`.

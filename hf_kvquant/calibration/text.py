@@ -125,12 +125,8 @@ def run_windows(
 ) -> None:
     """Run the model over windows.
 
-    Args:
-        model: Only run.
-        windows: As `read_windows` returns them.
-        on_layer: Called for each layer's attention. Its second argument is `[batch, tokens]` bool on the layer's
-            device, True for real tokens.
-        advance: Called after each batch, with its number of tokens.
+    Each layer's attention is passed to `on_layer`, with `[batch, tokens]` bool on the layer's device, True for real
+    tokens. After each batch, `advance` gets its number of tokens.
     """
     for ids, mask in windows:
 

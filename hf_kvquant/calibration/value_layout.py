@@ -80,14 +80,7 @@ class _Answer:
 
 
 def find_value_layouts(model: PreTrainedModel, *, where: str) -> dict[int, ValueLayout]:
-    """Find the value layout of every layer whose cache would be quantised.
-
-    Args:
-        model: A decoder-only model. It is only run.
-        where: Opens error messages.
-
-    Returns:
-        Per layer index, the layout.
+    """Find, by layer index, the value layout of every layer whose cache would be quantised.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`.
@@ -206,10 +199,8 @@ def _output(answer: _Answer, probe: Probe, layer_idx: int, refuse: Refuse) -> Sc
 def _is_in_proportion(features: Tensor, states: Tensor, index: Tensor) -> bool:
     """Whether all channels of a head are the same multiple of their features. A factor per head commutes with rotation.
 
-    Args:
-        features: `[samples, features]`, rounded to the dtype of `states`.
-        states: `[samples, heads, head_dim]`.
-        index: `[heads, head_dim]`: which feature each channel is a multiple of.
+    `features` is `[samples, features]`, rounded to the dtype of `states`, `[samples, heads, head_dim]`; `index` says
+    which feature each channel is a multiple of.
     """
     source, target = features[:, index.to(features.device)].double(), states.double()
     ratio = (source * target).sum(0) / source.square().sum(0)

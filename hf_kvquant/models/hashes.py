@@ -70,15 +70,8 @@ def content_hash(facts: str, tensors: Mapping[str, Tensor]) -> str:
 class FileKind:
     """A kind of safetensors file that describes itself: facts as JSON in the metadata, a version, and a hash.
 
-    Its error messages begin with `expected`, which names the file.
-
-    Attributes:
-        format: Its name in the metadata.
-        version: The version that is written and read.
-        if_folder: The remedy for a path of a folder.
-        if_absent: The remedy for a path of nothing.
-        if_foreign: The remedy for a file of another kind.
-        if_other_version: The message for a file of another version, `{}`.
+    Its error messages begin with `expected`, which names the file, and end with what to do: if the path is a folder, if
+    it is absent, or if the file is of another kind. The message for another version, `{}`, is whole.
     """
 
     format: str

@@ -1,7 +1,7 @@
 """Checks, before the first token, which cache formats a model tolerates, and picks formats or refuses the given ones.
 
 A preset that costs one model nothing can silently ruin another. So the check looks at two things. The weights show
-what makes keys hard to quantise (`transforms/signals.py`). And some text is fed through real caches, chunk by chunk,
+what makes keys hard to quantise (`signals.py`). And some text is fed through real caches, chunk by chunk,
 with one layer quantised at a time: the shift of the next-token distribution is the harm that the format does to that
 layer. The measurement decides; without one, the signals of the weights do. Without a config, each layer gets the
 smallest preset that is good enough. A given config is accepted unchanged or refused, with the signal, its limit and the
@@ -25,10 +25,9 @@ from ..config import PRESETS, KVQuantConfig, LayerFormats, register_preflight
 from ..models.probing import evaluating
 from ..models.text_config import check_is_model
 from ..patching import check_patchable, patched
-from ..spec.key_transform import KeyTransform
 from ..transforms.of_model import key_transforms
 from .divergence import CannotMeasure, Meter, alone, read_text
-from .signals import SHAPES, Finding, KeySignals, read_signals
+from .signals import SHAPES, Finding, read_signals
 from .verdict import KLD, UNKNOWN, WHERE, LayerCheck, Preflight, name_of
 
 # The presets to pick from, the smallest first.
@@ -89,41 +88,28 @@ def run_preflight(
     check_patchable(model, KVQuantConfig.from_preset("none") if config is None else config)
     check_decoder(model, WHERE)
     with show_progress(WHERE, is_shown=progress) as tell, torch.no_grad(), evaluating(model), patched(model, "none"):
-
-        def say(text: str) -> None:
-            tell(doing=text)
-
-        say("weights")
-        signals, left_out = read_signals(model, config, where=WHERE)
-        meter: Meter | None = None
-        unmeasured = source = ""
-        if measure and signals:
-            try:
-                ids, source = read_text(model, tokenizer, texts, say, where=WHERE)
-                say("the unquantised cache")
-                meter = Meter(model, ids)
-            except CannotMeasure as error:
-                unmeasured = str(error)
-        check = _Check(model, signals, meter, unmeasured, say)
-        chosen = _pick(check, rungs, max_kld) if config is None else config
-        layers = tuple(check.layer(index, chosen.formats(index)) for index in signals)
+        check = _Check(model, config, rungs, max_kld, lambda text: tell(doing=text))
+        if measure and check.signals:
+            check.prepare(tokenizer, texts)
+        chosen = check.picked() if config is None else config
+        layers = tuple(check.layer(index, chosen.formats(index)) for index in check.signals)
         kld = check.whole(chosen)
         problems = _problems(layers, kld, is_given=config is not None)
-        remedies = {} if config is None else _remedies(check, rungs, chosen, problems, max_kld)
+        remedies = {} if config is None else check.remedies(chosen, problems)
     return Preflight(
         config=chosen,
         layers=layers,
-        left_out=left_out,
+        left_out=check.left_out,
         kld=kld,
-        num_tokens=0 if meter is None else meter.num_scored,
-        source=source,
-        unmeasured=unmeasured if measure else "measure=False skips this.",
+        num_tokens=0 if check.meter is None else check.meter.num_scored,
+        source=check.source,
+        unmeasured=check.unmeasured if measure else "measure=False skips this.",
         problems=tuple(problems),
         remedies=remedies,
     )
 
 
-Rungs = Sequence[tuple[str, KVQuantConfig]]
+Rungs = Sequence[tuple[str, KVQuantConfig]]  # the presets to pick from, by name
 
 
 def _checked(
@@ -151,78 +137,90 @@ def _checked(
     return [(name, KVQuantConfig.from_preset(name)) for name in presets]
 
 
-# --- what is known ---------------------------------------------------------------------------------------------------
-
-
 class _Check:
-    """Collects what is known of each layer in each format. Nothing is measured twice.
+    """Collects what is known of each layer in each format, and decides. Nothing is measured twice.
 
     Args:
         model: A patched model.
-        signals: Per layer, the signals of its weights.
-        meter: Measures divergences; `None` to measure nothing.
-        unmeasured: Why measuring failed, if it was asked for.
+        config: The config to check, if one is given.
+        rungs: The presets to pick from.
+        max_kld: Largest divergence of all layers together.
         say: Called with a description of what is being measured.
+
+    Attributes:
+        signals: Per layer whose cache would be quantised, the signals of its weights.
+        left_out: For each other layer, the reason.
+        meter: Measures divergences; `None` before `prepare`, and where nothing can be measured.
+        source: What text it measures on.
+        unmeasured: Why nothing can be measured, if it was tried.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        signals: Mapping[int, KeySignals],
-        meter: Meter | None,
-        unmeasured: str,
+        config: KVQuantConfig | None,
+        rungs: Rungs,
+        max_kld: float,
         say: Callable[[str], Any],
     ) -> None:
-        self.model, self.signals, self.meter, self.say = model, signals, meter, say
-        self.unmeasured = unmeasured
-        self.known: dict[int, dict[LayerFormats, float | str]] = {index: {} for index in signals}
+        self.model, self.rungs, self.max_kld, self.say = model, rungs, max_kld, say
+        self.meter: Meter | None = None
+        self.source = self.unmeasured = ""
+        say("weights")
+        self.signals, self.left_out = read_signals(model, config, where=WHERE)
+        self._known: dict[int, dict[LayerFormats, float | str]] = {index: {} for index in self.signals}
+
+    def prepare(self, tokenizer: PreTrainedTokenizerBase | None, texts: Iterable[str] | None) -> None:
+        """Read the text, or let the model write one, and feed it to the unquantised cache."""
+        try:
+            ids, self.source = read_text(self.model, tokenizer, texts, self.say, where=WHERE)
+            self.say("the unquantised cache")
+            self.meter = Meter(self.model, ids)
+        except CannotMeasure as error:
+            self.unmeasured = str(error)
 
     def kld(self, index: int, formats: LayerFormats) -> float | str:
         """The divergence with only this layer quantised, or why it was not measured."""
-        known = self.known[index]
+        known = self._known[index]
         if formats not in known:
             self.say(f"layer {index}, {name_of(formats)}")
-            known[formats] = self._measured([formats], alone(index, formats))
+            known[formats] = self._measured(alone(index, formats))
         return known[formats]
 
     def whole(self, config: KVQuantConfig) -> float | None:
         """The divergence of a config; `None` if it was not measured."""
         self.say("all layers")
-        growing = dataclasses.replace(config, static=False, max_cache_len=None, offloading=False)
-        kld = self._measured([config.formats(index) for index in self.signals], growing)
+        kld = self._measured(dataclasses.replace(config, static=False, max_cache_len=None, offloading=False))
         return kld if isinstance(kld, float) else None
 
-    def _measured(self, quantized: Sequence[LayerFormats], config: KVQuantConfig) -> float | str:
+    def _measured(self, config: KVQuantConfig) -> float | str:
+        formats = [config.formats(index) for index in self.signals]
         if self.meter is None:
             return self.unmeasured
-        if not any(formats.is_quantized for formats in quantized):
+        if not any(each.is_quantized for each in formats):
             return 0.0
-        if not all(map(self.meter.reads_codes, quantized)):
+        if not all(map(self.meter.reads_codes, formats)):
             return f"the texts give windows of {self.meter.longest} tokens, too few to fill a block of keys"
         try:
             return self.meter.kld(config)
         except CannotMeasure as error:
             return str(error)
 
-    def transform(self, index: int, formats: LayerFormats) -> KeyTransform | None:
-        """The transform of the layer's keys in these formats."""
-        return key_transforms(self.model, alone(index, formats)).get(index)
-
     def findings(self, index: int, formats: LayerFormats) -> list[Finding]:
         """The signals of the layer's weights that speak against the formats."""
-        return self.signals[index].findings(formats, self.transform(index, formats))
+        return self.signals[index].findings(formats, key_transforms(self.model, alone(index, formats)).get(index))
 
-    def is_good(self, index: int, formats: LayerFormats, goal: float) -> bool:
+    def is_good(self, index: int, formats: LayerFormats) -> bool:
         """Whether formats are good enough for a layer, by its divergence, or by its weights if nothing is measured."""
         if self.meter is None:
             return not self.findings(index, formats)
         kld = self.kld(index, formats)
-        return isinstance(kld, float) and kld <= goal
+        return isinstance(kld, float) and kld <= LAYER_SHARE * self.max_kld
 
     def layer(self, index: int, formats: LayerFormats) -> LayerCheck:
         """The result for a layer."""
         kld = self.kld(index, formats)
-        tried = [(name_of(other), value) for other, value in self.known[index].items() if other != formats]
+        tried = [(name_of(other), value) for other, value in self._known[index].items() if other != formats]
         return LayerCheck(
             layer_idx=index,
             formats=formats,
@@ -233,62 +231,71 @@ class _Check:
             unmeasured=kld if isinstance(kld, str) else "",
         )
 
+    def picked(self) -> KVQuantConfig:
+        """The first preset that is good enough, first per layer, then for all layers; the last preset if none is."""
+        usable = {index: self._usable(index) for index in self.signals}
+        places = {
+            index: next((i for i, formats in enumerate(choices) if self.is_good(index, formats)), len(choices) - 1)
+            for index, choices in usable.items()
+        }
+        while True:
+            config = self._config_of({index: usable[index][place] for index, place in places.items()})
+            kld = self.whole(config)
+            movable = [index for index, place in places.items() if place + 1 < len(usable[index])]
+            if kld is None or kld <= self.max_kld or not movable:
+                return config
+            # Divergences add up over layers, so move the quarter with the largest to their next format.
+            costs = {index: self.kld(index, usable[index][places[index]]) for index in movable}
+            movable.sort(key=lambda index: -cost if isinstance(cost := costs[index], float) else 0.0)
+            for index in movable[: max(1, len(places) // 4)]:
+                places[index] += 1
 
-# --- deciding ---------------------------------------------------------------------------------------------------------
+    def _config_of(self, layers: Mapping[int, LayerFormats]) -> KVQuantConfig:
+        """A config with these layers. The formats of most layers become its defaults."""
+        if not layers:
+            return self.rungs[0][1]
+        [(most, _)] = Counter(layers.values()).most_common(1)
+        others = {index: formats for index, formats in layers.items() if formats != most}
+        return KVQuantConfig(key=most.key, value=most.value, transforms=most.transforms, layers=others)
 
+    def _usable(self, index: int) -> list[LayerFormats]:
+        """The presets' formats that fit a layer's head_dim.
 
-def _pick(check: _Check, rungs: Rungs, max_kld: float) -> KVQuantConfig:
-    """Pick the first preset that is good enough, first per layer, then for all layers; the last preset if none is."""
-    usable = {index: _usable(rungs, signals) for index, signals in check.signals.items()}
-    goal = LAYER_SHARE * max_kld
-    places = {
-        index: next((i for i, formats in enumerate(choices) if check.is_good(index, formats, goal)), len(choices) - 1)
-        for index, choices in usable.items()
-    }
-    while True:
-        config = _config_of({index: usable[index][place] for index, place in places.items()}, rungs)
-        kld = check.whole(config)
-        movable = [index for index, place in places.items() if place + 1 < len(usable[index])]
-        if kld is None or kld <= max_kld or not movable:
-            return config
-        # Divergences add up over layers, so move the quarter with the largest to their next format.
-        costs = {index: check.kld(index, usable[index][places[index]]) for index in movable}
-        movable.sort(key=lambda index: -cost if isinstance(cost := costs[index], float) else 0.0)
-        for index in movable[: max(1, len(places) // 4)]:
-            places[index] += 1
+        Raises:
+            ValueError: None of them fits.
+        """
+        head_dim = self.signals[index].head_dim
+        found, reason = [], ""
+        for _, config in self.rungs:
+            formats = config.formats(index)
+            try:
+                if head_dim is not None:
+                    formats.key.num_groups(head_dim)
+                    formats.value.num_groups(head_dim)
+                found.append(formats)
+            except ValueError as error:
+                reason = str(error)
+        if not found:
+            raise ValueError(
+                f"{WHERE}: `presets` must include one that fits layer {index}, got "
+                f"{[name for name, _ in self.rungs]}: {reason} Add 'none'."
+            )
+        return found
 
-
-def _config_of(layers: Mapping[int, LayerFormats], rungs: Rungs) -> KVQuantConfig:
-    """A config with these layers. The formats of most layers become its defaults."""
-    if not layers:
-        return rungs[0][1]
-    [(most, _)] = Counter(layers.values()).most_common(1)
-    others = {index: formats for index, formats in layers.items() if formats != most}
-    return KVQuantConfig(key=most.key, value=most.value, transforms=most.transforms, layers=others)
-
-
-def _usable(rungs: Rungs, signals: KeySignals) -> list[LayerFormats]:
-    """The presets' formats that fit a layer's head_dim.
-
-    Raises:
-        ValueError: None of them fits.
-    """
-    found, reason = [], ""
-    for _, config in rungs:
-        formats = config.formats(signals.layer_idx)
-        try:
-            if signals.head_dim is not None:
-                formats.key.num_groups(signals.head_dim)
-                formats.value.num_groups(signals.head_dim)
-            found.append(formats)
-        except ValueError as error:
-            reason = str(error)
-    if not found:
-        raise ValueError(
-            f"{WHERE}: `presets` must include one that fits layer {signals.layer_idx}, got "
-            f"{[name for name, _ in rungs]}: {reason} Add 'none'."
-        )
-    return found
+    def remedies(self, config: KVQuantConfig, problems: Iterable[Finding]) -> dict[int, LayerFormats]:
+        """Per layer with a problem, the first good enough formats: its own with the usual transforms, or a preset's."""
+        remedies = {}
+        named = {finding.layer_idx for finding in problems}
+        for index in self.signals:
+            asked = config.formats(index)
+            # If all layers together are the problem, it includes every layer that exceeds its share.
+            if index in named or (None in named and not self.is_good(index, asked)):
+                choices = [LayerFormats(asked.key, asked.value), *self._usable(index)]
+                good = (formats for formats in choices if formats != asked and self.is_good(index, formats))
+                remedy = next(good, None)
+                if remedy is not None:
+                    remedies[index] = remedy
+        return remedies
 
 
 def _problems(layers: Sequence[LayerCheck], kld: float | None, *, is_given: bool) -> list[Finding]:
@@ -320,26 +327,6 @@ def _problems(layers: Sequence[LayerCheck], kld: float | None, *, is_given: bool
     if kld is not None and kld > LIMIT:
         found.append(Finding(None, KLD, kld, LIMIT, f"{kld:.3g}", default, True))
     return sorted(found, key=lambda finding: (finding.layer_idx is None, finding.value is None, -(finding.value or 0)))
-
-
-def _remedies(
-    check: _Check, rungs: Rungs, config: KVQuantConfig, problems: Iterable[Finding], max_kld: float
-) -> dict[int, LayerFormats]:
-    """Per layer with a problem, the first good enough formats: its own with the usual transforms, or a preset's."""
-    remedies = {}
-    named = {finding.layer_idx for finding in problems}
-    goal = LAYER_SHARE * max_kld
-    for index in check.signals:
-        asked = config.formats(index)
-        # If all layers together are the problem, it includes every layer that exceeds its share.
-        if index not in named and not (None in named and not check.is_good(index, asked, goal)):
-            continue
-        choices = [LayerFormats(asked.key, asked.value), *_usable(rungs, check.signals[index])]
-        for formats in choices:
-            if formats != asked and check.is_good(index, formats, goal):
-                remedies[index] = formats
-                break
-    return remedies
 
 
 register_preflight(run_preflight)
