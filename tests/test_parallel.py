@@ -183,7 +183,7 @@ def refused(ranks: Ranks) -> None:
     texts = [40 * "Some text. "]
     tasks: dict[str, Callable[[], Any]] = {
         "smooth_attention": lambda: hf_kvquant.smooth_attention(sharded, models.tokenizer(), texts, num_tokens=64),
-        "for_model": lambda: hf_kvquant.run_preflight(sharded),
+        "run_preflight": lambda: hf_kvquant.run_preflight(sharded),
     }
     for where, task in tasks.items():
         with pytest.raises(

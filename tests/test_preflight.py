@@ -304,11 +304,13 @@ def test_a_format_that_gives_no_numbers_is_ruin(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_models_that_cannot_be_patched_are_refused_as_ever() -> None:
-    with pytest.raises(NotImplementedError, match="for_model: `model` must be a decoder that keeps keys and values"):
+    with pytest.raises(
+        NotImplementedError, match="run_preflight: `model` must be a decoder that keeps keys and values"
+    ):
         run_preflight(models.bart())
     with pytest.raises(ValueError, match=r"`layers` must name layers below 2"):
         run_preflight(build(), {"preset": "int4", "layers": {7: "int8"}})
-    with pytest.raises(TypeError, match=r"^for_model: `model` must be a transformers PreTrainedModel, got str\."):
+    with pytest.raises(TypeError, match=r"^run_preflight: `model` must be a transformers PreTrainedModel, got str\."):
         run_preflight("int4")  # type: ignore[arg-type]
 
 
@@ -408,7 +410,7 @@ def test_weights_that_cannot_be_read_are_unknown(kind: str) -> None:
         assert layer.signals.channel_ratio is None and "key channels" in layer.signals.unknown
         assert layer.signals.bias_ratio(None) == 0  # which is found by running the model
         assert verdict.cells(layer)[1] == "?" and "key channels unknown" in layer.remarks()
-    assert "Unknown: for_model: `model` must " in result.report()
+    assert "Unknown: run_preflight: `model` must " in result.report()
     assert len(run_preflight(model).layers) == 2
     with pytest.raises(
         PreflightError, match="must be checked in layer 0 before int8 is used, got no verdict: key chan"
@@ -511,17 +513,29 @@ def test_blocks_need_texts_that_fill_them() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"presets": "int4"}, r"for_model: `presets` must be a list of names, got 'int4'\. The default is \['int4', "),
-        ({"presets": []}, r"for_model: `presets` must be a list of names, got \[\]\."),
-        ({"presets": ["int5"]}, r"for_model: `presets` must be names out of \[.*\], got 'int5'\. Did you mean 'int"),
-        ({"max_kld": 0.0}, r"for_model: `max_kld` must be positive, got 0\.0\. The default is 0\.05 nats per token\."),
-        ({"max_kld": math.nan}, r"for_model: `max_kld` must be positive, got nan\."),
+        (
+            {"presets": "int4"},
+            r"run_preflight: `presets` must be a list of names, got 'int4'\. The default is \['int4', ",
+        ),
+        ({"presets": []}, r"run_preflight: `presets` must be a list of names, got \[\]\."),
+        (
+            {"presets": ["int5"]},
+            r"run_preflight: `presets` must be names out of \[.*\], got 'int5'\. Did you mean 'int",
+        ),
+        (
+            {"max_kld": 0.0},
+            r"run_preflight: `max_kld` must be positive, got 0\.0\. The default is 0\.05 nats per token\.",
+        ),
+        ({"max_kld": math.nan}, r"run_preflight: `max_kld` must be positive, got nan\."),
         (
             {"texts": ["a"]},
-            r"for_model: `tokenizer` must come with `texts`, got None\. Give both, or neither: the mode",
+            r"run_preflight: `tokenizer` must come with `texts`, got None\. Give both, or neither: the mode",
         ),
-        ({"tokenizer": models.tokenizer()}, r"for_model: `texts` must come with `tokenizer`, got None\."),
-        ({"tokenizer": models.tokenizer(), "texts": ["a"]}, r"for_model: `texts` must have at least 512 tokens in pi"),
+        ({"tokenizer": models.tokenizer()}, r"run_preflight: `texts` must come with `tokenizer`, got None\."),
+        (
+            {"tokenizer": models.tokenizer(), "texts": ["a"]},
+            r"run_preflight: `texts` must have at least 512 tokens in pi",
+        ),
         ({"preset_or_config": "int5"}, r"KVQuantConfig: `preset` must be one of"),
     ],
 )
@@ -620,12 +634,14 @@ def test_the_command_refuses(folders: dict[str, str], capsys: pytest.CaptureFixt
     arguments = (folders["biased"], "--check", "--preset", "fp8")
     code, output, error = run(capsys, *arguments)
     assert code == 1 and error.count("\n") == 1
-    assert error.startswith("hf-kvquant: refused: for_model: `preset_or_config` must keep the KL divergence of layer ")
+    assert error.startswith(
+        "hf-kvquant: refused: run_preflight: `preset_or_config` must keep the KL divergence of layer "
+    )
     assert error.endswith(" --force accepts it anyway.\n")
     assert "│ 0 │ fp8 │ 1" in output and "Use it with" not in output
     code, output, error = run(capsys, *arguments, "--force")
     assert code == 0 and error == ""
-    assert "Not safe: for_model: " in output and output.endswith("hf_kvquant.patch(model, 'fp8')")
+    assert "Not safe: run_preflight: " in output and output.endswith("hf_kvquant.patch(model, 'fp8')")
     code, output, error = run(capsys, *arguments[:2], "--preset", "int4", "--weights-only")
     assert code == 0 and "Divergences were not measured" in output
 
@@ -649,7 +665,7 @@ def test_the_command_refuses(folders: dict[str, str], capsys: pytest.CaptureFixt
             ["--text-file", "TEXT"],
             "`--output` must be given, got none. Name a new folder, or add --check to look only.",
         ),
-        (["--check", "--text-file", "TEXT"], "FOLDER cannot be checked. for_model: `texts` must have at least 512"),
+        (["--check", "--text-file", "TEXT"], "FOLDER cannot be checked. run_preflight: `texts` must have at least 512"),
     ],
 )
 def test_mistakes_of_the_command(

@@ -11,6 +11,7 @@ remedy. `divergence.py` feeds and compares text; `verdict.py` words the results.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,12 +24,11 @@ from ..common.errors import did_you_mean
 from ..common.progress import show_progress
 from ..config import PRESETS, KVQuantConfig, LayerFormats, register_preflight
 from ..models.probing import evaluating
-from ..models.text_config import check_is_model
 from ..patching import check_patchable, patched
 from ..transforms.of_model import key_transforms
 from .divergence import CannotMeasure, Meter, alone, read_text
 from .signals import SHAPES, Finding, read_signals
-from .verdict import KLD, UNKNOWN, WHERE, LayerCheck, Preflight, name_of
+from .verdict import KLD, UNKNOWN, LayerCheck, Preflight, name_of
 
 # The presets to pick from, the smallest first.
 LADDER = ("int4", "int4-channel", "k8v4", "int8", "none")
@@ -54,6 +54,7 @@ def run_preflight(
     max_kld: float = GOAL,
     measure: bool = True,
     progress: bool = True,
+    where: str = "run_preflight",
 ) -> Preflight:
     """Find the formats that a model's cache tolerates, or check whether it tolerates the given ones.
 
@@ -74,6 +75,7 @@ def run_preflight(
         measure: Whether to run the model on text. Otherwise the weights alone decide, by coarse limits.
         progress: Whether to show on stderr what is being measured: as it changes in a terminal or a notebook, elsewhere
             every 30 seconds. `transformers.utils.logging.disable_progress_bar()` also turns it off.
+        where: Opens error messages and lines of progress.
 
     Returns:
         The config and the findings. Call `approved()` to get the config, or an error if it does harm.
@@ -83,12 +85,11 @@ def run_preflight(
         TypeError, ValueError: An argument is invalid or does not fit the model.
     """
     config = None if preset_or_config is None else KVQuantConfig.resolve(preset_or_config)
-    rungs = _checked(presets, max_kld, tokenizer, texts)
-    check_is_model(model, WHERE)
+    rungs = _checked(presets, max_kld, tokenizer, texts, where)
+    check_decoder(model, where)
     check_patchable(model, KVQuantConfig.from_preset("none") if config is None else config)
-    check_decoder(model, WHERE)
-    with show_progress(WHERE, is_shown=progress) as tell, torch.no_grad(), evaluating(model), patched(model, "none"):
-        check = _Check(model, config, rungs, max_kld, lambda text: tell(doing=text))
+    with show_progress(where, is_shown=progress) as tell, torch.no_grad(), evaluating(model), patched(model, "none"):
+        check = _Check(model, config, rungs, max_kld, lambda text: tell(doing=text), where)
         if measure and check.signals:
             check.prepare(tokenizer, texts)
         chosen = check.picked() if config is None else config
@@ -97,6 +98,7 @@ def run_preflight(
         problems = _problems(layers, kld, is_given=config is not None)
         remedies = {} if config is None else check.remedies(chosen, problems)
     return Preflight(
+        where=where,
         config=chosen,
         layers=layers,
         left_out=check.left_out,
@@ -117,21 +119,22 @@ def _checked(
     max_kld: float,
     tokenizer: PreTrainedTokenizerBase | None,
     texts: Iterable[str] | None,
+    where: str,
 ) -> Rungs:
     """Check the arguments, and return the presets to pick from as configs."""
     if isinstance(presets, str) or not presets:
-        raise ValueError(f"{WHERE}: `presets` must be a list of names, got {presets!r}. The default is {list(LADDER)}.")
+        raise ValueError(f"{where}: `presets` must be a list of names, got {presets!r}. The default is {list(LADDER)}.")
     for name in presets:
         if name not in PRESETS:
             raise ValueError(
-                f"{WHERE}: `presets` must be names out of {list(PRESETS)}, got {name!r}.{did_you_mean(name, PRESETS)}"
+                f"{where}: `presets` must be names out of {list(PRESETS)}, got {name!r}.{did_you_mean(name, PRESETS)}"
             )
     if not max_kld > 0:
-        raise ValueError(f"{WHERE}: `max_kld` must be positive, got {max_kld}. The default is {GOAL} nats per token.")
+        raise ValueError(f"{where}: `max_kld` must be positive, got {max_kld}. The default is {GOAL} nats per token.")
     if (tokenizer is None) != (texts is None):
         given, missing = ("texts", "tokenizer") if tokenizer is None else ("tokenizer", "texts")
         raise ValueError(
-            f"{WHERE}: `{missing}` must come with `{given}`, got None. Give both, or neither: the model then writes "
+            f"{where}: `{missing}` must come with `{given}`, got None. Give both, or neither: the model then writes "
             "the text itself."
         )
     return [(name, KVQuantConfig.from_preset(name)) for name in presets]
@@ -146,6 +149,7 @@ class _Check:
         rungs: The presets to pick from.
         max_kld: Largest divergence of all layers together.
         say: Called with a description of what is being measured.
+        where: Opens error messages.
 
     Attributes:
         signals: Per layer whose cache would be quantised, the signals of its weights.
@@ -162,18 +166,19 @@ class _Check:
         rungs: Rungs,
         max_kld: float,
         say: Callable[[str], Any],
+        where: str,
     ) -> None:
-        self.model, self.rungs, self.max_kld, self.say = model, rungs, max_kld, say
+        self.model, self.rungs, self.max_kld, self.say, self.where = model, rungs, max_kld, say, where
         self.meter: Meter | None = None
         self.source = self.unmeasured = ""
         say("weights")
-        self.signals, self.left_out = read_signals(model, config, where=WHERE)
+        self.signals, self.left_out = read_signals(model, config, where=self.where)
         self._known: dict[int, dict[LayerFormats, float | str]] = {index: {} for index in self.signals}
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase | None, texts: Iterable[str] | None) -> None:
         """Read the text, or let the model write one, and feed it to the unquantised cache."""
         try:
-            ids, self.source = read_text(self.model, tokenizer, texts, self.say, where=WHERE)
+            ids, self.source = read_text(self.model, tokenizer, texts, self.say, where=self.where)
             self.say("the unquantised cache")
             self.meter = Meter(self.model, ids)
         except CannotMeasure as error:
@@ -277,7 +282,7 @@ class _Check:
                 reason = str(error)
         if not found:
             raise ValueError(
-                f"{WHERE}: `presets` must include one that fits layer {index}, got "
+                f"{self.where}: `presets` must include one that fits layer {index}, got "
                 f"{[name for name, _ in self.rungs]}: {reason} Add 'none'."
             )
         return found
@@ -329,4 +334,4 @@ def _problems(layers: Sequence[LayerCheck], kld: float | None, *, is_given: bool
     return sorted(found, key=lambda finding: (finding.layer_idx is None, finding.value is None, -(finding.value or 0)))
 
 
-register_preflight(run_preflight)
+register_preflight(functools.partial(run_preflight, where="for_model"))

@@ -19,7 +19,6 @@ from .signals import SHAPES, Finding, KeySignals
 
 logger = logging.getLogger(__name__)
 
-WHERE = "for_model"  # opens messages
 # Signals besides those of the weights: a measured divergence, or that nothing is known.
 KLD = "KL divergence"
 UNKNOWN = "unknown"
@@ -87,6 +86,7 @@ class Preflight:
     """The result of `run_preflight`.
 
     Attributes:
+        where: Opens the message of an error.
         config: The config that was picked or given.
         layers: The layers whose cache would be quantised, in order.
         left_out: Per layer whose cache is left to transformers, the reason.
@@ -98,6 +98,7 @@ class Preflight:
         remedies: Per layer with a problem, formats that are good enough.
     """
 
+    where: str
     config: KVQuantConfig
     layers: tuple[LayerCheck, ...]
     left_out: Mapping[int, str]
@@ -148,7 +149,7 @@ class Preflight:
         else:
             expected = f"`preset_or_config` must fit the weights of {of_what}, got {kept} and {worst.detail}"
         remedy = ". Or use ".join(filter(None, (worst.remedy, self._found_good())))
-        message = f"{WHERE}: {expected}. {remedy}. force=True accepts it anyway."
+        message = f"{self.where}: {expected}. {remedy}. force=True accepts it anyway."
         return PreflightError(message, worst, remedy)
 
     def _found_good(self) -> str:
