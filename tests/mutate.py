@@ -252,7 +252,7 @@ MUTATIONS = [
     *of(
         "hf_kvquant/calibration/folding.py",
         (
-            " | (after / factors != before)",
+            " | (after / self.factors != before)",
             "",
             "factors are folded that lose bits of subnormal weights",
             "smoothing",
@@ -264,8 +264,8 @@ MUTATIONS = [
             "smoothing",
         ),
         (
-            "return wide + offset if offset else wide",
-            "return wide + offset",
+            "return wide + self.offset if self.offset else wide",
+            "return wide + self.offset",
             "zeros of a smoothed model lose their sign",
             "smoothing",
         ),

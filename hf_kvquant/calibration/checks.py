@@ -24,15 +24,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclasses.dataclass(frozen=True)
 class Edit:
-    """An edit of weights, as error messages name it.
+    """An edit of weights, as error messages name it."""
 
-    Attributes:
-        what: The tensors that the weights make or take.
-        verb: What the edit does to them.
-    """
-
-    what: str
-    verb: str
+    what: str  # the tensors that the weights make or take
+    verb: str  # what the edit does to them
 
 
 def check_decoder(model: PreTrainedModel, where: str) -> None:

@@ -10,10 +10,11 @@ is caught here. `layout.py` says which parameters make which channel; `search.py
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..models.probing import evaluating, forward
@@ -28,11 +29,14 @@ def scale_keys(model: PreTrainedModel, layout: LayerLayout, factor: Tensor) -> N
 
     `factor` is `[num_kv_heads, head_dim]` float32, positive, and equal where `layout.ties` is.
     """
-    for scalable, multiplier in _multipliers(layout, factor):
-        features, factors = _by_feature(scalable, multiplier)
-        for rows, offset in _rows(model, scalable):
-            features, factors = features.to(rows.device), factors.to(rows.device)
-            rows[features] = _times(rows[features], offset, factors)
+    for part in _parts(model, layout, factor):
+        part.rows[part.features] = part.scaled()
+
+
+def scale_all(model: PreTrainedModel, layouts: Mapping[int, LayerLayout], factors: Mapping[int, Tensor]) -> None:
+    """`scale_keys` for several layers, by index."""
+    for index, factor in factors.items():
+        scale_keys(model, layouts[index], factor)
 
 
 def exact_exponents(model: PreTrainedModel, layout: LayerLayout, exponents: Tensor) -> Tensor:
@@ -42,8 +46,8 @@ def exact_exponents(model: PreTrainedModel, layout: LayerLayout, exponents: Tens
     """
     while exponents.any():
         is_bad = torch.zeros_like(exponents, dtype=torch.bool)
-        for scalable, multiplier in _multipliers(layout, torch.exp2(exponents.float())):
-            rounds = _rounds(model, scalable, multiplier)
+        for part in _parts(model, layout, torch.exp2(exponents.float())):
+            rounds = torch.isin(part.scalable.index, part.features[part.rounds()].cpu())  # [heads, head_dim]
             is_bad |= rounds.view(len(exponents), -1, rounds.shape[1]).any(1)
         if not is_bad.any():
             break
@@ -84,8 +88,7 @@ def settled_exponents(
         changed.clear()
         factors = {index: torch.exp2(settled[index].float()) for index in layouts}
         try:
-            for index, factor in factors.items():
-                scale_keys(model, layouts[index], factor)
+            scale_all(model, layouts, factors)
             with observed(model, compare):
                 forward(model, input_ids)
         finally:
@@ -124,8 +127,7 @@ def fold(
         RuntimeError: The logits change.
     """
     before = check_logits(model, input_ids)
-    for index, factor in factors.items():
-        scale_keys(model, layouts[index], factor)
+    scale_all(model, layouts, factors)
     try:
         after = check_logits(model, input_ids)
         if not torch.equal(before, after):
@@ -151,8 +153,7 @@ def scale_back(
     originals: Mapping[str, Tensor],
 ) -> None:
     """Undo `fold`, bit for bit."""
-    for index, factor in factors.items():
-        scale_keys(model, layouts[index], 1 / factor)
+    scale_all(model, layouts, {index: 1 / factor for index, factor in factors.items()})
     with torch.no_grad():
         for name, original in originals.items():
             model.get_parameter(name).copy_(original)
@@ -174,50 +175,42 @@ def gains_plus_one(model: PreTrainedModel, layouts: Iterable[LayerLayout]) -> di
     }
 
 
-def _multipliers(layout: LayerLayout, factor: Tensor) -> list[tuple[Scalable, Tensor]]:
-    """What a factor multiplies keys and queries by. Query heads take the factor of their key-value head."""
-    return [(layout.key, 1 / factor), (layout.query, factor.repeat_interleave(layout.num_q_per_kv, 0))]
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """The part of a parameter that a factor scales."""
 
+    scalable: Scalable  # the channels that the parameter makes
+    rows: Tensor  # a view of the whole parameter, `[features, ...]`
+    offset: int  # what the module adds to the parameter before use
+    features: Tensor  # `[scaled]` int64: the features whose factor is not 1
+    factors: Tensor  # `[scaled, 1]` float32: what their effect is multiplied by
 
-def _by_feature(scalable: Scalable, multiplier: Tensor) -> tuple[Tensor, Tensor]:
-    """The features that a multiplier per head and channel changes, int64, and a factor for each, `[features, 1]`."""
-    features, first = torch.unique(scalable.index.flatten(), return_inverse=True)
-    factors = torch.empty(len(features)).scatter_(0, first, multiplier.flatten().float())
-    is_scaled = factors != 1
-    return features[is_scaled], factors[is_scaled, None]
+    def scaled(self) -> Tensor:
+        """The features' rows, scaled, in their dtype."""
+        scaled = self._wide(self.rows[self.features]) * self.factors
+        return (scaled - self.offset if self.offset else scaled).to(self.rows.dtype)
 
-
-def _rows(model: PreTrainedModel, scalable: Scalable) -> Iterator[tuple[Tensor, int]]:
-    """Views of a module's parameters, `[features, ...]`, each with the offset that the module adds before use."""
-    module: nn.Module = model.get_submodule(scalable.name)
-    for name, parameter in module.named_parameters(recurse=False):
-        if name == "weight" and scalable.rule in ("rows", "columns"):
-            yield scalable.by_feature(parameter), 0
-        else:
-            yield parameter.detach().view(-1, 1), 1 if name == "weight" and scalable.rule == "gain_plus_one" else 0
-
-
-def _wide(rows: Tensor, offset: int) -> Tensor:
-    """Rows with their offset, in float32 or wider."""
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    return wide + offset if offset else wide  # adding 0 would turn -0.0 into 0.0
-
-
-def _times(rows: Tensor, offset: int, factors: Tensor) -> Tensor:
-    """Rows whose effect is `factors` (`[rows, 1]`) times as large, in their dtype."""
-    scaled = _wide(rows, offset) * factors
-    return (scaled - offset if offset else scaled).to(rows.dtype)
-
-
-def _rounds(model: PreTrainedModel, scalable: Scalable, multiplier: Tensor) -> Tensor:
-    """Whether scaling would round a parameter of each channel: bool, shaped like the multiplier."""
-    features, factors = _by_feature(scalable, multiplier)
-    is_bad = torch.zeros(int(scalable.index.max()) + 1, dtype=torch.bool)
-    for rows, offset in _rows(model, scalable):
-        features, factors = features.to(rows.device), factors.to(rows.device)
-        before = _wide(rows[features], offset)
-        after = _wide(_times(rows[features], offset, factors), offset)
+    def rounds(self) -> Tensor:
+        """Whether scaling rounds a number of each feature, `[scaled]` bool."""
+        before, after = self._wide(self.rows[self.features]), self._wide(self.scaled())
         # Check the way back, too: a product that became subnormal has lost bits.
-        differs = (after != before * factors) | (after / factors != before)
-        is_bad[features.cpu()] |= differs.any(1).cpu()
-    return is_bad[scalable.index]
+        return ((after != before * self.factors) | (after / self.factors != before)).any(1)
+
+    def _wide(self, rows: Tensor) -> Tensor:
+        """Rows with their offset, in float32 or wider."""
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        return wide + self.offset if self.offset else wide  # adding 0 would turn -0.0 into 0.0
+
+
+def _parts(model: PreTrainedModel, layout: LayerLayout, factor: Tensor) -> Iterator[_Part]:
+    """What dividing keys and multiplying queries scales. Query heads take the factor of their key-value head."""
+    of_queries = factor.repeat_interleave(layout.num_q_per_kv, 0)
+    for scalable, multiplier in ((layout.key, 1 / factor), (layout.query, of_queries)):
+        features, factors = scalable.per_feature(multiplier)
+        is_scaled = factors != 1
+        for name, parameter in model.get_submodule(scalable.name).named_parameters(recurse=False):
+            is_matrix = name == "weight" and scalable.rule in ("rows", "columns")
+            rows = scalable.by_feature(parameter) if is_matrix else parameter.detach().view(-1, 1)
+            offset = int(name == "weight" and scalable.rule == "gain_plus_one")
+            device = rows.device
+            yield _Part(scalable, rows, offset, features[is_scaled].to(device), factors[is_scaled, None].to(device))

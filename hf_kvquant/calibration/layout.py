@@ -27,24 +27,17 @@ SMOOTHING = Edit("keys and queries", "smooth")
 
 @dataclasses.dataclass(frozen=True)
 class LayerLayout:
-    """Where one layer's keys and queries come from.
-
-    Attributes:
-        layer_idx: The layer.
-        name: The attention module's name in the model.
-        key: The parameters that make keys.
-        query: The parameters that make queries.
-        ties: `[num_kv_heads, head_dim]` int64: channels with the same number have to share a factor. Query heads take
-            the factors of their key-value head.
-        turn: `[num_kv_heads, head_dim]` float32: `|sin|` of the angle by which RoPE turns the channel from one token to
-            the next; 0 for channels that are not rotated.
-    """
+    """Where one layer's keys and queries come from."""
 
     layer_idx: int
-    name: str
-    key: Scalable
-    query: Scalable
+    name: str  # the attention module's name in the model
+    key: Scalable  # the parameters that make keys
+    query: Scalable  # the parameters that make queries
+    # `[num_kv_heads, head_dim]` int64: channels with the same number have to share a factor. Query heads take the
+    # factors of their key-value head.
     ties: Tensor
+    # `[num_kv_heads, head_dim]` float32: `|sin|` of the angle by which RoPE turns the channel from one token to the
+    # next; 0 for channels that are not rotated.
     turn: Tensor
 
     @property
@@ -88,18 +81,13 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
 
 @dataclasses.dataclass(frozen=True)
 class _Response:
-    """What unit vectors in place of a layer's keys and queries give.
+    """What unit vectors in place of a layer's keys and queries give."""
 
-    Attributes:
-        key: `[head_dim, num_kv_heads, tokens, head_dim]` float32 on the CPU: keys per unit vector, head, token and
-            channel. A channel that a unit vector does not reach is exactly 0.
-        query: The same of queries.
-        is_value_touched: Whether values change with the unit vector.
-    """
-
+    # `[head_dim, num_kv_heads, tokens, head_dim]` float32 on the CPU: keys per unit vector, head, token and channel. A
+    # channel that a unit vector does not reach is exactly 0.
     key: Tensor
-    query: Tensor
-    is_value_touched: bool
+    query: Tensor  # the same of queries
+    is_value_touched: bool  # whether values change with the unit vector
 
 
 def _unit_responses(probe: Probe, chosen: Mapping[int, tuple[Source, Source]]) -> dict[int, _Response]:

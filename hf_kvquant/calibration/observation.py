@@ -31,23 +31,15 @@ NAME = "hf_kvquant-observed"
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """One layer's attention, about to be computed.
+    """One layer's attention, about to be computed."""
 
-    Attributes:
-        layer_idx: The layer, as caches count them; -1 if its module does not say.
-        module: The attention module.
-        query: `[batch, num_q_heads, tokens, head_dim]`, after RoPE.
-        key: `[batch, num_kv_heads, tokens, head_dim]`, after RoPE.
-        value: `[batch, num_kv_heads, tokens, value head_dim]`.
-        attend: The layer's own attention (mask, scaling, cap and sinks included) on tensors shaped like these three, in
-            any floating dtype that all of them share. Returns `[batch, tokens, num_q_heads, value head_dim]`.
-    """
-
-    layer_idx: int
+    layer_idx: int  # the layer, as caches count them; -1 if its module does not say
     module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Tensor  # `[batch, num_q_heads, tokens, head_dim]`, after RoPE
+    key: Tensor  # `[batch, num_kv_heads, tokens, head_dim]`, after RoPE
+    value: Tensor  # `[batch, num_kv_heads, tokens, value head_dim]`
+    # The layer's own attention (mask, scaling, cap and sinks included) on tensors shaped like these three, in any
+    # floating dtype that all of them share. Returns `[batch, tokens, num_q_heads, value head_dim]`.
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 
     def attended(self) -> Tensor:

@@ -44,37 +44,30 @@ NUM_LOUD = 8
 
 @dataclasses.dataclass(frozen=True)
 class Scalable:
-    """The parameters of one module that make each channel of a layer's heads, or take it as input.
+    """The parameters of one module that make each channel of a layer's heads, or take it as input."""
 
-    Attributes:
-        name: The module's name in the model.
-        rule: Which parameters scale its output, or its input if it takes the channels.
-        index: `[heads, head_dim]` int64: the row, column or gain of each channel.
-    """
-
-    name: str
-    rule: Rule
-    index: Tensor
+    name: str  # the module's name in the model
+    rule: Rule  # which parameters scale its output, or its input if it takes the channels
+    index: Tensor  # `[heads, head_dim]` int64: the row, column or gain of each channel
 
     def by_feature(self, weight: Tensor) -> Tensor:
         """The weight of a projection with features first, a view without a gradient."""
         assert self.rule in ("rows", "columns")
         return weight.detach() if self.rule == "rows" else weight.detach().mT
 
+    def per_feature(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The features, int64, and the value of each, float32, from equal values of the channels that they make."""
+        features, first = torch.unique(self.index.flatten(), return_inverse=True)
+        return features, torch.empty(len(features)).scatter_(0, first, values.flatten().float())
+
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """The output of a module that runs once inside an attention module, before it attends.
-
-    Attributes:
-        module: The module.
-        shape: The output's shape, without the batch.
-        token_axis: The axis of `shape` that counts tokens.
-    """
+    """The output of a module that runs once inside an attention module, before it attends."""
 
     module: nn.Module
-    shape: tuple[int, ...]
-    token_axis: int
+    shape: tuple[int, ...]  # the output's shape, without the batch
+    token_axis: int  # the axis of `shape` that counts tokens
 
     @property
     def num_features(self) -> int:
@@ -89,19 +82,12 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where the keys, queries or values of a layer come from, one for one.
+    """Where the keys, queries or values of a layer come from, one for one."""
 
-    Attributes:
-        name: The module's name in the model.
-        output: What the module returns.
-        rule: Which of its parameters scale that.
-        index: `[heads, head_dim]` int64: the feature that makes each channel.
-    """
-
-    name: str
+    name: str  # the module's name in the model
     output: Output
-    rule: Rule
-    index: Tensor
+    rule: Rule  # which of its parameters scale that
+    index: Tensor  # `[heads, head_dim]` int64: the feature that makes each channel
 
 
 class Probe:

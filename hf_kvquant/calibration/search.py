@@ -42,25 +42,15 @@ Measure = Callable[..., dict[int, list[float]]]  # `errors_of` that only needs `
 
 @dataclasses.dataclass
 class KeyStatistics:
-    """Statistics of one layer on calibration text. All tensors are `[num_kv_heads, head_dim]` float32 on the CPU.
-
-    Attributes:
-        layer_idx: The layer.
-        minimum: Smallest value of each channel of the keys, after RoPE.
-        maximum: Largest value of each channel of the keys.
-        mean: Mean of the keys.
-        mean_square: Mean square of the keys.
-        query_mean_square: Mean square of the queries that share the key-value head.
-        num_tokens: Tokens seen, padding excluded.
-    """
+    """Statistics of one layer on calibration text. All tensors are `[num_kv_heads, head_dim]` float32 on the CPU."""
 
     layer_idx: int
-    minimum: Tensor
-    maximum: Tensor
-    mean: Tensor
-    mean_square: Tensor
-    query_mean_square: Tensor
-    num_tokens: int
+    minimum: Tensor  # smallest value of each channel of the keys, after RoPE
+    maximum: Tensor  # largest value of each channel of the keys
+    mean: Tensor  # mean of the keys
+    mean_square: Tensor  # mean square of the keys
+    query_mean_square: Tensor  # mean square of the queries that share the key-value head
+    num_tokens: int  # tokens seen, padding excluded
 
     def largest(self, center: Tensor | None) -> Tensor:
         """The largest `|key - center|` of each channel."""

@@ -31,9 +31,8 @@ from ..common.progress import Tell, show_progress
 from ..config import KVQuantConfig
 from ..models.hashes import hash_of
 from ..models.text_config import check_is_model
-from ..state import ModelTransforms, keep, state_of
-from ..transforms.of_model import set_centers, set_smoothing, transforms_of
-from .folding import fold, gains_plus_one, scale_back
+from ..transforms.of_model import ModelTransforms, set_centers, set_smoothing, transforms_of
+from .folding import fold, gains_plus_one, scale_all, scale_back
 from .layout import LayerLayout, find_layouts
 from .search import CANDIDATES, Candidate, checked_candidates, find_factors
 from .smoothing_file import LayerSmoothing, SmoothingResult
@@ -49,17 +48,11 @@ WHERE = "smooth_attention"  # opens its messages
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """What calibration stores on a model.
-
-    Attributes:
-        result: The result.
-        layouts: Layouts of the layers whose weights are scaled.
-        before: The transforms that were set on the model before, in units of keys without factors.
-    """
+    """What calibration stores on a model."""
 
     result: SmoothingResult
-    layouts: Mapping[int, LayerLayout]
-    before: ModelTransforms
+    layouts: Mapping[int, LayerLayout]  # layouts of the layers whose weights are scaled
+    before: ModelTransforms  # the transforms that were set on the model before, in units of keys without factors
 
 
 def smooth_attention(
@@ -253,8 +246,7 @@ def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> Smoo
             raise foreign("hashes before and after folding both differ from that of the model's weights")
         _refuse_smoothed(model, where)
         factors = result.factors_in("weights")
-        for index, factor in factors.items():
-            scale_keys(model, layouts[index], factor)
+        scale_all(model, layouts, factors)
         if hash_of(model, result.parameters) != result.folded_hash:
             scale_back(model, layouts, factors, result.originals)
             raise foreign("factors give other weights than they did when they were saved")

@@ -37,37 +37,23 @@ Mode = Literal["fold", "online", "auto"]
 
 @dataclasses.dataclass(frozen=True)
 class LayerKeys:
-    """The keys of one layer.
+    """The keys of one layer."""
 
-    Attributes:
-        name: The attention module's name in the model.
-        num_kv_heads: Number of key-value heads.
-        head_dim: Channels of a head.
-    """
-
-    name: str
+    name: str  # the attention module's name in the model
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # channels of a head
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A layer to calibrate.
-
-    Attributes:
-        keys: Its keys.
-        key_format: The format of its keys.
-        before: The key transform that caches apply before calibration.
-        has_center: Whether to calibrate its centre.
-        has_factors: Whether to calibrate its factors.
-        layout: The parameters that make its keys and queries; `None` unless factors are folded into them.
-    """
+    """A layer to calibrate."""
 
     keys: LayerKeys
     key_format: KVFormat
-    before: KeyTransform
-    has_center: bool
-    has_factors: bool
+    before: KeyTransform  # the key transform that caches apply before calibration
+    has_center: bool  # whether to calibrate its centre
+    has_factors: bool  # whether to calibrate its factors
+    # The parameters that make its keys and queries; `None` unless factors are folded into them.
     layout: LayerLayout | None
 
     @property

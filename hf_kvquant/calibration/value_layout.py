@@ -41,35 +41,25 @@ Refuse = Callable[[str], NotImplementedError]  # the error for a layer that cann
 
 @dataclasses.dataclass(frozen=True)
 class ValueLayout:
-    """The two projections of one layer that make values and take attention's output, by rows or columns.
-
-    Attributes:
-        layer_idx: The layer.
-        value: The parameters that make values. Each feature makes one channel.
-        output: The parameters that take attention's output.
-    """
+    """The two projections of one layer that make values and take attention's output, by rows or columns."""
 
     layer_idx: int
+    # The parameters that make values. Each feature makes one channel.
     value: Scalable
-    output: Scalable
+    output: Scalable  # the parameters that take attention's output
 
 
 @dataclasses.dataclass
 class _Answer:
-    """What one layer does with random values and a random output of attention.
+    """What one layer does with random values and a random output of attention."""
 
-    Attributes:
-        made: `[samples, features]`: the random output of the projection.
-        value: `[samples, num_kv_heads, head_dim]`: the values that attention gets from it; empty until it runs.
-        attended: `[samples, num_q_heads, head_dim]`: the random output of attention; empty until it runs.
-        is_key_touched: Whether keys or queries changed with the values.
-        inputs: The modules that ran after attention, each with its input for the first token, `[samples, features]`.
-    """
-
-    made: Tensor
+    made: Tensor  # `[samples, features]`: the random output of the projection
+    # `[samples, num_kv_heads, head_dim]`: the values that attention gets from it; empty until it runs.
     value: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
+    # `[samples, num_q_heads, head_dim]`: the random output of attention; empty until it runs.
     attended: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
-    is_key_touched: bool = False
+    is_key_touched: bool = False  # whether keys or queries changed with the values
+    # The modules that ran after attention, each with its input for the first token, `[samples, features]`.
     inputs: list[tuple[nn.Module, Tensor]] = dataclasses.field(default_factory=list)
 
     def note(self, module: nn.Module, args: Any) -> None:

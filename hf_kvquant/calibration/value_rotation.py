@@ -47,15 +47,10 @@ Outputs = Mapping[nn.Module, list[Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """What `rotate_values` stores on a model.
+    """What `rotate_values` stores on a model."""
 
-    Attributes:
-        layouts: Per rotated layer, its layout.
-        originals: The original weights on the CPU, read by `_read` in the order of `_rotatable`.
-    """
-
-    layouts: Mapping[int, ValueLayout]
-    originals: tuple[Tensor, ...]
+    layouts: Mapping[int, ValueLayout]  # per rotated layer, its layout
+    originals: tuple[Tensor, ...]  # the original weights on the CPU, read by `_read` in the order of `_rotatable`
 
 
 def rotate_values(model: PreTrainedModel) -> tuple[int, ...]:

@@ -108,7 +108,6 @@ def _add_bias(module: nn.Module, scalable: Scalable, added: Tensor) -> None:
         module.bias = nn.Parameter(weight.new_zeros(num_features), requires_grad=weight.requires_grad)
         bias = module.bias
     assert isinstance(bias, Tensor)
-    features, where = torch.unique(scalable.index.flatten(), return_inverse=True)
-    by_feature = torch.empty(len(features)).scatter_(0, where, added.flatten())
+    features, values = scalable.per_feature(added)
     with torch.no_grad():
-        bias[features.to(bias.device)] += by_feature.to(bias)
+        bias[features.to(bias.device)] += values.to(bias)

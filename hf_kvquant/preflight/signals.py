@@ -4,7 +4,7 @@ Two signals make keys hard: a constant that all keys of a head share, such as a 
 channels that are larger than the others, through rows of the projection or gains of the norm after it. Both are read
 from the weights. `centering.py` and `layout.py` run the model to find out what it does with them (fused projections,
 norms, RoPE). A signal that cannot be read, because weights are offloaded or themselves quantised, is reported as
-unknown. This file decides from which size on a signal speaks for another format. `preflight.py` draws the conclusion,
+unknown. This file decides from which size on a signal speaks for another format. `check.py` draws the conclusion,
 and measures how much harm a format really does.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.checks import other_caches
@@ -56,55 +56,36 @@ Found = TypeVar("Found")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One signal of one layer that is beyond its limit.
+    """One signal of one layer that is beyond its limit."""
 
-    Attributes:
-        layer_idx: The layer; `None` for the whole model.
-        signal: The signal's name.
-        value: Its value; `None` if unknown.
-        limit: The largest value allowed (for shapes such as head_dim, the smallest).
-        detail: Value and limit in words.
-        remedy: What to do, a sentence without its full stop.
-        is_harmful: Whether to refuse the format. If false, another format is only better.
-    """
-
-    layer_idx: int | None
+    layer_idx: int | None  # the layer; `None` for the whole model
     signal: str
-    value: float | None
-    limit: float | None
-    detail: str
-    remedy: str
+    value: float | None  # its value; `None` if unknown
+    limit: float | None  # the largest value allowed (for shapes such as head_dim, the smallest)
+    detail: str  # value and limit in words
+    remedy: str  # what to do, a sentence without its full stop
+    # Whether to refuse the format. If false, another format is only better.
     is_harmful: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class KeySignals:
-    """What the weights tell about one layer's keys. Tensors are float32 on the CPU.
-
-    Attributes:
-        layer_idx: The layer.
-        num_kv_heads: Number of key-value heads. `None` means unknown, here and below.
-        num_q_per_kv: Query heads that share a key-value head. Only shown, never a finding.
-        head_dim: Channels of a head.
-        bias: `[num_kv_heads, head_dim]`: the constant in all keys, before RoPE.
-        bias_center: The bias as RoPE rotates it, averaged over positions.
-        spread: `[num_kv_heads]`: root mean square norm of what varies between keys.
-        channel_ratio: The largest channel over the median one, in the worst head. Compares gains if a norm makes keys,
-            else norms of rows.
-        channel_source: Which of the two: `"gains"` or `"rows"`.
-        unknown: Per unknown signal, the reason.
-    """
+    """What the weights tell about one layer's keys. Tensors are float32 on the CPU."""
 
     layer_idx: int
+    # Number of key-value heads. `None` means unknown, here and below.
     num_kv_heads: int | None
+    # Query heads that share a key-value head. Only shown, never a finding.
     num_q_per_kv: int | None
-    head_dim: int | None
-    bias: Tensor | None
-    bias_center: Tensor | None
-    spread: Tensor | None
+    head_dim: int | None  # channels of a head
+    bias: Tensor | None  # `[num_kv_heads, head_dim]`: the constant in all keys, before RoPE
+    bias_center: Tensor | None  # the bias as RoPE rotates it, averaged over positions
+    spread: Tensor | None  # `[num_kv_heads]`: root mean square norm of what varies between keys
+    # The largest channel over the median one, in the worst head. Compares gains if a norm makes keys, else norms of
+    # rows.
     channel_ratio: float | None
-    channel_source: str | None
-    unknown: Mapping[str, str]
+    channel_source: str | None  # which of the two: `"gains"` or `"rows"`
+    unknown: Mapping[str, str]  # per unknown signal, the reason
 
     def bias_ratio(self, center: Tensor | None) -> float | None:
         """The constant that a centre leaves in keys, over what varies in them, in the worst head."""
@@ -118,47 +99,39 @@ class KeySignals:
         return float((left.sum(1).clamp(min=0).sqrt() / self.spread.clamp(min=1e-12)).max())
 
     def findings(self, formats: LayerFormats, transform: KeyTransform | None) -> list[Finding]:
-        """The signals that exceed their limits if the layer is stored in these formats.
-
-        Args:
-            formats: The layer's formats.
-            transform: The layer's key transform; `None` for none.
-        """
+        """The signals that exceed their limits if the layer is stored in these formats, under this transform."""
         key = formats.key
         if not key.is_quantized or key.granularity == "channel":
             return []
-        transform = KeyTransform() if transform is None else transform
+        transform = transform or KeyTransform()
         factor = 1.0 if key.storage == "int4" else EIGHT_BITS
         found = []
         ratio, limit = self.bias_ratio(transform.center), factor * BIAS_LIMIT
         if ratio is not None and ratio > limit:
-            remedy = (
-                "Add 'center' to `transforms`"
-                if transform.center is None
-                else "Calibrate centres on text (hf_kvquant.smooth_attention)"
-            )
+            remedy = "Calibrate centres on text (hf_kvquant.smooth_attention)"
+            if transform.center is None:
+                remedy = "Add 'center' to `transforms`"
             detail = f"a key bias of {ratio:.3g} times what varies in its keys, limit {limit:g}"
             found.append(Finding(self.layer_idx, "key bias", ratio, limit, detail, remedy, True))
         is_rotated, is_smoothed = transform.is_rotated, transform.smoothing is not None
         limit = factor * (ROTATED_CHANNEL_LIMIT if is_rotated else CHANNEL_LIMIT)
         if self.channel_ratio is not None and self.channel_ratio > limit and not is_smoothed:
             remedy = "Calibrate factors (hf_kvquant.smooth_attention)"
-            remedy = remedy if is_rotated else "Add 'rotate' to `transforms`, or c" + remedy[1:]
-            detail = (
-                f"{'norm gains' if self.channel_source == 'gains' else 'projection rows'} of {self.channel_ratio:.3g} "
-                f"times the median channel, limit {limit:g}"
-            )
-            found.append(
-                Finding(self.layer_idx, "key channels", self.channel_ratio, limit, detail, remedy, not is_rotated)
-            )
+            if not is_rotated:
+                remedy = "Add 'rotate' to `transforms`, or calibrate factors (hf_kvquant.smooth_attention)"
+            what, ratio = "norm gains" if self.channel_source == "gains" else "projection rows", self.channel_ratio
+            detail = f"{what} of {ratio:.3g} times the median channel, limit {limit:g}"
+            found.append(Finding(self.layer_idx, "key channels", ratio, limit, detail, remedy, not is_rotated))
         if self.head_dim is not None and key.storage == "int4":
             block = self.head_dim & -self.head_dim
-            for name, value, least in (("head_dim", self.head_dim, MIN_HEAD_DIM), ("rotation", block, MIN_ROTATED)):
+            for signal, what, value, least in (
+                ("head_dim", "a head_dim", self.head_dim, MIN_HEAD_DIM),
+                ("rotation", "a rotation over blocks", block, MIN_ROTATED),
+            ):
                 if value < least:
-                    what = "a head_dim" if name == "head_dim" else "a rotation over blocks"
                     detail = f"{what} of {value}, at least {least} is better at 4 bits"
                     remedy = "Use preset 'int4-channel' or 8 bits"
-                    found.append(Finding(self.layer_idx, name, value, least, detail, remedy, False))
+                    found.append(Finding(self.layer_idx, signal, value, least, detail, remedy, False))
         return found
 
 
@@ -247,15 +220,12 @@ def _arbitrary_keys(model: PreTrainedModel) -> dict[int, tuple[Tensor, int]]:
 
 def _channel_ratio(model: PreTrainedModel, scalable: Scalable) -> tuple[float, str]:
     """The largest channel over the median one, in the worst head, and what was compared: `"gains"` or `"rows"`."""
-    module: nn.Module = model.get_submodule(scalable.name)
-    parameter: Any = module.weight
-    weight = parameter.detach().float().cpu()
-    if scalable.rule == "rows":
-        size = weight.norm(dim=1)[scalable.index]
-    elif scalable.rule == "columns":
-        size = weight.norm(dim=0)[scalable.index]
+    module: Any = model.get_submodule(scalable.name)
+    weight = module.weight.detach().float().cpu()
+    if scalable.rule in ("rows", "columns"):
+        source, size = "rows", scalable.by_feature(weight).norm(dim=1)
     else:
-        gain = weight.flatten() + 1 if scalable.rule == "gain_plus_one" else weight.flatten()
-        size = gain.abs()[scalable.index]
+        source, size = "gains", (weight.flatten() + (scalable.rule == "gain_plus_one")).abs()
+    size = size[scalable.index]
     ratio = size.amax(1) / size.median(1).values.clamp(min=1e-12)
-    return float(ratio.max()), "gains" if scalable.rule.startswith("gain") else "rows"
+    return float(ratio.max()), source
