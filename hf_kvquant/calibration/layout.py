@@ -158,16 +158,10 @@ def turn_per_token(response: Tensor) -> Tensor:
 
 
 def tie(num_nodes: int, edges: Tensor, shared: Iterable[Tensor]) -> Tensor:
-    """Join nodes that have to be equal into sets (connected components).
+    """Join nodes that have to be equal into sets (connected components): the smallest node of each node's set.
 
-    Args:
-        num_nodes: Number of nodes.
-        edges: `[2, count]` int64: pairs of nodes that have to be equal.
-        shared: `[2, count]` int64 each: nodes, and the number of the parameter that scales each. Nodes with the same
-            parameter have to be equal.
-
-    Returns:
-        `[num_nodes]` int64: the smallest node of each node's set.
+    `edges` are pairs of nodes, `[2, count]` int64. So is each of `shared`: nodes, and the number of the parameter that
+    scales each. Nodes with the same parameter have to be equal.
     """
     total = num_nodes
     for nodes_and_parameters in shared:  # a parameter is one more node, joined to those that it scales

@@ -41,32 +41,24 @@ Placement = Literal["weights", "caches", "none"]
 
 @dataclasses.dataclass(frozen=True)
 class LayerSmoothing:
-    """The result of calibration for one layer.
-
-    Attributes:
-        layer_idx: The layer.
-        name: The attention module's name in the model.
-        placement: Where its factors are: folded into the weights (`"weights"`), applied by its caches (`"caches"`), or
-            `"none"` if it gets no factors.
-        choice: The chosen candidate: an alpha, `"energy"`, or `"0.0"` for no factors.
-        factor: `[num_kv_heads, head_dim]` float32, powers of two. Keys are divided by it, queries multiplied.
-        center: `[num_kv_heads, head_dim]` float32, in units of keys without factors. It is subtracted from keys before
-            the factors apply. `None` if no centre was calibrated, or if no centre is better.
-        errors: Per candidate, the relative error of the layer's attention output with only keys quantised.
-        error_before: The same error before calibration.
-        error_after: The same error after calibration.
-        is_limited: Whether some factors would have left the range of the weights' dtype, so smaller ones were tried.
-    """
+    """The result of calibration for one layer."""
 
     layer_idx: int
-    name: str
+    name: str  # the attention module's name in the model
+    # Where its factors are: folded into the weights (`"weights"`), applied by its caches (`"caches"`), or `"none"` if
+    # it gets no factors.
     placement: Placement
-    choice: str
+    choice: str  # the chosen candidate: an alpha, `"energy"`, or `"0.0"` for no factors
+    # `[num_kv_heads, head_dim]` float32, powers of two. Keys are divided by it, queries multiplied.
     factor: Tensor
+    # `[num_kv_heads, head_dim]` float32, in units of keys without factors. It is subtracted from keys before the
+    # factors apply. `None` if no centre was calibrated, or if no centre is better.
     center: Tensor | None
+    # Per candidate, the relative error of the layer's attention output with only keys quantised.
     errors: Mapping[str, float]
-    error_before: float
-    error_after: float
+    error_before: float  # the same error before calibration
+    error_after: float  # the same error after calibration
+    # Whether some factors would have left the range of the weights' dtype, so smaller ones were tried.
     is_limited: bool
 
     @property

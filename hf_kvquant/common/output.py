@@ -14,15 +14,10 @@ from pathlib import Path
 
 
 def why_unwritable(path: Path, *, is_folder: bool = False, with_parents: bool = False) -> str | None:
-    """Why a path cannot be written, found by creating a file next to it. Leaves nothing behind.
+    """Why a path cannot be written, in words; `None` if it can. Found by creating a file next to it, which is removed.
 
-    Args:
-        path: Of a file, or of a folder to write files into.
-        is_folder: Whether it is a folder. It need not exist yet.
-        with_parents: Whether the folders above it need not exist either.
-
-    Returns:
-        The reason, in words; `None` if the path can be written.
+    `is_folder`: the path is of a folder to write files into, which need not exist yet. `with_parents`: the folders
+    above it need not exist either.
     """
     try:
         if path.exists() and path.is_dir() != is_folder:
@@ -45,13 +40,8 @@ def why_unwritable(path: Path, *, is_folder: bool = False, with_parents: bool = 
 def written(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
     """Write a file in one step: readers find the old or the new one, never a part, even if the process is killed.
 
-    Args:
-        path: Of the file. A link is followed.
-        overwrite: Whether an existing file may be replaced.
-
-    Yields:
-        The temporary path to write to. It is moved to `path` when the `with` block ends, and removed if the block
-        fails.
+    Yields the temporary path to write to. It is moved to `path`, of which a link is followed, when the `with` block
+    ends, and removed if the block fails.
 
     Raises:
         FileExistsError: There is a file already, and `overwrite` is False.

@@ -30,15 +30,11 @@ def weights_hash(model: PreTrainedModel) -> str:
 
 
 def hash_of(model: PreTrainedModel, names: Iterable[str], samples: int | None = None) -> str:
-    """SHA-256 of parameters and buffers.
+    """SHA-256 of parameters and buffers with these names.
 
     Floating-point tensors are hashed as float32, so a checkpoint has the same hash when it is loaded in a wider dtype.
-    Offloaded tensors count only by name and shape.
-
-    Args:
-        model: Owns the tensors.
-        names: Names of the parameters and buffers.
-        samples: About how many numbers of each tensor to hash, spread evenly; `None` for all.
+    Offloaded tensors count only by name and shape. `samples` is about how many numbers of each tensor to hash, spread
+    evenly; `None` for all.
 
     Raises:
         AttributeError: The model has no tensor of that name.

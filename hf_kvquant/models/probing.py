@@ -51,7 +51,7 @@ def whole_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def forward(model: PreTrainedModel, input_ids: Tensor, *, cache: Cache | None = None, **kwargs: Tensor) -> Tensor:
-    """Run a forward and return its logits.
+    """Run a forward and return its logits, `[batch, tokens, vocab_size]` in the dtype of the model.
 
     Args:
         model: Only run.
@@ -59,9 +59,6 @@ def forward(model: PreTrainedModel, input_ids: Tensor, *, cache: Cache | None = 
         cache: Filled in place; `None` for a forward without a cache.
         **kwargs: `attention_mask` or `position_ids`, shaped like `input_ids`. By default, positions follow the mask, as
             in `generate`. Models that take no positions get none.
-
-    Returns:
-        `[batch, tokens, vocab_size]`, dtype of the model.
     """
     mask = kwargs.get("attention_mask")
     if mask is not None:

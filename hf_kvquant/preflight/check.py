@@ -143,14 +143,6 @@ def _checked(
 class _Check:
     """Collects what is known of each layer in each format, and decides. Nothing is measured twice.
 
-    Args:
-        model: A patched model.
-        config: The config to check, if one is given.
-        rungs: The presets to pick from.
-        max_kld: Largest divergence of all layers together.
-        say: Called with a description of what is being measured.
-        where: Opens error messages.
-
     Attributes:
         signals: Per layer whose cache would be quantised, the signals of its weights.
         left_out: For each other layer, the reason.
@@ -306,10 +298,7 @@ class _Check:
 def _problems(layers: Sequence[LayerCheck], kld: float | None, *, is_given: bool) -> list[Finding]:
     """Reasons to refuse, the worst first: divergences, signals of layers that were not measured, and unknown layers.
 
-    Args:
-        layers: The results for layers.
-        kld: The divergence of all layers together; `None` if it was not measured.
-        is_given: Whether the user gave the config, instead of having it picked.
+    `kld` is of all layers together. `is_given`: the user gave the config, instead of having it picked.
     """
     default = "Let for_model pick presets: KVQuantConfig.for_model(model)" if is_given else "End `presets` with 'none'"
     found: list[Finding] = []

@@ -111,14 +111,11 @@ def _logits(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:
 
 
 class Meter:
-    """Feeds one text to caches of a model, and compares the logits with those of our cache without quantisation.
+    """Feeds one text (`ids`, `[windows, tokens]`) to caches of a patched model, and compares logits.
 
-    A cache of transformers would sum in another order. With ours, layers before the quantised one are the same to the
-    bit, so measurements in 16 bits show the format instead of that noise.
-
-    Args:
-        model: A patched model.
-        ids: `[windows, tokens]` int64.
+    They are compared with those of our cache without quantisation. A cache of transformers would sum in another order.
+    With ours, layers before the quantised one are the same to the bit, so measurements in 16 bits show the format
+    instead of that noise.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:

@@ -138,12 +138,7 @@ class KeySignals:
 def read_signals(
     model: PreTrainedModel, config: KVQuantConfig | None = None, *, where: str
 ) -> tuple[dict[int, KeySignals], dict[int, str]]:
-    """Read the signals of each layer from the weights.
-
-    Args:
-        model: A decoder that `patch` accepts, with any kind of weights. It is only run, on a few arbitrary tokens.
-        config: The cache's config; `None` for a cache that quantises every layer it can.
-        where: Opens error messages.
+    """Read the signals of each layer from the weights, of any kind. The model is only run, on a few arbitrary tokens.
 
     Returns:
         signals: For each layer whose cache would be quantised. A signal that cannot be read is unknown, not an error.

@@ -48,25 +48,16 @@ class PreflightError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class LayerCheck:
-    """The pre-flight result for one layer.
-
-    Attributes:
-        layer_idx: The layer.
-        formats: The formats of its keys and values.
-        signals: The signals of its weights.
-        kld: Mean KL divergence in nats per token with only this layer quantised; `None` if it was not measured.
-        tried: Names of the other formats that were measured, each with its divergence.
-        findings: Signals of the weights that exceed their limits for these formats.
-        unmeasured: Why the divergence is missing, if it was asked for.
-    """
+    """The pre-flight result for one layer."""
 
     layer_idx: int
-    formats: LayerFormats
-    signals: KeySignals
+    formats: LayerFormats  # the formats of its keys and values
+    signals: KeySignals  # the signals of its weights
+    # Mean KL divergence in nats per token with only this layer quantised; `None` if it was not measured.
     kld: float | None
-    tried: tuple[tuple[str, float], ...]
-    findings: tuple[Finding, ...]
-    unmeasured: str
+    tried: tuple[tuple[str, float], ...]  # names of the other formats that were measured, each with its divergence
+    findings: tuple[Finding, ...]  # signals of the weights that exceed their limits for these formats
+    unmeasured: str  # why the divergence is missing, if it was asked for
 
     @property
     def name(self) -> str:
