@@ -228,17 +228,14 @@ def _choose(
     possible: dict[int, list[Tensor]] = {}
     tried: dict[int, list[KeyTransform]] = {}
     for index, target in targets.items():
-        seen, transform, layout = statistics[index], target.before, target.layout
-        if target.has_center:
-            transform = dataclasses.replace(transform, center=seen.mean)
-        wanted[index] = [
-            exponents_of(seen, target.ties, choice if target.has_factors else 0.0, transform.center)
-            for choice in choices
-        ]
+        seen, layout = statistics[index], target.layout
+        center = seen.mean if target.has_center else target.before.center
+        tested = choices if target.has_factors else [0.0] * len(choices)
+        wanted[index] = [exponents_of(seen, target.ties, choice, center) for choice in tested]
         possible[index] = wanted[index]
         if layout is not None:
             possible[index] = [exact_exponents(model, layout, exponents) for exponents in wanted[index]]
-        tried[index] = [target.before, *(_with_factors(transform, exponents) for exponents in possible[index])]
+        tried[index] = [target.before, *(target.transform(center, exponents) for exponents in possible[index])]
     chosen = {}
     for index, (error_before, *errors) in measure(transforms=tried, advance=advance).items():
         target, number = targets[index], pick(errors)
@@ -261,11 +258,6 @@ def _choose(
     return chosen
 
 
-def _with_factors(transform: KeyTransform, exponents: Tensor) -> KeyTransform:
-    """The transform with factors `2 ** exponents`."""
-    return dataclasses.replace(transform, smoothing=torch.exp2(exponents.float())) if exponents.any() else transform
-
-
 def _settle(
     model: PreTrainedModel,
     targets: Mapping[int, Target],
@@ -286,12 +278,10 @@ def _settle(
     before = {index: chosen[index].exponents for index in layouts}
     after = settled_exponents(model, layouts, before, input_ids, where)
     cut = {index: [0 * x, x] for index, x in after.items() if not torch.equal(x, before[index])}
-    tried: dict[int, list[KeyTransform]] = {}
-    for index, choices in cut.items():
-        target, transform = targets[index], targets[index].before
-        if target.has_center:
-            transform = dataclasses.replace(transform, center=chosen[index].center)
-        tried[index] = [_with_factors(transform, exponents) for exponents in choices]
+    tried = {
+        index: [targets[index].transform(chosen[index].center, exponents) for exponents in choices]
+        for index, choices in cut.items()
+    }
     settled = dict(chosen)
     for index, errors in (measure(transforms=tried) if cut else {}).items():
         number = pick(errors)

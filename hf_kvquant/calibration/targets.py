@@ -70,6 +70,14 @@ class Target:
             return self.layout.ties
         return torch.arange(self.keys.num_kv_heads * self.keys.head_dim).view(self.keys.num_kv_heads, -1)
 
+    def transform(self, center: Tensor | None, exponents: Tensor) -> KeyTransform:
+        """The key transform with factors `2 ** exponents`, and with this centre if one is to be calibrated."""
+        return dataclasses.replace(
+            self.before,
+            center=center if self.has_center else self.before.center,
+            smoothing=torch.exp2(exponents.float()) if exponents.any() else self.before.smoothing,
+        )
+
 
 def find_targets(
     model: PreTrainedModel, config: KVQuantConfig, mode: Mode, *, has_centers: bool, has_factors: bool, where: str
