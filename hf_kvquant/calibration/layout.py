@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +122,7 @@ def _layout(layer_idx: int, name: str, key: Source, query: Source, response: _Re
     """The layout of one layer, or why it cannot be scaled."""
     if response.is_value_touched:
         return "values come from the same weights as keys"
-    key_side, query_side = _scalable(key), _scalable(query)
+    key_side, query_side = key.scalable, query.scalable
     if key.output.module is query.output.module and torch.isin(key_side.index, query_side.index).any():
         return "one parameter makes keys and queries"
     num_kv_heads, head_dim = key.index.shape
@@ -137,13 +136,6 @@ def _layout(layer_idx: int, name: str, key: Source, query: Source, response: _Re
         shared.append(torch.stack((side_nodes.flatten(), side.index.flatten())))
     ties = tie(nodes.numel(), torch.cat(edges, dim=1), shared).view_as(nodes)
     return LayerLayout(layer_idx, name, key_side, query_side, ties, turn_per_token(response.key))
-
-
-def _scalable(source: Source) -> Scalable:
-    """The parameters behind a source. A gain spans the last axes; if heads are an axis before these, they share it."""
-    weight: Any = source.output.module.weight
-    span = weight.numel() if source.rule.startswith("gain") else source.output.num_features
-    return Scalable(source.name, source.rule, source.index % span)
 
 
 def turn_per_token(response: Tensor) -> Tensor:

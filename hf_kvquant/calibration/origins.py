@@ -84,10 +84,9 @@ class Output:
 class Source:
     """Where the keys, queries or values of a layer come from, one for one."""
 
-    name: str  # the module's name in the model
     output: Output
-    rule: Rule  # which of its parameters scale that
-    index: Tensor  # `[heads, head_dim]` int64: the feature that makes each channel
+    index: Tensor  # `[heads, head_dim]` int64: the feature of the output that makes each channel
+    scalable: Scalable
 
 
 class Probe:
@@ -218,16 +217,20 @@ class Probe:
         return passed
 
     def _source(self, layer_idx: int, passed: list[tuple[Output, Tensor]]) -> Source | str:
+        """The last module that can be edited, out of those whose outputs arrive, or why there is none."""
         if not passed:
             return "are not a multiple of any module's output"
         for output, index in passed:
             module, name = output.module, self.names[output.module]
             self.check_editable(layer_idx, module)
-            if isinstance(getattr(module, "weight", None), nn.Parameter):
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, nn.Parameter):
                 rule = rule_of(output)
                 if rule is None:
                     return f"come from {name} ({type(module).__name__}), whose weight scales in another way"
-                return Source(name, output, rule, index)
+                # A gain spans the last axes of the output. If heads are an axis before these, they share it.
+                span = weight.numel() if rule.startswith("gain") else output.num_features
+                return Source(output, index, Scalable(name, rule, index % span))
         return f"come from {self.names[passed[0][0].module]}, which has no weights"
 
 

@@ -31,7 +31,8 @@ from ..common.progress import Tell, show_progress
 from ..config import KVQuantConfig
 from ..models.hashes import hash_of
 from ..models.text_config import check_is_model
-from ..transforms.of_model import ModelTransforms, set_centers, set_smoothing, transforms_of
+from ..state import ModelTransforms, keep, state_of
+from ..transforms.of_model import set_centers, set_smoothing, transforms_of
 from .folding import fold, gains_plus_one, scale_all, scale_back
 from .layout import LayerLayout, find_layouts
 from .search import CANDIDATES, Candidate, checked_candidates, find_factors

@@ -136,7 +136,7 @@ class SmoothingResult:
 
     def table(self, title: str | None = None) -> Table:
         """The layers as a table for a terminal."""
-        return table_of(dict.fromkeys(HEADINGS, "right"), [layer.cells() for layer in self.layers], title=title)
+        return table_of(HEADINGS, [(layer.cells(), None) for layer in self.layers], title=title)
 
     def report(self) -> str:
         """A readable table: per layer the factors, the centre, and the error before and after, with an explanation."""

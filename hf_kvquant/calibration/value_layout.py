@@ -94,8 +94,8 @@ def find_value_layouts(model: PreTrainedModel, *, where: str) -> dict[int, Value
     for index, (source,) in probe.sources("value").items():
         if isinstance(source, str):
             raise refusal(index, f"its values {source}")
-        if source.rule not in ("rows", "columns"):
-            raise refusal(index, f"its values come from {source.name}, a norm")
+        if source.scalable.rule not in ("rows", "columns"):
+            raise refusal(index, f"its values come from {source.scalable.name}, a norm")
         chosen[index] = source
     layouts: dict[int, ValueLayout] = {}
     for index, answer in _answers(probe, chosen).items():
@@ -152,14 +152,15 @@ def _silence(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _value(source: Source, answer: _Answer, refuse: Refuse) -> Scalable:
     """The projection that makes values."""
+    name = source.scalable.name
     if answer.is_key_touched:
         raise refuse("keys or queries come from the same weights as values")
-    if not _is_in_proportion(answer.made.to(answer.value), answer.value, source.index):
-        raise refuse(f"values are multiplied per channel after {source.name}")
-    index = source.index.unique(dim=0)  # a head that is repeated before attention (Falcon) counts once
+    if not _is_in_proportion(answer.made.to(answer.value), answer.value, source.scalable.index):
+        raise refuse(f"values are multiplied per channel after {name}")
+    index = source.scalable.index.unique(dim=0)  # a head that is repeated before attention (Falcon) counts once
     if index.unique().numel() < index.numel():
-        raise refuse(f"one feature of {source.name} makes several channels of values")
-    return Scalable(source.name, source.rule, index)
+        raise refuse(f"one feature of {name} makes several channels of values")
+    return dataclasses.replace(source.scalable, index=index)
 
 
 def _output(answer: _Answer, probe: Probe, layer_idx: int, refuse: Refuse) -> Scalable:

@@ -163,13 +163,11 @@ def is_rotated(model: PreTrainedModel) -> bool:
 def _rotatable(model: PreTrainedModel, layouts: Mapping[int, ValueLayout]) -> Iterator[tuple[Tensor, Tensor]]:
     """The rotated parameters: views `[features, ...]`, each with the feature of each channel, `[heads, head_dim]`."""
     for layout in layouts.values():
-        value, output = (model.get_submodule(side.name) for side in (layout.value, layout.output))
-        assert isinstance(value.weight, Tensor) and isinstance(output.weight, Tensor)
-        yield layout.value.by_feature(value.weight), layout.value.index
-        if value.bias is not None:
-            assert isinstance(value.bias, Tensor)
-            yield value.bias.detach(), layout.value.index
-        yield layout.output.by_feature(output.weight), layout.output.index
+        for side in (layout.value, layout.output):
+            module: Any = model.get_submodule(side.name)
+            yield side.by_feature(module.weight), side.index
+            if side is layout.value and module.bias is not None:
+                yield module.bias.detach(), side.index
 
 
 def _read(rows: Tensor, index: Tensor) -> Tensor:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 
 def table_of(
-    headings: Mapping[str, JustifyMethod],
-    rows: Sequence[Sequence[str]],
+    headings: Sequence[str],
+    rows: Iterable[tuple[Sequence[str], str | None]],
     *,
     title: str | None = None,
-    styles: Sequence[str | None] | None = None,
+    left: Collection[str] = (),
 ) -> Table:
-    """A table, with the alignment of each column and, if given, a style for each row."""
+    """A table of rows, each with its style. Columns are aligned to the right, except those in `left`."""
     table = Table(title=title, title_justify="left", title_style="bold")
-    for heading, justify in headings.items():
-        table.add_column(heading, justify=justify, overflow="fold")
-    for row, style in zip(rows, styles or [None] * len(rows), strict=True):
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right", overflow="fold")
+    for row, style in rows:
         table.add_row(*map(Text, row), style=style)  # `Text`, since strings are parsed as markup
     return table
 

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import JustifyMethod
 from rich.table import Table
 
 from ..common.tables import plain, table_of
@@ -22,8 +21,7 @@ logger = logging.getLogger(__name__)
 # Signals besides those of the weights: a measured divergence, or that nothing is known.
 KLD = "KL divergence"
 UNKNOWN = "unknown"
-HEADINGS: dict[str, JustifyMethod] = {"layer": "right", "formats": "left", "key bias": "right", "channels": "right"}
-HEADINGS |= {"KL, nats/token": "right", "remarks": "left"}
+HEADINGS = ("layer", "formats", "key bias", "channels", "KL, nats/token", "remarks")
 
 
 class PreflightError(ValueError):
@@ -165,12 +163,14 @@ class Preflight:
     def table(self, title: str | None = None) -> Table:
         """The layers as a table for a terminal. Those with a problem are red."""
         harmful = {finding.layer_idx for finding in self.problems}
-        return table_of(
-            HEADINGS,
-            [(str(layer.layer_idx), layer.name, *cells(layer), layer.remarks()) for layer in self.layers],
-            title=title,
-            styles=["red" if layer.layer_idx in harmful else None for layer in self.layers],
+        rows = (
+            (
+                (str(layer.layer_idx), layer.name, *cells(layer), layer.remarks()),
+                "red" if layer.layer_idx in harmful else None,
+            )
+            for layer in self.layers
         )
+        return table_of(HEADINGS, rows, title=title, left=("formats", "remarks"))
 
     def report(self) -> str:
         """A readable table."""
