@@ -1,6 +1,6 @@
 """Writes result files: tests a path before work begins, then writes a file completely or not at all.
 
-The callers word the error for a path that cannot be written (`arguments.py`, `evaluation/records.py`,
+The callers word the error for a path that cannot be written (`cli/arguments.py`, `evaluation/records.py`,
 `cache/file.py`).
 """
 

@@ -1,6 +1,6 @@
 """Holds the results of a pre-flight check and words them: tables, reasons to refuse, the error with its remedy.
 
-`check.py` measures, and decides what is a reason to refuse. `cli.py` shows the results in a terminal.
+`check.py` measures, and decides what is a reason to refuse. `cli/calibrate.py` shows the results in a terminal.
 """
 
 from __future__ import annotations
