@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import hf_kvquant
 from hf_kvquant import KVQuantConfig, PreflightError, cli, run_preflight
 from hf_kvquant.evaluation.injection import inject_key_bias, inject_key_outliers
+from hf_kvquant.evaluation.preparation import load
 from hf_kvquant.preflight import check as preflight
 from hf_kvquant.preflight import divergence, verdict
 from hf_kvquant.preflight.signals import read_signals
@@ -619,7 +620,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_the_command_picks(folders: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, output, error = run(capsys, folders["easy"], "--check")
     assert code == 0 and error == ""
-    result = run_preflight(cli.load(folders["easy"], "auto", torch.device("cpu"), "test")[0])
+    result = run_preflight(load(folders["easy"], "auto", torch.device("cpu"))[0])
     for layer in result.layers:
         assert f"│ {layer.layer_idx} │ {layer.name} │ 0.00 │" in output
     assert output.endswith(f"Use it with: hf_kvquant.patch(model, {result.spelled()})")
