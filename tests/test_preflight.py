@@ -635,9 +635,7 @@ def test_the_command_refuses(folders: dict[str, str], capsys: pytest.CaptureFixt
     arguments = (folders["biased"], "--check", "--preset", "fp8")
     code, output, error = run(capsys, *arguments)
     assert code == 1 and error.count("\n") == 1
-    assert error.startswith(
-        "hf-kvquant: refused: run_preflight: `preset_or_config` must keep the KL divergence of layer "
-    )
+    assert error.startswith("hf-kvquant: refused: calibrate: `preset_or_config` must keep the KL divergence of layer ")
     assert error.endswith(" --force accepts it anyway.\n")
     assert "│ 0 │ fp8 │ 1" in output and "Use it with" not in output
     code, output, error = run(capsys, *arguments, "--force")

@@ -158,7 +158,8 @@ def check(args: argparse.Namespace, preset: str | None) -> None:
         result.approved()
     except PreflightError as error:
         if not args.force:
-            raise Refused(str(error).replace("force=True", "--force")) from error
+            text = str(error).removeprefix("run_preflight: ")  # the command names itself
+            raise Refused(text.replace("force=True", "--force")) from error
         console.print(f"Not safe: {error}", style="bold red")
     console.print(f"Use it with: hf_kvquant.patch(model, {result.spelled()})", soft_wrap=True)
 
