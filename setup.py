@@ -257,7 +257,7 @@ def write_ninja(torch: Path, output: Path, is_native: bool) -> str:
         includes.append(f'-isystem "{cuda / "include"}"')
         flags_of["module"] += f" '-DHF_KVQUANT_CUDA_ARCHS={';'.join(archs)}'"
         # ninja starts them in this order: sources that take minutes come first, so that no core is idle at the end.
-        sources = sorted(ROOT.glob("csrc/cuda/*.cu")) + sorted(ROOT.glob("csrc/cuda/*.cpp")) + sources
+        sources = sorted(ROOT.glob("csrc/cuda/**/*.cu")) + sorted(ROOT.glob("csrc/cuda/**/*.cpp")) + sources
         lines += [f'nvcc = "{cuda / "bin" / "nvcc"}"', f"nvcc_flags = {' '.join([*NVCC_FLAGS, '-Icsrc'])}"]
         # Linked statically, so that the binary works with any CUDA runtime of torch, or with none.
         link_flags += [f'-L"{libraries}"', "-lcudart_static", "-ldl", "-lrt"]

@@ -69,10 +69,8 @@ def kernel_sections(rules: dict[str, Any]) -> str:
 
     kernel-builder itself links for old libraries, so `csrc/manylinux` is left out.
     """
-    folders = [ROOT / "csrc", ROOT / "csrc" / "cpu", ROOT / "csrc" / "cuda"]
-    sources = sorted(
-        path.relative_to(ROOT).as_posix() for folder in folders for path in folder.iterdir() if path.is_file()
-    )
+    everything = (path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    sources = sorted(path for path in everything if not path.startswith("csrc/manylinux/"))
     sets: dict[str, tuple[str, ...]] = rules["X86_SETS"]
     own = {f"csrc/cpu/kernels_{name}.cpp": name for name in sets}
     common = [*rules["CXX_FLAGS"], *(f"-DHF_KVQUANT_{name.upper()}" for name in sets)]

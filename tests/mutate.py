@@ -493,11 +493,11 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "csrc/cuda/transform.cuh",
+        "csrc/cuda/common/transform.cuh",
         ("__frcp_rn(smoothing[k])", "__fdividef(1.f, smoothing[k])", "keys are off by a bit", "transforms"),
     ),
     *of(
-        "csrc/cuda/combine.cuh",
+        "csrc/cuda/attend/combine.cuh",
         ("(sink == maximum ? 1.f : exp2_below", "(exp2_below", "an infinite sink makes NaN", "extreme_values"),
         (
             "if (params.lengths[segment.b] > plan.max_length) sink = NAN;",
@@ -507,7 +507,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "csrc/cuda/plan.cpp",
+        "csrc/cuda/plan/plan.cpp",
         (
             "side.head_dim / side.num_groups % 32 == 0",
             "side.head_dim / side.num_groups % 16 == 0",
@@ -522,7 +522,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "csrc/cuda/append.cu",
+        "csrc/cuda/append/append.cu",
         (
             "*scale_at(job.side, token.b, 0, 0, 0) = kHalfNan;",
             "",

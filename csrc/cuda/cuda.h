@@ -7,7 +7,7 @@
 #include <cstddef>
 
 #include "../format.h"
-#include "laps.h"
+#include "common/laps.h"
 
 namespace hf_kvquant::cuda {
 

@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../format.h"
+#include "../../format.h"
 #include "instructions.cuh"
 
 namespace hf_kvquant::cuda {

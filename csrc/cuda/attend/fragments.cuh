@@ -17,8 +17,8 @@
 
 #include <cuda_fp8.h>
 
-#include "../format.h"
-#include "instructions.cuh"
+#include "../../format.h"
+#include "../common/instructions.cuh"
 
 namespace hf_kvquant::cuda {
 

@@ -4,7 +4,7 @@
 
 #include "schedule.cuh"
 #include "shape.cuh"
-#include "transform.cuh"
+#include "../common/transform.cuh"
 
 namespace hf_kvquant::cuda {
 

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "../format.h"
+#include "../../format.h"
 
 #ifdef __CUDACC__
 #define KVQ_BOTH __host__ __device__ __forceinline__

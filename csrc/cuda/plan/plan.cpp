@@ -11,7 +11,7 @@
 #include <string>
 #include <tuple>
 
-#include "cuda.h"
+#include "../cuda.h"
 
 namespace hf_kvquant::cuda {
 namespace {

@@ -19,7 +19,7 @@
 // starts all loads before it needs any of them, and the host prepares what is the same for all blocks.
 #pragma once
 
-#include "quantize.cuh"
+#include "../common/quantize.cuh"
 #include "tails.cuh"
 #include "worker.cuh"
 

@@ -9,7 +9,7 @@
 // steps are aligned and the number of rows is a multiple of a step.
 #pragma once
 
-#include "codes.cuh"
+#include "../common/codes.cuh"
 #include "fragments.cuh"
 
 namespace hf_kvquant::cuda {

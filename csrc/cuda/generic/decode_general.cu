@@ -9,9 +9,9 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "codes.cuh"
-#include "cuda.h"
-#include "transform.cuh"
+#include "../common/codes.cuh"
+#include "../cuda.h"
+#include "../common/transform.cuh"
 
 namespace hf_kvquant::cuda {
 namespace {

@@ -14,9 +14,9 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "../fused.h"
-#include "codes.cuh"
-#include "cuda.h"  // may_overlap
+#include "../../fused.h"
+#include "../common/codes.cuh"
+#include "../cuda.h"  // may_overlap
 
 namespace hf_kvquant::cuda {
 namespace {

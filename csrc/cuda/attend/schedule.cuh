@@ -16,9 +16,9 @@
 // combine; with 16 they cost 3.
 #pragma once
 
-#include "../format.h"
-#include "cuda.h"
-#include "instructions.cuh"
+#include "../../format.h"
+#include "../cuda.h"
+#include "../common/instructions.cuh"
 
 namespace hf_kvquant::cuda {
 

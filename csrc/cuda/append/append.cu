@@ -15,8 +15,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda.h"
-#include "quantize.cuh"
+#include "../cuda.h"
+#include "../common/quantize.cuh"
 
 namespace hf_kvquant::cuda {
 namespace {

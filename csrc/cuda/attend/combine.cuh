@@ -6,7 +6,7 @@
 // depend on which block that is.
 #pragma once
 
-#include "codes.cuh"
+#include "../common/codes.cuh"
 #include "schedule.cuh"
 
 namespace hf_kvquant::cuda {

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "../fused.h"
-#include "codes.cuh"  // launch
+#include "../../fused.h"
+#include "../common/codes.cuh"  // launch
 
 namespace hf_kvquant::cuda {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attend.cuh"
-#include "cuda.h"
+#include "../cuda.h"
 
 namespace hf_kvquant::cuda {
 
