@@ -14,12 +14,12 @@ namespace hf_kvquant::cuda {
 // An instantiation of the attention kernel (attend.cuh), with what the host needs to know about it.
 struct AttendKernel {
   const void* function;
-  int fixed_bytes, stage_bytes;  // of shared memory: per block, and per warp and stage
-  int num_stages, min_stages;    // of a warp's ring: usual number, and fewest if shared memory is short
+  int fixed_bytes, stage_bytes;  // of shared memory: per thread block, and per warp and stage
+  int num_stages, min_stages;    // of a warp's pipeline: usual number, and fewest if shared memory is short
   int head_dim;                  // the largest it serves
   int rows_per_tile;             // query rows (tokens times heads of a group) that a thread block serves
   int step_tokens;               // tokens that a warp takes at a time
-  int slot_floats;               // of one block's partial result
+  int slot_floats;               // of a thread block's partial result
   bool has_key_zero, has_value_zero, is_grouped, is_blocked;
   bool has_pairs;  // a warp quantises a new key and its value side by side; this needs are_pairs in plan.cpp
 };
@@ -91,7 +91,7 @@ struct RowChunks {
   int num_chunks;  // in a step
   Divisor per_row;
 };
-constexpr int kChunkPlaceBytes = 8;  // of a chunk's entry in the list that Ring::list_chunks makes
+constexpr int kChunkPlaceBytes = 8;  // of a chunk's entry in the list that Pipeline::list_chunks makes
 
 // A plane of scales or zeros, as the attention kernel copies it: eight consecutive tokens at a time.
 struct PlaneOfScales {
@@ -104,7 +104,7 @@ struct PlaneOfScales {
 // How the work of one decode call is cut into thread blocks, and which kernel does it.
 struct DecodePlan {
   AttendKernel kernel;  // `function` is nullptr where the general kernel serves (decode_general.cu)
-  int num_stages;       // of a warp's ring
+  int num_stages;       // of a warp's pipeline
   int warps_log2;
   int shared_bytes;
   bool may_overlap;  // may start before the previous launch ends; the kernel waits for that itself
@@ -112,9 +112,9 @@ struct DecodePlan {
   int rows_per_tile;  // also for the general kernel
   int num_row_tiles;
   Divisor num_splits;  // thread blocks that share a result
-  int blocks_of_head;  // row tiles x splits; the grid is this x heads x sequences
+  int ctas_of_head;    // row tiles x splits; the grid is this x heads x sequences
   bool is_dense;       // rows of codes are as wide as the kernel's and have no gaps between them
-  bool has_gaps;       // copies do not write all of a stage, see Ring::fill_gaps
+  bool has_gaps;       // copies do not write all of a stage, see Pipeline::fill_gaps
   bool appends;        // the attention kernel quantises the new tokens too
   Laps laps;
   int max_length;      // see max_length_of
@@ -123,8 +123,8 @@ struct DecodePlan {
   RowChunks key_chunks, value_chunks;
   PlaneOfScales scales[4];  // in the order in which the kernel copies them; it may have fewer
   uint32_t query_stride_b, query_stride_h, query_stride_t;  // in elements
-  int64_t num_counters;      // counters that must be zero; 0 when nothing is combined
-  int64_t workspace_floats;  // partial results; 0 when there are none
+  int64_t num_counters;                                     // counters that must be zero; 0 when nothing is combined
+  int64_t workspace_floats;                                 // partial results; 0 when there are none
 };
 
 // Makes a device current for the extension's own CUDA runtime, which is not torch's, and returns torch's stream on it.

@@ -3,20 +3,20 @@
 //
 // A row is one token of one head, eight channels per lane, so a warp holds several rows at once. Where rows have their
 // own scales, a lane also takes kRows consecutive tokens: their loads overlap, and the scales of a group take one
-// store. These rows are a tile. A warp takes a few tiles of one head, to compute its place only once. Warps of a block
-// take neighbouring heads, which reads contiguous memory in the model's own layout, tokens before heads. Where the
-// heads of a token share a scale, a thread block takes the token; in granularity channel, it takes a block of tokens in
-// one head.
+// store. These rows are a tile. A warp takes a few tiles of one head, to compute its place only once. Warps of a thread
+// block take neighbouring heads, which reads contiguous memory in the model's own layout, tokens before heads. Where
+// the heads of a token share a scale, a thread block takes the token; in granularity channel, it takes a block of
+// tokens in one head.
 //
 // Each of these ways is a separate kernel, so that registers that one needs do not cost another warps. Keys and values
-// share a launch if one kernel serves both, with the blocks of the keys first. Lengths are read on the device; tokens
-// without room are skipped. If there are more new tokens than a ring has rows, only the newest are written, so that no
-// two are written to the same row.
+// share a launch if one kernel serves both, with the thread blocks of the keys first. Lengths are read on the device;
+// tokens without room are skipped. If there are more new tokens than a ring has rows, only the newest are written, so
+// that no two are written to the same row.
 #include <algorithm>
 #include <type_traits>
 
-#include "../cuda.h"
 #include "../common/quantize.cuh"
+#include "../cuda.h"
 
 namespace hf_kvquant::cuda {
 namespace {
@@ -38,14 +38,14 @@ struct Job {
   KeyTransform transform;  // of keys
   int q_len;               // tokens of `dense`, the newest of the call
   int tiles_per_warp;
-  unsigned num_blocks, blocks_per_sequence;  // thread blocks of the launch
+  unsigned num_ctas, ctas_per_sequence;  // thread blocks of the launch
 };
 
 struct Jobs {
   Job jobs[2];  // keys, values
   const int32_t* lengths;
   const int32_t* starts;  // nullptr: 0
-  int num_kv_heads, capacity, sink_length, residual_length;
+  int num_kv_heads, capacity, dense_first, residual_length;
   Laps laps;
   int max_length;  // see max_length_of
 };
@@ -210,11 +210,11 @@ __device__ void append_tile(const Job& job, const Lanes& lanes, const LaneTransf
 
 // Appends one warp's tiles of a side whose rows have their own scales, a frozen one, or none.
 template <bool kIsTransformed, Dtype kDtype, int kRows>
-__device__ void append_rows(const Jobs& jobs, const Job& job, unsigned block) {
+__device__ void append_rows(const Jobs& jobs, const Job& job, unsigned cta) {
   const Dense& dense = job.dense;
   const Lanes lanes(job.side);
-  const unsigned b = block / job.blocks_per_sequence;
-  const unsigned unit = (block - b * job.blocks_per_sequence) * kNumWarps + threadIdx.x / kLanes;
+  const unsigned b = cta / job.ctas_per_sequence;
+  const unsigned unit = (cta - b * job.ctas_per_sequence) * kNumWarps + threadIdx.x / kLanes;
   const unsigned part = unit / jobs.num_kv_heads, h = unit - part * jobs.num_kv_heads;
   const int tokens_per_tile = lanes.rows * kRows;
   const int start = part * job.tiles_per_warp * tokens_per_tile;
@@ -254,9 +254,9 @@ struct Token {
   bool has_room;
   int row;  // of the planes, if there is room
 
-  __device__ Token(const Jobs& jobs, const Job& job, unsigned block) : jobs(jobs), job(job), lanes(job.side) {
-    b = block / job.q_len;
-    i = block - b * job.q_len;
+  __device__ Token(const Jobs& jobs, const Job& job, unsigned cta) : jobs(jobs), job(job), lanes(job.side) {
+    b = cta / job.q_len;
+    i = cta - b * job.q_len;
     const int64_t t = int64_t{jobs.lengths[b]} - job.q_len + i;
     has_room = t >= 0 && t < jobs.max_length;
     row = jobs.laps.row(static_cast<int>(t));
@@ -303,8 +303,8 @@ __device__ void quantize_token(const Token& token) {
   });
 }
 
-__device__ void append_token(const Jobs& jobs, const Job& job, unsigned block) {
-  const Token token(jobs, job, block);
+__device__ void append_token(const Jobs& jobs, const Job& job, unsigned cta) {
+  const Token token(jobs, job, cta);
   if (!token.has_room) return;
   const bool is_symmetric = job.side.is_symmetric;
   switch (job.side.storage) {
@@ -335,7 +335,7 @@ struct TailUpdate {
         end(tail_begin(job.side, max(length, 0), jobs.residual_length)) {}
 };
 
-// All threads of a block copy the new tokens of one head that now belong to the tail.
+// All threads of a thread block copy the new tokens of one head that now belong to the tail.
 __device__ void copy_to_tail(const Jobs& jobs, const Job& job, const TailUpdate& update, int64_t b, int64_t h) {
   const Side& side = job.side;
   const Dense& dense = job.dense;
@@ -345,7 +345,7 @@ __device__ void copy_to_tail(const Jobs& jobs, const Job& job, const TailUpdate&
     for (int i = threadIdx.x; i < (end - begin) * side.head_dim; i += kNumWarps * kLanes) {
       const int row = i / side.head_dim, c = i - row * side.head_dim, t = begin + row;
       const int64_t source = from + int64_t{t - update.first_new} * dense.stride_t + c;
-      const int64_t target = to + tail_row(side, t, update.start, jobs.sink_length) * side.tail_stride_t + c;
+      const int64_t target = to + tail_row(side, t, update.start, jobs.dense_first) * side.tail_stride_t + c;
       if (side.tail_dtype == Dtype::fp32) {
         static_cast<uint32_t*>(side.tail)[target] = static_cast<const uint32_t*>(dense.data)[source];
       } else {
@@ -355,14 +355,15 @@ __device__ void copy_to_tail(const Jobs& jobs, const Job& job, const TailUpdate&
   };
   const int first = max(update.end, update.old);
   copy(first, update.length);
-  copy(max(update.start, update.old), min(update.start + jobs.sink_length, first));
+  copy(max(update.start, update.old), min(update.start + jobs.dense_first, first));
 }
 
-// Quantises the block of tokens from `begin` on, in one head. Sinks count as padding: their codes are never read.
+// Quantises the block of tokens from `begin` on, in one head. The first tokens, kept dense, count as padding: their
+// codes are never read.
 __device__ void quantize_block(const Jobs& jobs, const Job& job, const TailUpdate& update, int64_t b, int64_t h,
                                int begin) {
-  const BlockOfTokens tokens = {begin, jobs.laps.row(begin), update.first_new, update.start + jobs.sink_length,
-                                jobs.sink_length + begin % job.side.ring};
+  const BlockOfTokens tokens = {begin, jobs.laps.row(begin), update.first_new, update.start + jobs.dense_first,
+                                jobs.dense_first + begin % job.side.ring};
   for (int c = threadIdx.x / kLanes * kColumnsOfWarp; c < job.side.head_dim; c += kNumWarps * kColumnsOfWarp) {
     if (job.side.tail_dtype == Dtype::fp32) {
       quantize_columns<true>(job.side, job.dense, b, h, tokens, c);
@@ -374,8 +375,8 @@ __device__ void quantize_block(const Jobs& jobs, const Job& job, const TailUpdat
 
 // One thread block's part of a head. The first quantises the blocks that begin in the tail, and then writes the new
 // tail over the rows that it has read for them. Each of the others quantises one block of new tokens only.
-__device__ void append_blocks(const Jobs& jobs, const Job& job, unsigned block) {
-  const unsigned parts = job.q_len / kBlockSize + 1, head = block / parts, part = block - head * parts;
+__device__ void append_blocks(const Jobs& jobs, const Job& job, unsigned cta) {
+  const unsigned parts = job.q_len / kBlockSize + 1, head = cta / parts, part = cta - head * parts;
   const unsigned b = head / jobs.num_kv_heads, h = head - b * jobs.num_kv_heads;
   const TailUpdate update(jobs, job, b);
   if (update.length <= update.old) return;
@@ -424,21 +425,21 @@ Dtype dtype_of_rows(const Job& job, bool is_prompt) {
 // prompt take 6 % longer in a launch of their own (H200, 2026-11).
 template <Way kWay, bool kIsPrompt>
 __global__ void __launch_bounds__(kNumWarps* kLanes) append_sides(const __grid_constant__ Jobs jobs) {
-  const bool is_value = blockIdx.x >= jobs.jobs[0].num_blocks;
+  const bool is_value = blockIdx.x >= jobs.jobs[0].num_ctas;
   const Job& job = jobs.jobs[is_value];
-  const unsigned block = blockIdx.x - (is_value ? jobs.jobs[0].num_blocks : 0);
-  if constexpr (kWay == Way::blocks) return append_blocks(jobs, job, block);
-  if constexpr (kWay == Way::tokens) return append_token(jobs, job, block);
+  const unsigned cta = blockIdx.x - (is_value ? jobs.jobs[0].num_ctas : 0);
+  if constexpr (kWay == Way::blocks) return append_blocks(jobs, job, cta);
+  if constexpr (kWay == Way::tokens) return append_token(jobs, job, cta);
   constexpr int kWideRows = rows_of_lane(kIsPrompt, Dtype::fp32);
   if constexpr (kWay == Way::transformed_rows) {
-    if (!is_value) return append_rows<true, Dtype::fp32, kWideRows>(jobs, job, block);
+    if (!is_value) return append_rows<true, Dtype::fp32, kWideRows>(jobs, job, cta);
   }
   if constexpr (kIsPrompt) {
     constexpr int kNarrowRows = rows_of_lane(true, Dtype::bf16);
-    if (job.dense.dtype == Dtype::fp16) return append_rows<false, Dtype::fp16, kNarrowRows>(jobs, job, block);
-    if (job.dense.dtype == Dtype::bf16) return append_rows<false, Dtype::bf16, kNarrowRows>(jobs, job, block);
+    if (job.dense.dtype == Dtype::fp16) return append_rows<false, Dtype::fp16, kNarrowRows>(jobs, job, cta);
+    if (job.dense.dtype == Dtype::bf16) return append_rows<false, Dtype::bf16, kNarrowRows>(jobs, job, cta);
   }
-  append_rows<false, Dtype::fp32, kWideRows>(jobs, job, block);
+  append_rows<false, Dtype::fp32, kWideRows>(jobs, job, cta);
 }
 
 using AppendKernel = void (*)(Jobs);
@@ -508,12 +509,12 @@ void append(const AppendParams& params, void* stream) {
   for (Job& job : of_rows.jobs) job = newest(job, num_rows);
   Jobs jobs = of_rows;
   if (params.key_side.has_channel_scales) jobs.jobs[0] = all.jobs[0];
-  int64_t num_blocks[2];
+  int64_t num_ctas[2];
   for (int side = 0; side < 2; ++side) {
     Job& job = jobs.jobs[side];
-    int64_t blocks_per_sequence = job.q_len;
+    int64_t ctas_per_sequence = job.q_len;
     if (way_of(job) == Way::blocks) {
-      blocks_per_sequence = int64_t{params.num_kv_heads} * (job.q_len / kBlockSize + 1);
+      ctas_per_sequence = int64_t{params.num_kv_heads} * (job.q_len / kBlockSize + 1);
     } else if (way_of(job) != Way::tokens) {
       const int64_t tokens_per_tile =
           kLanes / (job.side.head_dim / kChunk) * rows_of_lane(is_prompt, dtype_of_rows(job, is_prompt));
@@ -521,25 +522,25 @@ void append(const AppendParams& params, void* stream) {
       const int64_t num_tiles = 2 * params.batch * params.num_kv_heads * tiles_per_head;
       job.tiles_per_warp = static_cast<int>(std::clamp<int64_t>(num_tiles / kMinWarps, 1, kMaxTilesPerWarp));
       const int64_t warps_per_head = (tiles_per_head + job.tiles_per_warp - 1) / job.tiles_per_warp;
-      blocks_per_sequence = (warps_per_head * params.num_kv_heads + kNumWarps - 1) / kNumWarps;
+      ctas_per_sequence = (warps_per_head * params.num_kv_heads + kNumWarps - 1) / kNumWarps;
     }
-    job.blocks_per_sequence = static_cast<unsigned>(blocks_per_sequence);
-    num_blocks[side] = params.batch * blocks_per_sequence;
+    job.ctas_per_sequence = static_cast<unsigned>(ctas_per_sequence);
+    num_ctas[side] = params.batch * ctas_per_sequence;
   }
   const int num_threads = kNumWarps * kLanes;
   if (params.key_side.is_frozen || params.value_side.is_frozen) {
     launch("append", spoil_frozen_scales, int64_t{2} * params.batch * num_rows, num_threads, 0, stream, of_rows);
   }
   const Way ways[] = {way_of(jobs.jobs[0]), way_of(jobs.jobs[1])};
-  const auto launch_blocks = [&](Way way, int64_t of_keys, int64_t of_values) {
-    jobs.jobs[0].num_blocks = static_cast<unsigned>(of_keys);
+  const auto launch_ctas = [&](Way way, int64_t of_keys, int64_t of_values) {
+    jobs.jobs[0].num_ctas = static_cast<unsigned>(of_keys);
     launch("append", kernel_of(way, is_prompt), of_keys + of_values, num_threads, 0, stream, jobs);
   };
   if (ways[0] == ways[1] || (ways[0] == Way::transformed_rows && ways[1] == Way::rows)) {
-    launch_blocks(ways[0], num_blocks[0], num_blocks[1]);
+    launch_ctas(ways[0], num_ctas[0], num_ctas[1]);
   } else {
-    launch_blocks(ways[0], num_blocks[0], 0);
-    launch_blocks(ways[1], 0, num_blocks[1]);
+    launch_ctas(ways[0], num_ctas[0], 0);
+    launch_ctas(ways[1], 0, num_ctas[1]);
   }
   const auto has_rows_and_tail = [](const Side& side) { return side.tail != nullptr && !side.has_channel_scales; };
   if (has_rows_and_tail(params.key_side) || has_rows_and_tail(params.value_side)) {

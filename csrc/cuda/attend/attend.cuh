@@ -1,12 +1,12 @@
 // Attention of the newest tokens over codes: the kernel template. One instantiation serves a pair of storage types, a
 // head dim (64, 128, 256; narrower heads run in the next larger one) and up to kRows query rows.
 //
-// A block of four or eight warps takes its share of a unit (schedule.cuh). As in Flash-Decoding, each warp works on its
-// own: it takes one step of every round, streams it through its ring (ring.cuh), and keeps its own maximum, sum and
-// output. At the end, warps merge through shared memory, and blocks through the workspace (combine.cuh). In the loop
-// there are no barriers, only unpacking, tensor-core products and an online softmax; scales, zeros and offsets act on
-// scores and probabilities, outside of the products (fragments.cuh). Tokens of dense windows follow after the loop
-// (tails.cuh).
+// A thread block of four or eight warps takes its share of a unit (schedule.cuh). As in Flash-Decoding, each warp works
+// on its own: it takes one step of every round, streams it through its pipeline (pipeline.cuh), and keeps its own
+// maximum, sum and output. At the end, warps merge through shared memory, and thread blocks through the workspace
+// (combine.cuh). In the loop there are no barriers, only unpacking, tensor-core products and an online softmax; scales,
+// zeros and offsets act on scores and probabilities, outside of the products (fragments.cuh). Tokens of dense windows
+// follow after the loop (tails.cuh).
 //
 // Instructions are scarce: at 4.5 TB/s, an H200 has 3.7 thread instructions for an int4 code. Power is scarcer: reading
 // alone takes all of its 700 W and lowers the clock to 1.65 to 1.85 GHz, depending on how few instructions do the
@@ -14,14 +14,14 @@
 // · values uses codes that a mask alone unpacks. Steps that all rows attend to in full take a fast body of the loop;
 // others (edges, windows, causal bounds within a chunk, softcap, ALiBi) take a second body.
 //
-// A block's work before its first and after its last copy counts, too: some thousand clocks of waiting for memory and
-// of instructions one after the other, four clocks each. So a block computes as little as it can before it copies and
-// starts all loads before it needs any of them, and the host prepares what is the same for all blocks.
+// A thread block's work before its first and after its last copy counts, too: some thousand clocks of waiting for
+// memory and of instructions one after the other, four clocks each. So it computes as little as it can before it copies
+// and starts all loads before it needs any of them, and the host prepares what is the same for all of them.
 #pragma once
 
 #include "../common/quantize.cuh"
 #include "tails.cuh"
-#include "worker.cuh"
+#include "warp_attention.cuh"
 
 namespace hf_kvquant::cuda {
 
@@ -78,9 +78,9 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
   append_row<Shape::kValue, !Shape::kHasValueZero>(params.value_side, value, b, h, row, lane);
 }
 
-// Eight warps run on a multiprocessor, in one block or two, with all of its registers, so each has enough independent
-// instructions to hide its own latencies. Twice as many warps of 128 registers were slower (H200, 2026-11: int4 at 64 x
-// 8k 88 % of bandwidth instead of 90 %), and so were four blocks of two warps.
+// Eight warps run on a multiprocessor, in one thread block or two, with all of its registers, so each has enough
+// independent instructions to hide its own latencies. Twice as many warps of 128 registers were slower (H200, 2026-11:
+// int4 at 64 x 8k 88 % of bandwidth instead of 90 %), and so were four thread blocks of two warps.
 //
 // A short call waits for instructions, not for memory: at 1 x 1k tokens, 25 to 28 % of the samples of its warps wait
 // for the next instruction, 9 to 10 % for parameters, and hardly any for copies (H200, 2026-11, ncu). It executes some
@@ -89,7 +89,7 @@ template <class Shape>
 __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     attend(const __grid_constant__ DecodeParams params, const __grid_constant__ NewTokens new_tokens,
            const __grid_constant__ DecodePlan plan, float* workspace) {
-  using Ring = typename Shape::KeyRing;
+  using Pipeline = typename Shape::StepPipeline;
   constexpr int kRowsOfWarp = Shape::kRows / kMinAttendWarps;  // at most; fewer with more warps
   extern __shared__ __align__(128) unsigned char memory[];
   unsigned char* planes = memory;
@@ -100,17 +100,17 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const int num_warps = 1 << plan.warps_log2, num_stages = plan.num_stages;
   const int stride = plan.num_splits.value << plan.warps_log2;
-  unsigned char* rings = memory + Shape::kRingsAt;
-  unsigned char* stages = rings + warp * num_stages * Ring::kStageBytes;
+  unsigned char* pipelines = memory + Shape::kPipelinesAt;
+  unsigned char* stages = pipelines + warp * num_stages * Pipeline::kStageBytes;
 
-  // --- while the previous launch ends: everything that needs no memory. The ring is placed where sequences without
+  // --- while the previous launch ends: everything that needs no memory. The pipeline is placed where sequences without
   // padding start, which most are
-  Segment segment = segment_of_block(plan);
-  const uint32_t chunk_list = shared_address(rings + num_warps * num_stages * Ring::kStageBytes);
-  if (!plan.is_dense) Ring::list_chunks(params, plan, chunk_list);
-  Ring ring(plan, stages, stride, lane);
+  Segment segment = segment_of_cta(plan);
+  const uint32_t chunk_list = shared_address(pipelines + num_warps * num_stages * Pipeline::kStageBytes);
+  if (!plan.is_dense) Pipeline::list_chunks(params, plan, chunk_list);
+  Pipeline pipeline(plan, stages, stride, lane);
   const int likely_step = (segment.share << plan.warps_log2) + warp;
-  ring.seek(plan, segment, likely_step);
+  pipeline.seek(plan, segment, likely_step);
 
   // --- load the length and the query
   wait_for_launch_before();
@@ -126,35 +126,35 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
     transform = {params.key_transform, params.key_side.head_dim, segment.h, lane * Query<Shape>::kPerLane};
   uint4 pair = {0, 0, 0, 0};
   if (Shape::kHasPairs && plan.appends) pair = load_pair(params, new_tokens, segment, 0, lane);
-  if (plan.has_gaps) Ring::fill_gaps(params, shared_address(stages), num_stages, lane, segment.b);
+  if (plan.has_gaps) Pipeline::fill_gaps(params, shared_address(stages), num_stages, lane, segment.b);
 
   // --- start copying; a new token is written by the warp of its step, before that step is copied
-  const Span span = find_rounds<Ring::kStepTokens>(params, plan, bounds, segment);
-  Held held = plan.appends ? find_held<Ring::kStepTokens>(params, plan, bounds, segment) : Held{};
+  const Span span = find_rounds<Pipeline::kStepTokens>(params, plan, bounds, segment);
+  Held held = plan.appends ? find_held<Pipeline::kStepTokens>(params, plan, bounds, segment) : Held{};
   // In granularity channel, the one new token may fill its block, whose steps are in one round.
   const bool fills_block = Shape::kIsBlocked && held.is_own && held.end % kBlockSize == 0;
-  if (fills_block) held.first_step = step_of<Ring::kStepTokens>(held.end - kBlockSize);
+  if (fills_block) held.first_step = step_of<Pipeline::kStepTokens>(held.end - kBlockSize);
   if (!segment.has_rounds() && !held.is_own) return;
   const int first_step = segment.first_step + warp;
   const int held_step = held.is_own ? min(held.first_step, segment.last_step) : segment.last_step;
   const int first_of_tail =
       Shape::kIsBlocked ? tail_begin(params.key_side, bounds.num_tokens(plan), params.residual_length) : span.end;
-  if (first_step != likely_step) ring.seek(plan, segment, first_step);
-  ring.bound(params, plan, segment, span.begin, span.end, min(first_of_tail, span.end));
+  if (first_step != likely_step) pipeline.seek(plan, segment, first_step);
+  pipeline.bound(params, plan, segment, span.begin, span.end, min(first_of_tail, span.end));
   if constexpr (Shape::kIsBlocked) {
     Blocks<Shape>::expect_tail(params, plan, segment, first_of_tail, span.end, warp, lane);
   }
-  const bool has_windows = plan.plain_query_at > 0;
-  if (has_windows) expect_window(params, plan, segment, bounds, warp, lane);
+  const bool has_dense_tokens = plan.plain_query_at > 0;
+  if (has_dense_tokens) expect_dense_tokens(params, plan, segment, bounds, warp, lane);
   int stage = 0;
   for (; stage < num_stages - 1 && first_step + stage * stride < held_step; ++stage) {
-    ring.fill(params, plan, chunk_list, stage, first_step + stage * stride);
+    pipeline.fill(params, plan, chunk_list, stage, first_step + stage * stride);
     commit_copies();
   }
   if (held.is_own) {
 #pragma unroll 1
     for (int t = held.begin; t < held.end; ++t) {
-      const int step = step_of<Ring::kStepTokens>(t);
+      const int step = step_of<Pipeline::kStepTokens>(t);
       if ((step & (num_warps - 1)) != warp || share_of_step(plan, step) != segment.share) continue;
       append_token<Shape>(params, new_tokens, plan, segment, pair, t - (bounds.length - new_tokens.q_len), t, lane);
     }
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   }
   for (; stage < num_stages - 1; ++stage) {
     if (first_step + stage * stride < segment.last_step)
-      ring.fill(params, plan, chunk_list, stage, first_step + stage * stride);
+      pipeline.fill(params, plan, chunk_list, stage, first_step + stage * stride);
     commit_copies();
   }
 
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   for (int i = 0; i < kRowsOfWarp; ++i) {
     const int slot = i * num_warps + warp;
     if (slot < Shape::kRows) {
-      if (has_windows) Query<Shape>::write_plain_row(query_bits[i], slot, memory + plan.plain_query_at, lane);
+      if (has_dense_tokens) Query<Shape>::write_plain_row(query_bits[i], slot, memory + plan.plain_query_at, lane);
       Query<Shape>::write_row(params, is_transformed, transform, query_bits[i], slot, planes, factors, constants,
                               query_sums, lane);
     }
@@ -197,12 +197,12 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
           ? max(span.begin, span.first_position + plan.rows.token(last_row) - params.sliding_window + 1)
           : span.begin;
   const bool changes_scores = params.softcap > 0.f || params.alibi_slopes != nullptr;
-  const int first_whole = (all_from + Ring::kStepTokens - 1) / Ring::kStepTokens;
-  const int num_whole = changes_scores ? 0 : max(all_until / Ring::kStepTokens - first_whole, 0);
+  const int first_whole = (all_from + Pipeline::kStepTokens - 1) / Pipeline::kStepTokens;
+  const int num_whole = changes_scores ? 0 : max(all_until / Pipeline::kStepTokens - first_whole, 0);
   __syncthreads();
 
   // --- attend
-  Worker<Shape> worker(params, planes, factors, query_sums, first_of_tail / Ring::kStepTokens, lane);
+  WarpAttention<Shape> attention(params, planes, factors, query_sums, first_of_tail / Pipeline::kStepTokens, lane);
   const unsigned char* before = stages;
   stage = 0;
   for (int step = first_step; step < segment.last_step; step += stride) {
@@ -212,37 +212,37 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
       wait_for_copies<0>();
     }
     __syncwarp();
-    const unsigned char* at = stages + stage * Ring::kStageBytes;
+    const unsigned char* at = stages + stage * Pipeline::kStageBytes;
     if (static_cast<unsigned>(step - first_whole) < static_cast<unsigned>(num_whole)) {
-      worker.template attend<false>(params, plan.rows, segment, span, constants, before, at, step);
+      attention.template attend<false>(params, plan.rows, segment, span, constants, before, at, step);
     } else {
-      worker.template attend<true>(params, plan.rows, segment, span, constants, before, at, step);
+      attention.template attend<true>(params, plan.rows, segment, span, constants, before, at, step);
     }
     __syncwarp();
     // The previous stage is free now.
     if (step + (num_stages - 1) * stride < segment.last_step) {
-      ring.fill(params, plan, chunk_list, stage == 0 ? num_stages - 1 : stage - 1,
-                step + (num_stages - 1) * stride);
+      pipeline.fill(params, plan, chunk_list, stage == 0 ? num_stages - 1 : stage - 1,
+                    step + (num_stages - 1) * stride);
     }
     commit_copies();
     before = at;
     stage = stage == num_stages - 1 ? 0 : stage + 1;
   }
-  if (first_step < segment.last_step) worker.add_values(before);
-  worker.finish();
+  if (first_step < segment.last_step) attention.add_values(before);
+  attention.finish();
 
-  // --- merge the warps, then the parts. A warp's output overwrites its ring.
+  // --- merge the warps, then the parts. A warp's output overwrites its pipeline.
   wait_for_copies<0>();
   __syncwarp();
-  worker.share(reinterpret_cast<float*>(stages), sums + warp * Shape::kRows);
-  if (has_windows) {
+  attention.share(reinterpret_cast<float*>(stages), sums + warp * Shape::kRows);
+  if (has_dense_tokens) {
     __syncwarp();
-    attend_to_windows<Shape>(params, new_tokens, plan, segment, bounds, memory + plan.plain_query_at, constants,
-                             reinterpret_cast<float*>(stages), sums + warp * Shape::kRows, warp, lane);
+    attend_to_dense_tokens<Shape>(params, new_tokens, plan, segment, bounds, memory + plan.plain_query_at, constants,
+                                  reinterpret_cast<float*>(stages), sums + warp * Shape::kRows, warp, lane);
   }
   __syncthreads();
-  Combine<Shape::kRows, Shape::kHeadDim>::merge(params, plan, segment, reinterpret_cast<const float*>(rings),
-                                                num_stages * Ring::kStageBytes / 4, Shape::kOutputStride, sums,
+  Combine<Shape::kRows, Shape::kHeadDim>::merge(params, plan, segment, reinterpret_cast<const float*>(pipelines),
+                                                num_stages * Pipeline::kStageBytes / 4, Shape::kOutputStride, sums,
                                                 constants, workspace);
 }
 

@@ -1,21 +1,21 @@
 // Picks among the instantiations of attend.cuh; each file attend_*.cu compiles those of one pair of storage types.
 #pragma once
 
-#include "attend.cuh"
 #include "../cuda.h"
+#include "attend.cuh"
 
 namespace hf_kvquant::cuda {
 
 template <class Shape>
 AttendKernel kernel_of() {
   return {reinterpret_cast<const void*>(attend<Shape>),
-          Shape::kRingsAt,
-          Shape::KeyRing::kStageBytes,
+          Shape::kPipelinesAt,
+          Shape::StepPipeline::kStageBytes,
           Shape::kNumStages,
           Shape::kMinStages,
           Shape::kHeadDim,
           Shape::kRows,
-          Shape::KeyRing::kStepTokens,
+          Shape::StepPipeline::kStepTokens,
           static_cast<int>(Partial<Shape::kRows, Shape::kHeadDim>::kFloats),
           Shape::kHasKeyZero,
           Shape::kHasValueZero,

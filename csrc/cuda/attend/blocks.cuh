@@ -1,4 +1,4 @@
-// What the worker does differently for int4 keys of granularity channel: one scale and zero per channel and block.
+// What WarpAttention does differently for int4 keys of granularity channel: one scale and zero per channel and block.
 //
 // Scores. Scales multiply the query, once a step, instead of the products:
 //     query · key_t = Σ_c (query_c · scale_c) · (code_tc - 8) + Σ_c query_c · (zero_c + 8 · scale_c).
@@ -17,7 +17,7 @@ namespace hf_kvquant::cuda {
 
 template <class Shape>
 class Blocks {
-  using Ring = typename Shape::KeyRing;
+  using Pipeline = typename Shape::StepPipeline;
   static constexpr int kTiles = Shape::kTilesPerStep, kHalves = 2 * kTiles, kColumns = Shape::kColumns;
   static constexpr int kColumnTiles = Shape::kColumnTiles, kColumnsPerTile = Shape::kColumnsPerTile;
   static constexpr int kParts = Shape::kHeadDim / 32;
@@ -27,13 +27,13 @@ class Blocks {
   static __device__ __forceinline__ void expect_tail(const DecodeParams& params, const DecodePlan& plan,
                                                      const Segment& segment, int begin, int end, int warp, int lane) {
     constexpr int kLineBytes = 128, kLines = (Shape::kHeadDim * 2 + kLineBytes - 1) / kLineBytes;
-    const int num_warps = 1 << plan.warps_log2, first = begin / Ring::kStepTokens;
-    const int step = first + ((warp - first) & (num_warps - 1)), token = step * Ring::kStepTokens + lane;
-    if (token >= end || lane >= Ring::kStepTokens || share_of_step(plan, step) != segment.share) return;
+    const int num_warps = 1 << plan.warps_log2, first = begin / Pipeline::kStepTokens;
+    const int step = first + ((warp - first) & (num_warps - 1)), token = step * Pipeline::kStepTokens + lane;
+    if (token >= end || lane >= Pipeline::kStepTokens || share_of_step(plan, step) != segment.share) return;
     const Side& side = params.key_side;
-    const char* row = static_cast<const char*>(side.tail) +
-                      2 * (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h +
-                           (params.sink_length + token % side.ring) * side.tail_stride_t);
+    const char* row =
+        static_cast<const char*>(side.tail) + 2 * (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h +
+                                                   (params.sink_length + token % side.ring) * side.tail_stride_t);
 #pragma unroll
     for (int line = 0; line < kLines; ++line) {
       if (line * kLineBytes < 2 * side.head_dim) prefetch(row + line * kLineBytes);
@@ -92,10 +92,10 @@ class Blocks {
       for (int j = 0; j < kParts; ++j) {
         const unsigned char* at = stage + (32 * j + 8 * t_) * 2;
         uint32_t scales[4], terms[4];
-        in_pairs(*reinterpret_cast<const uint4*>(at + Ring::kScalesAt), scales);
-        in_pairs(*reinterpret_cast<const uint4*>(at + (g_ == 0 ? Ring::kKeyZeroAt : Ring::kScalesAt)), terms);
-        const uint32_t(&query)[4] = query_[n][j];
-        uint32_t(&product)[4] = scaled[n][j];
+        in_pairs(*reinterpret_cast<const uint4*>(at + Pipeline::kScalesAt), scales);
+        in_pairs(*reinterpret_cast<const uint4*>(at + (g_ == 0 ? Pipeline::kKeyZeroAt : Pipeline::kScalesAt)), terms);
+        const uint32_t (&query)[4] = query_[n][j];
+        uint32_t (&product)[4] = scaled[n][j];
 #pragma unroll
         for (int k = 0; k < 4; ++k) product[k] = multiply_halves(query[k], scales[k]);
         // Rows 0 and 1 are used, the others are not.
@@ -129,7 +129,7 @@ class Blocks {
           const uint32_t e = words[2 * k], f = words[2 * k + 1], e8 = e >> 8, f8 = f >> 8;
 #pragma unroll
           for (int n = 0; n < kColumnTiles; ++n) {
-            const uint32_t(&query)[4] = scaled[n][2 * load + k];
+            const uint32_t (&query)[4] = scaled[n][2 * load + k];
             multiply_halves(sum[i][n], e & kLowNibbles, f & kLowNibbles, e & kHighNibbles, f & kHighNibbles, query[0],
                             query[1]);
             multiply_halves(sum[i][n], e8 & kLowNibbles, f8 & kLowNibbles, e8 & kHighNibbles, f8 & kHighNibbles,
@@ -147,7 +147,7 @@ class Blocks {
     const Side& side = params.key_side;
     const uint16_t* tail =
         static_cast<const uint16_t*>(side.tail) + (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h);
-    const int first = params.sink_length + step * Ring::kStepTokens % side.ring + slot_of_row(g_) * kHalves;
+    const int first = params.sink_length + step * Pipeline::kStepTokens % side.ring + slot_of_row(g_) * kHalves;
     const bool is_bf16 = side.tail_dtype == Dtype::bf16;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
@@ -165,7 +165,7 @@ class Blocks {
         }
 #pragma unroll
         for (int n = 0; n < kColumnTiles; ++n) {
-          const uint32_t(&query)[4] = query_[n][j];
+          const uint32_t (&query)[4] = query_[n][j];
           if (is_bf16) {
             uint32_t wide[4];
 #pragma unroll

@@ -1,9 +1,10 @@
-// Merges partial softmax results, of the warps of a block and of the blocks that share a unit, and writes the result.
+// Merges partial softmax results, of the warps of a thread block and of the thread blocks that share a unit, and writes
+// the result.
 //
 // A partial result of a row is its maximum m (in log2 units), the sum l of 2^(score - m), and the sum of values with
-// the same weights. They merge as in online softmax. Blocks write theirs to the workspace and increment a counter that
-// wraps to 0. The block that completes the count merges all parts, in the order of the sequence, so the result does not
-// depend on which block that is.
+// the same weights. They merge as in online softmax. Thread blocks write theirs to the workspace and increment a
+// counter that wraps to 0. The one that completes the count merges all parts, in the order of the sequence, so the
+// result does not depend on which one that is.
 #pragma once
 
 #include "../common/codes.cuh"
@@ -35,8 +36,8 @@ __device__ __forceinline__ float* slot_of(const DecodePlan& plan, int64_t unit, 
   return workspace + (unit * plan.num_splits.value + part) * Partial::kFloats;
 }
 
-// Counts one more part of a unit as written to the workspace. All threads of the block that wrote it call this. Returns
-// whether it was the last part; if so, all parts may be read.
+// Counts one more part of a unit as written to the workspace. All threads of the thread block that wrote it call this.
+// Returns whether it was the last part; if so, all parts may be read.
 __device__ __forceinline__ bool arrive(const DecodeParams& params, const Segment& segment, int64_t unit) {
   __syncthreads();
   unsigned before = 0;
@@ -101,7 +102,7 @@ struct Output {
   }
 };
 
-// Merges the warps of a block, and in the last block all parts. Loads that wait for memory are all issued at once,
+// Merges the warps of a thread block, and in the last one all parts. Loads that wait for memory are all issued at once,
 // since nothing else is left to do.
 template <int kRows, int kHeadDim>
 class Combine {
@@ -113,8 +114,8 @@ class Combine {
 
  public:
   // Merges the results of the warps in shared memory: `values` is [warp][kRows][channels], `sums` [warp][kRows] of (m,
-  // l). Writes the unit's output, or this block's part of it, and then the output if this part is the last. To be
-  // called after a barrier.
+  // l). Writes the unit's output, or this thread block's part of it, and then the output if this part is the last. To
+  // be called after a barrier.
   static __device__ __forceinline__ void merge(const DecodeParams& params, const DecodePlan& plan,
                                                const Segment& segment, const float* values, int warp_stride,
                                                int row_stride, const float2* sums, const float* constants,

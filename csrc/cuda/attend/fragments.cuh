@@ -62,7 +62,8 @@ struct RowLayout {
   }
 };
 
-// --- keys -------------------------------------------------------------------------------------------------------------
+// --- keys
+// -------------------------------------------------------------------------------------------------------------
 
 // Where lane t finds the words (4 bytes) of its share of a row, for keys without groups. The lanes of a row have equal
 // shares.
@@ -79,7 +80,8 @@ struct KeyWords {
   }
 };
 
-// --- values -----------------------------------------------------------------------------------------------------------
+// --- values
+// -----------------------------------------------------------------------------------------------------------
 
 // How value rows become operands. A load takes two chunks of 16 bytes of a tile's 16 tokens, as four matrices of 8
 // tokens by 8 pairs of bytes, transposed: lane row g receives pair g of tokens 2t and 2t + 1. In output tile j, rows g

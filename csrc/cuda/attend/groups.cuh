@@ -1,5 +1,5 @@
-// What the worker does differently where scales belong to groups of 32 channels. Scales and zeros of four groups are as
-// many numbers as a word of codes, so they go through the tensor cores too wherever they can.
+// What WarpAttention does differently where scales belong to groups of 32 channels. Scales and zeros of four groups are
+// as many numbers as a word of codes, so they go through the tensor cores too wherever they can.
 //
 // Scores. A mask turns codes into float16. Each group has its own accumulator, which is multiplied by its scale:
 //     score = factor · Σ_j scale_j · (query_j · codes_j) + Σ_j zero_j · Σ query_j.
@@ -21,7 +21,7 @@ namespace hf_kvquant::cuda {
 
 template <class Shape>
 class Groups {
-  using Ring = typename Shape::KeyRing;
+  using Pipeline = typename Shape::StepPipeline;
   static constexpr int kTiles = Shape::kTilesPerStep, kHalves = 2 * kTiles, kColumns = Shape::kColumns;
   static constexpr int kColumnTiles = Shape::kColumnTiles, kColumnsPerTile = Shape::kColumnsPerTile;
   static constexpr int kNumGroups = Shape::kNumGroups, kQuads = GroupedQueryOperands<Shape>::kQuads;
@@ -36,14 +36,15 @@ class Groups {
     const bool has_key_zero = !params.key_side.is_symmetric;
     query_.load(planes, sums, has_key_zero ? 1.f : -8.f, g, t);
     codes_at_ = matrix_row<Shape::kKeyRowBytes>(lane);
-    scale_at_ = Ring::kScalesAt + slot_of_row(g) * kWordBytes;
-    term_at_ = (has_key_zero ? Ring::kKeyZeroAt : Ring::kScalesAt) + slot_of_row(g) * kWordBytes +
-               (t & 1) * 2 % kNumGroups * Ring::kScaleBytes;
-    even_at_ = Ring::kValueScaleAt + slot_of_row(2 * t) * kWordBytes;
-    odd_at_ = Ring::kValueScaleAt + slot_of_row(2 * t + 1) * kWordBytes;
+    scale_at_ = Pipeline::kScalesAt + slot_of_row(g) * kWordBytes;
+    term_at_ = (has_key_zero ? Pipeline::kKeyZeroAt : Pipeline::kScalesAt) + slot_of_row(g) * kWordBytes +
+               (t & 1) * 2 % kNumGroups * Pipeline::kScaleBytes;
+    even_at_ = Pipeline::kValueScaleAt + slot_of_row(2 * t) * kWordBytes;
+    odd_at_ = Pipeline::kValueScaleAt + slot_of_row(2 * t + 1) * kWordBytes;
     // Rows of the center: zeros of the groups, then scales. Up to four groups share the eight rows of one half.
-    center_plane_ = kNumGroups == 8 ? Ring::kPlaneBytes + g * Ring::kScaleBytes
-                                    : ((g & 4) == 0 ? Ring::kPlaneBytes : 0) + (g & 3) % kNumGroups * Ring::kScaleBytes;
+    center_plane_ = kNumGroups == 8
+                        ? Pipeline::kPlaneBytes + g * Pipeline::kScaleBytes
+                        : ((g & 4) == 0 ? Pipeline::kPlaneBytes : 0) + (g & 3) % kNumGroups * Pipeline::kScaleBytes;
     keep(codes_at_), keep(scale_at_), keep(term_at_), keep(even_at_), keep(odd_at_), keep(center_plane_);
     middle_ = params.value_side.is_symmetric ? 0.f : kMiddleCode;
 #pragma unroll
@@ -59,12 +60,12 @@ class Groups {
     uint32_t scales[kNumGroups][kTiles], terms[2 * kQuads][kTiles];
 #pragma unroll
     for (int j = 0; j < kNumGroups; ++j) {
-      load_shared<kWordBytes>(stage + scale_at_ + j * Ring::kScaleBytes, scales[j]);
+      load_shared<kWordBytes>(stage + scale_at_ + j * Pipeline::kScaleBytes, scales[j]);
     }
 #pragma unroll
     for (int k = 0; k < 2 * kQuads; ++k) {
-      constexpr int kSecond = kNumGroups > 1 ? Ring::kScaleBytes : 0;
-      load_shared<kWordBytes>(stage + term_at_ + k / 2 * 4 * Ring::kScaleBytes + k % 2 * kSecond, terms[k]);
+      constexpr int kSecond = kNumGroups > 1 ? Pipeline::kScaleBytes : 0;
+      load_shared<kWordBytes>(stage + term_at_ + k / 2 * 4 * Pipeline::kScaleBytes + k % 2 * kSecond, terms[k]);
     }
     const uint32_t codes = shared_address(stage);
 #pragma unroll
@@ -91,7 +92,7 @@ class Groups {
 #pragma unroll
           for (int n = 0; n < kColumnTiles; ++n) {
             float product[4] = {};
-            const uint32_t(&query)[4] = query_.words[n][j];
+            const uint32_t (&query)[4] = query_.words[n][j];
             multiply_halves(product, e & kLowNibbles, f & kLowNibbles, e & kHighNibbles, f & kHighNibbles, query[0],
                             query[1]);
             multiply_halves(product, e8 & kLowNibbles, f8 & kLowNibbles, e8 & kHighNibbles, f8 & kHighNibbles, query[2],
@@ -141,8 +142,8 @@ class Groups {
     Scales scales;
 #pragma unroll
     for (int j = 0; j < kNumGroups; ++j) {
-      load_shared<kWordBytes>(stage + even_at_ + j * Ring::kScaleBytes, scales.even[j]);
-      load_shared<kWordBytes>(stage + odd_at_ + j * Ring::kScaleBytes, scales.odd[j]);
+      load_shared<kWordBytes>(stage + even_at_ + j * Pipeline::kScaleBytes, scales.even[j]);
+      load_shared<kWordBytes>(stage + odd_at_ + j * Pipeline::kScaleBytes, scales.odd[j]);
     }
     return scales;
   }
@@ -152,8 +153,8 @@ class Groups {
     float largest = 1.f;
 #pragma unroll
     for (int j = 0; j < kNumGroups; ++j) {
-      const half_bits* scale = reinterpret_cast<const half_bits*>(stage + scale_at_ + Ring::kValueScaleAt -
-                                                                  Ring::kScalesAt + j * Ring::kScaleBytes);
+      const half_bits* scale = reinterpret_cast<const half_bits*>(stage + scale_at_ + Pipeline::kValueScaleAt -
+                                                                  Pipeline::kScalesAt + j * Pipeline::kScaleBytes);
       largest = fmaxf(largest, half_to_float(scale[2 * tile + half]));
     }
     return __log2f(largest);
@@ -168,8 +169,8 @@ class Groups {
     load_shared<kWordBytes>(stage + even_at_ + center_plane_, even_terms);
     load_shared<kWordBytes>(stage + odd_at_ + center_plane_, odd_terms);
     if constexpr (kNumGroups == 8) {
-      load_shared<kWordBytes>(stage + even_at_ + center_plane_ - Ring::kPlaneBytes, more_even_terms);
-      load_shared<kWordBytes>(stage + odd_at_ + center_plane_ - Ring::kPlaneBytes, more_odd_terms);
+      load_shared<kWordBytes>(stage + even_at_ + center_plane_ - Pipeline::kPlaneBytes, more_even_terms);
+      load_shared<kWordBytes>(stage + odd_at_ + center_plane_ - Pipeline::kPlaneBytes, more_odd_terms);
     }
     float sum[kColumnTiles][4] = {};
 #pragma unroll
@@ -197,7 +198,7 @@ class Groups {
         multiply_halves(sum[n], terms[0], terms[1], terms[2], terms[3], weights[0], weights[1]);
 #pragma unroll
         for (int j = 0; j < kNumGroups; ++j) {
-          uint32_t(&scaled)[2] = operand[i][j][n];
+          uint32_t (&scaled)[2] = operand[i][j][n];
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const uint32_t pair = __byte_perm(scales.even[j][i], scales.odd[j][i], h == 0 ? 0x5410 : 0x7632);

@@ -2,9 +2,9 @@
 // row, as float16 for e4m3 keys and keys in groups or blocks, in the order of the words of keys (fragments.cuh).
 #pragma once
 
+#include "../common/transform.cuh"
 #include "schedule.cuh"
 #include "shape.cuh"
-#include "../common/transform.cuh"
 
 namespace hf_kvquant::cuda {
 

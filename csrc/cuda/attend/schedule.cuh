@@ -2,23 +2,23 @@
 // out themselves, from a fixed grid.
 //
 // A unit is the work for one result: a sequence, a key-value head, and a tile of query rows. Its tokens are cut into
-// steps, aligned to multiples of `kStepTokens`; a round is as many steps as a block has warps. Rounds are assigned to
-// `num_splits` blocks in turn, by their place in the sequence alone. So results repeat bit for bit, and with a fixed
-// number of splits they are the same in every batch. A block also knows where it begins before it knows a length,
-// unless there is padding or a window. Blocks that share a unit write partial results to the workspace; the last one to
-// finish combines them (combine.cuh).
+// steps, aligned to multiples of `kStepTokens`; a round is as many steps as a thread block has warps. Rounds are
+// assigned to `num_splits` thread blocks in turn, by their place in the sequence alone. So results repeat bit for bit,
+// and with a fixed number of splits they are the same in every batch. A thread block also knows where it begins before
+// it knows a length, unless there is padding or a window. Those that share a unit write partial results to the
+// workspace; the last one to finish combines them (combine.cuh).
 //
-// Tried and no faster (H200, 2026-11): persistent blocks that fetch their next part, with its first copies started
-// before the last part is merged; an even distribution of all steps to blocks or to warps, whatever the lengths. These
-// do not hide the fixed cost of a part, and take instructions. Copying before the length is known saved 0.3 us of 7,
-// but reads unneeded memory wherever the cache is not full. Clusters, whose blocks combine through each other's shared
-// memory, are packed onto few multiprocessors: with 8 blocks they saved 0.6 us of 7.9 at best, less than a leaner
-// combine; with 16 they cost 3.
+// Tried and no faster (H200, 2026-11): persistent thread blocks that fetch their next part, with its first copies
+// started before the last part is merged; an even distribution of all steps to thread blocks or to warps, whatever the
+// lengths. These do not hide the fixed cost of a part, and take instructions. Copying before the length is known saved
+// 0.3 us of 7, but reads unneeded memory wherever the cache is not full. Clusters, whose thread blocks combine through
+// each other's shared memory, are packed onto few multiprocessors: with 8 of these they saved 0.6 us of 7.9 at best,
+// less than a leaner combine; with 16 they cost 3.
 #pragma once
 
 #include "../../format.h"
-#include "../cuda.h"
 #include "../common/instructions.cuh"
+#include "../cuda.h"
 
 namespace hf_kvquant::cuda {
 
@@ -42,18 +42,18 @@ struct Span {
   int begin, end;      // tokens that any row sees
 };
 
-// A block's share of one unit: rounds `share`, `share` + num_splits and so on of the sequence.
+// A thread block's share of one unit: rounds `share`, `share` + num_splits and so on of the sequence.
 struct Segment {
   int b, h, row_tile;
   int share;                  // less than num_splits
   int part, num_parts;        // place among the shares that have rounds, in the order of the sequence
-  int first_step, last_step;  // of the block's first round, and one past the last of the sequence
+  int first_step, last_step;  // of the thread block's first round, and one past the last of the sequence
 
   __device__ __forceinline__ bool has_rounds() const { return part < num_parts; }
 };
 
-// The unit and share of this block. `find_rounds` finds its steps.
-__device__ __forceinline__ Segment segment_of_block(const DecodePlan& plan) {
+// The unit and share of this thread block. `find_rounds` finds its steps.
+__device__ __forceinline__ Segment segment_of_cta(const DecodePlan& plan) {
   Segment segment;
   segment.row_tile = plan.num_splits.quotient(blockIdx.x);
   segment.share = plan.num_splits.rest(blockIdx.x);
@@ -62,7 +62,7 @@ __device__ __forceinline__ Segment segment_of_block(const DecodePlan& plan) {
   return segment;
 }
 
-// The number of a block's unit.
+// The number of a thread block's unit.
 __device__ __forceinline__ int64_t unit_of(const DecodePlan& plan, const Segment& segment) {
   return (int64_t{segment.b} * gridDim.y + segment.h) * plan.num_row_tiles + segment.row_tile;
 }
@@ -76,7 +76,7 @@ __device__ __forceinline__ int share_of_step(const DecodePlan& plan, int step) {
 struct Held {
   int begin = 0, end = 0;  // tokens
   int first_step = 0;      // of those tokens, or of the block that they fill
-  bool is_own = false;     // some of them belong to this block
+  bool is_own = false;     // some of them belong to this thread block
 };
 
 // Steps and rounds are counted unsigned, so that a division by a power of two is one instruction.
@@ -100,8 +100,8 @@ __device__ __forceinline__ Held find_held(const DecodeParams& params, const Deco
   return held;
 }
 
-// Finds the rounds of a block and the span of its unit. A unit without tokens has one step, so that a block writes its
-// result.
+// Finds the rounds of a thread block and the span of its unit. A unit without tokens has one step, so that a thread
+// block writes its result.
 template <int kStepTokens>
 __device__ __forceinline__ Span find_rounds(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds,
                                             Segment& segment) {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "combine.cuh"
-#include "ring.cuh"
+#include "pipeline.cuh"
 
 namespace hf_kvquant::cuda {
 
@@ -29,24 +29,24 @@ struct Shape {
   // Steps of about 4 KB (8 KB for head dim 256), three or four of them being copied or in use.
   static constexpr int kTilesPerStep = kKeyRowBytes + kValueRowBytes > 192 ? 1 : 2;
   static constexpr int kNumStages = kKeyRowBytes + kValueRowBytes == 256 ? 4 : 3;
-  using KeyRing = Ring<kKeyRowBytes, kValueRowBytes, kHasKeyZero, kHasValueZero, kNumGroups, kTilesPerStep,
-                       kIsBlocked ? kHeadDim : 0>;
+  using StepPipeline = Pipeline<kKeyRowBytes, kValueRowBytes, kHasKeyZero, kHasValueZero, kNumGroups, kTilesPerStep,
+                                kIsBlocked ? kHeadDim : 0>;
 
   static constexpr int kColumnTiles = kRows <= 8 ? 1 : kRows / 8;  // of 8 query rows (kIsPaired: 4)
   static constexpr int kColumnsPerTile = kIsPaired ? 1 : 2;
   static constexpr int kColumns = kColumnsPerTile * kColumnTiles;  // query rows of a lane
 
-  // Shared memory: the query, factors and sums, and the rings, which the outputs of the warps overwrite in the end.
+  // Shared memory: the query, factors and sums, and the pipelines, which the outputs of the warps overwrite in the end.
   static constexpr int kOutputStride = kHeadDim + 4;              // floats
   static constexpr int kOutputBytes = kRows * kOutputStride * 4;  // of a warp
   static constexpr int kFactorsAt = 2 * kRows * kHeadDim;         // see Query
   static constexpr int kConstantsAt = kFactorsAt + (1 + kNumGroups) * kRows * 4;
   static constexpr int kSumsAt = kConstantsAt + kRows * 4;  // [warp][kRows] {maximum, sum}
-  static constexpr int kRingsAt = (kSumsAt + kMaxAttendWarps * kRows * 8 + 127) / 128 * 128;
+  static constexpr int kPipelinesAt = (kSumsAt + kMaxAttendWarps * kRows * 8 + 127) / 128 * 128;
 
   // For the host, which uses fewer stages if shared memory is short.
-  static constexpr int kMinStages = 2 * KeyRing::kStageBytes >= kOutputBytes ? 2 : kNumStages;
-  static_assert(kMinStages * KeyRing::kStageBytes >= kOutputBytes, "a ring holds the output");
+  static constexpr int kMinStages = 2 * StepPipeline::kStageBytes >= kOutputBytes ? 2 : kNumStages;
+  static_assert(kMinStages * StepPipeline::kStageBytes >= kOutputBytes, "a pipeline holds the output");
 };
 
 }  // namespace hf_kvquant::cuda

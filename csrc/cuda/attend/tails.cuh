@@ -1,11 +1,11 @@
 // Dense windows: tokens kept unquantised in the tail of a side. After the codes, the warps of the attention kernel
-// attend to them with `attend_to_windows`.
+// attend to them with `attend_to_dense_tokens`.
 //
 // A warp takes 16 tokens at a time: tensor cores multiply keys by the untransformed query, weights stay float32. There
 // are few such tokens, and the time goes into waiting for memory and for instructions that are in no cache. So
 // everything is loaded at once, and there is little code. Windows of 32 tokens add 13 us to 135 at 64 x 8k, and 5 to 9
-// at 1 x 8k (H200, int4, 2026-11). As separate thread blocks they added 24 and 2.5: blocks that wait keep others from
-// reading.
+// at 1 x 8k (H200, int4, 2026-11). As separate thread blocks they added 24 and 2.5: those that wait keep others
+// from reading.
 #pragma once
 
 #include "schedule.cuh"
@@ -13,24 +13,24 @@
 
 namespace hf_kvquant::cuda {
 
-// The dense tokens of a sequence, numbered in this order: sinks that have left the window of the newest tokens, then
-// that window, padding included.
+// The dense tokens of a sequence, numbered in this order: first tokens that have left the window of the newest ones,
+// then that window, padding included.
 struct DenseTokens {
-  int num_sinks, start, newest;  // the last two: the first sink, and the first token of the window
+  int num_first, start, newest;  // the last two: the first token, and the first one of the window
   int count;
 
   __device__ __forceinline__ DenseTokens(const DecodeParams& params, const DecodePlan& plan, const Bounds& bounds)
       : start(max(bounds.start, 0)) {
     const int length = bounds.num_tokens(plan);
     newest = max(length - params.residual_length, 0);
-    num_sinks = max(min(start + params.sink_length, newest) - start, 0);
-    count = num_sinks + length - newest;
+    num_first = max(min(start + params.sink_length, newest) - start, 0);
+    count = num_first + length - newest;
   }
 
   // -1 beyond the last.
   __device__ __forceinline__ int token(int number) const {
     if (number >= count) return -1;
-    return number < num_sinks ? start + number : newest + (number - num_sinks);
+    return number < num_first ? start + number : newest + (number - num_first);
   }
 };
 
@@ -40,8 +40,9 @@ __device__ __forceinline__ int first_tile(const DecodePlan& plan, const Segment&
 }
 
 // Prefetches the rows of a warp's first tile.
-static __device__ __noinline__ void expect_window(const DecodeParams& params, const DecodePlan& plan,
-                                                  const Segment& segment, const Bounds& bounds, int warp, int lane) {
+static __device__ __noinline__ void expect_dense_tokens(const DecodeParams& params, const DecodePlan& plan,
+                                                        const Segment& segment, const Bounds& bounds, int warp,
+                                                        int lane) {
   constexpr int kLineBytes = 128;
   const DenseTokens tokens(params, plan, bounds);
   const int token = tokens.token(first_tile(plan, segment, warp) * kTailTileTokens + lane % kTailTileTokens);
@@ -74,9 +75,9 @@ struct DenseRows {
   uint16_t* target;     // of a new token, in the tail
 
   __device__ DenseRows(const Side& side, const Dense& dense, const Segment& segment, int token, int start,
-                       int sink_length, int first_new) {
+                       int dense_first, int first_new) {
     target = static_cast<uint16_t*>(side.tail) + (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h +
-                                                  tail_row(side, token, start, sink_length) * side.tail_stride_t);
+                                                  tail_row(side, token, start, dense_first) * side.tail_stride_t);
     row = target;
     if (token >= first_new) {
       row = static_cast<const uint16_t*>(dense.data) + segment.b * dense.stride_b + segment.h * dense.stride_h +
@@ -275,10 +276,11 @@ __device__ __forceinline__ void attend_to_tile(const DecodeParams& params, const
 
 // All tiles of a warp.
 template <class Shape>
-__device__ __forceinline__ void attend_to_windows(const DecodeParams& params, const NewTokens& new_tokens,
-                                                  const DecodePlan& plan, const Segment& segment, const Bounds& bounds,
-                                                  const unsigned char* queries, const float* constants, float* outputs,
-                                                  float2* sums, int warp, int lane) {
+__device__ __forceinline__ void attend_to_dense_tokens(const DecodeParams& params, const NewTokens& new_tokens,
+                                                       const DecodePlan& plan, const Segment& segment,
+                                                       const Bounds& bounds, const unsigned char* queries,
+                                                       const float* constants, float* outputs, float2* sums, int warp,
+                                                       int lane) {
   const DenseTokens tokens(params, plan, bounds);
   const int stride = segment.num_parts << plan.warps_log2;
 #pragma unroll 1

@@ -144,13 +144,13 @@ inline void check_launch(const char* where, cudaError_t error) {
 
 // Launches most kernels, so that grid size and launch errors are checked in one place.
 template <class... Parameters, class... Arguments>
-void launch(const char* where, void (*kernel)(Parameters...), int64_t num_blocks, int num_threads, size_t shared_bytes,
+void launch(const char* where, void (*kernel)(Parameters...), int64_t num_ctas, int num_threads, size_t shared_bytes,
             void* stream, const Arguments&... arguments) {
-  if (num_blocks > 0x7fffffff) {
+  if (num_ctas > 0x7fffffff) {
     throw std::runtime_error(std::string(where) + ": a call must need fewer than 2^31 thread blocks, got " +
-                             std::to_string(num_blocks) + ". Feed the tokens in smaller chunks.");
+                             std::to_string(num_ctas) + ". Feed the tokens in smaller chunks.");
   }
-  kernel<<<static_cast<unsigned>(num_blocks), num_threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(
+  kernel<<<static_cast<unsigned>(num_ctas), num_threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(
       arguments...);
   check_launch(where, cudaGetLastError());
 }

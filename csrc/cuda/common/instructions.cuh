@@ -127,7 +127,7 @@ __device__ __forceinline__ void wait_for_launch_before() {
 #endif
 }
 
-// Lets blocks of the next launch start, as far as there is room; they wait for this launch before they read.
+// Lets thread blocks of the next launch start, as far as there is room; they wait for this launch before they read.
 __device__ __forceinline__ void start_launch_behind() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

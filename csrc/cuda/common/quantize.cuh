@@ -254,8 +254,9 @@ struct Extent<Dtype::fp32, kIsSymmetric> {
   __device__ Range<kIsSymmetric> range() const { return {low, high}; }
 };
 
-// Joins the extents of `width` neighbouring lanes, of which this is number `position`. The lanes form a ring; in each
-// step a lane includes the one that is 1, 2, 4 ... further on. Values may be included twice, so any width works.
+// Joins the extents of `width` neighbouring lanes, of which this is number `position`. After the last lane comes the
+// first; in each step a lane includes the one that is 1, 2, 4 ... further on. Values may be included twice, so any
+// width works.
 template <class AnyExtent, int kRows>
 __device__ inline void join_lanes(AnyExtent (&extents)[kRows], int lane, int position, int width) {
   const int first = lane - position;

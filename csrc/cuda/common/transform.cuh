@@ -51,7 +51,7 @@ __device__ inline void rotate(float (&x)[kRows][kChannels], int head_dim, int la
 // The same for a single row.
 template <int kChannels>
 __device__ inline void rotate(float (&x)[kChannels], int head_dim, int lane, int position) {
-  rotate(reinterpret_cast<float(&)[1][kChannels]>(x), head_dim, lane, position);
+  rotate(reinterpret_cast<float (&)[1][kChannels]>(x), head_dim, lane, position);
 }
 
 // The numbers of a transform for the channels of one lane. They are loaded apart from their use, so that a kernel can

@@ -22,7 +22,7 @@ namespace hf_kvquant::cuda {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kMaxThreads = 512;  // in PyTorch's reductions, and in a row's block here
+constexpr int kMaxThreads = 512;  // in PyTorch's reductions, and in a row's thread block here
 constexpr int kMaxHeight = kMaxThreads / kWarp;
 constexpr int kElementwiseThreads = 128;
 
@@ -67,7 +67,7 @@ struct alignas(kFusedVector * sizeof(Element<kDtype>)) Vector {
 
 // --- launches
 
-// Blocks may start before the previous launch ends: every kernel here calls `wait_for_launch_before`.
+// Thread blocks may start before the previous launch ends: every kernel here calls `wait_for_launch_before`.
 template <class Kernel, class Params, class... Others>
 void launch_early(const char* where, Kernel kernel, dim3 grid, int num_threads, void* stream, const Params& params,
                   const Others&... others) {
@@ -105,19 +105,19 @@ int floor_power_of_two(int64_t x) {
   return power;
 }
 
-// The threads of PyTorch's block that share a row, as in setReduceConfig. For rows of at least 128 numbers, a multiple
-// of 4, and too short to be shared by several blocks, which takes 256 numbers per thread.
+// The threads of PyTorch's thread block that share a row, as in setReduceConfig. For rows of at least 128 numbers, a
+// multiple of 4, and too short to be shared by several thread blocks, which takes 256 numbers per thread.
 SummingThreads summing_threads(int64_t num_rows, int num_channels) {
   const int most_wide = std::min(floor_power_of_two(num_channels / kFusedVector), kMaxThreads);
   const int most_high = std::min(floor_power_of_two(std::min<int64_t>(num_rows, kMaxThreads)), kMaxThreads);
   const int height = std::min(most_high, kMaxThreads / std::min(most_wide, kWarp));
   const int width = std::min(most_wide, kMaxThreads / height);
-  // Rows are not split along the height if a thread would have fewer than 16 numbers for each row of the block.
+  // Rows are not split along the height if a thread would have fewer than 16 numbers for each row of the thread block.
   const int per_thread = (num_channels + width - 1) / width;
   return {width, per_thread >= std::min(16 * height, 256) ? height : 1};
 }
 
-// The sum of the partial sums of a block's first width · height threads, returned in every thread.
+// The sum of the partial sums of a thread block's first width · height threads, returned in every thread.
 __device__ __forceinline__ float summed(float sum, SummingThreads threads) {
   __shared__ float of_threads[kMaxThreads];
   __shared__ float of_rows[kMaxHeight];
@@ -220,10 +220,10 @@ __device__ __forceinline__ const Element<kDtype>* row_of(const Dense& x, int b, 
 
 // A thread has one channel of the first half of a head and the channel of the second half that is rotated with it.
 template <Dtype kDtype>
-__global__ void __launch_bounds__(kMaxRotaryHeadDim / 2) rotate_heads(const __grid_constant__ RotaryParams params,
-                                                                      int heads_per_block) {
+__global__ void __launch_bounds__(kMaxRotaryHeadDim / 2)
+    rotate_heads(const __grid_constant__ RotaryParams params, int heads_per_cta) {
   const int half = params.head_dim / 2, c = threadIdx.x % half, slot = threadIdx.x / half;
-  const int head = blockIdx.x * heads_per_block + slot, t = blockIdx.y, b = blockIdx.z;
+  const int head = blockIdx.x * heads_per_cta + slot, t = blockIdx.y, b = blockIdx.z;
   wait_for_launch_before();
   // Attention comes next, and runs hundreds of instructions before it reads what this kernel writes: a captured step of
   // 32 layers takes 5.31 ms instead of 5.33 (H200, 2026-11: Llama 3 8B, int4, 1 x 2k).
@@ -286,11 +286,11 @@ void rms_norm(const RmsNormParams& params, void* stream) {
 
 void rotary(const RotaryParams& params, void* stream) {
   const int half = params.head_dim / 2, num_heads = params.num_q_heads + params.num_kv_heads;
-  const int heads_per_block = std::max(1, kElementwiseThreads / half);
-  const dim3 grid((num_heads + heads_per_block - 1) / heads_per_block, params.q_len, params.batch);
+  const int heads_per_cta = std::max(1, kElementwiseThreads / half);
+  const dim3 grid((num_heads + heads_per_cta - 1) / heads_per_cta, params.q_len, params.batch);
   for_dtype(params.query.dtype, [&](auto dtype) {
-    launch_early("rotary", rotate_heads<decltype(dtype)::value>, grid, half * heads_per_block, stream, params,
-                 heads_per_block);
+    launch_early("rotary", rotate_heads<decltype(dtype)::value>, grid, half * heads_per_cta, stream, params,
+                 heads_per_cta);
   });
 }
 

@@ -2,16 +2,16 @@
 // what attend.cuh has no instantiation for: float32 queries, storage type `none`, mixtures. Keys and values are read
 // once for up to eight queries, directly from memory to registers, and dequantised there.
 //
-// A worker is the 1 to 32 lanes that together hold a row, eight channels each. Workers of a block take tokens in turn.
-// Each keeps its own running maximum m, sum l and weighted values, as in online softmax; they merge at the end of the
-// block's split of the sequence. With several splits, a second kernel combines their results. plan.cpp decides how
-// many.
+// A worker is the 1 to 32 lanes that together hold a row, eight channels each. Workers of a thread block take tokens in
+// turn. Each keeps its own running maximum m, sum l and weighted values, as in online softmax; they merge at the end of
+// the thread block's split of the sequence. With several splits, a second kernel combines their results. plan.cpp
+// decides how many.
 #include <algorithm>
 #include <type_traits>
 
 #include "../common/codes.cuh"
-#include "../cuda.h"
 #include "../common/transform.cuh"
+#include "../cuda.h"
 
 namespace hf_kvquant::cuda {
 namespace {
@@ -53,21 +53,21 @@ struct Output {
 
 // Which tokens of a sequence attention reads from the tail of a side.
 struct Tail {
-  int start, sink_length, begin;
+  int start, dense_first, begin;
 
   // `length` and `start` are clamped to what there is room for.
   __device__ Tail(const DecodeParams& params, const Side& side, int length, int start)
       : start(max(start, 0)),
-        sink_length(params.sink_length),
+        dense_first(params.sink_length),
         begin(side.tail == nullptr ? length : tail_begin(side, length, params.residual_length)) {}
 
   __device__ bool has(const Side& side, int token) const {
-    return side.tail != nullptr && (token >= begin || is_sink(token, start, sink_length));
+    return side.tail != nullptr && (token >= begin || is_sink(token, start, dense_first));
   }
 
   // The place of channel `c` of a token that the tail has; for any other token, some valid place.
   __device__ int64_t place_of(const Side& side, int64_t b, int64_t h, int token, int c) const {
-    const int64_t row = has(side, token) ? tail_row(side, token, start, sink_length) : 0;
+    const int64_t row = has(side, token) ? tail_row(side, token, start, dense_first) : 0;
     return b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c;
   }
 
@@ -89,10 +89,10 @@ struct Place {
   int split, tile, h;
   int64_t b;
 
-  // From the number of the block, in 32 bits: a 64-bit division takes longer than a token.
+  // From the number of the thread block, in 32 bits: a 64-bit division takes longer than a token.
   __device__ static Place of(const DecodeParams& params, int num_splits, int num_tiles) {
-    const unsigned block = blockIdx.x, tile = block / num_splits, head = tile / num_tiles;
-    return {static_cast<int>(block % num_splits), static_cast<int>(tile % num_tiles),
+    const unsigned cta = blockIdx.x, tile = cta / num_splits, head = tile / num_tiles;
+    return {static_cast<int>(cta % num_splits), static_cast<int>(tile % num_tiles),
             static_cast<int>(head % params.num_kv_heads), head / params.num_kv_heads};
   }
 };
@@ -117,7 +117,8 @@ struct State {
   }
 };
 
-// Merges the workers of a block. Writes its partial result to `workspace`, or the final result if that is nullptr.
+// Merges the workers of a thread block. Writes its partial result to `workspace`, or the final result if that is
+// nullptr.
 template <int kRows>
 __device__ void merge_workers(const DecodeParams& params, const State<kRows>& state, const Place& place,
                               int num_workers, int worker, int c, bool has_value, int num_rows, float* workspace) {
@@ -231,7 +232,7 @@ __global__ void __launch_bounds__(kNumThreads)
     const int64_t t = base + worker;
     const bool is_in_range = t < split_end;
     float key[kChunk] = {}, value[kChunk] = {};
-    const auto load = [&](const Side& side, const Tail& tail, float(&x)[kChunk]) {
+    const auto load = [&](const Side& side, const Tail& tail, float (&x)[kChunk]) {
       if (kHasTails && tail.has(side, static_cast<int>(t))) {
         tail.load(side, b, h, static_cast<int>(t), c, x);
       } else {
@@ -309,8 +310,8 @@ void decode_general(const DecodeParams& params, const DecodePlan& plan, float* w
   const int lanes_per_worker = lanes_for(std::max(params.key_side.head_dim, params.value_side.head_dim));
   const int num_workers = kNumThreads / lanes_per_worker;
   const size_t shared_bytes = sizeof(float) * num_workers * plan.rows_per_tile * (params.value_side.head_dim + 2);
-  const int64_t num_blocks = int64_t{num_splits} * plan.num_row_tiles * params.num_kv_heads * params.batch;
-  launch("decode", kernel, num_blocks, kNumThreads, shared_bytes, stream, params, num_splits, plan.num_row_tiles,
+  const int64_t num_ctas = int64_t{num_splits} * plan.num_row_tiles * params.num_kv_heads * params.batch;
+  launch("decode", kernel, num_ctas, kNumThreads, shared_bytes, stream, params, num_splits, plan.num_row_tiles,
          lanes_per_worker, laps_of(params.capacity, params.is_ring), max_length_of(params.capacity, params.is_ring),
          workspace);
   if (num_splits > 1) {

@@ -17,8 +17,8 @@ namespace hf_kvquant::cuda {
 namespace {
 
 // For the general kernel: enough thread blocks to fill every multiprocessor several times, and enough tokens in each to
-// be worth a block and its share of the combine.
-constexpr int kBlocksPerMultiprocessor = 4;
+// be worth a thread block and its share of the combine.
+constexpr int kCtasPerMultiprocessor = 4;
 constexpr int kMinTokensPerSplit = 128;
 
 constexpr int kLanesOfWarp = 32;
@@ -30,7 +30,7 @@ constexpr int kOverlapPtx = 90, kOverlapDriver = 12030;
 // The most new tokens that the attention kernel quantises itself: one warp does it while others wait.
 constexpr int kMaxAppended = 4;
 
-// Limits of the attention kernel's grid, which is blocks of a head x heads x sequences.
+// Limits of the attention kernel's grid, which is thread blocks of a head x heads x sequences.
 constexpr int64_t kMaxGridY = 65535, kMaxGridX = 0x7fffffff;
 
 using StreamGetter = int32_t (*)(int32_t device_index, void** stream);
@@ -64,31 +64,31 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
-// How a kernel with a given number of warps per block runs on a GPU.
-struct Residency {
-  int num_stages;  // of a warp's ring: all if they fit, else fewer
+// How a kernel with a given number of warps per thread block runs on a GPU.
+struct Occupancy {
+  int num_stages;  // of a warp's pipeline: all if they fit, else fewer
   int num_multiprocessors;
-  int blocks_per_multiprocessor;                                  // at most; 0: the kernel does not fit
-  bool may_overlap;                                               // see cuda::may_overlap
-  int bytes_per_multiprocessor, bytes_per_block, reserved_bytes;  // of shared memory; reserved for every block
+  int ctas_per_multiprocessor;                                  // at most; 0: the kernel does not fit
+  bool may_overlap;                                             // see cuda::may_overlap
+  int bytes_per_multiprocessor, bytes_per_cta, reserved_bytes;  // of shared memory; reserved for every thread block
 };
 
 int bytes_needed(const AttendKernel& kernel, int num_warps, int num_stages) {
   return kernel.fixed_bytes + num_warps * num_stages * kernel.stage_bytes;
 }
 
-Residency find_residency(const AttendKernel& kernel, int num_warps, int device) {
-  Residency found{};
+Occupancy find_occupancy(const AttendKernel& kernel, int num_warps, int device) {
+  Occupancy found{};
   found.num_multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, device);
   found.bytes_per_multiprocessor = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  found.bytes_per_block = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  found.bytes_per_cta = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   found.reserved_bytes = device_attribute(cudaDevAttrReservedSharedMemoryPerBlock, device);
-  const auto fits = [&](int stages) { return bytes_needed(kernel, num_warps, stages) <= found.bytes_per_block; };
+  const auto fits = [&](int stages) { return bytes_needed(kernel, num_warps, stages) <= found.bytes_per_cta; };
   found.num_stages = fits(kernel.num_stages) ? kernel.num_stages : fits(kernel.min_stages) ? kernel.min_stages : 0;
   if (found.num_stages == 0) return found;
-  check_cuda(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, found.bytes_per_block),
+  check_cuda(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, found.bytes_per_cta),
              "the kernel must fit the GPU");
-  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found.blocks_per_multiprocessor, kernel.function,
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found.ctas_per_multiprocessor, kernel.function,
                                                            num_warps * kLanesOfWarp,
                                                            bytes_needed(kernel, num_warps, found.num_stages)),
              "the kernel must fit the GPU");
@@ -110,11 +110,11 @@ auto remember(const Key& key, Make make) {
   return known.emplace(key, make()).first->second;
 }
 
-// find_residency for the current device, remembered.
-Residency residency(const AttendKernel& kernel, int num_warps) {
+// find_occupancy for the current device, remembered.
+Occupancy occupancy_of(const AttendKernel& kernel, int num_warps) {
   const int device = current_device();
   return remember(std::make_tuple(kernel.function, kernel.fixed_bytes, num_warps, device),
-                  [&] { return find_residency(kernel, num_warps, device); });
+                  [&] { return find_occupancy(kernel, num_warps, device); });
 }
 
 Divisor divisor(int64_t value) {
@@ -199,7 +199,7 @@ bool are_pairs(const AppendParams& new_tokens) {
 bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles, int num_warps) {
   if (new_tokens == nullptr || num_row_tiles > 1 || new_tokens->q_len > kMaxAppended) return false;
   if (new_tokens->sink_length + new_tokens->residual_length > 0) {
-    // With windows, blocks of keys are completed by older tokens.
+    // With dense windows, older tokens complete blocks of keys.
     if (kernel.is_blocked || !has_aligned_rows(new_tokens->key) || !has_aligned_rows(new_tokens->value)) return false;
   }
   // Tokens that share the scale of a channel must be in one round, and a second new token might already be in the next.
@@ -264,7 +264,7 @@ RowChunks row_chunks(const Side& side, int step_tokens) {
   return {bytes, step_tokens * per_row, divisor(per_row)};
 }
 
-// Whether copies do not write all of a stage: see Ring::fill_gaps.
+// Whether copies do not write all of a stage: see Pipeline::fill_gaps.
 bool has_gaps(const Side& side, bool kernel_has_zero) {
   return (side.scale_stride_t == 0 && !side.has_channel_scales) || (kernel_has_zero && side.zero == nullptr);
 }
@@ -290,7 +290,7 @@ DecodePlan plan_general(const DecodeParams& params) {
   plan.rows_per_tile = num_rows == 1 ? 1 : num_rows <= 4 ? 4 : 8;
   plan.num_row_tiles = static_cast<int>((num_rows + plan.rows_per_tile - 1) / plan.rows_per_tile);
   const int64_t num_units = std::max<int64_t>(1, int64_t{plan.num_row_tiles} * params.num_kv_heads * params.batch);
-  const int64_t wanted = (int64_t{num_multiprocessors} * kBlocksPerMultiprocessor + num_units - 1) / num_units;
+  const int64_t wanted = (int64_t{num_multiprocessors} * kCtasPerMultiprocessor + num_units - 1) / num_units;
   const int num_tokens = most_tokens(params);
   const int64_t worthwhile = std::max(1, num_tokens / kMinTokensPerSplit);
   const int64_t most = std::max(1, num_tokens);  // more would have no token
@@ -307,25 +307,25 @@ DecodePlan plan_general(const DecodeParams& params) {
 struct Cut {
   int64_t splits;
   int num_warps;
-  int blocks_per_multiprocessor;
+  int ctas_per_multiprocessor;
 
-  int64_t slots(int num_multiprocessors) const { return int64_t{num_multiprocessors} * blocks_per_multiprocessor; }
+  int64_t slots(int num_multiprocessors) const { return int64_t{num_multiprocessors} * ctas_per_multiprocessor; }
 };
 
-// Shared memory of a block: at least so much that no more blocks run on a multiprocessor than the cut wants.
-int shared_bytes(const AttendKernel& kernel, const Residency& resident, const Cut& cut) {
-  const int needed = bytes_needed(kernel, cut.num_warps, resident.num_stages);
-  if (cut.blocks_per_multiprocessor >= resident.blocks_per_multiprocessor) return needed;
+// Shared memory of a thread block: at least so much that no more of them run on a multiprocessor than the cut wants.
+int shared_bytes(const AttendKernel& kernel, const Occupancy& occupancy, const Cut& cut) {
+  const int needed = bytes_needed(kernel, cut.num_warps, occupancy.num_stages);
+  if (cut.ctas_per_multiprocessor >= occupancy.ctas_per_multiprocessor) return needed;
   const int too_many =
-      resident.bytes_per_multiprocessor / (cut.blocks_per_multiprocessor + 1) - resident.reserved_bytes;
-  return std::min(std::max(needed, too_many + 1), resident.bytes_per_block);
+      occupancy.bytes_per_multiprocessor / (cut.ctas_per_multiprocessor + 1) - occupancy.reserved_bytes;
+  return std::min(std::max(needed, too_many + 1), occupancy.bytes_per_cta);
 }
 
-// Predicts the time of a cut, in microseconds. Blocks run in waves. The blocks of a wave share the bandwidth, every
+// Predicts the time of a cut, in microseconds. Thread blocks run in waves. Those of a wave share the bandwidth, every
 // multiprocessor alike, but none reads faster than its warps compute. Nothing is read during the first start and the
-// last end; between waves, other blocks of a multiprocessor fill in as far as they can. Combining takes longer the more
-// parts there are. Constants are fitted to an H200 (2026-11). On other GPUs they are good enough to choose by, since
-// the ratio of a full wave to a partial one decides.
+// last end; between waves, other thread blocks of a multiprocessor fill in as far as they can. Combining takes longer
+// the more parts there are. Constants are fitted to an H200 (2026-11). On other GPUs they are good enough to choose by,
+// since the ratio of a full wave to a partial one decides.
 double predict(const AttendKernel& kernel, int num_multiprocessors, int64_t num_units, int64_t steps, const Cut& cut) {
   constexpr double kBandwidth = 4.5e6;                         // bytes a microsecond
   constexpr double kChannels = 6700, kGroupedChannels = 5400;  // of keys and values, per warp and microsecond
@@ -336,12 +336,12 @@ double predict(const AttendKernel& kernel, int num_multiprocessors, int64_t num_
   const double bytes = step_bytes * cut.num_warps * static_cast<double>((rounds + cut.splits - 1) / cut.splits);
   const double most = step_bytes / (static_cast<double>(kernel.step_tokens) * kernel.head_dim) *
                       (kernel.is_grouped || kernel.is_blocked ? kGroupedChannels : kChannels) * cut.num_warps;
-  const auto wave = [&](int64_t blocks) {
-    const int64_t sharing = (blocks + num_multiprocessors - 1) / num_multiprocessors * num_multiprocessors;
+  const auto wave = [&](int64_t ctas) {
+    const int64_t sharing = (ctas + num_multiprocessors - 1) / num_multiprocessors * num_multiprocessors;
     return bytes / std::min(kBandwidth / static_cast<double>(sharing), most);
   };
-  const int64_t blocks = num_units * cut.splits, whole = blocks / slots, rest = blocks % slots;
-  const double filled_in = std::min(1.0, (cut.blocks_per_multiprocessor - 1) * most * num_multiprocessors / kBandwidth);
+  const int64_t ctas = num_units * cut.splits, whole = ctas / slots, rest = ctas % slots;
+  const double filled_in = std::min(1.0, (cut.ctas_per_multiprocessor - 1) * most * num_multiprocessors / kBandwidth);
   return static_cast<double>(whole) * wave(slots) + (rest > 0 ? wave(rest) : 0) +
          kStartAndEnd[cut.num_warps > kMinAttendWarps] +
          kTurn * (1 - filled_in) * static_cast<double>(whole - (rest > 0 ? 0 : 1)) +
@@ -354,14 +354,14 @@ Cut choose_cut(const AttendKernel& kernel, int64_t num_units, int64_t steps, int
   Cut best{};
   double least = 0;
   for (int num_warps = kMinAttendWarps; num_warps <= kMaxAttendWarps; num_warps *= 2) {
-    const Residency resident = residency(kernel, num_warps);
-    const int most_blocks = resident.blocks_per_multiprocessor;
-    for (int blocks = std::min(2, most_blocks); blocks > 0 && blocks <= most_blocks; ++blocks) {
-      Cut cut{std::max<int64_t>(1, splits), num_warps, blocks};
+    const Occupancy occupancy = occupancy_of(kernel, num_warps);
+    const int most_ctas = occupancy.ctas_per_multiprocessor;
+    for (int ctas = std::min(2, most_ctas); ctas > 0 && ctas <= most_ctas; ++ctas) {
+      Cut cut{std::max<int64_t>(1, splits), num_warps, ctas};
       const int64_t worthwhile =
-          std::min({steps / num_warps, 4 * cut.slots(resident.num_multiprocessors) / num_units, most_splits});
+          std::min({steps / num_warps, 4 * cut.slots(occupancy.num_multiprocessors) / num_units, most_splits});
       for (; cut.splits <= std::max({int64_t{1}, splits, splits > 0 ? 0 : worthwhile}); ++cut.splits) {
-        const double time = predict(kernel, resident.num_multiprocessors, num_units, steps, cut);
+        const double time = predict(kernel, occupancy.num_multiprocessors, num_units, steps, cut);
         if (best.splits == 0 || time < least) best = cut, least = time;
       }
     }
@@ -429,10 +429,10 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   const RowChunks key_chunks = row_chunks(params.key_side, kernel.step_tokens);
   const RowChunks value_chunks = row_chunks(params.value_side, kernel.step_tokens);
   const bool are_dense = is_dense(params.key_side, kernel.head_dim) && is_dense(params.value_side, kernel.head_dim);
-  // Shared memory behind the rings: a list of chunks, and the untransformed query.
+  // Shared memory behind the pipelines: a list of chunks, and the untransformed query.
   const int list_bytes = are_dense ? 0 : (key_chunks.num_chunks + value_chunks.num_chunks) * kChunkPlaceBytes;
-  const bool has_windows = params.sink_length + params.residual_length > 0;
-  const int plain_query_bytes = has_windows ? 2 * kernel.rows_per_tile * kernel.head_dim : 0;
+  const bool has_dense_tokens = params.sink_length + params.residual_length > 0;
+  const int plain_query_bytes = has_dense_tokens ? 2 * kernel.rows_per_tile * kernel.head_dim : 0;
   kernel.fixed_bytes += list_bytes + plain_query_bytes;
   // The cut is remembered, since trying all cuts takes microseconds, in every layer and step.
   const int64_t wanted_splits = std::min<int64_t>(params.num_splits, most_splits);
@@ -443,14 +443,14 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
                                            wanted_splits, most_splits),
                            [&] { return choose_cut(kernel, planned_units, steps, wanted_splits, most_splits); });
   if (cut.splits == 0) return plan_general(params);  // the kernel does not fit the GPU
-  const Residency resident = residency(kernel, cut.num_warps);
+  const Occupancy occupancy = occupancy_of(kernel, cut.num_warps);
   const int64_t num_splits = cut.splits;
   DecodePlan plan{};
   plan.kernel = kernel;
-  plan.num_stages = resident.num_stages;
+  plan.num_stages = occupancy.num_stages;
   plan.warps_log2 = cut.num_warps == kMinAttendWarps ? 2 : 3;
-  plan.shared_bytes = shared_bytes(kernel, resident, cut);
-  plan.may_overlap = resident.may_overlap;
+  plan.shared_bytes = shared_bytes(kernel, occupancy, cut);
+  plan.may_overlap = occupancy.may_overlap;
   plan.rows.num_q_per_kv = divisor(params.num_q_heads / params.num_kv_heads);
   plan.rows.num_rows = static_cast<int>(num_rows);
   plan.rows_per_tile = kernel.rows_per_tile;
@@ -466,21 +466,22 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   plan.query_stride_t = static_cast<uint32_t>(params.query.stride_t);
   plan.laps = laps_of(params.capacity, params.is_ring);
   plan.max_length = max_length;
-  if (has_windows) plan.plain_query_at = bytes_needed(kernel, cut.num_warps, plan.num_stages) - plain_query_bytes;
+  if (has_dense_tokens) plan.plain_query_at = bytes_needed(kernel, cut.num_warps, plan.num_stages) - plain_query_bytes;
   list_scales(params, kernel, plan);
   plan.is_dense = are_dense;
   plan.has_gaps = !plan.is_dense || has_gaps(params.key_side, kernel.has_key_zero) ||
                   has_gaps(params.value_side, kernel.has_value_zero);
-  // Limits of the grid and of Divisors: blocks of a head and rounds of steps by splits, rows by heads of a group.
-  const int64_t blocks_of_head = num_row_tiles * num_splits;
-  if (blocks_of_head > kMaxGridX || std::max(blocks_of_head, rounds) * num_splits > INT32_MAX ||
+  // Limits of the grid and of Divisors: thread blocks of a head and rounds of steps by splits, rows by heads of a
+  // group.
+  const int64_t ctas_of_head = num_row_tiles * num_splits;
+  if (ctas_of_head > kMaxGridX || std::max(ctas_of_head, rounds) * num_splits > INT32_MAX ||
       num_rows * plan.rows.num_q_per_kv.value > INT32_MAX) {
     throw std::runtime_error("decode: a call must need fewer thread blocks for a head than " +
-                             std::to_string(blocks_of_head) + " (" + std::to_string(num_splits) +
+                             std::to_string(ctas_of_head) + " (" + std::to_string(num_splits) +
                              " splits). Use fewer splits, or smaller chunks.");
   }
   plan.num_splits = divisor(num_splits);
-  plan.blocks_of_head = static_cast<int>(blocks_of_head);
+  plan.ctas_of_head = static_cast<int>(ctas_of_head);
   if (num_splits > 1) {
     plan.num_counters = num_units;
     plan.workspace_floats = num_units * num_splits * kernel.slot_floats;
@@ -499,11 +500,11 @@ void decode(const DecodeParams& params, const AppendParams* new_tokens, const De
   if (plan.appends) appended = {new_tokens->key, new_tokens->value, new_tokens->q_len};
   void* arguments[] = {const_cast<DecodeParams*>(&params), &appended, const_cast<DecodePlan*>(&plan), &workspace};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(plan.blocks_of_head, params.num_kv_heads, params.batch);
+  config.gridDim = dim3(plan.ctas_of_head, params.num_kv_heads, params.batch);
   config.blockDim = dim3(kLanesOfWarp << plan.warps_log2);
   config.dynamicSmemBytes = plan.shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  // Blocks may start before the previous launch ends, as they wait for it themselves: saves 0.2 us a call (H200,
+  // Thread blocks may start before the previous launch ends, as they wait for it themselves: saves 0.2 us a call (H200,
   // 2026-11).
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;

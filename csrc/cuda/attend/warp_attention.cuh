@@ -1,5 +1,5 @@
 // What one warp does with each of its steps: scores, an online softmax, and the weighted sum of values, all in
-// registers. attend.cuh chooses the steps, ring.cuh copies them, fragments.cuh makes the operands.
+// registers. attend.cuh chooses the steps, pipeline.cuh copies them, fragments.cuh makes the operands.
 //
 // Softmax. Scores are in log2 units. A column (query row) keeps a shift near max(score + log2(scale of the value)), so
 // that P' = 2^(score - shift) · scale, rounded to float16, is at most 2^15. Only when P' would exceed that, the warp
@@ -22,8 +22,8 @@ constexpr float kMaxGroupedWeight = 16384.f, kGroupedWeightBits = 10.f;
 
 // The maximum, sum and output of the rows of a unit over the steps of one warp.
 template <class Shape>
-class Worker {
-  using Ring = typename Shape::KeyRing;
+class WarpAttention {
+  using Pipeline = typename Shape::StepPipeline;
   using Keys = KeyWords<Shape::kKeyRowBytes>;
   using Values = ValueWords<Shape::kValue, Shape::kValueRowBytes>;
   static constexpr int kTiles = Shape::kTilesPerStep, kHalves = 2 * kTiles, kColumns = Shape::kColumns;
@@ -31,10 +31,10 @@ class Worker {
   static constexpr bool kIsGrouped = Shape::kIsGrouped, kIsBlocked = Shape::kIsBlocked;
 
  public:
-  __device__ __forceinline__ Worker(const DecodeParams& params, const unsigned char* planes, const float* factors,
-                                    const float* sums, int tail_step, int lane)
+  __device__ __forceinline__ WarpAttention(const DecodeParams& params, const unsigned char* planes,
+                                           const float* factors, const float* sums, int tail_step, int lane)
       : g_(lane >> 2), t_(lane & 3), slot_(slot_of_row(lane >> 2)) {
-    values_at_ = Ring::kValueAt + matrix_row<Shape::kValueRowBytes>(lane);
+    values_at_ = Pipeline::kValueAt + matrix_row<Shape::kValueRowBytes>(lane);
     keep(values_at_);
     if constexpr (kIsGrouped) {
       groups_.load(params, planes, sums, lane);
@@ -97,7 +97,7 @@ class Worker {
       blocks_.score(params, segment, stage, step, factor_, base, score);
     } else {
       uint32_t scales[kTiles], zeros[kTiles];
-      load_scales<Shape::kHasKeyZero>(stage + Ring::kScalesAt, stage + Ring::kKeyZeroAt, scales, zeros);
+      load_scales<Shape::kHasKeyZero>(stage + Pipeline::kScalesAt, stage + Pipeline::kKeyZeroAt, scales, zeros);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) score_tile(stage, i, scales, zeros, base, score[i]);
     }
@@ -129,7 +129,7 @@ class Worker {
       groups_.template weigh<kIsMasked>(stage, scales, weight, is_visible, operand_);
     } else {
       uint32_t scales[kTiles], zeros[kTiles];
-      load_scales<Shape::kHasValueZero>(stage + Ring::kValueScaleAt, stage + Ring::kValueZeroAt, scales, zeros);
+      load_scales<Shape::kHasValueZero>(stage + Pipeline::kValueScaleAt, stage + Pipeline::kValueZeroAt, scales, zeros);
       bool is_beyond = false;  // or NaN, where the weight alone may be infinite
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
@@ -244,7 +244,7 @@ class Worker {
                                           [&](int index, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
 #pragma unroll
                                             for (int n = 0; n < kColumnTiles; ++n) {
-                                              const uint32_t(&weights)[2] = operand_[i][kIsGrouped ? chunk : 0][n];
+                                              const uint32_t (&weights)[2] = operand_[i][kIsGrouped ? chunk : 0][n];
                                               multiply_halves(output_[n][chunk * Values::kTilesPerChunk + index], a0,
                                                               a1, a2, a3, weights[0], weights[1]);
                                             }
@@ -403,7 +403,7 @@ class Worker {
       for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int token = step * Ring::kStepTokens + slot_ * kHalves + 2 * i + h;
+          const int token = step * Pipeline::kStepTokens + slot_ * kHalves + 2 * i + h;
           float x = score[i][h][c];
           if (params.softcap > 0.f) x = capped(x + constants[row_of(c)], params.softcap * kLog2E);
           x = fmaf(slope, static_cast<float>(token - position), x);

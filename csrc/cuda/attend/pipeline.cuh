@@ -1,9 +1,9 @@
-// The copies of one warp: a ring of stages in shared memory, each with the codes and scales of one step. Asynchronous
-// copies fill stages while the warp computes on earlier ones. Every warp has its own ring and waits for no other.
+// What copies codes and scales to shared memory for one warp: a pipeline of stages, each with one step. Asynchronous
+// copies fill stages while the warp computes on earlier ones. Every warp has its own pipeline and waits for no other.
 //
 // A stage is [key codes][value codes][key scales][key zeros][value scales][value zeros], codes in the order of
-// RowLayout, scales in token order, group by group. Tokens that no query of the block sees become zeros: their memory
-// may hold anything, even uninitialised data.
+// RowLayout, scales in token order, group by group. Tokens that no query of the thread block sees become zeros: their
+// memory may hold anything, even uninitialised data.
 //
 // If the planes themselves are a ring, tokens continue at their first rows (laps.h). This never splits a step, since
 // steps are aligned and the number of rows is a multiple of a step.
@@ -19,7 +19,7 @@ namespace hf_kvquant::cuda {
 // block: the unfinished one has none (blocks.cuh).
 template <int kKeyRowBytes, int kValueRowBytes, bool kHasKeyZero, bool kHasValueZero, int kNumGroups, int kTilesPerStep,
           int kBlockChannels>
-class Ring {
+class Pipeline {
  public:
   static constexpr int kStepTokens = 16 * kTilesPerStep;
   static constexpr int kHalves = 2 * kTilesPerStep;  // half tiles of 8 tokens; the b of fragments.cuh
@@ -36,7 +36,7 @@ class Ring {
   static constexpr int kStageBytes = kValueScaleAt + (1 + kHasValueZero) * kPlaneBytes;
 
   // `memory` is shared, num_stages · kStageBytes; `stride` is in steps. Call `seek` and `bound` before use.
-  __device__ __forceinline__ Ring(const DecodePlan& plan, unsigned char* memory, int stride, int lane)
+  __device__ __forceinline__ Pipeline(const DecodePlan& plan, unsigned char* memory, int stride, int lane)
       : memory_(shared_address(memory)), stride_(stride * kStepTokens), lane_(lane), is_dense_(plan.is_dense) {
     key_place_ = place_of_chunk<kKeyRowBytes>(lane), value_place_ = place_of_chunk<kValueRowBytes>(lane);
     keep(key_place_);
@@ -47,7 +47,8 @@ class Ring {
     }
   }
 
-  // Lists where the chunks of rows go that are not dense, once for all warps of a block. All threads of it call this.
+  // Lists where the chunks of rows go that are not dense, once for all warps of a thread block. All threads of it call
+  // this.
   static __device__ __noinline__ void list_chunks(const DecodeParams& params, const DecodePlan& plan, uint32_t list) {
     list_chunks<kKeyRowBytes>(params.key_side, plan.key_chunks, list);
     list_chunks<kValueRowBytes>(params.value_side, plan.value_chunks,
@@ -297,8 +298,9 @@ class Ring {
   int lap_end_ = 0;    // of the lap that the pointers are in; see lap_end
   int whole_end_ = 0;  // of steps that are copied without checking their tokens
   int first_ = 0;      // token of the step
-  const uint8_t *key_codes_ = nullptr, *value_codes_ = nullptr;  // its rows; where they are dense, the lane's first chunk
-  const half_bits* scales_[kScaleCopies];                        // the lane's chunks of it
+  const uint8_t *key_codes_ = nullptr,
+                *value_codes_ = nullptr;   // its rows; where they are dense, the lane's first chunk
+  const half_bits* scales_[kScaleCopies];  // the lane's chunks of it
   bool has_scales_[kScaleCopies];
   const uint4* blocks_[kBlockCopies > 0 ? kBlockCopies : 1];  // the lane's chunks of scales of the first block
   uint32_t block_strides_[kBlockCopies > 0 ? kBlockCopies : 1];
