@@ -116,10 +116,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   wait_for_launch_before();
   const Bounds bounds(params, plan, segment.b);
   uint32_t query_bits[kRowsOfWarp][Query<Shape>::kPerLane];
-#pragma unroll
-  for (int i = 0; i < kRowsOfWarp; ++i) {
-    Query<Shape>::load_row(params, plan, segment, i * num_warps + warp, lane, query_bits[i]);
-  }
+  for_all<kRowsOfWarp>(
+      [&](int i) { Query<Shape>::load_row(params, plan, segment, i * num_warps + warp, lane, query_bits[i]); });
   typename Query<Shape>::Transform transform;
   const bool is_transformed = !is_identity(params.key_transform);
   if (is_transformed)
@@ -178,15 +176,14 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   }
 
   // --- prepare the query during the copies
-#pragma unroll
-  for (int i = 0; i < kRowsOfWarp; ++i) {
+  for_all<kRowsOfWarp>([&](int i) {
     const int slot = i * num_warps + warp;
     if (slot < Shape::kRows) {
       if (has_dense_tokens) Query<Shape>::write_plain_row(query_bits[i], slot, memory + plan.plain_query_at, lane);
       Query<Shape>::write_row(params, is_transformed, transform, query_bits[i], slot, planes, factors, constants,
                               query_sums, lane);
     }
-  }
+  });
 
   // All rows attend to the tokens from `all_from` to `all_until` - 1.
   const int first_row = segment.row_tile * Shape::kRows;

@@ -34,10 +34,9 @@ class Blocks {
     const char* row =
         static_cast<const char*>(side.tail) + 2 * (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h +
                                                    (params.sink_length + token % side.ring) * side.tail_stride_t);
-#pragma unroll
-    for (int line = 0; line < kLines; ++line) {
+    for_all<kLines>([&](int line) {
       if (line * kLineBytes < 2 * side.head_dim) prefetch(row + line * kLineBytes);
-    }
+    });
   }
 
   // `tail_step`: the first step of the unfinished block, after the last step if there is none.
@@ -46,13 +45,11 @@ class Blocks {
     tail_step_ = tail_step;
     codes_at_ = matrix_row<Shape::kKeyRowBytes>(lane);
     keep(codes_at_);
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n) {
+    for_all<kColumnTiles>([&](int n) {
       const int row = Shape::kIsPaired ? g_ >> 1 : 8 * n + g_;
       const bool is_held = !Shape::kIsPaired || (g_ & 1) == 0;
-#pragma unroll
-      for (int j = 0; j < kParts; ++j) load_query_words<Shape>(planes, row, j, t_, is_held, query_[n][j]);
-    }
+      for_all<kParts>([&](int j) { load_query_words<Shape>(planes, row, j, t_, is_held, query_[n][j]); });
+    });
   }
 
   // Scores of a step, plus `base`. Factors count codes in units of their low nibbles.
@@ -66,16 +63,12 @@ class Blocks {
     } else {
       multiply_tail(params, segment, step, sum, constant);
     }
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
+    for_all<kColumns>([&](int c) {
       const int n = c / kColumnsPerTile, k = c % kColumnsPerTile;
       const float constant_of_sum = fmaf(constant[c], factor[c], base[c]);
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) score[i][h][c] = fmaf(sum[i][n][2 * h + k], factor[c], constant_of_sum);
-      }
-    }
+      for_all<kTiles, 2>(
+          [&](int i, int h) { score[i][h][c] = fmaf(sum[i][n][2 * h + k], factor[c], constant_of_sum); });
+    });
   }
 
  private:
@@ -85,59 +78,45 @@ class Blocks {
   __device__ __forceinline__ void multiply_codes(const unsigned char* stage, Sums& sum,
                                                  float (&constant)[kColumns]) const {
     uint32_t scaled[kColumnTiles][kParts][4];
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n) {
+    for_all<kColumnTiles>([&](int n) {
       float middle[4] = {}, even[4] = {}, odd[4] = {};
-#pragma unroll
-      for (int j = 0; j < kParts; ++j) {
+      for_all<kParts>([&](int j) {
         const unsigned char* at = stage + (32 * j + 8 * t_) * 2;
         uint32_t scales[4], terms[4];
         in_pairs(*reinterpret_cast<const uint4*>(at + Pipeline::kScalesAt), scales);
         in_pairs(*reinterpret_cast<const uint4*>(at + (g_ == 0 ? Pipeline::kKeyZeroAt : Pipeline::kScalesAt)), terms);
         const uint32_t (&query)[4] = query_[n][j];
         uint32_t (&product)[4] = scaled[n][j];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) product[k] = multiply_halves(query[k], scales[k]);
+        for_all<4>([&](int k) { product[k] = multiply_halves(query[k], scales[k]); });
         // Rows 0 and 1 are used, the others are not.
         multiply_halves(even, terms[0], 0, terms[2], 0, query[0], query[2]);
         multiply_halves(odd, terms[1], 0, terms[3], 0, query[1], query[3]);
         // Codes of -8, as low and as high nibbles.
         multiply_halves(middle, 0x80088008u, 0x80088008u, 0x80808080u, 0x80808080u, product[0], product[1]);
         multiply_halves(middle, 0x80088008u, 0x80088008u, 0x80808080u, 0x80808080u, product[2], product[3]);
-      }
-#pragma unroll
-      for (int k = 0; k < kColumnsPerTile; ++k) {
+      });
+      for_all<kColumnsPerTile>([&](int k) {
         const float term = fmaf(16.f, odd[k], even[k]);
         const float zeros = __shfl_sync(kAllLanes, term, t_), scales = __shfl_sync(kAllLanes, term, 4 + t_);
         constant[kColumnsPerTile * n + k] = fmaf(scales, 8.f, zeros) * kUnit;
-      }
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) sum[i][n][k] = middle[k];
-      }
-    }
+      });
+      for_all<kTiles, 4>([&](int i, int k) { sum[i][n][k] = middle[k]; });
+    });
     const uint32_t codes = shared_address(stage);
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int load = 0; load < kParts / 2; ++load) {
-        uint32_t words[4];
-        load_matrices<false>(codes + RowLayout<Shape::kKeyRowBytes>::at(codes_at_, 2 * i, load * 32), words);
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const uint32_t e = words[2 * k], f = words[2 * k + 1], e8 = e >> 8, f8 = f >> 8;
-#pragma unroll
-          for (int n = 0; n < kColumnTiles; ++n) {
-            const uint32_t (&query)[4] = scaled[n][2 * load + k];
-            multiply_halves(sum[i][n], e & kLowNibbles, f & kLowNibbles, e & kHighNibbles, f & kHighNibbles, query[0],
-                            query[1]);
-            multiply_halves(sum[i][n], e8 & kLowNibbles, f8 & kLowNibbles, e8 & kHighNibbles, f8 & kHighNibbles,
-                            query[2], query[3]);
-          }
-        }
-      }
-    }
+    for_all<kTiles, kParts / 2>([&](int i, int load) {
+      uint32_t words[4];
+      load_matrices<false>(codes + RowLayout<Shape::kKeyRowBytes>::at(codes_at_, 2 * i, load * 32), words);
+      for_all<2>([&](int k) {
+        const uint32_t e = words[2 * k], f = words[2 * k + 1], e8 = e >> 8, f8 = f >> 8;
+        for_all<kColumnTiles>([&](int n) {
+          const uint32_t (&query)[4] = scaled[n][2 * load + k];
+          multiply_halves(sum[i][n], e & kLowNibbles, f & kLowNibbles, e & kHighNibbles, f & kHighNibbles, query[0],
+                          query[1]);
+          multiply_halves(sum[i][n], e8 & kLowNibbles, f8 & kLowNibbles, e8 & kHighNibbles, f8 & kHighNibbles, query[2],
+                          query[3]);
+        });
+      });
+    });
   }
 
   // bfloat16 keys are multiplied by the query converted back to bfloat16, from which it differs by a power of two only:
@@ -149,45 +128,35 @@ class Blocks {
         static_cast<const uint16_t*>(side.tail) + (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h);
     const int first = params.sink_length + step * Pipeline::kStepTokens % side.ring + slot_of_row(g_) * kHalves;
     const bool is_bf16 = side.tail_dtype == Dtype::bf16;
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
+    for_all<kTiles>([&](int i) {
       float even[kColumnTiles][4] = {}, odd[kColumnTiles][4] = {};
-#pragma unroll
-      for (int j = 0; j < kParts; ++j) {
+      for_all<kParts>([&](int j) {
         const int c = 32 * j + 8 * t_;
         uint32_t pairs[2][4];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for_all<2>([&](int h) {
           uint4 x = {0, 0, 0, 0};
           const uint16_t* row = tail + (first + 2 * i + h) * side.tail_stride_t;
           if (c < side.head_dim) x = *reinterpret_cast<const uint4*>(row + c);
           in_pairs(x, pairs[h]);
-        }
-#pragma unroll
-        for (int n = 0; n < kColumnTiles; ++n) {
+        });
+        for_all<kColumnTiles>([&](int n) {
           const uint32_t (&query)[4] = query_[n][j];
           if (is_bf16) {
             uint32_t wide[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
+            for_all<4>([&](int k) {
               wide[k] = pack_bfloats(half_to_float(query[k] & 0xffffu), half_to_float(query[k] >> 16));
-            }
+            });
             multiply_bfloats(even[n], pairs[0][0], pairs[1][0], pairs[0][2], pairs[1][2], wide[0], wide[2]);
             multiply_bfloats(odd[n], pairs[0][1], pairs[1][1], pairs[0][3], pairs[1][3], wide[1], wide[3]);
           } else {
             multiply_halves(even[n], pairs[0][0], pairs[1][0], pairs[0][2], pairs[1][2], query[0], query[2]);
             multiply_halves(odd[n], pairs[0][1], pairs[1][1], pairs[0][3], pairs[1][3], query[1], query[3]);
           }
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) sum[i][n][k] = fmaf(16.f, odd[n][k], even[n][k]) * kUnit;
-      }
-    }
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) constant[c] = 0.f;
+        });
+      });
+      for_all<kColumnTiles, 4>([&](int n, int k) { sum[i][n][k] = fmaf(16.f, odd[n][k], even[n][k]) * kUnit; });
+    });
+    for_all<kColumns>([&](int c) { constant[c] = 0.f; });
   }
 
   int g_, t_, tail_step_;

@@ -123,11 +123,10 @@ class Combine {
     const int64_t unit = unit_of(plan, segment);
     const bool is_whole = segment.num_parts == 1;
     float* slot = slot_of<Slot>(plan, unit, segment.part, workspace);
-#pragma unroll
-    for (int item = 0; item < kItems; ++item) {
+    for_all<kItems>([&](int item) {
       const int index = item * blockDim.x + threadIdx.x, row = index / kQuads, c = index % kQuads * 4;
       const Output output(params, plan, segment, constants, kRows, row, c);
-      if (!output.exists()) continue;
+      if (!output.exists()) return;
       float maximum = -INFINITY, sum = 0.f;
       float4 total = {};
       // Four warps at a time, so that most is known at compile time.
@@ -135,17 +134,15 @@ class Combine {
       for (int first = 0; first < 1 << plan.warps_log2; first += kMinAttendWarps) {
         float2 own[kMinAttendWarps];
         const float before = maximum;
-#pragma unroll
-        for (int i = 0; i < kMinAttendWarps; ++i) {
+        for_all<kMinAttendWarps>([&](int i) {
           own[i] = sums[(first + i) * kRows + row];
           maximum = fmaxf(maximum, own[i].x);
-        }
+        });
         scale(total, sum, exp2_below(before, maximum));
-#pragma unroll
-        for (int i = 0; i < kMinAttendWarps; ++i) {
+        for_all<kMinAttendWarps>([&](int i) {
           add(total, sum, own[i],
               *reinterpret_cast<const float4*>(values + (first + i) * warp_stride + row * row_stride + c), maximum);
-        }
+        });
       }
       if (is_whole) {
         output.write(total, maximum, sum);
@@ -153,17 +150,16 @@ class Combine {
         __stcg(Slot::values(slot, row, c), total);
         if (c == 0) __stcg(Slot::sums(slot, row), make_float2(maximum, sum));
       }
-    }
+    });
     if (is_whole) return;
 
     // Spare threads help: `helpers` neighbours take the parts of an item in turn.
     const int helpers_log2 = 31 - __clz(max(1, static_cast<int>(blockDim.x) / kAllItems));
     Output outputs[kItems];
-#pragma unroll
-    for (int item = 0; item < kItems; ++item) {
+    for_all<kItems>([&](int item) {
       const int index = item_of_thread(item, helpers_log2);
       outputs[item] = Output(params, plan, segment, constants, kRows, index / kQuads, index % kQuads * 4);
-    }
+    });
     if (!arrive(params, segment, unit)) return;
     slot = slot_of<Slot>(plan, unit, 0, workspace);
     // A thread with few items mostly waits for memory, so there is separate code for few parts, which loads fewer at a
@@ -200,35 +196,29 @@ class Combine {
     const int helpers = 1 << helpers_log2, helper = threadIdx.x & (helpers - 1), last = num_parts - 1;
     float4 total[kItems] = {};
     float maximum[kItems], sum[kItems] = {};
-#pragma unroll
-    for (int item = 0; item < kItems; ++item) maximum[item] = -INFINITY;
+    for_all<kItems>([&](int item) { maximum[item] = -INFINITY; });
 #pragma unroll 1
     for (int first = helper; first <= last; first += kCount << helpers_log2) {
       float4 values[kItems][kCount];
       float2 own[kItems][kCount];
-#pragma unroll
-      for (int item = 0; item < kItems; ++item) {
-        if (!outputs[item].exists()) continue;
+      for_all<kItems>([&](int item) {
+        if (!outputs[item].exists()) return;
         const int index = item_of_thread(item, helpers_log2), row = index / kQuads, c = index % kQuads * 4;
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
+        for_all<kCount>([&](int i) {
           float* slot = slots + min(first + (i << helpers_log2), last) * static_cast<int>(Slot::kFloats);
           own[item][i] = __ldcg(Slot::sums(slot, row));
           values[item][i] = __ldcg(Slot::values(slot, row, c));
-        }
-      }
-#pragma unroll
-      for (int item = 0; item < kItems; ++item) {
+        });
+      });
+      for_all<kItems>([&](int item) {
         const float before = maximum[item];
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
+        for_all<kCount>([&](int i) {
           if (first + (i << helpers_log2) > last) own[item][i] = make_float2(-INFINITY, 0.f);
           maximum[item] = fmaxf(maximum[item], own[item][i].x);
-        }
+        });
         scale(total[item], sum[item], exp2_below(before, maximum[item]));
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) add(total[item], sum[item], own[item][i], values[item][i], maximum[item]);
-      }
+        for_all<kCount>([&](int i) { add(total[item], sum[item], own[item][i], values[item][i], maximum[item]); });
+      });
     }
     for (int distance = 1; distance < helpers; distance *= 2) {
       const float other = __shfl_xor_sync(kAllLanes, maximum[0], distance), before = maximum[0];
@@ -240,11 +230,10 @@ class Combine {
       total[0].w += __shfl_xor_sync(kAllLanes, total[0].w, distance);
       sum[0] += __shfl_xor_sync(kAllLanes, sum[0], distance);
     }
-#pragma unroll
-    for (int item = 0; item < kItems; ++item) {
-      if (helper != 0 || !outputs[item].exists()) continue;
+    for_all<kItems>([&](int item) {
+      if (helper != 0 || !outputs[item].exists()) return;
       outputs[item].write(total[item], maximum[item], sum[item]);
-    }
+    });
   }
 
   static __device__ __forceinline__ int item_of_thread(int item, int helpers_log2) {

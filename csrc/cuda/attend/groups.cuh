@@ -47,79 +47,55 @@ class Groups {
                         : ((g & 4) == 0 ? Pipeline::kPlaneBytes : 0) + (g & 3) % kNumGroups * Pipeline::kScaleBytes;
     keep(codes_at_), keep(scale_at_), keep(term_at_), keep(even_at_), keep(odd_at_), keep(center_plane_);
     middle_ = params.value_side.is_symmetric ? 0.f : kMiddleCode;
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) center_[n][i] = 0.f;
-    }
+    for_all<kColumnTiles, 4>([&](int n, int i) { center_[n][i] = 0.f; });
   }
 
   // Scores of a step, plus `base`.
   __device__ __forceinline__ void score(const unsigned char* stage, const float (&factor)[kColumns],
                                         const float (&base)[kColumns], float (&score)[kTiles][2][kColumns]) const {
     uint32_t scales[kNumGroups][kTiles], terms[2 * kQuads][kTiles];
-#pragma unroll
-    for (int j = 0; j < kNumGroups; ++j) {
-      load_shared<kWordBytes>(stage + scale_at_ + j * Pipeline::kScaleBytes, scales[j]);
-    }
-#pragma unroll
-    for (int k = 0; k < 2 * kQuads; ++k) {
+    for_all<kNumGroups>(
+        [&](int j) { load_shared<kWordBytes>(stage + scale_at_ + j * Pipeline::kScaleBytes, scales[j]); });
+    for_all<2 * kQuads>([&](int k) {
       constexpr int kSecond = kNumGroups > 1 ? Pipeline::kScaleBytes : 0;
       load_shared<kWordBytes>(stage + term_at_ + k / 2 * 4 * Pipeline::kScaleBytes + k % 2 * kSecond, terms[k]);
-    }
+    });
     const uint32_t codes = shared_address(stage);
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
+    for_all<kTiles>([&](int i) {
       float sum[kColumnTiles][4] = {};
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n) {
-#pragma unroll
-        for (int quad = 0; quad < kQuads; ++quad) {
+      for_all<kColumnTiles>([&](int n) {
+        for_all<kQuads>([&](int quad) {
           multiply_halves(sum[n], __byte_perm(terms[2 * quad][i], terms[2 * quad + 1][i], 0x5410),
                           __byte_perm(terms[2 * quad][i], terms[2 * quad + 1][i], 0x7632), query_.sums[n][quad]);
-        }
-#pragma unroll
-        for (int k = 0; k < 4; ++k) sum[n][k] *= 1.f / (GroupedQueryOperands<Shape>::kSumUnit * kLowNibbleUnit);
-      }
-#pragma unroll
-      for (int load = 0; load < kNumGroups / 2; ++load) {
+        });
+        for_all<4>([&](int k) { sum[n][k] *= 1.f / (GroupedQueryOperands<Shape>::kSumUnit * kLowNibbleUnit); });
+      });
+      for_all<kNumGroups / 2>([&](int load) {
         uint32_t words[4];
         load_matrices<false>(codes + RowLayout<Shape::kKeyRowBytes>::at(codes_at_, 2 * i, load * 32), words);
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
+        for_all<2>([&](int k) {
           const int j = 2 * load + k;
           const uint32_t e = words[2 * k], f = words[2 * k + 1], e8 = e >> 8, f8 = f >> 8;
-#pragma unroll
-          for (int n = 0; n < kColumnTiles; ++n) {
+          for_all<kColumnTiles>([&](int n) {
             float product[4] = {};
             const uint32_t (&query)[4] = query_.words[n][j];
             multiply_halves(product, e & kLowNibbles, f & kLowNibbles, e & kHighNibbles, f & kHighNibbles, query[0],
                             query[1]);
             multiply_halves(product, e8 & kLowNibbles, f8 & kLowNibbles, e8 & kHighNibbles, f8 & kHighNibbles, query[2],
                             query[3]);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
+            for_all<2>([&](int h) {
               const float scale = half_of(scales[j][i], h);
-#pragma unroll
-              for (int c = 0; c < kColumnsPerTile; ++c) {
-                sum[n][2 * h + c] = fmaf(product[2 * h + c], scale, sum[n][2 * h + c]);
-              }
-            }
-          }
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-          for (int k = 0; k < kColumnsPerTile; ++k) {
-            const int c = kColumnsPerTile * n + k;
-            score[i][h][c] = fmaf(sum[n][2 * h + k], factor[c], base[c]);
-          }
-        }
-      }
-    }
+              for_all<kColumnsPerTile>(
+                  [&](int c) { sum[n][2 * h + c] = fmaf(product[2 * h + c], scale, sum[n][2 * h + c]); });
+            });
+          });
+        });
+      });
+      for_all<kColumnTiles, 2, kColumnsPerTile>([&](int n, int h, int k) {
+        const int c = kColumnsPerTile * n + k;
+        score[i][h][c] = fmaf(sum[n][2 * h + k], factor[c], base[c]);
+      });
+    });
   }
 
   // Scales of the values of a step, for the tokens of rows 2t and 2t + 1.
@@ -129,34 +105,28 @@ class Groups {
     // Whether one is 2 or more, or NaN.
     __device__ __forceinline__ bool is_any_large() const {
       uint32_t bits = 0;
-#pragma unroll
-      for (int j = 0; j < kNumGroups; ++j) {
-#pragma unroll
-        for (int i = 0; i < kTiles; ++i) bits |= even[j][i] | odd[j][i];
-      }
+      for_all<kNumGroups, kTiles>([&](int j, int i) { bits |= even[j][i] | odd[j][i]; });
       return (bits & 0x40004000u) != 0;
     }
   };
 
   __device__ __forceinline__ Scales load_scales(const unsigned char* stage) const {
     Scales scales;
-#pragma unroll
-    for (int j = 0; j < kNumGroups; ++j) {
+    for_all<kNumGroups>([&](int j) {
       load_shared<kWordBytes>(stage + even_at_ + j * Pipeline::kScaleBytes, scales.even[j]);
       load_shared<kWordBytes>(stage + odd_at_ + j * Pipeline::kScaleBytes, scales.odd[j]);
-    }
+    });
     return scales;
   }
 
   // log2 of the largest value scale of the token of lane row g, at least 0: weights must leave room for it.
   __device__ __forceinline__ float room(const unsigned char* stage, int tile, int half) const {
     float largest = 1.f;
-#pragma unroll
-    for (int j = 0; j < kNumGroups; ++j) {
+    for_all<kNumGroups>([&](int j) {
       const half_bits* scale = reinterpret_cast<const half_bits*>(stage + scale_at_ + Pipeline::kValueScaleAt -
                                                                   Pipeline::kScalesAt + j * Pipeline::kScaleBytes);
       largest = fmaxf(largest, half_to_float(scale[2 * tile + half]));
-    }
+    });
     return __log2f(largest);
   }
 
@@ -173,48 +143,38 @@ class Groups {
       load_shared<kWordBytes>(stage + odd_at_ + center_plane_ - Pipeline::kPlaneBytes, more_odd_terms);
     }
     float sum[kColumnTiles][4] = {};
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
+    for_all<kTiles>([&](int i) {
       uint32_t terms[4] = {};
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for_all<2>([&](int h) {
         const int selector = h == 0 ? 0x5410 : 0x7632;
         terms[2 * h] = number<kIsMasked>(__byte_perm(even_terms[i], odd_terms[i], selector));
         if constexpr (kNumGroups == 8) {
           terms[2 * h + 1] = number<kIsMasked>(__byte_perm(more_even_terms[i], more_odd_terms[i], selector));
         }
-      }
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n) {
+      });
+      for_all<kColumnTiles>([&](int n) {
         uint32_t weights[2], shown[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        for_all<2>([&](int h) {
           const int c = kColumnsPerTile * n, next = kColumnsPerTile == 2 ? c + 1 : c;
           weights[h] = transpose(pack_halves(weight[i][h][c], kColumnsPerTile == 2 ? weight[i][h][next] : 0.f));
           if constexpr (kIsMasked) {
             shown[h] = transpose((is_visible[i][h][c] ? 0x0000ffffu : 0) | (is_visible[i][h][next] ? 0xffff0000u : 0));
           }
-        }
+        });
         multiply_halves(sum[n], terms[0], terms[1], terms[2], terms[3], weights[0], weights[1]);
-#pragma unroll
-        for (int j = 0; j < kNumGroups; ++j) {
+        for_all<kNumGroups>([&](int j) {
           uint32_t (&scaled)[2] = operand[i][j][n];
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
+          for_all<2>([&](int h) {
             const uint32_t pair = __byte_perm(scales.even[j][i], scales.odd[j][i], h == 0 ? 0x5410 : 0x7632);
             scaled[h] = multiply_halves(weights[h], pair);
             if constexpr (kIsMasked) scaled[h] &= shown[h];
-          }
+          });
           const uint32_t minus_middle = g_ == j ? 0xc800c800u : 0;
           multiply_halves(sum[n], minus_middle, 0, minus_middle, 0, scaled[0], scaled[1]);
-        }
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) center_[n][i] += sum[n][i];
-    }
+        });
+      });
+    });
+    for_all<kColumnTiles, 4>([&](int n, int i) { center_[n][i] += sum[n][i]; });
   }
 
   // Scales down the sums of a column so far.

@@ -147,8 +147,7 @@ class Pipeline {
     if constexpr (kIsBlocked) fill_block(params.key_side.head_dim, first_ - lap_end_ + plan.laps.num_rows, to);
     key_codes_ += int64_t{stride_} * row_stride(params.key_side);
     value_codes_ += int64_t{stride_} * row_stride(params.value_side);
-#pragma unroll
-    for (int i = 0; i < kScaleCopies; ++i) scales_[i] += stride_;
+    for_all<kScaleCopies>([&](int i) { scales_[i] += stride_; });
   }
 
  private:
@@ -175,8 +174,7 @@ class Pipeline {
     whole_end_ = min(key_end_, lap_end_);
     key_codes_ -= int64_t{laps.num_rows} * row_stride(params.key_side);
     value_codes_ -= int64_t{laps.num_rows} * row_stride(params.value_side);
-#pragma unroll
-    for (int i = 0; i < kScaleCopies; ++i) scales_[i] -= laps.num_rows;
+    for_all<kScaleCopies>([&](int i) { scales_[i] -= laps.num_rows; });
   }
 
   // Derived from `whole_end_` where laps still matter: this saves a register in the loop, where few are left.
@@ -206,12 +204,11 @@ class Pipeline {
   template <int kRowBytes, bool kIsEdge>
   __device__ __forceinline__ void fill_dense(uint32_t to, uint32_t lane_place, const uint8_t* from, int end) const {
     constexpr int kChunks = kRowBytes / 16;
-#pragma unroll
-    for (int i = 0; i < kStepTokens * kChunks / kLanes; ++i) {
+    for_all<kStepTokens * kChunks / kLanes>([&](int i) {
       const int token = first_ + (i * kLanes + lane_) / kChunks;
       copy_async<16>(to + RowLayout<kRowBytes>::template copied_at<kHalves>(lane_place, i), from + i * kLanes * 16,
                      kIsEdge ? valid(token, end, 16) : 16);
-    }
+    });
   }
 
   // Other rows: narrower than the kernel's, or with gaps between them. An entry of the list is a chunk's place in the
@@ -240,14 +237,10 @@ class Pipeline {
 #pragma unroll 1
       for (int first = lane_; first < chunks.num_chunks; first += kAtOnce * kLanes) {
         uint32_t place[kAtOnce], distance[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          entry(min(first + i * kLanes, chunks.num_chunks - 1), place[i], distance[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+        for_all<kAtOnce>([&](int i) { entry(min(first + i * kLanes, chunks.num_chunks - 1), place[i], distance[i]); });
+        for_all<kAtOnce>([&](int i) {
           if (first + i * kLanes < chunks.num_chunks) copy_async<16>(to + (place[i] & 0xffff), rows + distance[i]);
-        }
+        });
       }
       return;
     }
@@ -269,25 +262,23 @@ class Pipeline {
 
   template <bool kIsEdge>
   __device__ __forceinline__ void fill_scales(uint32_t to) const {
-#pragma unroll
-    for (int i = 0; i < kScaleCopies; ++i) {
+    for_all<kScaleCopies>([&](int i) {
       const int chunk = i * kLanes + lane_, token = first_ + chunk % kScaleChunks * kChunkTokens;
-      if (!has_scales_[i]) continue;
+      if (!has_scales_[i]) return;
       // Scales before `begin` may be read: they are always initialised, and those tokens are masked.
       copy_async<16>(to + kTokenScalesAt + chunk * 16, scales_[i], kIsEdge ? min(max(2 * (end_ - token), 0), 16) : 16);
-    }
+    });
   }
 
   // Copies the scales and zeros of the step's block, which is at `row`. Those of the unfinished block are not read.
   __device__ __forceinline__ void fill_block(int head_dim, uint32_t row, uint32_t to) const {
     if (first_ >= key_end_) return;
     const uint32_t block = row / kBlockSize;
-#pragma unroll
-    for (int i = 0; i < kBlockCopies; ++i) {
+    for_all<kBlockCopies>([&](int i) {
       const int chunk = i * kLanes + lane_;
       const bool has_chunk = chunk < kFirstPlane * kBlockChunks && chunk % kBlockChunks * 8 < head_dim;
       if (has_chunk) copy_async<16>(to + kScalesAt + chunk * 16, blocks_[i] + uint64_t{block} * block_strides_[i]);
-    }
+    });
   }
 
   uint32_t memory_;

@@ -36,17 +36,15 @@ struct Query {
         (segment.b * plan.query_stride_b + head * plan.query_stride_h + token * plan.query_stride_t + lane * kPerLane);
     // Head dims are multiples of 8.
     const bool is_held = row < rows.num_rows && lane * kPerLane < params.key_side.head_dim;
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) bits[k] = is_held ? values[k] : 0;
+    for_all<kPerLane>([&](int k) { bits[k] = is_held ? values[k] : 0; });
   }
 
   // One warp writes one untransformed row, for dense windows: [kRows][kHeadDim] of 16 bits.
   static __device__ __forceinline__ void write_plain_row(const uint32_t (&bits)[kPerLane], int slot,
                                                          unsigned char* plain, int lane) {
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
+    for_all<kPerLane>([&](int k) {
       reinterpret_cast<uint16_t*>(plain)[slot * kHeadDim + lane * kPerLane + k] = static_cast<uint16_t>(bits[k]);
-    }
+    });
   }
 
   // One warp writes one row. `sums` are factor · Σ query, or Σ of the float16 numbers of each group. `constants` are
@@ -57,17 +55,13 @@ struct Query {
                                                    float* sums, int lane) {
     const bool is_half = params.query.dtype == Dtype::fp16;
     float x[kPerLane], constant = 0.f;
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) x[k] = is_half ? half_to_float(bits[k]) : __uint_as_float(bits[k] << 16);
+    for_all<kPerLane>([&](int k) { x[k] = is_half ? half_to_float(bits[k]) : __uint_as_float(bits[k] << 16); });
     if (is_transformed) {
       constant = transform_query(params.key_transform, transform, params.key_side.head_dim, lane, lane, kLanes, x);
     }
     if (lane == 0) constants[slot] = constant * params.softmax_scale * kLog2E;
     uint32_t magnitude = 0;
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      magnitude = max(magnitude, __float_as_uint(x[k]) & 0x7fffffffu);
-    }
+    for_all<kPerLane>([&](int k) { magnitude = max(magnitude, __float_as_uint(x[k]) & 0x7fffffffu); });
     // Compared as integers, finite magnitudes are below infinity, and infinity is below NaN.
     constexpr uint32_t kInfinity = 0x7f800000u;
     magnitude = __reduce_max_sync(kAllLanes, magnitude);
@@ -81,11 +75,10 @@ struct Query {
       const float to_integer = is_zero ? 0.f : __fdividef(kLargest / 4, largest / 4);
       const float factor = scale * (largest * (1.f / kLargest));
       int q[kPerLane], sum = 0;
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) {
+      for_all<kPerLane>([&](int k) {
         q[k] = __float2int_rn(x[k] * to_integer);
         sum += q[k];
-      }
+      });
       constexpr int kStep = Shape::kKey == Storage::int4 ? 2 : 1;  // even and odd channels go to different places
 #pragma unroll
       for (int first = 0; first < kStep; ++first) {
@@ -109,12 +102,11 @@ struct Query {
       const uint32_t exponent = magnitude >> 23;
       const float to_half = is_zero ? 0.f : kFit * __uint_as_float((254 + kExponent - exponent) << 23);
       float sum = 0.f;
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) {
+      for_all<kPerLane>([&](int k) {
         const half_bits half = float_to_half(x[k] * to_half);
         sum += half_to_float(half);
         reinterpret_cast<half_bits*>(planes)[slot * kHeadDim + lane * kPerLane + k] = half;
-      }
+      });
       if constexpr (Shape::kIsGrouped) {
         // Lanes of a group of channels are neighbours.
 #pragma unroll
@@ -134,17 +126,14 @@ struct Query {
                                                      Byte byte) {
     constexpr int kBytes = kPerLane / kStep;
     uint32_t words[(kBytes + 3) / 4] = {};
-#pragma unroll
-    for (int i = 0; i < kBytes; ++i) {
-      words[i / 4] |= static_cast<uint32_t>(byte(q[i * kStep + first]) & 0xff) << (8 * (i % 4));
-    }
+    for_all<kBytes>(
+        [&](int i) { words[i / 4] |= static_cast<uint32_t>(byte(q[i * kStep + first]) & 0xff) << (8 * (i % 4)); });
     if constexpr (kBytes == 1) {
       *to = static_cast<unsigned char>(words[0]);
     } else if constexpr (kBytes == 2) {
       *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(words[0]);
     } else {
-#pragma unroll
-      for (int w = 0; w < kBytes / 4; ++w) reinterpret_cast<uint32_t*>(to)[w] = words[w];
+      for_all<kBytes / 4>([&](int w) { reinterpret_cast<uint32_t*>(to)[w] = words[w]; });
     }
   }
 };
@@ -160,28 +149,23 @@ struct QueryOperands {
 
   __device__ __forceinline__ void load(const unsigned char* planes, int g, int t) {
     constexpr int kHeadDim = Shape::kHeadDim;
-#pragma unroll
-    for (int n = 0; n < Shape::kColumnTiles; ++n) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const int row = Shape::kIsPaired ? g >> 1 : 8 * n + g;
-        const unsigned char* plane = planes + ((Shape::kIsPaired ? g & 1 : part) * Shape::kRows + row) * kHeadDim;
-#pragma unroll
-        for (int w = 0; w < Words::kWords; ++w) {
-          const int byte = Words::word_byte(t, w);
-          if constexpr (Shape::kKey == Storage::fp8) {
-            const unsigned char* halves = planes + (row * kHeadDim + byte) * 2;
-            words[n][part][w][0] = *reinterpret_cast<const uint32_t*>(halves);
-            words[n][part][w][1] = *reinterpret_cast<const uint32_t*>(halves + 4);
-          } else {
-            words[n][part][w][0] = *reinterpret_cast<const uint32_t*>(plane + byte);
-            if constexpr (kIsInt4) {
-              words[n][part][w][1] = *reinterpret_cast<const uint32_t*>(plane + kHeadDim / 2 + byte);
-            }
+    for_all<Shape::kColumnTiles, kParts>([&](int n, int part) {
+      const int row = Shape::kIsPaired ? g >> 1 : 8 * n + g;
+      const unsigned char* plane = planes + ((Shape::kIsPaired ? g & 1 : part) * Shape::kRows + row) * kHeadDim;
+      for_all<Words::kWords>([&](int w) {
+        const int byte = Words::word_byte(t, w);
+        if constexpr (Shape::kKey == Storage::fp8) {
+          const unsigned char* halves = planes + (row * kHeadDim + byte) * 2;
+          words[n][part][w][0] = *reinterpret_cast<const uint32_t*>(halves);
+          words[n][part][w][1] = *reinterpret_cast<const uint32_t*>(halves + 4);
+        } else {
+          words[n][part][w][0] = *reinterpret_cast<const uint32_t*>(plane + byte);
+          if constexpr (kIsInt4) {
+            words[n][part][w][1] = *reinterpret_cast<const uint32_t*>(plane + kHeadDim / 2 + byte);
           }
         }
-      }
-    }
+      });
+    });
   }
 };
 
@@ -218,25 +202,21 @@ struct GroupedQueryOperands {
 
   __device__ __forceinline__ void load(const unsigned char* planes, const float* sums_of_query, float offset, int g,
                                        int t) {
-#pragma unroll
-    for (int n = 0; n < Shape::kColumnTiles; ++n) {
+    for_all<Shape::kColumnTiles>([&](int n) {
       const int row = Shape::kIsPaired ? g >> 1 : 8 * n + g;
       const bool is_held = !Shape::kIsPaired || (g & 1) == 0;
-#pragma unroll
-      for (int j = 0; j < kNumGroups; ++j) load_query_words<Shape>(planes, row, j, t, is_held, words[n][j]);
-#pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
+      for_all<kNumGroups>([&](int j) { load_query_words<Shape>(planes, row, j, t, is_held, words[n][j]); });
+      for_all<kQuads>([&](int quad) {
         float sum[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for_all<2>([&](int i) {
           const int group = quad * 4 + (t & 1) * 2 + i;
           const bool is_group = is_held && group < kNumGroups;
           sum[i] = is_group ? sums_of_query[row * kNumGroups + group] * (offset * kSumUnit) : 0.f;
           if (t >= 2) sum[i] -= half_to_float(float_to_half(sum[i]));
-        }
+        });
         sums[n][quad] = pack_halves(sum[0], sum[1]);
-      }
-    }
+      });
+    });
   }
 };
 

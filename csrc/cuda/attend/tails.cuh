@@ -140,24 +140,20 @@ __device__ __forceinline__ void attend_to_tile(const DecodeParams& params, const
 
   // --- scores
   float score[kColumnTiles][4] = {};
-#pragma unroll
-  for (int n = 0; n < kColumnTiles; ++n) {
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
-      uint4 query = {0, 0, 0, 0};
-      if (8 * n + g < kRows) {
-        query = *reinterpret_cast<const uint4*>(queries + ((8 * n + g) * kHeadDim + 32 * j + 8 * t) * 2);
-      }
-      const uint4 &low = key[0][j], &high = key[1][j];
-      if (keys.tail_dtype == Dtype::bf16) {
-        multiply_bfloats(score[n], low.x, high.x, low.y, high.y, query.x, query.y);
-        multiply_bfloats(score[n], low.z, high.z, low.w, high.w, query.z, query.w);
-      } else {
-        multiply_halves(score[n], low.x, high.x, low.y, high.y, query.x, query.y);
-        multiply_halves(score[n], low.z, high.z, low.w, high.w, query.z, query.w);
-      }
+  for_all<kColumnTiles, kChunks>([&](int n, int j) {
+    uint4 query = {0, 0, 0, 0};
+    if (8 * n + g < kRows) {
+      query = *reinterpret_cast<const uint4*>(queries + ((8 * n + g) * kHeadDim + 32 * j + 8 * t) * 2);
     }
-  }
+    const uint4 &low = key[0][j], &high = key[1][j];
+    if (keys.tail_dtype == Dtype::bf16) {
+      multiply_bfloats(score[n], low.x, high.x, low.y, high.y, query.x, query.y);
+      multiply_bfloats(score[n], low.z, high.z, low.w, high.w, query.z, query.w);
+    } else {
+      multiply_halves(score[n], low.x, high.x, low.y, high.y, query.x, query.y);
+      multiply_halves(score[n], low.z, high.z, low.w, high.w, query.z, query.w);
+    }
+  });
 
   // --- weights, relative to the maximum of these tokens and earlier ones; -1 where a row does not attend: values there
   // may be NaN
@@ -212,66 +208,51 @@ __device__ __forceinline__ void attend_to_tile(const DecodeParams& params, const
   for (int pair = 0; pair < kRows / 2; ++pair) {
     float* to = outputs + 2 * pair * Shape::kOutputStride + lane * kPerLane;
     float output[2][kPerLane];
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
+    for_all<2>([&](int k) {
       const float of_lane = kColumnTiles == 1 || pair < 4 ? kept[0][k] : kept[kColumnTiles - 1][k];
       const float factor = __shfl_sync(kAllLanes, of_lane, pair % 4);
-#pragma unroll
-      for (int c = 0; c < kPerLane; ++c) output[k][c] = to[k * Shape::kOutputStride + c] * factor;
-    }
+      for_all<kPerLane>([&](int c) { output[k][c] = to[k * Shape::kOutputStride + c] * factor; });
+    });
     // Eight tokens at a time: all at once would take more registers than codes do.
 #pragma unroll 1
     for (int h = 0; h < 2; ++h) {
       float of_lane[2];
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
+      for_all<2>([&](int k) {
         const float low = h == 0 ? score[0][k] : score[0][2 + k];
         const float high = h == 0 ? score[kColumnTiles - 1][k] : score[kColumnTiles - 1][2 + k];
         of_lane[k] = kColumnTiles == 1 || pair < 4 ? low : high;
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      });
+      for_all<8>([&](int i) {
         float x[kPerLane];
-#pragma unroll
-        for (int w = 0; w < kPerLane / 2; ++w) {
+        for_all<kPerLane / 2>([&](int w) {
           const uint32_t word = h == 0 ? value[i][w] : value[8 + i][w];
           x[2 * w] = is_bf16 ? __uint_as_float(word << 16) : half_to_float(word & 0xffff);
           x[2 * w + 1] = is_bf16 ? __uint_as_float(word & 0xffff0000u) : half_to_float(word >> 16);
-        }
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
+        });
+        for_all<2>([&](int k) {
           const float weight = __shfl_sync(kAllLanes, of_lane[k], i * 4 + pair % 4);
-          if (weight < 0.f) continue;
-#pragma unroll
-          for (int c = 0; c < kPerLane; ++c) output[k][c] = fmaf(weight, x[c], output[k][c]);
-        }
-      }
+          if (weight < 0.f) return;
+          for_all<kPerLane>([&](int c) { output[k][c] = fmaf(weight, x[c], output[k][c]); });
+        });
+      });
     }
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-#pragma unroll
-      for (int c = 0; c < kPerLane; ++c) to[k * Shape::kOutputStride + c] = output[k][c];
-    }
+    for_all<2, kPerLane>([&](int k, int c) { to[k * Shape::kOutputStride + c] = output[k][c]; });
   }
 
   // --- new tokens
   if (!plan.appends) return;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
+  for_all<2>([&](int h) {
     uint16_t* row = key_rows.target_of(g + 8 * h);
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) {
+    for_all<kChunks>([&](int j) {
       const int c = 32 * j + 8 * t;
       if (token[h] >= first_new && c < keys.head_dim) *reinterpret_cast<uint4*>(row + c) = key[h][j];
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kTailTileTokens; ++i) {
+    });
+  });
+  for_all<kTailTileTokens>([&](int i) {
     uint16_t* row = value_rows.target_of(i);
-    if (tokens.token(first + i) < first_new || !has_value) continue;
-#pragma unroll
-    for (int w = 0; w < kPerLane / 2; ++w) reinterpret_cast<uint32_t*>(row + lane * kPerLane)[w] = value[i][w];
-  }
+    if (tokens.token(first + i) < first_new || !has_value) return;
+    for_all<kPerLane / 2>([&](int w) { reinterpret_cast<uint32_t*>(row + lane * kPerLane)[w] = value[i][w]; });
+  });
 }
 
 // All tiles of a warp.

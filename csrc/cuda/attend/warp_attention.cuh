@@ -51,8 +51,7 @@ class WarpAttention {
       }
       value_center_ = params.value_side.is_symmetric ? 0.f : kMiddleCode;
     }
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
+    for_all<kColumns>([&](int c) {
       const int row = row_of(c);
       factor_[c] = factors[row] * (kIsGrouped || kIsBlocked ? kLowNibbleUnit : 1.f);
       if constexpr (!kIsGrouped && !kIsBlocked && Shape::kKey != Storage::fp8) sum_of_query_[c] = sums[row];
@@ -60,20 +59,11 @@ class WarpAttention {
       shift_[c] = 0.f;
       sum_[c] = 0.f;
       zero_[c] = 0.f;
-    }
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int j = 0; j < Values::kTiles; ++j) output_[n][j][i] = 0.f;
-      }
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int j = 0; j < kNumGroups; ++j) operand_[i][j][n][0] = operand_[i][j][n][1] = 0;
-      }
-    }
+    });
+    for_all<kColumnTiles>([&](int n) {
+      for_all<4, Values::kTiles>([&](int i, int j) { output_[n][j][i] = 0.f; });
+      for_all<kTiles, kNumGroups>([&](int i, int j) { operand_[i][j][n][0] = operand_[i][j][n][1] = 0; });
+    });
   }
 
   // Turns one step's scores into weights, and in between adds the weighted values of the previous step: the two are
@@ -89,8 +79,7 @@ class WarpAttention {
 
     // --- scores minus their shift, which costs nothing here; the masked body subtracts it later
     float score[kTiles][2][kColumns], base[kColumns];
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) base[c] = kIsMasked ? 0.f : -shift_[c];
+    for_all<kColumns>([&](int c) { base[c] = kIsMasked ? 0.f : -shift_[c]; });
     if constexpr (kIsGrouped) {
       groups_.score(stage, factor_, base, score);
     } else if constexpr (kIsBlocked) {
@@ -98,8 +87,7 @@ class WarpAttention {
     } else {
       uint32_t scales[kTiles], zeros[kTiles];
       load_scales<Shape::kHasKeyZero>(stage + Pipeline::kScalesAt, stage + Pipeline::kKeyZeroAt, scales, zeros);
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) score_tile(stage, i, scales, zeros, base, score[i]);
+      for_all<kTiles>([&](int i) { score_tile(stage, i, scales, zeros, base, score[i]); });
     }
     add_values(values);
 
@@ -111,17 +99,10 @@ class WarpAttention {
     if constexpr (kIsGrouped) {
       const typename Groups<Shape>::Scales scales = groups_.load_scales(stage);
       float largest = 0.f;
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-          for (int c = 0; c < kColumns; ++c) {
-            weight[i][h][c] = exp2_approx(kIsMasked ? score[i][h][c] - shift_[c] : score[i][h][c]);
-            largest = fmaxf(largest, weight[i][h][c]);
-          }
-        }
-      }
+      for_all<kTiles, 2, kColumns>([&](int i, int h, int c) {
+        weight[i][h][c] = exp2_approx(kIsMasked ? score[i][h][c] - shift_[c] : score[i][h][c]);
+        largest = fmaxf(largest, weight[i][h][c]);
+      });
       if (__any_sync(kAllLanes, largest > kMaxGroupedWeight || scales.is_any_large()) || is_fresh_) {
         raise_shift<kIsMasked>(score, is_visible, weight, [&](int i, int h) { return groups_.room(stage, i, h); });
       }
@@ -131,30 +112,22 @@ class WarpAttention {
       uint32_t scales[kTiles], zeros[kTiles];
       load_scales<Shape::kHasValueZero>(stage + Pipeline::kValueScaleAt, stage + Pipeline::kValueZeroAt, scales, zeros);
       bool is_beyond = false;  // or NaN, where the weight alone may be infinite
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float scale = half_of(scales[i], h);
-#pragma unroll
-          for (int c = 0; c < kColumns; ++c) {
-            weight[i][h][c] = exp2_approx(kIsMasked ? score[i][h][c] - shift_[c] : score[i][h][c]);
-            float scaled = weight[i][h][c] * scale;
-            if constexpr (kIsMasked) scaled = is_visible[i][h][c] ? scaled : 0.f;
-            is_beyond |= !(scaled <= kMaxWeight);
-          }
-        }
-      }
+      for_all<kTiles, 2>([&](int i, int h) {
+        const float scale = half_of(scales[i], h);
+        for_all<kColumns>([&](int c) {
+          weight[i][h][c] = exp2_approx(kIsMasked ? score[i][h][c] - shift_[c] : score[i][h][c]);
+          float scaled = weight[i][h][c] * scale;
+          if constexpr (kIsMasked) scaled = is_visible[i][h][c] ? scaled : 0.f;
+          is_beyond |= !(scaled <= kMaxWeight);
+        });
+      });
       if (__any_sync(kAllLanes, is_beyond) || is_fresh_) {
         // A scale that is NaN counts like the smallest one: lse does not depend on values.
         raise_shift<kIsMasked>(score, is_visible, weight,
                                [&](int i, int h) { return fmaxf(__log2f(half_of(scales[i], h)), -24.f); });
       }
       add_up(weight);
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        weigh<kIsMasked>(weight[i], is_visible[i], scales[i], zeros[i], operand_[i][0]);
-      }
+      for_all<kTiles>([&](int i) { weigh<kIsMasked>(weight[i], is_visible[i], scales[i], zeros[i], operand_[i][0]); });
     }
   }
 
@@ -167,8 +140,7 @@ class WarpAttention {
 
   // After the last step: adds up the sums of all lanes of a row, and adds zeros to the output.
   __device__ __forceinline__ void finish() {
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
+    for_all<kColumns>([&](int c) {
 #pragma unroll
       for (int distance = 4; distance < kLanes; distance *= 2) {
         sum_[c] += __shfl_xor_sync(kAllLanes, sum_[c], distance);
@@ -177,46 +149,34 @@ class WarpAttention {
         }
       }
       maximum_[c] = sum_[c] == 0.f ? -INFINITY : shift_[c];
-    }
+    });
     if constexpr (Shape::kHasValueZero) {
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < Shape::kColumnsPerTile; ++i) {
-#pragma unroll
-          for (int j = 0; j < Values::kTiles; ++j) {
-            const float center = kIsGrouped ? groups_.center(n, i, j / Values::kTilesPerChunk) : zero_[2 * n + i];
-            output_[n][j][i] = fmaf(output_[n][j][i], kLowNibbleUnit, center);
-            output_[n][j][2 + i] = fmaf(output_[n][j][2 + i], kHighNibbleUnit, center);
-          }
-        }
-      }
+      for_all<kColumnTiles, Shape::kColumnsPerTile, Values::kTiles>([&](int n, int i, int j) {
+        const float center = kIsGrouped ? groups_.center(n, i, j / Values::kTilesPerChunk) : zero_[2 * n + i];
+        output_[n][j][i] = fmaf(output_[n][j][i], kLowNibbleUnit, center);
+        output_[n][j][2 + i] = fmaf(output_[n][j][2 + i], kHighNibbleUnit, center);
+      });
     }
   }
 
   // Writes maximum, sum and output to shared memory; `outputs` is this warp's [kRows][kOutputStride].
   __device__ __forceinline__ void share(float* outputs, float2* sums) const {
+    for_all<kColumnTiles, Shape::kColumnsPerTile>([&](int n, int i) {
+      float* row = outputs + row_of(2 * n + i) * Shape::kOutputStride;
 #pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < Shape::kColumnsPerTile; ++i) {
-        float* row = outputs + row_of(2 * n + i) * Shape::kOutputStride;
-#pragma unroll
-        for (int j = 0; j < Values::kTiles; j += Values::kTilesPerChunk) {
-          float* to = row + Values::channel(g_, j);
-          const float2 values = {output_[n][j][i], output_[n][j][2 + i]};
-          if constexpr (Values::kTilesPerChunk == 2) {
-            *reinterpret_cast<float4*>(to) =
-                make_float4(values.x, values.y, output_[n][j + 1][i], output_[n][j + 1][2 + i]);
-          } else {
-            *reinterpret_cast<float2*>(to) = values;
-          }
+      for (int j = 0; j < Values::kTiles; j += Values::kTilesPerChunk) {
+        float* to = row + Values::channel(g_, j);
+        const float2 values = {output_[n][j][i], output_[n][j][2 + i]};
+        if constexpr (Values::kTilesPerChunk == 2) {
+          *reinterpret_cast<float4*>(to) =
+              make_float4(values.x, values.y, output_[n][j + 1][i], output_[n][j + 1][2 + i]);
+        } else {
+          *reinterpret_cast<float2*>(to) = values;
         }
       }
-    }
+    });
     if (g_ > 0) return;
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) sums[row_of(c)] = make_float2(maximum_[c], sum_[c]);
+    for_all<kColumns>([&](int c) { sums[row_of(c)] = make_float2(maximum_[c], sum_[c]); });
   }
 
  private:
@@ -224,33 +184,24 @@ class WarpAttention {
 
   __device__ __forceinline__ void load_values(const unsigned char* stage, ValueMatrices& values) const {
     const uint32_t at = shared_address(stage);
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int load = 0; load < Values::kLoads; ++load) {
-        load_matrices<true>(at + RowLayout<Shape::kValueRowBytes>::at(values_at_, 2 * i, load * 32), values[i][load]);
-      }
-    }
+    for_all<kTiles, Values::kLoads>([&](int i, int load) {
+      load_matrices<true>(at + RowLayout<Shape::kValueRowBytes>::at(values_at_, 2 * i, load * 32), values[i][load]);
+    });
   }
 
   __device__ __forceinline__ void add_values(const ValueMatrices& values) {
     static_assert(kNumGroups == 1 || Values::kChunks == kNumGroups, "one chunk a group");
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int chunk = 0; chunk < Values::kChunks; ++chunk) {
-        const uint32_t* halves = values[i][chunk / 2] + chunk % 2 * 2;
-        for_value_operands<Shape::kValue>(halves[0], halves[1],
-                                          [&](int index, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
-#pragma unroll
-                                            for (int n = 0; n < kColumnTiles; ++n) {
-                                              const uint32_t (&weights)[2] = operand_[i][kIsGrouped ? chunk : 0][n];
-                                              multiply_halves(output_[n][chunk * Values::kTilesPerChunk + index], a0,
-                                                              a1, a2, a3, weights[0], weights[1]);
-                                            }
+    for_all<kTiles, Values::kChunks>([&](int i, int chunk) {
+      const uint32_t* halves = values[i][chunk / 2] + chunk % 2 * 2;
+      for_value_operands<Shape::kValue>(halves[0], halves[1],
+                                        [&](int index, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3) {
+                                          for_all<kColumnTiles>([&](int n) {
+                                            const uint32_t (&weights)[2] = operand_[i][kIsGrouped ? chunk : 0][n];
+                                            multiply_halves(output_[n][chunk * Values::kTilesPerChunk + index], a0, a1,
+                                                            a2, a3, weights[0], weights[1]);
                                           });
-      }
-    }
+                                        });
+    });
   }
 
   // The query row, within the tile, of a lane's column.
@@ -273,14 +224,7 @@ class WarpAttention {
 
   // Adds a step's weights to the sums of rows.
   __device__ __forceinline__ void add_up(const float (&weight)[kTiles][2][kColumns]) {
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) sum_[c] += weight[i][h][c];
-      }
-    }
+    for_all<kTiles, 2, kColumns>([&](int i, int h, int c) { sum_[c] += weight[i][h][c]; });
   }
 
   // Scores of one tile of 16 tokens: rows g and g + 8, all columns.
@@ -288,42 +232,32 @@ class WarpAttention {
                                              const uint32_t (&zeros)[kTiles], const float (&base)[kColumns],
                                              float (&score)[2][kColumns]) const {
     uint32_t words[2][Keys::kWords];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int load = 0; load < Keys::kLoads; ++load) {
-        load_shared<Keys::kLoadBytes>(
-            stage + RowLayout<Shape::kKeyRowBytes>::at(key_at_, 2 * tile + h, load * 4 * Keys::kLoadBytes),
-            &words[h][load * Keys::kWordsPerLoad]);
-      }
-    }
+    for_all<2, Keys::kLoads>([&](int h, int load) {
+      load_shared<Keys::kLoadBytes>(
+          stage + RowLayout<Shape::kKeyRowBytes>::at(key_at_, 2 * tile + h, load * 4 * Keys::kLoadBytes),
+          &words[h][load * Keys::kWordsPerLoad]);
+    });
     if constexpr (Shape::kKey == Storage::fp8) {
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n) {
+      for_all<kColumnTiles>([&](int n) {
         float product[4] = {};
-#pragma unroll
-        for (int w = 0; w < Keys::kWords; ++w) {
+        for_all<Keys::kWords>([&](int w) {
           multiply_halves(product, halves_of_e4m3(words[0][w] & 0xffff), halves_of_e4m3(words[1][w] & 0xffff),
                           halves_of_e4m3(words[0][w] >> 16), halves_of_e4m3(words[1][w] >> 16),
                           query_.words[n][0][w][0], query_.words[n][0][w][1]);
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
+        });
+        for_all<2>([&](int h) {
           const float scale = half_of(scales[tile], h);
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
+          for_all<2>([&](int i) {
             const int c = 2 * n + i;
             score[h][c] = fmaf(product[2 * h + i] * factor_[c], scale, base[c]);
-          }
-        }
-      }
+          });
+        });
+      });
     } else {
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n) {
+      for_all<kColumnTiles>([&](int n) {
         // int4: sums over low nibbles, and over high ones, which stay in place and so count sixteenfold.
         int product[kParts][4] = {}, sixteenfold[kParts][4] = {};
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
+        for_all<kParts>([&](int part) {
 #pragma unroll
           for (int w = 0; w < Keys::kWords; w += 2) {
             if constexpr (Shape::kKey == Storage::int8) {
@@ -337,23 +271,15 @@ class WarpAttention {
                              query_.words[n][part][w][1], query_.words[n][part][w + 1][1]);
             }
           }
-        }
+        });
         if constexpr (Shape::kKey == Storage::int4) {
           // The sixteenfold sum is a multiple of 16, so 16 · product + sixteenfold is 16 times the sum of both.
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) product[part][i] = product[part][i] * 16 + sixteenfold[part][i];
-          }
+          for_all<kParts, 4>([&](int part, int i) { product[part][i] = product[part][i] * 16 + sixteenfold[part][i]; });
         }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-          for (int i = 0; i < kColumns / kColumnTiles; ++i)
-            score[h][kColumns / kColumnTiles * n + i] = base[kColumns / kColumnTiles * n + i];
-        }
+        for_all<2, kColumns / kColumnTiles>(
+            [&](int h, int i) { score[h][kColumns / kColumnTiles * n + i] = base[kColumns / kColumnTiles * n + i]; });
         add_products(product, n, tile, scales, zeros, score);
-      }
+      });
     }
   }
 
@@ -368,20 +294,18 @@ class WarpAttention {
                                                float (&score)[2][kColumns]) const {
     // int4 sums count sixteenfold.
     constexpr float kUnit = Shape::kKey == Storage::int4 ? 1.f / 16 : 1.f;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for_all<2>([&](int h) {
       const float scale = half_of(scales[tile], h);
       const float zero = Shape::kHasKeyZero ? half_of(zeros[tile], h) : 0.f;
-#pragma unroll
-      for (int i = 0; i < Shape::kColumnsPerTile; ++i) {
+      for_all<Shape::kColumnsPerTile>([&](int i) {
         const int c = Shape::kColumnsPerTile * n + i;
         const int whole = Shape::kIsPaired ? product[0][2 * h] * 256 + product[0][2 * h + 1]
                                            : product[0][2 * h + i] * 256 + product[kParts - 1][2 * h + i];
         const float dot = fmaf(static_cast<float>(whole), factor_[c] * kUnit, -key_offset_ * sum_of_query_[c]);
         score[h][c] = fmaf(dot, scale, score[h][c]);
         if constexpr (Shape::kHasKeyZero) score[h][c] = fmaf(zero, sum_of_query_[c], score[h][c]);
-      }
-    }
+      });
+    });
   }
 
   // Applies softcap and ALiBi, and sets the scores of tokens that a row does not attend to to -inf.
@@ -427,17 +351,12 @@ class WarpAttention {
                                               float (&weight)[kTiles][2][kColumns], Room room) {
     constexpr float kHeadroom = kIsGrouped ? kGroupedWeightBits : 0.f;
     bool is_unset = false;
-#pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
+    for_all<kColumns>([&](int c) {
       float wanted = -INFINITY;
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float wish = whole_score<kIsMasked>(score[i][h][c], c) + room(i, h);
-          if (!kIsMasked || is_visible[i][h][c]) wanted = fmaxf(wanted, wish);
-        }
-      }
+      for_all<kTiles, 2>([&](int i, int h) {
+        const float wish = whole_score<kIsMasked>(score[i][h][c], c) + room(i, h);
+        if (!kIsMasked || is_visible[i][h][c]) wanted = fmaxf(wanted, wish);
+      });
 #pragma unroll
       for (int distance = 4; distance < kLanes; distance *= 2) {
         wanted = fmaxf(wanted, __shfl_xor_sync(kAllLanes, wanted, distance));
@@ -445,15 +364,11 @@ class WarpAttention {
       const float maximum = fmaxf(maximum_[c], wanted);
       const float shift = maximum == -INFINITY ? 0.f : maximum - kHeadroom;
       const float kept = maximum_[c] == -INFINITY ? 1.f : exp2_approx(shift_[c] - shift);
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          // Beyond 2^24, float32 may not hold the shift closely enough, hence the clamp. NaN stays NaN.
-          const float x = whole_score<kIsMasked>(score[i][h][c], c) - shift, most = kHeadroom - room(i, h);
-          weight[i][h][c] = exp2_approx(x > most ? most : x);
-        }
-      }
+      for_all<kTiles, 2>([&](int i, int h) {
+        // Beyond 2^24, float32 may not hold the shift closely enough, hence the clamp. NaN stays NaN.
+        const float x = whole_score<kIsMasked>(score[i][h][c], c) - shift, most = kHeadroom - room(i, h);
+        weight[i][h][c] = exp2_approx(x > most ? most : x);
+      });
       maximum_[c] = maximum;
       shift_[c] = shift;
       is_unset |= maximum == -INFINITY;
@@ -464,12 +379,11 @@ class WarpAttention {
       } else {
         zero_[c] *= kept;
       }
-#pragma unroll
-      for (int j = 0; j < Values::kTiles; ++j) {
+      for_all<Values::kTiles>([&](int j) {
         output_[n][j][column] *= kept;
         output_[n][j][2 + column] *= kept;
-      }
-    }
+      });
+    });
     is_fresh_ = __any_sync(kAllLanes, is_unset);
   }
 
@@ -477,34 +391,29 @@ class WarpAttention {
   template <bool kIsMasked>
   __device__ __forceinline__ void weigh(const float (&weight)[2][kColumns], const bool (&is_visible)[2][kColumns],
                                         uint32_t scales, uint32_t zeros, uint32_t (&operand)[kColumnTiles][2]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for_all<2>([&](int h) {
       const float scale = half_of(scales, h);
       const float zero = Shape::kHasValueZero ? fmaf(scale, value_center_, half_of(zeros, h)) : 0.f;
       float scaled[kColumns];
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
+      for_all<kColumns>([&](int c) {
         scaled[c] = weight[h][c] * scale;
         if constexpr (kIsMasked) scaled[c] = is_visible[h][c] ? scaled[c] : 0.f;
         if constexpr (Shape::kHasValueZero) {
           if (!kIsMasked || is_visible[h][c]) zero_[c] = fmaf(weight[h][c], zero, zero_[c]);
         }
-      }
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n) {
+      });
+      for_all<kColumnTiles>([&](int n) {
         const uint32_t pair = Shape::kIsPaired ? pack_halves(scaled[0], 0.f)
                                                : pack_halves(scaled[2 * n % kColumns], scaled[(2 * n + 1) % kColumns]);
         operand[n][h] = transpose(pair);
         if constexpr (Shape::kValue == Storage::int4) {
           // Centres the codes, for weights as they were rounded: the rounding error of a weight is then multiplied by
           // the code's distance from the middle, not by the code.
-#pragma unroll
-          for (int i = 0; i < Shape::kColumnsPerTile; ++i) {
-            zero_[2 * n + i] = fmaf(half_of(pair, i), -kMiddleCode, zero_[2 * n + i]);
-          }
+          for_all<Shape::kColumnsPerTile>(
+              [&](int i) { zero_[2 * n + i] = fmaf(half_of(pair, i), -kMiddleCode, zero_[2 * n + i]); });
         }
-      }
-    }
+      });
+    });
   }
 
   int g_, t_, slot_;

@@ -16,14 +16,13 @@ template <int kRows, int kChannels>
 __device__ inline void rotate(float (&x)[kRows][kChannels], int head_dim, int lane, int position) {
 #pragma unroll
   for (int stride = 1; stride < kChannels; stride *= 2) {
-#pragma unroll
-    for (int i = 0; i < kRows * kChannels; ++i) {
+    for_all<kRows * kChannels>([&](int i) {
       const int r = i / kChannels, k = i % kChannels;
-      if ((k & stride) != 0) continue;
+      if ((k & stride) != 0) return;
       const float a = x[r][k], b = x[r][k + stride];
       x[r][k] = __fadd_rn(a, b);
       x[r][k + stride] = __fsub_rn(a, b);
-    }
+    });
   }
   const int block = rotation_block(head_dim);
 #pragma unroll 1
@@ -31,21 +30,19 @@ __device__ inline void rotate(float (&x)[kRows][kChannels], int head_dim, int la
     const int partner = lane + ((position ^ distance) - position);
     // A product with 1 or -1 is exact, so this is the sum or the difference, in one instruction.
     const float sign = (position & distance) != 0 ? -1.f : 1.f;
-#pragma unroll
-    for (int i = 0; i < kRows * kChannels; ++i) {
+    for_all<kRows * kChannels>([&](int i) {
       float& own = x[i / kChannels][i % kChannels];
       own = __fmaf_rn(own, sign, __shfl_sync(kAllLanes, own, partner));
-    }
+    });
   }
   // 1 / sqrt(block) is a power of two, times 1 / sqrt(2) if log2(block) is odd. The power of two changes no rounding.
   const int log2_block = 31 - __clz(block);
   const float power = __uint_as_float(static_cast<uint32_t>(127 - (log2_block >> 1)) << 23);
   const float factor = log2_block % 2 == 0 ? power : power * 0.70710678118654752f;
-#pragma unroll
-  for (int i = 0; i < kRows * kChannels; ++i) {
+  for_all<kRows * kChannels>([&](int i) {
     float& own = x[i / kChannels][i % kChannels];
     own = __fmul_rn(own, factor);
-  }
+  });
 }
 
 // The same for a single row.
@@ -65,18 +62,16 @@ struct LaneTransform {
   // For the channels of key-value head `h` from `c` on, which may be beyond the row.
   __device__ __forceinline__ LaneTransform(const KeyTransform& transform, int head_dim, int h, int c) {
     const int first = h * head_dim + c;
-#pragma unroll
-    for (int k = 0; k < kChannels; ++k) {
+    for_all<kChannels>([&](int k) {
       center[k] = transform.center != nullptr && c < head_dim ? transform.center[first + k] : 0.f;
       smoothing[k] = transform.smoothing != nullptr && c < head_dim ? transform.smoothing[first + k] : 1.f;
-    }
+    });
   }
 
   // Replaces the factors by their inverses, which multiply keys.
   __device__ __forceinline__ void invert(const KeyTransform& transform) {
     if (transform.smoothing == nullptr) return;
-#pragma unroll
-    for (int k = 0; k < kChannels; ++k) smoothing[k] = __frcp_rn(smoothing[k]);
+    for_all<kChannels>([&](int k) { smoothing[k] = __frcp_rn(smoothing[k]); });
   }
 };
 
@@ -85,18 +80,16 @@ template <int kRows, int kChannels>
 __device__ __forceinline__ void transform_keys(const KeyTransform& transform, const LaneTransform<kChannels>& inverted,
                                                int head_dim, int lane, int position, float (&x)[kRows][kChannels]) {
   if (transform.center != nullptr) {
-#pragma unroll
-    for (int i = 0; i < kRows * kChannels; ++i) {
+    for_all<kRows * kChannels>([&](int i) {
       float& own = x[i / kChannels][i % kChannels];
       own = __fsub_rn(own, inverted.center[i % kChannels]);
-    }
+    });
   }
   if (transform.smoothing != nullptr) {
-#pragma unroll
-    for (int i = 0; i < kRows * kChannels; ++i) {
+    for_all<kRows * kChannels>([&](int i) {
       float& own = x[i / kChannels][i % kChannels];
       own = __fmul_rn(own, inverted.smoothing[i % kChannels]);
-    }
+    });
   }
   if (transform.is_rotated) rotate(x, head_dim, lane, position);
 }
@@ -109,16 +102,14 @@ __device__ __forceinline__ float transform_query(const KeyTransform& transform, 
                                                  float (&x)[kChannels]) {
   float constant = 0.f;
   if (transform.center != nullptr) {
-#pragma unroll
-    for (int k = 0; k < kChannels; ++k) constant = fmaf(x[k], own.center[k], constant);
+    for_all<kChannels>([&](int k) { constant = fmaf(x[k], own.center[k], constant); });
 #pragma unroll 1
     for (int distance = width / 2; distance > 0; distance /= 2) {
       constant += __shfl_xor_sync(kAllLanes, constant, distance);
     }
   }
   if (transform.smoothing != nullptr) {
-#pragma unroll
-    for (int k = 0; k < kChannels; ++k) x[k] = __fmul_rn(x[k], own.smoothing[k]);
+    for_all<kChannels>([&](int k) { x[k] = __fmul_rn(x[k], own.smoothing[k]); });
   }
   if (transform.is_rotated) rotate(x, head_dim, lane, position);
   return constant;

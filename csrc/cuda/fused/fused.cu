@@ -155,25 +155,22 @@ __global__ void __launch_bounds__(kMaxThreads)
     Vector<kDtype> x = static_cast<const Vector<kDtype>*>(params.x)[first + v];
     if constexpr (kAdds) {
       const Vector<kDtype> other = static_cast<const Vector<kDtype>*>(params.other)[first + v];
-#pragma unroll
-      for (int i = 0; i < kFusedVector; ++i) x.elements[i] = narrowed<kDtype>(__fadd_rn(x[i], other[i]));
+      for_all<kFusedVector>([&](int i) { x.elements[i] = narrowed<kDtype>(__fadd_rn(x[i], other[i])); });
     }
     return x;
   };
 
   // Weights are loaded first, from memory; what the previous launch has written is in the L2 cache.
   Vector<kDtype> weight[kPerThread], x[kPerThread];
-#pragma unroll
-  for (int k = 0; k < kPerThread; ++k) {
+  for_all<kPerThread>([&](int k) {
     const int v = t + k * num_threads;
     if (v < num_vectors) weight[k] = static_cast<const Vector<kDtype>*>(params.weight)[v];
-  }
+  });
   wait_for_launch_before();
-#pragma unroll
-  for (int k = 0; k < kPerThread; ++k) {
+  for_all<kPerThread>([&](int k) {
     const int v = t + k * num_threads;
     if (v < num_vectors) x[k] = row(v);
-  }
+  });
 
   float mean;
   if (params.mean != nullptr) {
@@ -186,8 +183,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 #pragma unroll 4
       for (int v = t; v < num_vectors; v += num_summing) {
         const Vector<kDtype> numbers = row(v);
-#pragma unroll
-        for (int i = 0; i < kFusedVector; ++i) sums[i] = __fadd_rn(sums[i], __fmul_rn(numbers[i], numbers[i]));
+        for_all<kFusedVector>([&](int i) { sums[i] = __fadd_rn(sums[i], __fmul_rn(numbers[i], numbers[i])); });
       }
     }
     const float sum = __fadd_rn(__fadd_rn(__fadd_rn(sums[0], sums[1]), sums[2]), sums[3]);
@@ -195,20 +191,18 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
   const float inverse = rsqrtf(__fadd_rn(mean, params.eps));
 
-#pragma unroll
-  for (int k = 0; k < kPerThread; ++k) {
+  for_all<kPerThread>([&](int k) {
     const int v = t + k * num_threads;
     Vector<kDtype> out;
-#pragma unroll
-    for (int i = 0; i < kFusedVector; ++i) {
+    for_all<kFusedVector>([&](int i) {
       const float normed = rounded<kDtype>(__fmul_rn(x[k][i], inverse));
       out.elements[i] = narrowed<kDtype>(__fmul_rn(weight[k][i], normed));
-    }
+    });
     if (v < num_vectors) {
       static_cast<Vector<kDtype>*>(params.out)[first + v] = out;
       if constexpr (kAdds) static_cast<Vector<kDtype>*>(params.total)[first + v] = x[k];
     }
-  }
+  });
 }
 
 // --- rotary embedding
@@ -254,11 +248,10 @@ __global__ void __launch_bounds__(kElementwiseThreads) multiply_by_silu(const __
   const auto gate = static_cast<const Vector<kDtype>*>(params.gate)[v];
   const auto up = static_cast<const Vector<kDtype>*>(params.up)[v];
   Vector<kDtype> out;
-#pragma unroll
-  for (int i = 0; i < kFusedVector; ++i) {
+  for_all<kFusedVector>([&](int i) {
     const float x = gate[i];
     out.elements[i] = narrowed<kDtype>(__fmul_rn(rounded<kDtype>(x / (1.f + expf(-x))), up[i]));
-  }
+  });
   static_cast<Vector<kDtype>*>(params.out)[v] = out;
 }
 
