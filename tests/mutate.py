@@ -507,16 +507,16 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "csrc/cuda/plan/plan.cpp",
+        "csrc/cuda/plan/choose.cpp",
         (
-            "side.head_dim / side.num_groups % 32 == 0",
+            "side.head_dim / side.num_groups % kGroupChannels == 0",
             "side.head_dim / side.num_groups % 16 == 0",
             "groups of 16 channels get the kernel for 32",
             "ops cuda_decode",
         ),
         (
-            "new_tokens->q_len > kMaxAppended) return false",
-            "false) return false",
+            "new_tokens->q_len > (is_blocked ? kMaxAppendedToBlock : kMaxAppended)",
+            "false",
             "chunks are appended by the kernel for single tokens",
             "ops cuda_decode",
         ),

@@ -11,35 +11,35 @@
 
 namespace hf_kvquant::cuda {
 
+// What shares a scale: all channels of a token, a group of them, or a channel of the keys in a block of tokens.
+enum class Scales { rows, groups, blocks };
+
+struct NewTokens;
+struct DecodePlan;
+
 // An instantiation of the attention kernel (attend.cuh), with what the host needs to know about it.
 struct AttendKernel {
-  const void* function;
+  void (*function)(DecodeParams, NewTokens, DecodePlan, float* workspace);
   int fixed_bytes, stage_bytes;  // of shared memory: per thread block, and per warp and stage
   int num_stages, min_stages;    // of a warp's pipeline: usual number, and fewest if shared memory is short
   int head_dim;                  // the largest it serves
   int rows_per_tile;             // query rows (tokens times heads of a group) that a thread block serves
   int step_tokens;               // tokens that a warp takes at a time
   int slot_floats;               // of a thread block's partial result
-  bool has_key_zero, has_value_zero, is_grouped, is_blocked;
-  bool has_pairs;  // a warp quantises a new key and its value side by side; this needs are_pairs in plan.cpp
+  Scales scales;
+  bool has_key_zero, has_value_zero;
+  bool has_pairs;  // a warp quantises a new key and its value side by side; this needs are_pairs in choose.cpp
 };
-
-// What shares a scale: all channels of a token, a group of them, or a channel of the keys in a block of tokens.
-enum class Scales { rows, groups, blocks };
 
 // Warps of a thread block of the attention kernel: the plan chooses 4 or 8.
 constexpr int kMinAttendWarps = 4, kMaxAttendWarps = 8;
 constexpr int kTailTileTokens = 16;  // tokens of dense windows that a warp takes at a time
 constexpr int kGroupChannels = 32;   // channels of a group in the kernels for groups
 
-// The kernel for a pair of storage types, with the smallest head dim (64, 128 or 256) that holds `head_dim` and the
-// fewest rows that hold `num_rows`, or else the most rows.
-AttendKernel attend_int8(int head_dim, int num_rows);
-AttendKernel attend_int4(int head_dim, int num_rows);
-AttendKernel attend_int4_groups(int head_dim, int num_rows);  // of 32 channels or a multiple
-AttendKernel attend_int4_channel(int head_dim, int num_rows);
-AttendKernel attend_k8v4(int head_dim, int num_rows);
-AttendKernel attend_fp8(int head_dim, int num_rows);
+// The kernel with the smallest head dim (64, 128 or 256) that holds `head_dim` and the fewest rows (4, 8 or 16, as far
+// as compiled) that hold `num_rows`, or else the most rows.
+template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales>
+AttendKernel kernel_for(int head_dim, int num_rows);
 
 // Divides by a number that is known only at run time. A division costs some thirty instructions, so the host computes a
 // reciprocal.
@@ -141,9 +141,6 @@ void append(const AppendParams& params, void* stream);
 // Appends and attends as planned. `params.counters` must be plan.num_counters zeros; they are zeros again afterwards.
 void decode(const DecodeParams& params, const AppendParams* new_tokens, const DecodePlan& plan, float* workspace,
             void* stream);
-
-// Whether a kernel may start before the previous launch ends; the kernel then has to wait for that itself.
-bool may_overlap(const void* function);
 
 // The kernel for all calls that no other kernel serves: float32 queries, storage type `none`, mixtures of formats.
 void decode_general(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream);

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "../common/device.h"
 #include "../common/quantize.cuh"
 #include "../cuda.h"
 

@@ -1,10 +1,8 @@
 // Attention kernels for int4 keys and values with one scale (and zero) per 32 channels of a token.
-#include "attend_table.cuh"
+#include "instantiate.cuh"
 
 namespace hf_kvquant::cuda {
 
-AttendKernel attend_int4_groups(int head_dim, int num_rows) {
-  return kernel_for<Storage::int4, Storage::int4, true, true, Scales::groups>(head_dim, num_rows);
-}
+template AttendKernel kernel_for<Storage::int4, Storage::int4, true, true, Scales::groups>(int head_dim, int num_rows);
 
 }  // namespace hf_kvquant::cuda

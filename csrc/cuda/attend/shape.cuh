@@ -1,5 +1,5 @@
 // The constants of one instantiation of the attention kernel: formats, head dim, query rows, and the layout of shared
-// memory. attend_table.cuh lists the instantiations; plan.cpp chooses one for a call.
+// memory. attend_table.h lists the instantiations; plan.cpp chooses one for a call.
 #pragma once
 
 #include "combine.cuh"
@@ -14,7 +14,8 @@ template <Storage kKey_, Storage kValue_, bool kHasKeyZero_, bool kHasValueZero_
 struct Shape {
   static constexpr Storage kKey = kKey_, kValue = kValue_;
   static constexpr bool kHasKeyZero = kHasKeyZero_, kHasValueZero = kHasValueZero_;
-  static constexpr bool kIsGrouped = kScales_ == Scales::groups, kIsBlocked = kScales_ == Scales::blocks;
+  static constexpr Scales kScales = kScales_;
+  static constexpr bool kIsGrouped = kScales == Scales::groups, kIsBlocked = kScales == Scales::blocks;
   static constexpr int kHeadDim = kHeadDim_, kRows = kRows_;
   static constexpr bool kIsPaired = kRows == 4;
   static_assert(!kIsPaired || kKey != Storage::fp8, "only integer queries come in two bytes");

@@ -1,13 +1,10 @@
-// What all kernels share: reading and writing values and rows of codes on the device, and launching. A lane takes eight
-// consecutive channels at a time, which are in one group for every group size. Layouts are those of format.h.
+// What all kernels share: reading and writing values and rows of codes. A lane takes eight consecutive channels at a
+// time, which are in one group for every group size. Layouts are those of format.h.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
-
-#include <stdexcept>
-#include <string>
 
 #include "../../format.h"
 #include "instructions.cuh"
@@ -134,25 +131,6 @@ __device__ __forceinline__ float capped(float x, float cap) {
   const float far = cap * (1.f - 2.f / (power + 1.f));
   const float near = x * fmaf(square, fmaf(square, fmaf(square, -17.f / 315, 2.f / 15), -1.f / 3), 1.f);
   return square < 0.0625f ? near : far;
-}
-
-inline void check_launch(const char* where, cudaError_t error) {
-  if (error == cudaSuccess) return;
-  throw std::runtime_error(std::string(where) + ": the kernel must start, got: " + cudaGetErrorString(error) +
-                           ". Was the extension built for this GPU (HF_KVQUANT_CUDA_ARCHS)?");
-}
-
-// Launches most kernels, so that grid size and launch errors are checked in one place.
-template <class... Parameters, class... Arguments>
-void launch(const char* where, void (*kernel)(Parameters...), int64_t num_ctas, int num_threads, size_t shared_bytes,
-            void* stream, const Arguments&... arguments) {
-  if (num_ctas > 0x7fffffff) {
-    throw std::runtime_error(std::string(where) + ": a call must need fewer than 2^31 thread blocks, got " +
-                             std::to_string(num_ctas) + ". Feed the tokens in smaller chunks.");
-  }
-  kernel<<<static_cast<unsigned>(num_ctas), num_threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(
-      arguments...);
-  check_launch(where, cudaGetLastError());
 }
 
 }  // namespace hf_kvquant::cuda

@@ -16,7 +16,7 @@
 
 #include "../../fused.h"
 #include "../common/codes.cuh"
-#include "../cuda.h"  // may_overlap
+#include "../common/device.h"
 
 namespace hf_kvquant::cuda {
 namespace {
@@ -68,19 +68,9 @@ struct alignas(kFusedVector * sizeof(Element<kDtype>)) Vector {
 // --- launches
 
 // Thread blocks may start before the previous launch ends: every kernel here calls `wait_for_launch_before`.
-template <class Kernel, class Params, class... Others>
-void launch_early(const char* where, Kernel kernel, dim3 grid, int num_threads, void* stream, const Params& params,
-                  const Others&... others) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(num_threads);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &overlap;
-  config.numAttrs = may_overlap(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
-  check_launch(where, cudaLaunchKernelEx(&config, kernel, params, others...));
+template <class Kernel>
+Launch early(Kernel kernel, dim3 grid, int num_threads, void* stream) {
+  return {grid, num_threads, 0, stream, may_overlap(reinterpret_cast<const void*>(kernel))};
 }
 
 // Calls `use` with the dtype as a constant.
@@ -273,7 +263,7 @@ void rms_norm(const RmsNormParams& params, void* stream) {
                             ? (is_short ? norm_row<kDtype, kFew, false> : norm_row<kDtype, kMany, false>)
                             : (is_short ? norm_row<kDtype, kFew, true> : norm_row<kDtype, kMany, true>);
     const dim3 grid(static_cast<unsigned>(params.num_rows));
-    launch_early("rms_norm", kernel, grid, num_threads, stream, params, threads, factor);
+    launch("rms_norm", kernel, early(kernel, grid, num_threads, stream), params, threads, factor);
   });
 }
 
@@ -282,8 +272,8 @@ void rotary(const RotaryParams& params, void* stream) {
   const int heads_per_cta = std::max(1, kElementwiseThreads / half);
   const dim3 grid((num_heads + heads_per_cta - 1) / heads_per_cta, params.q_len, params.batch);
   for_dtype(params.query.dtype, [&](auto dtype) {
-    launch_early("rotary", rotate_heads<decltype(dtype)::value>, grid, half * heads_per_cta, stream, params,
-                 heads_per_cta);
+    const auto kernel = rotate_heads<decltype(dtype)::value>;
+    launch("rotary", kernel, early(kernel, grid, half * heads_per_cta, stream), params, heads_per_cta);
   });
 }
 
@@ -291,7 +281,8 @@ void silu_mul(const SiluMulParams& params, void* stream) {
   const int64_t num_vectors = params.numel / kFusedVector;
   const dim3 grid(static_cast<unsigned>((num_vectors + kElementwiseThreads - 1) / kElementwiseThreads));
   for_dtype(params.dtype, [&](auto dtype) {
-    launch_early("silu_mul", multiply_by_silu<decltype(dtype)::value>, grid, kElementwiseThreads, stream, params);
+    const auto kernel = multiply_by_silu<decltype(dtype)::value>;
+    launch("silu_mul", kernel, early(kernel, grid, kElementwiseThreads, stream), params);
   });
 }
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "../../fused.h"
-#include "../common/codes.cuh"  // launch
+#include "../common/device.h"
 
 namespace hf_kvquant::cuda {
 namespace {

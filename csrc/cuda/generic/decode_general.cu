@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "../common/codes.cuh"
+#include "../common/device.h"
 #include "../common/transform.cuh"
 #include "../cuda.h"
 

@@ -1,14 +1,15 @@
-// Picks among the instantiations of attend.cuh; each file attend_*.cu compiles those of one pair of storage types.
+// Compiles the attention kernels of one row of attend_table.h, for all head dims and numbers of query rows. Each file
+// attend_*.cu does so for one row, since these compilations take minutes. It must not include the table, which uses
+// all.
 #pragma once
 
-#include "../cuda.h"
 #include "attend.cuh"
 
 namespace hf_kvquant::cuda {
 
 template <class Shape>
 AttendKernel kernel_of() {
-  return {reinterpret_cast<const void*>(attend<Shape>),
+  return {attend<Shape>,
           Shape::kPipelinesAt,
           Shape::StepPipeline::kStageBytes,
           Shape::kNumStages,
@@ -17,10 +18,9 @@ AttendKernel kernel_of() {
           Shape::kRows,
           Shape::StepPipeline::kStepTokens,
           static_cast<int>(Partial<Shape::kRows, Shape::kHeadDim>::kFloats),
+          Shape::kScales,
           Shape::kHasKeyZero,
           Shape::kHasValueZero,
-          Shape::kIsGrouped,
-          Shape::kIsBlocked,
           Shape::kHasPairs};
 }
 

@@ -1,0 +1,32 @@
+// Which calls the attention kernels serve: one row per pair of storage types. A new pair is a new row and a file of
+// instantiations (attend_*.cu); plan/choose.cpp reads the rows, and what none of them serves gets the generic kernel.
+// Every row has kernels for head dims up to 256 and for any number of query rows (instantiate.cuh).
+#pragma once
+
+#include "../cuda.h"
+
+namespace hf_kvquant::cuda {
+
+struct AttendRow {
+  Storage key, value;
+  bool has_key_zero, has_value_zero;  // false: that side must be symmetric; true: it may be
+  Scales scales;
+  AttendKernel (*kernel)(int head_dim, int num_rows);
+};
+
+template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales>
+constexpr AttendRow row() {
+  return {kKey,          kValue,  kHasKeyZero,
+          kHasValueZero, kScales, kernel_for<kKey, kValue, kHasKeyZero, kHasValueZero, kScales>};
+}
+
+constexpr AttendRow kAttendTable[] = {
+    row<Storage::int8, Storage::int8, false, false, Scales::rows>(),
+    row<Storage::int8, Storage::int4, false, true, Scales::rows>(),
+    row<Storage::int4, Storage::int4, true, true, Scales::rows>(),
+    row<Storage::int4, Storage::int4, true, true, Scales::groups>(),  // of a multiple of kGroupChannels
+    row<Storage::int4, Storage::int4, true, true, Scales::blocks>(),  // of keys; values have one scale per token
+    row<Storage::fp8, Storage::fp8, false, false, Scales::rows>(),
+};
+
+}  // namespace hf_kvquant::cuda

@@ -1,0 +1,97 @@
+// Chooses the attention kernel for a call: the first row of the table that computes what the formats mean.
+#include <algorithm>
+
+#include "../attend/attend_table.h"
+#include "plan.h"
+
+namespace hf_kvquant::cuda {
+namespace {
+
+// The most new tokens that the attention kernel quantises itself: one warp does it while others wait. Of tokens that
+// share the scales of a block, a second one might already be in the next round.
+constexpr int kMaxAppended = 4, kMaxAppendedToBlock = 1;
+
+// Whether scales can be copied 16 bytes (eight tokens) at a time, or need no copy because all tokens share one.
+bool has_copyable_scales(const Side& side) {
+  const auto is_aligned = [](const half_bits* data, int64_t stride_b, int64_t stride_h, int64_t stride_g) {
+    return (reinterpret_cast<int64_t>(data) / 2 | stride_b | stride_h | stride_g) % 8 == 0;
+  };
+  if (side.has_channel_scales) {
+    return is_aligned(side.scale, side.scale_stride_b, side.scale_stride_h, side.scale_stride_g) &&
+           is_aligned(side.zero, side.zero_stride_b, side.zero_stride_h, side.zero_stride_g);
+  }
+  if (side.scale_stride_t == 0) return side.zero == nullptr || side.zero_stride_t == 0;
+  if (side.scale_stride_t != 1 || (side.zero != nullptr && side.zero_stride_t != 1)) return false;
+  return is_aligned(side.scale, side.scale_stride_b, side.scale_stride_h, side.scale_stride_g) &&
+         (side.zero == nullptr || is_aligned(side.zero, side.zero_stride_b, side.zero_stride_h, side.zero_stride_g));
+}
+
+// Whether the tail, if there is one, has the query's dtype and rows at multiples of 16 bytes.
+bool has_loadable_tail(const Side& side, Dtype query_dtype) {
+  const int64_t start = reinterpret_cast<int64_t>(side.tail) / 2;
+  return side.tail == nullptr || (side.tail_dtype == query_dtype &&
+                                  (start | side.tail_stride_b | side.tail_stride_h | side.tail_stride_t) % 8 == 0);
+}
+
+// Whether new tokens are 16-bit numbers, in rows at multiples of 16 bytes.
+bool has_aligned_rows(const Dense& dense) {
+  return dense.dtype != Dtype::fp32 &&
+         (reinterpret_cast<int64_t>(dense.data) / 2 | dense.stride_b | dense.stride_h | dense.stride_t) % 8 == 0;
+}
+
+// Whether the kernels of a row compute what the formats of a call mean.
+bool serves(const AttendRow& row, const Side& keys, const Side& values) {
+  const auto has_groups = [](const Side& side) { return side.num_groups > 1; };
+  const auto fits_groups = [&](const Side& side) {
+    return !has_groups(side) || side.head_dim / side.num_groups % kGroupChannels == 0;
+  };
+  const Scales scales = keys.has_channel_scales                  ? Scales::blocks
+                        : has_groups(keys) || has_groups(values) ? Scales::groups
+                                                                 : Scales::rows;
+  return row.key == keys.storage && row.value == values.storage && row.scales == scales &&
+         (row.has_key_zero || keys.is_symmetric) && (row.has_value_zero || values.is_symmetric) &&
+         (scales == Scales::groups ? fits_groups(keys) && fits_groups(values) : !has_groups(values));
+}
+
+// Whether one warp can take a new key and its value at once: 16 bytes per lane, each row in half of the lanes.
+bool are_pairs(const AppendParams& new_tokens) {
+  const Dense &key = new_tokens.key, &value = new_tokens.value;
+  const Side &keys = new_tokens.key_side, &values = new_tokens.value_side;
+  return key.dtype == value.dtype && has_aligned_rows(key) && has_aligned_rows(value) &&
+         keys.head_dim == values.head_dim && keys.num_groups == values.num_groups;
+}
+
+}  // namespace
+
+AttendKernel choose_kernel(const DecodeParams& params) {
+  const Side &keys = params.key_side, &values = params.value_side;
+  for (const AttendRow& row : kAttendTable) {
+    if (!serves(row, keys, values)) continue;
+    const bool is_loadable = params.query.dtype != Dtype::fp32 && has_copyable_scales(keys) &&
+                             has_copyable_scales(values) && has_loadable_tail(keys, params.query.dtype) &&
+                             has_loadable_tail(values, params.query.dtype);
+    if (!is_loadable) return {};
+    const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
+    return row.kernel(std::max(keys.head_dim, values.head_dim), num_rows);
+  }
+  return {};
+}
+
+bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles, int num_warps) {
+  const bool is_blocked = kernel.scales == Scales::blocks;
+  if (new_tokens == nullptr || num_row_tiles > 1) return false;
+  if (new_tokens->q_len > (is_blocked ? kMaxAppendedToBlock : kMaxAppended)) return false;
+  if (new_tokens->sink_length + new_tokens->residual_length > 0) {
+    // With dense windows, older tokens complete blocks of keys.
+    if (is_blocked || !has_aligned_rows(new_tokens->key) || !has_aligned_rows(new_tokens->value)) return false;
+  }
+  // Tokens that share the scale of a channel must be in one round.
+  if (is_blocked && kernel.step_tokens * num_warps % kBlockSize != 0) return false;
+  if (kernel.has_pairs && !are_pairs(*new_tokens)) return false;
+  const auto is_own = [](const Side& side) { return !side.is_frozen && !side.is_shared_by_heads; };
+  const Side &keys = new_tokens->key_side, &values = new_tokens->value_side;
+  return is_own(keys) && is_own(values) && keys.is_symmetric == !kernel.has_key_zero &&
+         values.is_symmetric == !kernel.has_value_zero;
+}
+
+}  // namespace hf_kvquant::cuda

@@ -1,0 +1,46 @@
+// The parts of the plan: choose.cpp finds the kernel for a call, cut.cpp into how many thread blocks to cut the call.
+#pragma once
+
+#include "../common/device.h"
+#include "../cuda.h"
+
+namespace hf_kvquant::cuda {
+
+constexpr int kLanesOfWarp = 32;
+
+// Its `function` is nullptr where the generic kernel has to serve.
+AttendKernel choose_kernel(const DecodeParams& params);
+
+// Whether the attention kernel can quantise the new tokens itself. It must support their formats in full, and a single
+// thread block must see all values that share a scale and all queries of a head. `new_tokens` nullptr: there are none.
+bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles, int num_warps);
+
+// How a kernel with a given number of warps per thread block runs on a GPU.
+struct Occupancy {
+  int num_stages;               // of a warp's pipeline: all if they fit, else fewer
+  int ctas_per_multiprocessor;  // at most; 0: the kernel does not fit
+  bool may_overlap;             // see device.h
+};
+
+Occupancy occupancy_of(const AttendKernel& kernel, int num_warps, const Device& device);
+
+// Into how many thread blocks to split a unit, with how many warps, and how many of them may share a multiprocessor.
+struct Cut {
+  int64_t splits;
+  int num_warps;
+  int ctas_per_multiprocessor;
+};
+
+// Of shared memory.
+int bytes_needed(const AttendKernel& kernel, int num_warps, int num_stages);
+
+// Shared memory of a thread block: at least so much that no more of them run on a multiprocessor than the cut wants.
+int shared_bytes(const AttendKernel& kernel, const Device& device, const Occupancy& occupancy, const Cut& cut);
+
+// The fastest cut of `num_units` units of `steps` steps each with `splits` splits, or with at most `most_splits` if
+// that is 0. It has 0 splits if the kernel does not fit the GPU. Cuts are remembered, since trying all of them takes
+// microseconds, in every layer and step.
+Cut choose_cut(const AttendKernel& kernel, const Device& device, int64_t num_units, int64_t steps, int64_t splits,
+               int64_t most_splits);
+
+}  // namespace hf_kvquant::cuda
