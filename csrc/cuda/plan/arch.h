@@ -1,4 +1,5 @@
-// What the plan knows about a GPU that its driver does not tell.
+// What the plan knows about a GPU that its driver does not tell. One row per GPU; a new one needs a row only where the
+// numbers of the default choose badly. Only the H200 was measured.
 #pragma once
 
 namespace hf_kvquant::cuda {
@@ -17,8 +18,38 @@ struct ArchSpec {
   double combine = 1.25, combine_part = 0.12;  // to combine parts: once, and for every part
 };
 
-// The numbers for a GPU with a compute capability such as 90. All GPUs share those of the H200: they are good enough to
-// choose by, since the ratio of a full wave to a partial one decides.
-constexpr ArchSpec arch_of(int /* capability */, int /* num_multiprocessors */) { return {}; }
+// Only the bandwidth is known of other GPUs: gigabytes a second of the data sheet, of which they are taken to reach as
+// much as an H200. The rest counts for little wherever reading takes long.
+constexpr ArchSpec not_measured(double gigabytes) {
+  ArchSpec spec;
+  spec.bandwidth = 0.94e3 * gigabytes;
+  return spec;
+}
+
+// The numbers for a GPU with a compute capability such as 90. H100 and H200 have as many multiprocessors, so all GPUs
+// of 9.0 share the numbers of the H200; so do GPUs that are not listed, on which the ratio of a full wave to a partial
+// one still chooses well enough.
+constexpr ArchSpec arch_of(int capability, int num_multiprocessors) {
+  struct Row {
+    int capability, num_multiprocessors;
+    double gigabytes;
+  };
+  constexpr Row kRows[] = {
+      {80, 108, 2039},  // A100 80 GB
+      {80, 56, 933},    // A30
+      {86, 72, 600},    // A10
+      {86, 82, 936},    // RTX 3090
+      {86, 84, 696},    // A40
+      {89, 58, 300},    // L4
+      {89, 128, 1008},  // RTX 4090
+      {89, 142, 864},   // L40S
+  };
+  for (const Row& row : kRows) {
+    if (row.capability == capability && row.num_multiprocessors == num_multiprocessors) {
+      return not_measured(row.gigabytes);
+    }
+  }
+  return {};
+}
 
 }  // namespace hf_kvquant::cuda
