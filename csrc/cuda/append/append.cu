@@ -3,15 +3,13 @@
 //
 // A row is one token of one head, eight channels per lane, so a warp holds several rows at once. Where rows have their
 // own scales, a lane also takes kRows consecutive tokens: their loads overlap, and the scales of a group take one
-// store. These rows are a tile. A warp takes a few tiles of one head, to compute its place only once. Warps of a thread
-// block take neighbouring heads, which reads contiguous memory in the model's own layout, tokens before heads. Where
-// the heads of a token share a scale, a thread block takes the token; in granularity channel, it takes a block of
-// tokens in one head.
+// store. These rows are a tile, and a warp takes a few tiles of one head. Warps of a thread block take neighbouring
+// heads, whose rows are contiguous in the model's own layout, tokens before heads. Where the heads of a token share a
+// scale, a thread block takes the token; in granularity channel, it takes a block of tokens in one head.
 //
 // Each of these ways is a separate kernel, so that registers that one needs do not cost another warps. Keys and values
-// share a launch if one kernel serves both, with the thread blocks of the keys first. Lengths are read on the device;
-// tokens without room are skipped. If there are more new tokens than a ring has rows, only the newest are written, so
-// that no two are written to the same row.
+// share a launch if one kernel serves both, keys first. Tokens without room are skipped. Of more new tokens than a ring
+// has rows, only the newest are written, so that no two are written to the same row.
 #include <algorithm>
 #include <type_traits>
 

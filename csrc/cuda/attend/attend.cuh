@@ -1,22 +1,20 @@
-// Attention of the newest tokens over codes: the kernel template. One instantiation serves a pair of storage types, a
-// head dim (64, 128, 256; narrower heads run in the next larger one) and up to kRows query rows.
+// Attention of the newest tokens over codes: the kernel. One instantiation serves a pair of storage types, a head dim
+// (64, 128, 256; narrower heads run in the next larger one) and up to kRows query rows.
 //
 // A thread block of four or eight warps takes its share of a unit (schedule.cuh). As in Flash-Decoding, each warp works
-// on its own: it takes one step of every round, streams it through its pipeline (pipeline.cuh), and keeps its own
-// maximum, sum and output. At the end, warps merge through shared memory, and thread blocks through the workspace
-// (combine.cuh). In the loop there are no barriers, only unpacking, tensor-core products and an online softmax; scales,
-// zeros and offsets act on scores and probabilities, outside of the products (fragments.cuh). Tokens of dense windows
-// follow after the loop (tails.cuh).
+// on its own: it takes one step of every round, copies it through its pipeline (pipeline.cuh) and attends to it
+// (warp_attention.cuh), without barriers. Then it attends to tokens of dense windows (tails.cuh). In the end, warps
+// merge through shared memory, and thread blocks through the workspace (combine.cuh).
 //
-// Instructions are scarce: at 4.5 TB/s, an H200 has 3.7 thread instructions for an int4 code. Power is scarcer: reading
-// alone takes all of its 700 W and lowers the clock to 1.65 to 1.85 GHz, depending on how few instructions do the
-// reading; with this kernel it falls to 1.5 GHz (2026-11). Hence query · key uses bytes instead of float16, and weights
-// · values uses codes that a mask alone unpacks. Steps that all rows attend to in full take a fast body of the loop;
-// others (edges, windows, causal bounds within a chunk, softcap, ALiBi) take a second body.
+// Instructions and power are scarce. At 4.5 TB/s, an H200 has 3.7 thread instructions for an int4 code. Reading alone
+// takes all of its 700 W and lowers the clock to 1.65 to 1.85 GHz; with this kernel it falls to 1.5 GHz (2026-11).
+// Hence query · key uses bytes instead of float16, weights · values use codes that a mask alone unpacks, and scales,
+// zeros and offsets act on scores and weights, outside of the products. Steps that all rows attend to in full take a
+// fast body of the loop; others (edges, windows, causal bounds within a chunk, softcap, ALiBi) take a second body.
 //
-// A thread block's work before its first and after its last copy counts, too: some thousand clocks of waiting for
-// memory and of instructions one after the other, four clocks each. So it computes as little as it can before it copies
-// and starts all loads before it needs any of them, and the host prepares what is the same for all of them.
+// What happens before the first copy and after the last one counts, too: some thousand clocks of waiting for memory and
+// of instructions one after the other. So a thread block computes little before it copies and starts all loads before
+// it needs any of them, and the host prepares what is the same for all of them.
 #pragma once
 
 #include "../common/quantize.cuh"

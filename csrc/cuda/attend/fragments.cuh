@@ -1,17 +1,17 @@
-// The layout of rows of codes in shared memory, and how they become operands of the tensor cores. Rows in natural order
-// (format.h) need no special packing. The channels in a lane's word only have to agree between keys and query, so the
-// query is permuted instead, once; the channels of the output are put back in order at the end.
+// How rows of codes lie in shared memory and become operands of the tensor cores. Rows need no special packing:
+// channels only have to agree between keys and query, so the query is permuted once, and the output is put back in
+// order at the end.
 //
 // Scores are S[token, query] = K · Qᵀ: keys are the A operand. Integer keys stay bytes: u8 codes times a 16-bit query,
-// split into a high and a low s8 byte, is exact and needs hardly any unpacking: none for int8, one mask per nibble for
-// int4 (high nibbles stay in place and count sixteenfold). e4m3 keys and keys in groups or blocks become float16. The
-// output is Oᵀ[channel, query] = Vᵀ · Pᵀ. Value codes become float16: bytes by a permutation that puts them behind an
-// exponent, and an addition; nibbles by a mask, as subnormal numbers.
+// split into a high and a low s8 byte, are exact and need no unpacking for int8, and one mask per nibble for int4 (high
+// nibbles stay in place and count sixteenfold). e4m3 keys and keys in groups or blocks become float16. The output is
+// Oᵀ[channel, query] = Vᵀ · Pᵀ. Value codes become float16: bytes by a permutation that puts them behind an exponent,
+// and an addition; nibbles by a mask, as subnormal numbers.
 //
 // A step is kTiles tiles of 16 tokens. Lane row g of a tile's half h (rows 8h + g) holds token
 //     2 · kTiles · slot_of_row(g) + b,    b = 2 · tile + h,
-// so that the scales of a lane's tokens are neighbours in memory. In shared memory the row of that token is
-// b · 8 + slot, with its 16-byte chunks permuted (`RowLayout`) so that neither copies nor loads meet bank conflicts
+// so that the scales of a lane's tokens are neighbours in memory. The row of that token in shared memory is b · 8 +
+// slot, with its 16-byte chunks permuted (`RowLayout`) so that neither copies nor loads meet bank conflicts
 // (layout_check.cu).
 #pragma once
 

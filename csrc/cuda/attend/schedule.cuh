@@ -1,19 +1,17 @@
-// Which tokens of which sequence a thread block attends to. Lengths are known on the device only, so blocks work this
-// out themselves, from a fixed grid.
+// Which tokens of which sequence a thread block attends to. Only the device knows lengths, so thread blocks of a fixed
+// grid work this out themselves.
 //
 // A unit is the work for one result: a sequence, a key-value head, and a tile of query rows. Its tokens are cut into
-// steps, aligned to multiples of `kStepTokens`; a round is as many steps as a thread block has warps. Rounds are
-// assigned to `num_splits` thread blocks in turn, by their place in the sequence alone. So results repeat bit for bit,
-// and with a fixed number of splits they are the same in every batch. A thread block also knows where it begins before
-// it knows a length, unless there is padding or a window. Those that share a unit write partial results to the
-// workspace; the last one to finish combines them (combine.cuh).
+// steps, aligned to multiples of `kStepTokens`; a round is as many steps as a thread block has warps. `num_splits`
+// thread blocks take rounds in turn, by their place in the sequence alone. So results repeat bit for bit, with a fixed
+// number of splits in every batch, and without padding or a window a thread block knows where it begins before it knows
+// the length. Parts of a unit meet in the workspace, where the last one combines them (combine.cuh).
 //
-// Tried and no faster (H200, 2026-11): persistent thread blocks that fetch their next part, with its first copies
-// started before the last part is merged; an even distribution of all steps to thread blocks or to warps, whatever the
-// lengths. These do not hide the fixed cost of a part, and take instructions. Copying before the length is known saved
-// 0.3 us of 7, but reads unneeded memory wherever the cache is not full. Clusters, whose thread blocks combine through
-// each other's shared memory, are packed onto few multiprocessors: with 8 of these they saved 0.6 us of 7.9 at best,
-// less than a leaner combine; with 16 they cost 3.
+// Tried and no faster (H200, 2026-11): persistent thread blocks that fetch their next part and start its copies before
+// the last part is merged, and an even distribution of all steps, whatever the lengths: neither hides the fixed cost of
+// a part, and both take instructions. Copying before the length is known saved 0.3 us of 7, but reads unneeded memory
+// wherever the cache is not full. Clusters that combine through shared memory are packed onto few multiprocessors: of 8
+// thread blocks they saved 0.6 us of 7.9 at best, less than a leaner combine; of 16 they cost 3.
 #pragma once
 
 #include "../../format.h"

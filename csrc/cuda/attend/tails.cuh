@@ -1,11 +1,11 @@
-// Dense windows: tokens kept unquantised in the tail of a side. After the codes, the warps of the attention kernel
-// attend to them with `attend_to_dense_tokens`.
+// Attends to the tokens of dense windows, which are kept unquantised in the tail of a side. The warps of the attention
+// kernel do so after the codes, with `attend_to_dense_tokens`.
 //
 // A warp takes 16 tokens at a time: tensor cores multiply keys by the untransformed query, weights stay float32. There
 // are few such tokens, and the time goes into waiting for memory and for instructions that are in no cache. So
 // everything is loaded at once, and there is little code. Windows of 32 tokens add 13 us to 135 at 64 x 8k, and 5 to 9
-// at 1 x 8k (H200, int4, 2026-11). As separate thread blocks they added 24 and 2.5: those that wait keep others
-// from reading.
+// at 1 x 8k (H200, int4, 2026-11). As separate thread blocks they added 24 and 2.5: those that wait keep others from
+// reading.
 #pragma once
 
 #include "schedule.cuh"

@@ -3,11 +3,11 @@
 //
 // Softmax. Scores are in log2 units. A column (query row) keeps a shift near max(score + log2(scale of the value)), so
 // that P' = 2^(score - shift) · scale, rounded to float16, is at most 2^15. Only when P' would exceed that, the warp
-// takes the branch that raises the shift. The shift may lag behind without loss, since float16 keeps relative precision
-// down to 2^-14 and some of it down to 2^-24. A masked score is -inf, and its P' is replaced, not multiplied, because
-// scales there may be NaN. The maximum ignores NaN; the exponential does not, so rows that attend to a NaN become NaN.
-// With groups of channels, weights are rounded before they are multiplied by scales (groups.cuh). The masked body
-// subtracts the shift last: slopes of ALiBi make the shift of far tokens so large that near ones would lose bits.
+// takes the branch that raises the shift; until then the shift may lag behind without loss, since float16 keeps
+// relative precision down to 2^-14 and some of it down to 2^-24. A masked score is -inf, and its P' is replaced, not
+// multiplied, because scales there may be NaN. The maximum ignores NaN, the exponential does not, so rows that attend
+// to a NaN become NaN. The masked body subtracts the shift last: slopes of ALiBi make the shift of far tokens so large
+// that near ones would lose bits.
 #pragma once
 
 #include "blocks.cuh"

@@ -1,18 +1,17 @@
 // Quantises on the device: from eight channels in a lane to scale, zero and codes, bit for bit as reference.quantize.
-// Every operation whose rounding matters is written as an intrinsic, so that a file compiled with contraction or fast
-// math gets the same bits. `append_row` does all of it for one warp and one row; append.cu has the loops for prompts,
-// and scales that several heads share. Layouts are those of format.h.
+// Operations whose rounding matters are intrinsics, which no compiler option changes. `append_row` does all of it for
+// one warp and one row; append.cu has the loops for prompts, and scales that several heads share.
 //
-// Division. All channels of a row are divided by one scale. So the division is a multiplication by y ≈ 1 / scale,
-// accurate to 2^-22, and one Newton step: with q = x·y and the remainder q·scale - x, which is exact, q - remainder·y
-// is x / scale to within a relative 2^-43, before its own rounding. That is enough. Call a point where the code changes
-// a border: n + 1/2, or halfway between two values of e4m3. A float16 scale has 11 significant bits, so float32 holds
-// the product of a border and the scale exactly. An x that differs from this product differs by a float32 step at
-// least, and its quotient is then farther from the border than the rounding of a float32 by more than 2^-35. So the
-// quotient lands on the border exactly when x / scale, correctly rounded, does, and on the same side of it otherwise.
-// The sign in the step is chosen to keep the -0 of x = -0. By the same argument span / L is correctly rounded for each
-// L. test_append_rounds_as_a_division_does tries every significand of a scale with every border and its neighbours; an
-// emulation (2026-11) has also tried reciprocals up to three steps off, and every span.
+// Why the division is exact. All channels of a row are divided by one scale, so x / scale is a product with y ≈ 1 /
+// scale, accurate to 2^-22, and one Newton step: with q = x·y and the remainder q·scale - x, which is exact, q -
+// remainder·y is x / scale to within a relative 2^-43, before its own rounding. Call a point where the code changes a
+// border: n + 1/2, or halfway between two values of e4m3. A float16 scale has 11 significant bits, so float32 holds a
+// border times the scale exactly. Any other x differs from this product by a float32 step at least, so its quotient is
+// farther from the border, by more than 2^-35, than a float32 is rounded. So the quotient lands on the border exactly
+// when x / scale, correctly rounded, does, and on the same side of it otherwise. The sign in the step keeps the -0 of x
+// = -0. By the same argument span / L is correctly rounded for each L. test_append_rounds_as_a_division_does tries
+// every significand of a scale with every border and its neighbours; an emulation (2026-11) has also tried reciprocals
+// up to three steps off, and every span.
 #pragma once
 
 #include "transform.cuh"

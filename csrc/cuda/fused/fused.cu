@@ -1,14 +1,13 @@
 // The fused ops between the linear layers of a decode step, one launch each: RMSNorm, with the addition before it if
 // there is one, rotary embedding, silu(gate) · up. Every rounding is that of the separate PyTorch kernels that these
-// replace. fusion.py uses them only where they give the same bits, so that a captured step chooses the same tokens as
-// an uncaptured one.
+// replace, so that a captured step chooses the same tokens as an uncaptured one.
 //
-// Products and sums are written as intrinsics, since the compiler would contract them. That leaves the order in which a
-// row is summed. In PyTorch (2.10 and later, ATen/native/cuda/Reduce.cuh), `width` x `height` threads read a row of
-// squares: thread t takes vectors t, t + width · height, ... of four numbers, and sums each of the four separately. The
-// four are added from the first to the last, then threads by halves along the width, then along the height. The shape
-// determines how many threads there are, see `summing_threads`. Here, a thread block has one row and at least as many
-// threads; spare threads help to load and to write.
+// Products and sums are intrinsics, since the compiler would contract them. That leaves the order in which a row is
+// summed. In PyTorch (2.10 and later, ATen/native/cuda/Reduce.cuh), `width` x `height` threads read a row of squares,
+// as many as the shape determines (`summing_threads`): thread t takes vectors t, t + width · height, ... of four
+// numbers, and sums each of the four separately. The four are added from the first to the last, then threads by halves
+// along the width, then along the height. Here, a thread block has one row and at least as many threads; spare threads
+// help to load and to write.
 #include <cuda_runtime.h>
 
 #include <algorithm>

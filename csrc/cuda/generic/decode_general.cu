@@ -1,11 +1,10 @@
-// Attention of the newest tokens over codes, for every format, dtype and head dim up to 256. This simple kernel serves
-// what attend.cuh has no instantiation for: float32 queries, storage type `none`, mixtures. Keys and values are read
-// once for up to eight queries, directly from memory to registers, and dequantised there.
+// Attention of the newest tokens over codes, for every format, dtype and head dim up to 256: the simple kernel for what
+// no row of attend_table.h serves (float32 queries, storage type `none`, mixtures of formats). It reads keys and values
+// once for up to eight queries and dequantises them in registers.
 //
 // A worker is the 1 to 32 lanes that together hold a row, eight channels each. Workers of a thread block take tokens in
-// turn. Each keeps its own running maximum m, sum l and weighted values, as in online softmax; they merge at the end of
-// the thread block's split of the sequence. With several splits, a second kernel combines their results. plan.cpp
-// decides how many.
+// turn, each with its own running maximum m, sum l and weighted values, as in online softmax. They merge at the end of
+// the thread block's split of the sequence; a second kernel combines several splits.
 #include <algorithm>
 #include <type_traits>
 
