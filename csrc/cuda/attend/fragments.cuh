@@ -134,6 +134,7 @@ __device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t pair) {
 // the code: one mask unpacks two codes.
 constexpr float kLowNibbleUnit = 0x1p24f, kHighNibbleUnit = 0x1p20f;
 constexpr uint32_t kLowNibbles = 0x000f000fu, kHighNibbles = 0x00f000f0u;
+constexpr float kMiddleCode = 8.f;  // of int4
 
 // The A operands of one chunk, tokens 2t and 2t + 1 of half tile 0 (`e`) and 1 (`f`): | second: 2 bytes | first: 2 |.
 // `use(index, a0, a1, a2, a3)` is called for one output tile after the other.

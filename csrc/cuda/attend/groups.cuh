@@ -55,10 +55,10 @@ class Groups {
                                         const float (&base)[kColumns], float (&score)[kTiles][2][kColumns]) const {
     uint32_t scales[kNumGroups][kTiles], terms[2 * kQuads][kTiles];
     for_all<kNumGroups>(
-        [&](int j) { load_shared<kWordBytes>(stage + scale_at_ + j * Pipeline::kScaleBytes, scales[j]); });
+        [&](int j) { load_words<kWordBytes>(stage + scale_at_ + j * Pipeline::kScaleBytes, scales[j]); });
     for_all<2 * kQuads>([&](int k) {
       constexpr int kSecond = kNumGroups > 1 ? Pipeline::kScaleBytes : 0;
-      load_shared<kWordBytes>(stage + term_at_ + k / 2 * 4 * Pipeline::kScaleBytes + k % 2 * kSecond, terms[k]);
+      load_words<kWordBytes>(stage + term_at_ + k / 2 * 4 * Pipeline::kScaleBytes + k % 2 * kSecond, terms[k]);
     });
     const uint32_t codes = shared_address(stage);
     for_all<kTiles>([&](int i) {
@@ -113,8 +113,8 @@ class Groups {
   __device__ __forceinline__ Scales load_scales(const unsigned char* stage) const {
     Scales scales;
     for_all<kNumGroups>([&](int j) {
-      load_shared<kWordBytes>(stage + even_at_ + j * Pipeline::kScaleBytes, scales.even[j]);
-      load_shared<kWordBytes>(stage + odd_at_ + j * Pipeline::kScaleBytes, scales.odd[j]);
+      load_words<kWordBytes>(stage + even_at_ + j * Pipeline::kScaleBytes, scales.even[j]);
+      load_words<kWordBytes>(stage + odd_at_ + j * Pipeline::kScaleBytes, scales.odd[j]);
     });
     return scales;
   }
@@ -136,11 +136,11 @@ class Groups {
                                         const float (&weight)[kTiles][2][kColumns],
                                         const bool (&is_visible)[kTiles][2][kColumns], Operand& operand) {
     uint32_t even_terms[kTiles], odd_terms[kTiles], more_even_terms[kTiles], more_odd_terms[kTiles];
-    load_shared<kWordBytes>(stage + even_at_ + center_plane_, even_terms);
-    load_shared<kWordBytes>(stage + odd_at_ + center_plane_, odd_terms);
+    load_words<kWordBytes>(stage + even_at_ + center_plane_, even_terms);
+    load_words<kWordBytes>(stage + odd_at_ + center_plane_, odd_terms);
     if constexpr (kNumGroups == 8) {
-      load_shared<kWordBytes>(stage + even_at_ + center_plane_ - Pipeline::kPlaneBytes, more_even_terms);
-      load_shared<kWordBytes>(stage + odd_at_ + center_plane_ - Pipeline::kPlaneBytes, more_odd_terms);
+      load_words<kWordBytes>(stage + even_at_ + center_plane_ - Pipeline::kPlaneBytes, more_even_terms);
+      load_words<kWordBytes>(stage + odd_at_ + center_plane_ - Pipeline::kPlaneBytes, more_odd_terms);
     }
     float sum[kColumnTiles][4] = {};
     for_all<kTiles>([&](int i) {
@@ -192,13 +192,6 @@ class Groups {
   }
 
  private:
-  static constexpr float kMiddleCode = 8.f;
-
-  static __device__ __forceinline__ float half_of(uint32_t pair, int i) {
-    const __half2 halves = *reinterpret_cast<const __half2*>(&pair);
-    return i == 0 ? __low2float(halves) : __high2float(halves);
-  }
-
   // In steps that not all rows attend to in full, a NaN must not reach rows that do not attend to it, so it is replaced
   // here. Rows that do attend to it become NaN by the scale, which is NaN, too.
   template <bool kIsMasked>

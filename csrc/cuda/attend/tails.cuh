@@ -55,20 +55,6 @@ static __device__ __noinline__ void expect_dense_tokens(const DecodeParams& para
   }
 }
 
-// Reads kBytes (4, 8 or 16) of 16-bit numbers.
-template <int kBytes>
-__device__ __forceinline__ void load_words(const uint16_t* from, uint32_t (&words)[kBytes / 4]) {
-  if constexpr (kBytes == 16) {
-    const uint4 x = *reinterpret_cast<const uint4*>(from);
-    words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
-  } else if constexpr (kBytes == 8) {
-    const uint2 x = *reinterpret_cast<const uint2*>(from);
-    words[0] = x.x, words[1] = x.y;
-  } else {
-    words[0] = *reinterpret_cast<const uint32_t*>(from);
-  }
-}
-
 // The rows of a side that a warp takes: each lane of a half of the warp knows the place of one token.
 struct DenseRows {
   const uint16_t* row;  // of this lane's token: in the new keys or values if it is new, else in the tail

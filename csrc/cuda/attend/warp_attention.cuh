@@ -209,17 +209,12 @@ class WarpAttention {
     return Shape::kIsPaired ? t_ : 8 * (column >> 1) + 2 * t_ + (column & 1);
   }
 
-  static __device__ __forceinline__ float half_of(uint32_t pair, int i) {
-    const __half2 halves = *reinterpret_cast<const __half2*>(&pair);
-    return i == 0 ? __low2float(halves) : __high2float(halves);
-  }
-
   // Scales of this lane's tokens: word i holds those of tile i, halves 0 and 1.
   template <bool kHasZero>
   __device__ __forceinline__ void load_scales(const unsigned char* scales_at, const unsigned char* zeros_at,
                                               uint32_t (&scales)[kTiles], uint32_t (&zeros)[kTiles]) const {
-    load_shared<kHalves * 2>(scales_at + scale_at_, scales);
-    if constexpr (kHasZero) load_shared<kHalves * 2>(zeros_at + scale_at_, zeros);
+    load_words<kHalves * 2>(scales_at + scale_at_, scales);
+    if constexpr (kHasZero) load_words<kHalves * 2>(zeros_at + scale_at_, zeros);
   }
 
   // Adds a step's weights to the sums of rows.
@@ -233,7 +228,7 @@ class WarpAttention {
                                              float (&score)[2][kColumns]) const {
     uint32_t words[2][Keys::kWords];
     for_all<2, Keys::kLoads>([&](int h, int load) {
-      load_shared<Keys::kLoadBytes>(
+      load_words<Keys::kLoadBytes>(
           stage + RowLayout<Shape::kKeyRowBytes>::at(key_at_, 2 * tile + h, load * 4 * Keys::kLoadBytes),
           &words[h][load * Keys::kWordsPerLoad]);
     });
@@ -283,7 +278,6 @@ class WarpAttention {
     }
   }
 
-  static constexpr float kMiddleCode = 8.f;  // of int4
   static_assert(Shape::kHasValueZero == (Shape::kValue == Storage::int4));
   static constexpr uint32_t kNibbles = 0x0f0f0f0fu, kHighNibbles = 0xf0f0f0f0u;
   static constexpr int kParts = QueryOperands<Shape>::kParts;

@@ -109,6 +109,12 @@ __device__ __forceinline__ uint32_t pack_bfloats(float low, float high) {
   return y;
 }
 
+// The lower (i = 0) or upper float16 number of two.
+__device__ __forceinline__ float half_of(uint32_t pair, int i) {
+  const __half2 halves = *reinterpret_cast<const __half2*>(&pair);
+  return i == 0 ? __low2float(halves) : __high2float(halves);
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -153,9 +159,9 @@ __device__ __forceinline__ void start_launch_behind() {
 // limited by instructions, that costs more than a register.
 __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
-// kBytes (2 to 16) of shared memory into 32-bit words. Plain loads, so that the compiler may start them early.
+// kBytes (2 to 16) of memory into 32-bit words. Plain loads, so that the compiler may start them early.
 template <int kBytes>
-__device__ __forceinline__ void load_shared(const unsigned char* from, uint32_t* words) {
+__device__ __forceinline__ void load_words(const void* from, uint32_t* words) {
   if constexpr (kBytes == 16) {
     const uint4 loaded = *reinterpret_cast<const uint4*>(from);
     words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;

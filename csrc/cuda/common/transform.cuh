@@ -16,8 +16,7 @@ template <int kRows, int kChannels>
 __device__ inline void rotate(float (&x)[kRows][kChannels], int head_dim, int lane, int position) {
 #pragma unroll
   for (int stride = 1; stride < kChannels; stride *= 2) {
-    for_all<kRows * kChannels>([&](int i) {
-      const int r = i / kChannels, k = i % kChannels;
+    for_all<kRows, kChannels>([&](int r, int k) {
       if ((k & stride) != 0) return;
       const float a = x[r][k], b = x[r][k + stride];
       x[r][k] = __fadd_rn(a, b);
@@ -30,19 +29,14 @@ __device__ inline void rotate(float (&x)[kRows][kChannels], int head_dim, int la
     const int partner = lane + ((position ^ distance) - position);
     // A product with 1 or -1 is exact, so this is the sum or the difference, in one instruction.
     const float sign = (position & distance) != 0 ? -1.f : 1.f;
-    for_all<kRows * kChannels>([&](int i) {
-      float& own = x[i / kChannels][i % kChannels];
-      own = __fmaf_rn(own, sign, __shfl_sync(kAllLanes, own, partner));
-    });
+    for_all<kRows, kChannels>(
+        [&](int r, int k) { x[r][k] = __fmaf_rn(x[r][k], sign, __shfl_sync(kAllLanes, x[r][k], partner)); });
   }
   // 1 / sqrt(block) is a power of two, times 1 / sqrt(2) if log2(block) is odd. The power of two changes no rounding.
   const int log2_block = 31 - __clz(block);
   const float power = __uint_as_float(static_cast<uint32_t>(127 - (log2_block >> 1)) << 23);
   const float factor = log2_block % 2 == 0 ? power : power * 0.70710678118654752f;
-  for_all<kRows * kChannels>([&](int i) {
-    float& own = x[i / kChannels][i % kChannels];
-    own = __fmul_rn(own, factor);
-  });
+  for_all<kRows, kChannels>([&](int r, int k) { x[r][k] = __fmul_rn(x[r][k], factor); });
 }
 
 // The same for a single row.
@@ -80,16 +74,10 @@ template <int kRows, int kChannels>
 __device__ __forceinline__ void transform_keys(const KeyTransform& transform, const LaneTransform<kChannels>& inverted,
                                                int head_dim, int lane, int position, float (&x)[kRows][kChannels]) {
   if (transform.center != nullptr) {
-    for_all<kRows * kChannels>([&](int i) {
-      float& own = x[i / kChannels][i % kChannels];
-      own = __fsub_rn(own, inverted.center[i % kChannels]);
-    });
+    for_all<kRows, kChannels>([&](int r, int k) { x[r][k] = __fsub_rn(x[r][k], inverted.center[k]); });
   }
   if (transform.smoothing != nullptr) {
-    for_all<kRows * kChannels>([&](int i) {
-      float& own = x[i / kChannels][i % kChannels];
-      own = __fmul_rn(own, inverted.smoothing[i % kChannels]);
-    });
+    for_all<kRows, kChannels>([&](int r, int k) { x[r][k] = __fmul_rn(x[r][k], inverted.smoothing[k]); });
   }
   if (transform.is_rotated) rotate(x, head_dim, lane, position);
 }
