@@ -1,3 +1,4 @@
+// The runtime calls of the extension on the current GPU, each with a sentence that helps if it fails.
 #include "device.h"
 
 #include <dlfcn.h>
