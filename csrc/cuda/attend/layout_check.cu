@@ -54,47 +54,41 @@ constexpr bool has_sound_rows() {
   return true;
 }
 
-// Loads of a lane's words, at slot(lane) and byte(lane, load): `at` agrees with `offset`, without conflicts.
-template <int kRowBytes, class Words, class Slot, class Byte>
-constexpr bool has_sound_loads(int num_halves, Slot slot, Byte byte) {
+// Loads of `bytes` by all lanes from half tile b + half(lane), `stride` bytes further each time: `at` agrees with
+// `offset`, without conflicts. `start` is how the kernel computes a lane's first place.
+template <int kRowBytes, class Slot, class Half, class Byte, class Start>
+constexpr bool has_sound_loads(int num_halves, int step, int bytes, int stride, Slot slot, Half half, Byte byte,
+                               Start start) {
   using Layout = RowLayout<kRowBytes>;
-  for (int b = 0; b < num_halves; ++b) {
-    for (int load = 0; load < Words::kLoads; ++load) {
-      const auto place = [&](int lane) { return Layout::offset(slot(lane), b, byte(lane, load)); };
+  for (int b = 0; b < num_halves; b += step) {
+    for (int further = 0; further < kRowBytes; further += stride) {
+      const auto place = [&](int lane) { return Layout::offset(slot(lane), b + half(lane), byte(lane) + further); };
       for (int lane = 0; lane < kLanes; ++lane) {
-        const int further = byte(lane, load) - byte(lane, 0), start = Layout::offset(slot(lane), 0, byte(lane, 0));
-        if (static_cast<int>(Layout::at(start, b, further)) != place(lane)) return false;
+        if (static_cast<int>(Layout::at(start(lane), b, further)) != place(lane)) return false;
       }
-      if (!has_no_conflict(Words::kLoadBytes, place)) return false;
+      if (!has_no_conflict(bytes, place)) return false;
     }
   }
   return true;
 }
 
+// Loads of a lane's words of keys.
 template <int kRowBytes>
 constexpr bool has_sound_key_loads(int num_halves) {
   using Words = KeyWords<kRowBytes>;
-  return has_sound_loads<kRowBytes, Words>(
-      num_halves, [](int lane) { return slot_of_row(lane / 4); },
-      [](int lane, int load) { return Words::load_byte(lane % 4, load); });
+  const auto slot = [](int lane) { return slot_of_row(lane / 4); };
+  const auto byte = [](int lane) { return Words::load_byte(lane % 4, 0); };
+  return has_sound_loads<kRowBytes>(
+      num_halves, 1, Words::kLoadBytes, Words::load_byte(0, 1), slot, [](int) { return 0; }, byte,
+      [&](int lane) { return RowLayout<kRowBytes>::offset(slot(lane), 0, byte(lane)); });
 }
 
 // Loads of matrices: two chunks of all rows of every tile.
 template <int kRowBytes>
 constexpr bool has_sound_matrix_loads(int num_halves) {
-  using Layout = RowLayout<kRowBytes>;
-  for (int b = 0; b < num_halves; b += 2) {
-    for (int further = 0; further < kRowBytes; further += 32) {
-      const auto place = [&](int lane) {
-        return Layout::offset(slot_of_row(lane % 8), b + lane / 8 % 2, further + lane / 16 * 16);
-      };
-      for (int lane = 0; lane < kLanes; ++lane) {
-        if (static_cast<int>(Layout::at(matrix_row<kRowBytes>(lane), b, further)) != place(lane)) return false;
-      }
-      if (!has_no_conflict(16, place)) return false;
-    }
-  }
-  return true;
+  return has_sound_loads<kRowBytes>(
+      num_halves, 2, 16, 32, [](int lane) { return slot_of_row(lane % 8); }, [](int lane) { return lane / 8 % 2; },
+      [](int lane) { return lane / 16 * 16; }, matrix_row<kRowBytes>);
 }
 
 // Steps of one and of two tiles, as shape.cuh has them.

@@ -65,15 +65,11 @@ struct Tail {
     return side.tail != nullptr && (token >= begin || is_sink(token, start, dense_first));
   }
 
-  // The place of channel `c` of a token that the tail has; for any other token, some valid place.
-  __device__ int64_t place_of(const Side& side, int64_t b, int64_t h, int token, int c) const {
-    const int64_t row = has(side, token) ? tail_row(side, token, start, dense_first) : 0;
-    return b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c;
-  }
-
   // Loads eight channels of a token that the tail has.
   __device__ void load(const Side& side, int64_t b, int64_t h, int token, int c, float (&x)[kChunk]) const {
-    load_values(side.tail, side.tail_dtype, place_of(side, b, h, token, c), x);
+    const int64_t row = tail_row(side, token, start, dense_first);
+    load_values(side.tail, side.tail_dtype,
+                b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c, x);
   }
 };
 
