@@ -181,7 +181,7 @@ def test_a_layer_that_runs_out_of_memory(place: str, monkeypatch: pytest.MonkeyP
     expected = undisturbed("growing", "int8", device)
     with routed("growing", "int8", device) as (model, cache):
         whole(model, cache, *CUTS[: LAST + 1])
-        name = "extend" if place == "layer" else "resize"
+        name = "extend" if place == "layer" else "check_room"
         storage = cache.storages[-1]
 
         def run_out(*args: Any) -> None:

@@ -156,7 +156,7 @@ class KVQuantLayer(CacheLayerMixin):
                 "KVQuantLayer: `tokens_to_remove` must be 0 or negative, "
                 f"got {tokens_to_remove}. crop(-n) removes the newest n tokens."
             )
-        rewind.crop(self.storage, -tokens_to_remove)
+        rewind.crop(self.storage, -int(tokens_to_remove))  # transformers 5.17 gives a tensor
 
     def reset(self) -> None:
         """Forget all tokens. A static layer keeps its buffers and their addresses."""
