@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 from ..common.output import written
 from ..common.version import __version__
 from ..config import KVQuantConfig
-from ..models.hashes import content_hash
+from ..models.hashes import FileKind, content_hash, quoted
 from ..models.layers import layers_of
 from ..models.text_config import text_config_of
 from ..spec.formats import Planes
@@ -46,15 +46,22 @@ from ..storage.layer_store import LayerStore
 from ..storage.offloading import check_home
 from ..storage.rows import Ring
 from ..storage.saved import held_planes, planned_bytes, planned_planes, restore
-from .identity import check_meant, check_model, identity, places_of, quoted
+from .identity import check_meant, check_model, identity, places_of
 from .layers import KVQuantLayer
 from .support import STATELESS, quantized_layers
 
 if TYPE_CHECKING:
     from .cache import KVQuantCache
 
-_FORMAT = "hf_kvquant-cache"
-_VERSION = 2
+_KIND = FileKind(
+    format="hf_kvquant-cache",
+    version=2,
+    if_folder="Name the file in it.",
+    if_absent="Save a cache first.",
+    if_foreign="Fill a new cache from the text instead.",
+    if_other_version=f"of format version {{}}, this is version 2 (hf_kvquant {__version__}). Install the version of "
+    "hf_kvquant that wrote it.",
+)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SERVED_DTYPES}
 # safetensors' names of dtypes.
 _STORED_AS = {
@@ -111,13 +118,8 @@ def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrai
             "layers": layers,
         }
     )
-    metadata = {
-        "format": _FORMAT,
-        "version": str(_VERSION),
-        "facts": text,
-        "facts_sha256": content_hash(text, {}),
-        "sha256": content_hash(text, tensors),
-    }
+    # The facts have a hash of their own, so that they can be trusted before tensors are read.
+    metadata = {**_KIND.metadata(text, tensors), "facts_sha256": content_hash(text, {})}
     _write(where, target, tensors, metadata, overwrite)
 
 
@@ -135,41 +137,35 @@ def load_cache(
     check_model(where, model)
     places = places_of(where, model, device)
     expected = f"{where}: `path` must be a file written by KVQuantCache.save, got {name}"
-    if os.path.isdir(name):
-        raise IsADirectoryError(f"{expected}, which is a folder. Name the file in it.")
-    if not os.path.isfile(name):
-        raise FileNotFoundError(f"{expected}, which is not there. Save a cache first.")
-    try:
-        with safe_open(name, framework="pt") as file:
-            metadata = file.metadata() or {}
-            text = _checked_text(expected, metadata)
-            with _damage(expected):
-                facts = json.loads(text)
-                config = KVQuantConfig.from_dict(facts["config"])
-                found = facts["model"]
-                saved_by = found["config"].items(), found["dtype"], found["weights_sha256"]
-            check_meant(where, name, model, saved_by, config, wanted)
-            config = config if wanted is None else wanted
-            if config.offloading:
-                for place in places.values():
-                    check_home(f"{where}: {name}", place)
-            with _damage(expected):
-                max_cache_len = None if facts["max_cache_len"] is None else _number(facts, "max_cache_len")
-                # Only whether transforms were given is set here, which matters after a reset. `prepare` sets which.
-                given: dict[int, KeyTransform] | None = {} if _flag(facts, "has_transforms") else None
-                cache = kind(model.config, config, max_cache_len=max_cache_len, key_transforms=given)
-                cache.notes.has_holes = _flag(facts, "has_holes")
-                cache.notes.has_seen_mask = _flag(facts, "has_seen_mask")
-                storages = _storages(where, cache, model)
-                plans = _plans(facts, storages)
-                _check_header(file, plans)
-                tensors = {key: file.get_tensor(key) for key in file.keys()}
-                if metadata.get("sha256") != content_hash(text, tensors):
-                    raise ValueError("its hash does not match its contents")
-                for index, plan in plans.items():
-                    plan.prepare(storages[index], tensors)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{expected}: {quoted(error)}. Copy it again from where it was written.") from error
+    with _KIND.opened(name, expected) as (file, metadata):
+        text = metadata.get("facts", "")
+        if metadata.get("facts_sha256") != content_hash(text, {}):
+            raise ValueError(f"{expected}, which is damaged (the hash of its description is wrong). {_REMEDY}")
+        with _damage(expected):
+            facts = json.loads(text)
+            config = KVQuantConfig.from_dict(facts["config"])
+            found = facts["model"]
+            saved_by = found["config"].items(), found["dtype"], found["weights_sha256"]
+        check_meant(where, name, model, saved_by, config, wanted)
+        config = config if wanted is None else wanted
+        if config.offloading:
+            for place in places.values():
+                check_home(f"{where}: {name}", place)
+        with _damage(expected):
+            max_cache_len = None if facts["max_cache_len"] is None else _number(facts, "max_cache_len")
+            # Only whether transforms were given is set here, which matters after a reset. `prepare` sets which.
+            given: dict[int, KeyTransform] | None = {} if _flag(facts, "has_transforms") else None
+            cache = kind(model.config, config, max_cache_len=max_cache_len, key_transforms=given)
+            cache.notes.has_holes = _flag(facts, "has_holes")
+            cache.notes.has_seen_mask = _flag(facts, "has_seen_mask")
+            storages = _storages(where, cache, model)
+            plans = _plans(facts, storages)
+            _check_header(file, plans)
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
+            if metadata.get("sha256") != content_hash(text, tensors):
+                raise ValueError("its hash does not match its contents")
+            for index, plan in plans.items():
+                plan.prepare(storages[index], tensors)
     _check_room(expected, plans, places)
     for index, plan in plans.items():
         plan.fill(storages[index], tensors, places[index])
@@ -329,22 +325,6 @@ def _memory_of(device: torch.device) -> int | None:
     if device.type != "cpu" or "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _checked_text(expected: str, metadata: Mapping[str, str]) -> str:
-    """The JSON text of the metadata, if the file is ours and this version can read it."""
-    if metadata.get("format") != _FORMAT:
-        raise ValueError(f"{expected}, which holds something else. Fill a new cache from the text instead.")
-    version = metadata.get("version", "")
-    if version != str(_VERSION):
-        raise ValueError(
-            f"{expected} of format version {quoted(version)}, this is version {_VERSION} "
-            f"(hf_kvquant {__version__}). Install the version of hf_kvquant that wrote it."
-        )
-    text = metadata.get("facts", "")
-    if metadata.get("facts_sha256") != content_hash(text, {}):
-        raise ValueError(f"{expected}, which is damaged (the hash of its description is wrong). {_REMEDY}")
-    return text
 
 
 _REMEDY = "Copy it again from where it was written, or fill a new cache from the text."

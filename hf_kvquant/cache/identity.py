@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..config import KVQuantConfig
-from ..models.hashes import weights_hash
+from ..models.hashes import quoted, weights_hash
 from ..models.layers import layer_devices
 from ..models.sharding import rank_of
 from ..models.text_config import check_is_model, text_config_of
@@ -35,15 +35,6 @@ _VOLATILE = frozenset(
         "use_cache",
     )
 )
-
-
-_LONGEST_QUOTE = 1000  # characters
-
-
-def quoted(found: object) -> str:
-    """Contents of a file, shortened for a message."""
-    text = str(found)
-    return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}…"
 
 
 def check_model(where: str, model: PreTrainedModel) -> None:

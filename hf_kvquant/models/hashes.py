@@ -62,6 +62,15 @@ def content_hash(facts: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+_LONGEST_QUOTE = 1000  # characters
+
+
+def quoted(found: object) -> str:
+    """Contents of a file, shortened for a message."""
+    text = str(found)
+    return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}…"
+
+
 @dataclasses.dataclass(frozen=True)
 class FileKind:
     """A kind of safetensors file that describes itself: facts as JSON in the metadata, a version, and a hash.
@@ -100,7 +109,7 @@ class FileKind:
                 if metadata.get("format") != self.format:
                     raise ValueError(f"{expected}, which holds something else. {self.if_foreign}")
                 if metadata.get("version") != str(self.version):
-                    raise ValueError(f"{expected} {self.if_other_version.format(metadata.get('version'))}")
+                    raise ValueError(f"{expected} {self.if_other_version.format(quoted(metadata.get('version')))}")
                 yield file, metadata
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{expected}: {error}. Copy it again from where it was written.") from error
+            raise ValueError(f"{expected}: {quoted(error)}. Copy it again from where it was written.") from error
