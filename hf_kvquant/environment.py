@@ -14,8 +14,8 @@ from types import ModuleType
 import torch
 import transformers
 
-from . import ops
 from .common.version import __version__
+from .ops import kernels
 
 # The packages of the extra `eval` in pyproject.toml.
 EVALUATION = ("lm-eval", "accelerate", "markdown-it-py", "matplotlib", "numpy", "PyYAML")
@@ -23,7 +23,7 @@ EVALUATION = ("lm-eval", "accelerate", "markdown-it-py", "matplotlib", "numpy", 
 
 def environment() -> dict[str, str]:
     """One line for each heading: what is installed, or how to get what is missing."""
-    module = ops.extension()
+    module = kernels.extension()
     built_for = "CPUs" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
     facts = {
         "hf-kvquant": __version__,
@@ -37,14 +37,14 @@ def environment() -> dict[str, str]:
         facts["CPU kernels"] = str(module.cpu_capability())
     else:
         facts["extension"] = (
-            f"missing ({module}): the PyTorch reference runs instead. Install a C++ compiler, then {ops.REINSTALL}"
+            f"missing ({module}): the PyTorch reference runs instead. Install a C++ compiler, then {kernels.REINSTALL}"
         )
-    if ops.has_kernels("cuda"):
+    if kernels.has_kernels("cuda"):
         assert isinstance(module, ModuleType)
         facts["CUDA kernels"] = f"compute capabilities {module.cuda_archs()}"
     else:
         nvcc = "nvcc is there" if shutil.which("nvcc") else "no nvcc on PATH: install the CUDA toolkit"
-        facts["CUDA kernels"] = f"missing ({nvcc}). Then {ops.REINSTALL}"
+        facts["CUDA kernels"] = f"missing ({nvcc}). Then {kernels.REINSTALL}"
     facts |= _gpus()
     compiler = shutil.which(os.environ.get("CXX", "c++").split()[0])
     facts["to build"] = f"C++ compiler {compiler or 'missing'}, nvcc {shutil.which('nvcc') or 'missing'}"
@@ -62,7 +62,7 @@ def _gpus() -> dict[str, str]:
     lines = {}
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        without = ops.why_reference(torch.device("cuda", index))
+        without = kernels.why_reference(torch.device("cuda", index))
         served = "supported" if without is None else f"not supported ({without.reason}). {without.remedy}"
         lines[f"GPU {index}"] = (
             f"{device.name} ({device.major}.{device.minor}), {device.total_memory / 2**30:.0f} GiB: {served}"

@@ -87,12 +87,6 @@ MUTATIONS = [
             "storage cache",
         ),
         (
-            "                if transform is not None:\n                    x = reference",
-            "                if False:\n                    x = reference",
-            "frozen scales are those of keys before their transform",
-            "storage",
-        ),
-        (
             "formats = dataclasses.replace(formats, sink_length=0)",
             "pass",
             "the first tokens of a window stay dense for ever",
@@ -111,6 +105,15 @@ MUTATIONS = [
             "count_of([count[b] for b in index.tolist()])",
             "count",
             "sequences of different lengths swap their lengths",
+            "storage",
+        ),
+    ),
+    *of(
+        "hf_kvquant/storage/writer.py",
+        (
+            "            if transform is not None:\n                x = reference",
+            "            if False:\n                x = reference",
+            "frozen scales are those of keys before their transform",
             "storage",
         ),
     ),

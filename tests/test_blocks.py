@@ -24,7 +24,7 @@ from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, KVQuantConfig, ops,
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import BLOCK_SIZE, Planes
-from hf_kvquant.storage import rewind
+from hf_kvquant.storage import rearrange, rewind
 from hf_kvquant.storage.layer_store import LayerStore
 
 KEY = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE, clip_ratio=15 / 16)
@@ -374,7 +374,7 @@ def test_padding_does_not_widen_scales() -> None:
         assert (storage.dequantize()[0] - key).abs()[1, :, 40:].max() < 0.4
         assert storage.held_sides()[0].scale is not None
         assert storage.held_sides()[0].scale.max() < 1.0
-    noted.select(torch.tensor([1, 0, 1]))
+    rearrange.select(noted, torch.tensor([1, 0, 1]))
     assert noted.starts is not None and noted.starts.tolist() == [40, 0, 40]
     noted.reset()
     assert noted.starts is None

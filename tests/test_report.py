@@ -21,6 +21,7 @@ from hf_kvquant import KVQuantCache, LayerReport, Report, environment, ops, patc
 from hf_kvquant.attention.registry import NOT_QUANTIZED
 from hf_kvquant.cache.handle import LOOKED_INSIDE
 from hf_kvquant.graphs import runner
+from hf_kvquant.ops import kernels
 from hf_kvquant.storage import offloading
 
 KERNEL = {"cpu": f"CPU kernel, {ops.extension().cpu_capability()}", "cuda": "CUDA kernel"}  # type: ignore[union-attr]
@@ -151,7 +152,7 @@ def test_kinds_of_caches(config: dict[str, Any], kind: str, monkeypatch: pytest.
 
 
 def test_without_an_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "extension", lambda: ImportError("no file"))
+    monkeypatch.setattr(kernels, "extension", lambda: ImportError("no file"))
     model = models.llama()
     with patched(model, "int4"):
         result = report(model)
@@ -169,9 +170,9 @@ class Gpu:
         module = SimpleNamespace(
             HAS_CUDA=1, HAS_CPU=1, cuda_archs=lambda: "90a", cpu_capability=lambda: "avx2", __file__="_C.so"
         )
-        monkeypatch.setattr(ops, "extension", lambda: module)
-        monkeypatch.setattr(ops, "has_kernels", lambda kind: True)
-        monkeypatch.setattr(ops, "serves_gpu", lambda index: ops.covers("90a", capability))
+        monkeypatch.setattr(kernels, "extension", lambda: module)
+        monkeypatch.setattr(kernels, "has_kernels", lambda kind: True)
+        monkeypatch.setattr(kernels, "serves_gpu", lambda index: ops.covers("90a", capability))
         monkeypatch.setattr(environment, "ModuleType", SimpleNamespace)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -277,7 +278,7 @@ def test_refuses(case: str) -> None:
 
 
 def test_environment_says_how_to_get_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "extension", lambda: ImportError("no file"))
+    monkeypatch.setattr(kernels, "extension", lambda: ImportError("no file"))
     monkeypatch.setattr(environment, "EVALUATION", ("lm-eval", "nobody-has-this"))
     monkeypatch.setenv("CXX", "no-such-compiler -O3")
     facts = environment.environment()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..spec.key_transform import KeyTransform
 from .offloading import check_home
 
 if TYPE_CHECKING:
@@ -81,3 +82,25 @@ def refuse(store: LayerStore, key: Tensor, value: Tensor) -> None:
             )
     if key.shape[2] != value.shape[2]:
         raise ValueError(f"{store.name}: `value` must have {key.shape[2]} tokens like `key`, got {value.shape[2]}.")
+
+
+def checked_transform(store: LayerStore, key_transform: KeyTransform | None) -> KeyTransform | None:
+    """A key transform for a layer; `None` for the identity, so that ops skip it.
+
+    Raises:
+        TypeError: It is not a KeyTransform.
+        ValueError: Each channel of the keys has a scale of its own.
+    """
+    if key_transform is not None and not isinstance(key_transform, KeyTransform):
+        raise TypeError(
+            f"{store.name}: `key_transform` must be a KeyTransform or None, got {type(key_transform).__name__}. "
+            "hf_kvquant.key_transforms returns those of a model."
+        )
+    if key_transform is None or key_transform.is_identity:
+        return None
+    if store.formats.key.granularity == "channel":
+        raise ValueError(
+            f"{store.name}: `key_transform` must be None where every channel of the keys has a scale of its own, "
+            f"got {key_transform.describe()}. Outlier channels do no harm there: leave it out."
+        )
+    return key_transform

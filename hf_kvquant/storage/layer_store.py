@@ -21,20 +21,20 @@ import torch
 from torch import Tensor
 
 from ..config import LayerFormats
-from ..spec import reference
 from ..spec.formats import Planes
 from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout, Rows, Shape
 from . import dense
-from .checks import check_served, fits, refuse
+from .checks import check_served, checked_transform, fits, refuse
 from .lengths import Count, LengthGroup, Lengths
 from .offloading import Offloaded, Offloader, check_not_captured
 from .pool import BufferPool
+from .rearrange import resize
 from .residency import Owned, Pooled, Sides
 from .rows import Linear, Ring
 from .tally import Tally, causal_pairs
 from .unrolled import Unrolled, unroll
-from .writer import Writer
+from .writer import Writer, freeze_scales
 
 
 class LayerStore:
@@ -90,7 +90,7 @@ class LayerStore:
             self.residency = Pooled(pool)
         self.writer = Writer()
         self.tally = Tally()
-        self.key_transform = self._checked(key_transform)
+        self.key_transform = checked_transform(self, key_transform)
         # [batch] int32: first position that is not padding; `None` for 0. Must be set before tokens are written, so
         # that padding does not widen the scales of channels. Attention passes it again with every call.
         self.starts: Tensor | None = None
@@ -105,22 +105,6 @@ class LayerStore:
         # Of the planes, wherever they are at the moment. Kept here, since compiled steps would guard that of a plane.
         self.device = torch.device("meta")
         self.residency.rejoin(self)
-
-    def _checked(self, key_transform: KeyTransform | None) -> KeyTransform | None:
-        if key_transform is not None and not isinstance(key_transform, KeyTransform):
-            raise TypeError(
-                f"{self.name}: `key_transform` must be a KeyTransform or None, got {type(key_transform).__name__}. "
-                "hf_kvquant.key_transforms returns those of a model."
-            )
-        # The identity is stored as None, so that ops skip the transform.
-        if key_transform is None or key_transform.is_identity:
-            return None
-        if self.formats.key.granularity == "channel":
-            raise ValueError(
-                f"{self.name}: `key_transform` must be None where every channel of the keys has a scale of its own, "
-                f"got {key_transform.describe()}. Outlier channels do no harm there: leave it out."
-            )
-        return key_transform
 
     # --- what it holds ------------------------------------------------------------------------------------------------
 
@@ -283,7 +267,7 @@ class LayerStore:
             TypeError: `key_transform` is not a KeyTransform.
             ValueError: The transform does not fit the keys, or the layer holds tokens.
         """
-        key_transform = self._checked(key_transform)
+        key_transform = checked_transform(self, key_transform)
         if not self.is_empty:
             raise ValueError(
                 f"{self.name}: `key_transform` must be set before the first tokens, got {self.length} tokens held. "
@@ -295,30 +279,6 @@ class LayerStore:
         self.key_transform = key_transform
         if self.is_allocated:
             self.planes_changed()
-
-    def resize(self, capacity: int) -> None:
-        """Copy the tokens into buffers of another capacity."""
-        if capacity == self.capacity:
-            return
-        old, length = self.held_sides(), self.length
-        origin = self.rows.origin(self.device_lengths(), self.capacity, capacity)
-
-        def resized(side: int) -> Planes:
-            kv_format, head_dim = self.layout.formats[side], self.shape[2 + side]
-            if origin is not None:
-                return old[side].rows(origin, kv_format.block_size)
-            assert self.dtype is not None
-            grown = kv_format.allocate(
-                *self.shape[:2], head_dim, capacity, dtype=self.dtype, device=self.device, **self.layout.windows
-            )
-            new, before = (each.narrow(length, kv_format.block_size).tensors() for each in (grown, old[side]))
-            for new_plane, old_plane in zip(new, before, strict=True):
-                new_plane.copy_(old_plane)
-            return grown
-
-        self.residency.replace(self, (resized(0), resized(1)))
-        self.rows.note_resized()
-        self.planes_changed()
 
     # --- new tokens ---------------------------------------------------------------------------------------------------
 
@@ -351,11 +311,12 @@ class LayerStore:
             self.residency.arrive(self)  # so that the next layer is fetched while this one computes
         if self.writer.pending is not None:
             self.flush()
-        if not self.is_static and self.length + q_len > self.capacity:
-            self.resize(self.rows.needed(self.length + q_len, self.capacity, is_empty=is_first))
+        if not self.is_static and (self.window or self.length + q_len > self.capacity):
+            resize(self, self.rows.needed(self.length + q_len, self.capacity, is_empty=is_first))
         self._counted().advance(self._member, q_len)
         if is_first:
-            self._freeze_scales(key, value)
+            if any(kv_format.granularity == "tensor" for kv_format in self.layout.formats):
+                freeze_scales(self.held_sides(), self.layout, self.key_transform, (key, value))
             self.is_empty = False
         self.writer.pending = (key, value)
         if self.window:
@@ -378,21 +339,6 @@ class LayerStore:
                 f"{self.max_cache_len} ({self.length} held, {q_len} new). Build the cache with a larger "
                 "max_cache_len, or reset it."
             )
-
-    def _freeze_scales(self, key: Tensor, value: Tensor) -> None:
-        """Granularity `tensor`: fix the scale from these tokens, the first of each sequence."""
-        if all(kv_format.granularity != "tensor" for kv_format in self.layout.formats):
-            return
-        for x, planes, kv_format, transform in zip(
-            (key, value), self.held_sides(), self.layout.formats, (self.key_transform, None), strict=True
-        ):
-            if kv_format.granularity == "tensor" and planes.scale is not None:
-                if transform is not None:
-                    x = reference.transform_key(x, transform)
-                scale, zero = reference.compute_scale(x, kv_format)
-                planes.scale.copy_(scale)
-                if planes.zero is not None and zero is not None:
-                    planes.zero.copy_(zero)
 
     def flush(self) -> None:
         """Write pending tokens into the planes; those of a chunk too long for a ring also to temporary buffers."""

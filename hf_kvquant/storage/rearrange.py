@@ -1,4 +1,4 @@
-"""What transformers does to the sequences of a cache: select, repeat, move to another device."""
+"""Puts the contents of a layer into other buffers: larger ones, other sequences, another device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..spec.formats import Planes
 from . import writer
 from .lengths import count_of
 
@@ -86,4 +87,29 @@ def move(store: LayerStore, device: torch.device | str) -> None:
     store.join(store.count())
     if store.key_transform is not None:
         store.key_transform = store.key_transform.to(device)
+    store.planes_changed()
+
+
+def resize(store: LayerStore, capacity: int) -> None:
+    """Copy the tokens into buffers of another capacity."""
+    if capacity == store.capacity:
+        return
+    old, length = store.held_sides(), store.length
+    origin = store.rows.origin(store.device_lengths(), store.capacity, capacity)
+
+    def resized(side: int) -> Planes:
+        kv_format, head_dim = store.layout.formats[side], store.shape[2 + side]
+        if origin is not None:
+            return old[side].rows(origin, kv_format.block_size)
+        assert store.dtype is not None
+        grown = kv_format.allocate(
+            *store.shape[:2], head_dim, capacity, dtype=store.dtype, device=store.device, **store.layout.windows
+        )
+        new, before = (each.narrow(length, kv_format.block_size).tensors() for each in (grown, old[side]))
+        for new_plane, old_plane in zip(new, before, strict=True):
+            new_plane.copy_(old_plane)
+        return grown
+
+    store.residency.replace(store, (resized(0), resized(1)))
+    store.rows.note_resized()
     store.planes_changed()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..spec import reference
 from .lengths import plus
+from .rearrange import resize
 
 if TYPE_CHECKING:
     from .layer_store import LayerStore
@@ -51,7 +52,7 @@ def _take_back(store: LayerStore, num_tokens: int) -> None:
         store.place(plus(count, -num_tokens))
     store.rows.note_crop(before, after)
     store.residency.note_cropped(store)
-    store.resize(store.rows.capacity_after_crop(store.capacity))
+    resize(store, store.rows.capacity_after_crop(store.capacity))
 
 
 def _reopen(store: LayerStore, length: int, num_tokens: int, sequences: slice) -> None:

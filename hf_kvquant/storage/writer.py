@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..spec import reference
 from ..spec.formats import Planes
 from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout
@@ -55,3 +56,20 @@ class Writer:
 def new_counters(device: torch.device) -> Tensor | None:
     """Scratch of the CUDA kernel. See `ops.Operands.decode`."""
     return torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=device) if device.type == "cuda" else None
+
+
+def freeze_scales(
+    sides: tuple[Planes, Planes],
+    layout: KVLayout,
+    key_transform: KeyTransform | None,
+    new: tuple[Tensor, Tensor],
+) -> None:
+    """Granularity `tensor`: fix the scale from these tokens, the first of each sequence."""
+    for x, planes, kv_format, transform in zip(new, sides, layout.formats, (key_transform, None), strict=True):
+        if kv_format.granularity == "tensor" and planes.scale is not None:
+            if transform is not None:
+                x = reference.transform_key(x, transform)
+            scale, zero = reference.compute_scale(x, kv_format)
+            planes.scale.copy_(scale)
+            if planes.zero is not None and zero is not None:
+                planes.zero.copy_(zero)
