@@ -1,7 +1,7 @@
 """Reports each layer of a patched model: its format, what computes its attention, and why no compiled kernel does.
 
 This file decides nothing. It asks `layout.py` which layers we quantise, `patching.py` whether attention goes through
-us, `ops.py` whether there are kernels, and the counters that `handle.py` fills what the model really did. Before the
+us, `ops/` whether there are kernels, and the counters that `handle.py` fills what the model really did. Before the
 first tokens, only the config, weights and devices are known: a model that reads the keys itself shows only when it
 runs. `environment.py` lists what is installed.
 """

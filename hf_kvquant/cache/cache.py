@@ -1,11 +1,11 @@
-"""`KVQuantCache`: the transformers `Cache` contract over `storage.py`.
+"""`KVQuantCache`: the transformers `Cache` contract over one `LayerStore` a layer.
 
 A cache is a list of layers. Full-attention layers become `KVQuantLayer`s here, sliding-window layers become rings
-(`rings.py`), and layers that also have a recurrent state become hybrid layers. Other layers (chunked or
+(`rows.py`), and layers that also have a recurrent state become hybrid layers. Other layers (chunked or
 linear attention) keep transformers' own classes. Caches that cannot be quantised per head (latent caches) are refused.
 
 For the first chunk, `update` returns the tensors it was given, so prefill runs as usual and the first token is exact.
-After that, `update` returns handles (`handle.py`), and `attention.py` computes attention from their codes.
+After that, `update` returns handles (`handle.py`), and `attention/registry.py` computes attention from their codes.
 """
 
 from __future__ import annotations

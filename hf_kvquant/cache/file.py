@@ -13,7 +13,7 @@ offloaded weights, or of a setting that only one of two versions of transformers
 
 Only caches whose whole state is in our layers can be saved. Rings of sliding windows are among them; the file has their
 rows as they are. transformers keeps chunks, linear attention and unquantised sliding windows in classes that differ
-from version to version, so caches with such layers are refused. `formats.py` decides the layout of planes, `storage.py`
+from version to version, so caches with such layers are refused. `formats.py` decides the layout of planes, `saved.py`
 the state of a layer.
 """
 

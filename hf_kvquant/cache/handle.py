@@ -1,7 +1,7 @@
 """What a cache passes to attention in place of tensors: handles to stored codes, and marked lengths for masks.
 
 transformers passes what `update` returns unchanged to the attention function, and what `get_mask_sizes` returns
-unchanged to the mask function. So `update` returns two `KVHandle`s that share one `KVStep`. `attention.py` recognises
+unchanged to the mask function. So `update` returns two `KVHandle`s that share one `KVStep`. `registry.py` recognises
 them and attends to the codes. The length is a `KVLength`, which tells the mask function to expect handles. A model that
 uses a handle like a tensor instead (a torch function, indexing, a tensor method) gets dequantised tensors. This is
 correct but slower; it is counted and logged once.
@@ -34,7 +34,7 @@ class MaskNotes:
         has_holes: Whether a mask hid other tokens than left padding. Kernels only support left padding, so from then on
             masks are dense and attention falls back.
         has_seen_mask: Whether a mask was made outside a compiled step, so that the other notes are valid.
-        has_dense_masks: Whether the model makes its masks without our mask function (see `own_attention.py`). Lengths
+        has_dense_masks: Whether the model makes its masks without our mask function (see `unregistered.py`). Lengths
             are then plain integers: a mark has no use, and the compiler could not trace it.
     """
 

@@ -25,7 +25,7 @@ from .support import WITH_STATE
 
 
 class KVQuantLayer(CacheLayerMixin):
-    """One quantised layer of a `KVQuantCache`. Sliding windows of growing caches have a subclass (`rings.py`).
+    """One quantised layer of a `KVQuantCache`. Sliding windows of growing caches have a subclass.
 
     Args:
         storage: The buffers.
@@ -33,7 +33,7 @@ class KVQuantLayer(CacheLayerMixin):
     """
 
     is_croppable = True
-    # Whether the layer also has a state besides keys and values (`hybrids.py`).
+    # Whether the layer also has a state besides keys and values.
     holds_state = False
 
     def __init__(self, storage: LayerStore, notes: MaskNotes) -> None:

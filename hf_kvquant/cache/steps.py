@@ -3,8 +3,8 @@
 In a forward the layers take the same tokens, one layer after the other. A forward that ends half-way leaves layers of
 different lengths, and a model that continued from there would produce wrong tokens. A cache is not told when a forward
 ends. But when a layer is called a second time, another forward has begun, and by then every layer must have had its
-turn. This file records the turns, on the host and without reading tensors. `storage.py` and `rings.py` take tokens back
-bit for bit; `cache.py` and `patching.py` decide when a cache undoes a step by itself.
+turn. This file records the turns, on the host and without reading tensors. `storage/rewind.py` takes tokens back
+bit for bit; `cache.py` and `generate/hook.py` decide when a cache undoes a step by itself.
 
 A step is whole once each layer has its tokens, even if the rest of the forward fails. Compiled steps are not watched
 (see `KVQuantCache`). Replayed steps are always whole.

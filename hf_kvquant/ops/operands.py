@@ -1,6 +1,6 @@
 """What the package calls: `Operands`, the ops over one layer's planes, and `append` and `decode` for single calls.
 
-`Operands` chooses between kernel and reference. `handle.py` and `attention.py` decide which layer calls it, and when.
+`Operands` chooses between kernel and reference. `handle.py` and `attention/` decide which layer calls it, and when.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ the last `residual_length` tokens; with granularity `channel`, the blocks that t
 block gets codes when its last token leaves the window; with other granularities, every token has codes at once.
 
 `layout.py` joins the formats of keys and of values with these windows. `reference.py` decides the values of codes;
-`storage.py` decides who allocates the planes.
+`storage/` decides who allocates the planes.
 """
 
 from __future__ import annotations

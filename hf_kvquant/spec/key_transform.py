@@ -3,7 +3,7 @@
 A transform is exact up to rounding: transformed queries and keys give the same scores as plain ones, less
 `query · center`, which attention adds back. This file holds and checks the tensors. `reference.py` defines how they
 change a key and a query, operation by operation. Centres come from `centering.py` or calibration, smoothing factors
-from calibration. `storage.py` decides when they are applied.
+from calibration. `storage/` decides when they are applied.
 """
 
 from __future__ import annotations

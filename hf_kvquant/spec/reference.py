@@ -13,7 +13,7 @@ rn16 = rounding to float16:
 with L = 127 or 7 (symmetric), 255 or 15 (asymmetric). Codes are computed from the scale and zero *as stored*. A NaN, an
 infinity, or a scale or zero beyond float16 never becomes a finite value: scale and zero become NaN and the codes 0.
 Queries that attend to such a token get NaN; others are not affected. Layouts are in `formats.py`, allocation is in
-`storage.py`.
+`storage/`.
 
 Dense windows: the first `sink_length` tokens that are not padding and the last `residual_length` tokens are kept dense,
 in the tail, and attention reads them there. The window is placed after the whole chunk is appended, so all queries of a

@@ -430,7 +430,8 @@ class LayerStore:
         return self._counted().is_ragged(self._member)
 
     def place(self, length: Count) -> None:
-        """Set the length, of every sequence. The planes must hold so many tokens."""
+        """Set the length, of every sequence. The planes must hold so many tokens. A ring has one for all sequences."""
+        assert isinstance(length, int) or not self.window
         self._counted().place(self._member, length)
         self.is_empty = length == 0
 

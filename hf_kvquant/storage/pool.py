@@ -3,7 +3,7 @@
 A captured step always works on the addresses it was captured with. `generate` makes a new cache for every call; with
 new buffers, its compiled step would be captured anew each time. So a model whose `generate` uses static caches has a
 pool (`state.py`). A cache that is garbage-collected leaves its buffers there, and the next cache takes them if they
-fit. Live caches never share buffers. What a buffer is, and when it fits, is decided by the callers (`storage.py`,
+fit. Live caches never share buffers. What a buffer is, and when it fits, is decided by the callers (`residency.py`,
 `lengths.py`); this file only records which buffers are free.
 """
 

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ..spec import reference
-from ..spec.formats import Planes
 from ..spec.layout import Shape
 from .layer_store import LayerStore
+from .residency import Sides
 
-Sides = tuple[Planes, Planes]
 _META = torch.device("meta")
 
 
