@@ -209,6 +209,9 @@ MUTATIONS = [
             "damaged numbers are loaded",
             "cache_file fuzz_cache_file",
         ),
+    ),
+    *of(
+        "hf_kvquant/cache/saved_layer.py",
         (
             "            storage.rows.most_held = self.most_held\n",
             "            pass\n",

@@ -45,8 +45,8 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from hf_kvquant import KVQuantCache, patched, report
 from hf_kvquant.attention.registry import attention_mask
-from hf_kvquant.cache.file import _most_held
 from hf_kvquant.cache.handle import KVHandle, KVLength
+from hf_kvquant.cache.saved_layer import _most_held
 from hf_kvquant.evaluation.measuring.pairs import PairCounter, count_pairs, pairs_of
 from hf_kvquant.storage import rewind
 from hf_kvquant.storage.layer_store import LayerStore

@@ -13,14 +13,12 @@ offloaded weights, or of a setting that only one of two versions of transformers
 
 Only caches whose whole state is in our layers can be saved. Rings of sliding windows are among them; the file has their
 rows as they are. transformers keeps chunks, linear attention and unquantised sliding windows in classes that differ
-from version to version, so caches with such layers are refused. `formats.py` decides the layout of planes, `saved.py`
-the state of a layer.
+from version to version, so caches with such layers are refused. `saved_layer.py` has what a file says about one layer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -39,15 +37,12 @@ from ..config import KVQuantConfig
 from ..models.hashes import FileKind, content_hash, quoted
 from ..models.layers import layers_of
 from ..models.text_config import text_config_of
-from ..spec.formats import Planes
 from ..spec.key_transform import KeyTransform
-from ..storage.checks import SERVED_DTYPES
 from ..storage.layer_store import LayerStore
 from ..storage.offloading import check_home
-from ..storage.rows import Ring
-from ..storage.saved import held_planes, planned_bytes, planned_planes, restore
 from .identity import check_meant, check_model, identity, places_of
 from .layers import KVQuantLayer
+from .saved_layer import SavedLayer, described, flag, number, saved_layers
 from .support import STATELESS, quantized_layers
 
 if TYPE_CHECKING:
@@ -62,7 +57,6 @@ _KIND = FileKind(
     if_other_version=f"of format version {{}}, this is version 2 (hf_kvquant {__version__}). Install the version of "
     "hf_kvquant that wrote it.",
 )
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SERVED_DTYPES}
 # safetensors' names of dtypes.
 _STORED_AS = {
     torch.float32: "F32",
@@ -71,9 +65,6 @@ _STORED_AS = {
     torch.uint8: "U8",
     torch.int32: "I32",
 }
-_LARGEST = 2**31 - 1  # lengths are int32
-_PLANES = ("codes", "scale", "zero", "tail")
-_SIZES = ("num_kv_heads", "key_head_dim", "value_head_dim")
 
 _Cache = TypeVar("_Cache", bound="KVQuantCache")
 
@@ -88,22 +79,8 @@ def save_cache(cache: KVQuantCache, path: str | os.PathLike[str], model: PreTrai
     layers: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for index, storage in storages.items():
-        transform = storage.key_transform or KeyTransform()
-        found = {"starts": storage.starts, "center": transform.center, "smoothing": transform.smoothing}
-        layers[str(index)] = {
-            **dict(zip(_SIZES, storage.shape[1:], strict=True)),
-            "dtype": str(storage.dtype).removeprefix("torch."),
-            "capacity": storage.capacity,
-            "is_rotated": transform.is_rotated,
-            **({"most_held": storage.rows.most_held} if isinstance(storage.rows, Ring) else {}),
-            **{f"has_{name}": tensor is not None for name, tensor in found.items()},
-        }
-        # Cloned, since layers may share `starts`, and safetensors cannot save tensors that share memory.
-        small = [(name, None if tensor is None else tensor.clone()) for name, tensor in found.items()]
-        named = [*_named(held_planes(storage)), *small]
-        tensors |= {
-            f"layers.{index}.{name}": tensor.detach().cpu().contiguous() for name, tensor in named if tensor is not None
-        }
+        layers[str(index)], named = described(index, storage)
+        tensors |= named
     text = json.dumps(
         {
             "package": __version__,
@@ -152,14 +129,14 @@ def load_cache(
             for place in places.values():
                 check_home(f"{where}: {name}", place)
         with _damage(expected):
-            max_cache_len = None if facts["max_cache_len"] is None else _number(facts, "max_cache_len")
+            max_cache_len = None if facts["max_cache_len"] is None else number(facts, "max_cache_len")
             # Only whether transforms were given is set here, which matters after a reset. `prepare` sets which.
-            given: dict[int, KeyTransform] | None = {} if _flag(facts, "has_transforms") else None
+            given: dict[int, KeyTransform] | None = {} if flag(facts, "has_transforms") else None
             cache = kind(model.config, config, max_cache_len=max_cache_len, key_transforms=given)
-            cache.notes.has_holes = _flag(facts, "has_holes")
-            cache.notes.has_seen_mask = _flag(facts, "has_seen_mask")
+            cache.notes.has_holes = flag(facts, "has_holes")
+            cache.notes.has_seen_mask = flag(facts, "has_seen_mask")
             storages = _storages(where, cache, model)
-            plans = _plans(facts, storages)
+            plans = saved_layers(facts, storages)
             _check_header(file, plans)
             tensors = {key: file.get_tensor(key) for key in file.keys()}
             if metadata.get("sha256") != content_hash(text, tensors):
@@ -175,120 +152,7 @@ def load_cache(
 # --- what a file says -------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """One layer as the file describes it. Its sizes have been checked.
-
-    Attributes:
-        prefix: Prefix of the names of its tensors.
-        shape: Batch, key-value heads, head_dim of keys and of values.
-        length: Tokens taken, including those that a ring no longer holds.
-        most_held: Most tokens a ring had before a crop; 0 if it was not cropped.
-        capacity: Tokens that the buffers have room for.
-        dtype: The model's.
-        is_rotated: Whether keys are rotated.
-        num_bytes: Of the buffers, unused capacity included.
-        expected: The tensors that the file must have for this layer, on the device `meta`.
-    """
-
-    prefix: str
-    shape: tuple[int, int, int, int]
-    length: int
-    most_held: int
-    capacity: int
-    dtype: torch.dtype
-    is_rotated: bool
-    num_bytes: int
-    expected: dict[str, Tensor]
-
-    def prepare(self, storage: LayerStore, tensors: Mapping[str, Tensor]) -> None:
-        """Set the transform, and refuse invalid numbers in `starts` and the transform. Allocates no buffers."""
-        starts = tensors.get(f"{self.prefix}.starts")
-        if starts is not None and not bool(((starts >= 0) & (starts <= self.length)).all()):
-            raise ValueError(f"padding of {storage.name} does not end within its {self.length} tokens")
-        center, smoothing = (tensors.get(f"{self.prefix}.{name}") for name in ("center", "smoothing"))
-        storage.set_key_transform(KeyTransform(center, smoothing, self.is_rotated))
-
-    def fill(self, storage: LayerStore, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Allocate the storage's buffers and copy the tensors into them."""
-        sides = [
-            Planes(**{plane: tensors.get(f"{self.prefix}.{side}.{plane}") for plane in _PLANES})  # type: ignore[arg-type]
-            for side in ("key", "value")
-        ]
-        restore(
-            storage,
-            (sides[0], sides[1]),
-            shape=self.shape,
-            length=self.length,
-            capacity=self.capacity,
-            dtype=self.dtype,
-            device=device,
-            starts=tensors.get(f"{self.prefix}.starts"),
-        )
-        if isinstance(storage.rows, Ring):
-            storage.rows.most_held = self.most_held
-
-
-def _plans(facts: Mapping[str, Any], storages: Mapping[int, LayerStore]) -> dict[int, _Plan]:
-    """Check what the file says about each layer.
-
-    Raises:
-        KeyError, RuntimeError, TypeError, ValueError: No cache of this config and model can have these sizes.
-    """
-    if sorted(facts["layers"]) != sorted(map(str, storages)):
-        raise ValueError(f"it has layers {list(facts['layers'])}, not {list(storages)}")
-    length, batch = _number(facts, "length"), _number(facts, "batch")
-    plans = {}
-    for index, storage in storages.items():
-        layer = facts["layers"][str(index)]
-        sizes = [_number(layer, name) for name in _SIZES]
-        shape = batch, sizes[0], sizes[1], sizes[2]
-        capacity, dtype = _number(layer, "capacity"), _DTYPES[layer["dtype"]]
-        most_held = _most_held(layer, storage.rows, length) if isinstance(storage.rows, Ring) else 0
-        prefix = f"layers.{index}"
-        named = dict(_named(planned_planes(storage, shape, length, capacity, dtype)))
-        if _flag(layer, "has_starts"):
-            named["starts"] = torch.empty((batch,), dtype=torch.int32, device="meta")
-        for name in ("center", "smoothing"):
-            if _flag(layer, f"has_{name}"):
-                named[name] = torch.empty((shape[1], shape[2]), dtype=torch.float32, device="meta")
-        expected = {f"{prefix}.{name}": tensor for name, tensor in named.items() if tensor is not None}
-        num_bytes = planned_bytes(storage, shape, capacity, dtype)
-        rotated = _flag(layer, "is_rotated")
-        plans[index] = _Plan(prefix, shape, length, most_held, capacity, dtype, rotated, num_bytes, expected)
-    return plans
-
-
-def _most_held(layer: Mapping[str, Any], ring: Ring, total: int) -> int:
-    """`most_held` of a ring, checked: the most tokens it had before a crop. It now has `total`."""
-    most_held, limit = layer["most_held"], ring.max_cache_len or _LARGEST
-    if type(most_held) is not int or not 0 <= most_held <= limit:
-        raise ValueError(f"`most_held` is {most_held!r} of {total} tokens, with room for {limit}")
-    return most_held
-
-
-def _named(sides: tuple[Planes, Planes]) -> Iterator[tuple[str, Tensor | None]]:
-    """The planes of keys and of values with their names in the file."""
-    for side, planes in zip(("key", "value"), sides, strict=True):
-        for plane in _PLANES:
-            yield f"{side}.{plane}", getattr(planes, plane)
-
-
-def _number(facts: Mapping[str, Any], name: str) -> int:
-    number = facts[name]
-    if type(number) is not int or not 0 < number <= _LARGEST:
-        raise ValueError(f"`{name}` is {number!r}")
-    return number
-
-
-def _flag(facts: Mapping[str, Any], name: str) -> bool:
-    flag = facts[name]
-    if type(flag) is not bool:
-        raise ValueError(f"`{name}` is {flag!r}")
-    return flag
-
-
-def _check_header(file: Any, plans: Mapping[int, _Plan]) -> None:
+def _check_header(file: Any, plans: Mapping[int, SavedLayer]) -> None:
     """Compare the names, shapes and dtypes in the header with the plans, before any tensor is read."""
     expected = {name: tensor for plan in plans.values() for name, tensor in plan.expected.items()}
     names = set(file.keys())
@@ -304,7 +168,7 @@ def _check_header(file: Any, plans: Mapping[int, _Plan]) -> None:
             )
 
 
-def _check_room(expected: str, plans: Mapping[int, _Plan], places: Mapping[int, torch.device]) -> None:
+def _check_room(expected: str, plans: Mapping[int, SavedLayer], places: Mapping[int, torch.device]) -> None:
     """Refuse buffers larger than a device's memory. An operating system that overcommits would fail only much later."""
     needed = dict.fromkeys(places.values(), 0)
     for index, plan in plans.items():
