@@ -94,7 +94,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/storage/rearrange.py",
+        "hf_kvquant/storage/buffers.py",
         (
             "if index.dtype == torch.bool:",
             "if False:",
@@ -120,8 +120,8 @@ MUTATIONS = [
     *of(
         "hf_kvquant/storage/dense.py",
         (
-            "device=store.device) >= store.device_lengths()",
-            "device=store.device) > store.device_lengths()",
+            "device=store.device) >= store.lengths",
+            "device=store.device) > store.lengths",
             "a static cache shows one token that was cropped",
             "storage",
         ),

@@ -24,7 +24,7 @@ from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, KVQuantConfig, ops,
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import BLOCK_SIZE, Planes
-from hf_kvquant.storage import rearrange, rewind
+from hf_kvquant.storage import buffers, rewind
 from hf_kvquant.storage.layer_store import LayerStore
 
 KEY = KVFormat("int4", "channel", symmetric=False, block_size=BLOCK_SIZE, clip_ratio=15 / 16)
@@ -339,8 +339,8 @@ def test_a_crop_opens_a_block_again(max_cache_len: int | None) -> None:
     before = storage.dequantize()[0][:, :, :250]
     rewind.crop(storage, 50)  # into the second block, which had codes
     assert_same(storage.dequantize()[0][:, :, :250], before, "what is left")
-    assert storage.held_sides()[0].tail is not None
-    assert_same(storage.held_sides()[0].tail[:, :, : 250 - 128], before[:, :, 128:], "the tail")
+    assert storage.planes[0].tail is not None
+    assert_same(storage.planes[0].tail[:, :, : 250 - 128], before[:, :, 128:], "the tail")
     new = torch.randn(2, 2, 7, 16)
     storage.extend(new, new)
     key = storage.dequantize()[0]
@@ -372,9 +372,9 @@ def test_padding_does_not_widen_scales() -> None:
     told.attend(torch.randn(2, 4, 128, 16), softmax_scale=0.25, starts=starts)
     for storage in (noted, told):
         assert (storage.dequantize()[0] - key).abs()[1, :, 40:].max() < 0.4
-        assert storage.held_sides()[0].scale is not None
-        assert storage.held_sides()[0].scale.max() < 1.0
-    rearrange.select(noted, torch.tensor([1, 0, 1]))
+        assert storage.planes[0].scale is not None
+        assert storage.planes[0].scale.max() < 1.0
+    buffers.select(noted, torch.tensor([1, 0, 1]))
     assert noted.starts is not None and noted.starts.tolist() == [40, 0, 40]
     noted.reset()
     assert noted.starts is None

@@ -338,16 +338,14 @@ def test_operations_on_an_empty_cache(operation: str) -> None:
 @presets
 def test_reset(preset: str, kind: str) -> None:
     cache = give(make(preset, kind), chunks_of(70, 1))
-    addresses = [plane.data_ptr() for storage in cache.storages for plane in storage.held_sides()[0].tensors()]
+    addresses = [plane.data_ptr() for storage in cache.storages for plane in storage.planes[0].tensors()]
     cache.reset()
     assert int(cache.get_seq_length()) == 0
     expected, chunks = ReferenceCache(CONFIG, preset), chunks_of(6, 1)
     give(cache, chunks), give(expected, chunks)
     check_same_tokens(cache, expected, "after a reset")
     if kind == "static":
-        assert addresses == [
-            plane.data_ptr() for storage in cache.storages for plane in storage.held_sides()[0].tensors()
-        ]
+        assert addresses == [plane.data_ptr() for storage in cache.storages for plane in storage.planes[0].tensors()]
 
 
 def test_a_growing_cache_takes_another_batch_after_a_reset() -> None:
@@ -445,7 +443,7 @@ def frozen(cache: KVQuantCache) -> list[Tensor]:
     return [
         plane.clone()
         for storage in cache.storages
-        for plane in (*storage.held_sides()[0].tensors(), *storage.held_sides()[1].tensors(), storage.lengths)
+        for plane in (*storage.planes[0].tensors(), *storage.planes[1].tensors(), storage.lengths)
     ]
 
 

@@ -51,7 +51,7 @@ def planes(model: Any, preset: Any = "int4") -> list[Tensor]:
     return [
         plane[:, :, : storage.length] if number == 0 else plane[..., : storage.length]
         for storage in cache.storages
-        for side in storage.held_sides()
+        for side in storage.planes
         for number, plane in enumerate(side.tensors())
     ]
 

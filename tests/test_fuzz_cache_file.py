@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hf_kvquant import KVQuantCache
 from hf_kvquant.cache import file as cache_file
+from hf_kvquant.cache import saved_layer
 from hf_kvquant.models.hashes import content_hash
 from hf_kvquant.storage.layer_store import LayerStore
 
@@ -83,13 +84,13 @@ def originals(tmp_path_factory: pytest.TempPathFactory, model: Any) -> dict[str,
 def load(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], dict[str, Tensor] | None]:
     """Loads a file of these bytes. Returns what the cache holds, `None` where the file was refused as it should be."""
     restored: list[LayerStore] = []
-    restore = cache_file.restore
+    restore = saved_layer.restore
 
     def counting(storage: LayerStore, *args: Any, **options: Any) -> None:
         restored.append(storage)
         restore(storage, *args, **options)
 
-    monkeypatch.setattr(cache_file, "restore", counting)
+    monkeypatch.setattr(saved_layer, "restore", counting)
     monkeypatch.setattr(cache_file, "_memory_of", lambda device: MEMORY)
 
     def load(data: bytes) -> dict[str, Tensor] | None:

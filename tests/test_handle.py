@@ -256,7 +256,7 @@ def test_a_fallback_is_said_once_in_the_log(caplog: pytest.LogCaptureFixture) ->
         "itself (is the model patched?). Correct, slower."
     ]
     with caplog.at_level(logging.WARNING, logger="hf_kvquant"):
-        key.step.storage.note_fallback("another reason")
+        tally_module.note_fallback(key.step.storage, "another reason")
     assert caplog.records[-1].getMessage() == "attention runs on dequantised tensors: another reason. Correct, slower."
 
 

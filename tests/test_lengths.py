@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_kvquant.config import KVQuantConfig
-from hf_kvquant.storage import rearrange, rewind
+from hf_kvquant.storage import buffers, rewind
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.lengths import LengthGroup, Lengths
 
@@ -270,8 +270,8 @@ def test_storages_of_a_cache_share_one_tensor(max_cache_len: int | None) -> None
     for change in (
         lambda: None,
         lambda: [rewind.crop(storage, 2) for storage in storages],
-        lambda: [rearrange.repeat(storage, 2) for storage in storages],
-        lambda: [rearrange.select(storage, torch.tensor([2, 1])) for storage in storages],
+        lambda: [buffers.repeat(storage, 2) for storage in storages],
+        lambda: [buffers.select(storage, torch.tensor([2, 1])) for storage in storages],
         lambda: [storage.reset() for storage in storages],
     ):
         change()
@@ -291,7 +291,7 @@ def test_the_book_does_not_grow(batch: int) -> None:
     for _ in range(4):
         for rows in (torch.arange(batch) % BATCH, torch.arange(BATCH)):
             for storage in storages:
-                rearrange.select(storage, rows)
+                buffers.select(storage, rows)
             extend(storages, 1, len(rows))
     groups = storages[0]._shared_lengths._groups.values()
     assert [len(group._behind) for group in groups] == [3] * len({batch, BATCH})

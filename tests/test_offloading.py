@@ -29,7 +29,7 @@ import hf_kvquant
 from hf_kvquant import KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache.handle import KVHandle
 from hf_kvquant.spec.formats import KVFormat, Planes
-from hf_kvquant.storage import offloading, rearrange, rewind, saved
+from hf_kvquant.storage import buffers, offloading, rewind, saved
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.offloading import Offloaded, Offloader
 
@@ -196,7 +196,7 @@ def test_two_layers_are_there_at_a_time(name: str, device: str) -> None:
             assert {plane.device.type for plane in away} == {"cpu"}
             assert all(plane.is_pinned() for plane in away) or device == "cpu"
         else:
-            assert storage.held_sides()[0].codes.device.type == device
+            assert storage.planes[0].codes.device.type == device
 
 
 def test_asking_for_numbers_moves_nothing() -> None:
@@ -301,7 +301,7 @@ OPERATIONS: dict[str, Callable[[KVQuantCache], Any]] = {
     "copy": copy.deepcopy,
     "pickle": pickled,
     "look at a layer": lambda cache: cache.layers[2].keys,
-    "touch a layer": lambda cache: cache.storages[3].held_sides()[1],
+    "touch a layer": lambda cache: cache.storages[3].planes[1],
     "crop one layer": lambda cache: rewind.crop(cache.storages[1], 1),
     "reset one layer": lambda cache: cache.storages[1].reset(),
     "move and back": lambda cache: [(layer.offload(), layer.prefetch()) for layer in cache.layers],
@@ -358,7 +358,7 @@ def test_memory_that_is_short_loses_nothing(device: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(offloading, "_rows", failing)
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
-            away.storages[2].held_sides()[0]
+            away.storages[2].planes[0]
     monkeypatch.setattr(offloading, "_rows", rows)
     check_same_outs(step(away, 1, seed=1), step(plain, 1, seed=1), "a step later")
     check_same_tokens(away, plain, "at last")
@@ -373,7 +373,7 @@ def new_tokens(q_len: int, device: str) -> tuple[Tensor, Tensor]:
 SECOND_SIDE: dict[str, tuple[int, Callable[[LayerStore, str], Any]]] = {  # tokens held before, what is done
     "first tokens": (0, lambda storage, device: storage.extend(*new_tokens(9, device))),
     "growing": (9, lambda storage, device: storage.extend(*new_tokens(130, device))),
-    "fewer sequences": (9, lambda storage, device: rearrange.select(storage, torch.tensor([1]))),
+    "fewer sequences": (9, lambda storage, device: buffers.select(storage, torch.tensor([1]))),
 }
 
 
@@ -417,7 +417,7 @@ def test_memory_that_runs_out_between_the_sides(
             num_refused += 1
             assert storage.length == length and (storage.batch == BATCH or not length)
             if length:
-                key, value = storage.held_sides()
+                key, value = storage.planes
                 assert key.codes.shape == value.codes.shape and key.codes.shape[0] == BATCH
             else:
                 assert storage.num_bytes == 0

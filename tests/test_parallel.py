@@ -91,7 +91,7 @@ def check_tokens(whole: Any, sharded: Any, config: Any, num_heads: int) -> list[
     storages = results[1].past_key_values.storages
     assert storages and all(storage.shape[1] == num_heads for storage in storages)
     for storage in storages:
-        assert storage.held_sides()[0].codes.shape[1] == storage.held_sides()[1].codes.shape[1] == num_heads
+        assert storage.planes[0].codes.shape[1] == storage.planes[1].codes.shape[1] == num_heads
         assert not storage.tally.fallbacks
     return [storage.key_transform for storage in storages]
 

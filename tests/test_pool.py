@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_kvquant import KVQuantCache, disable, enable, patch, patched, unpatch
 from hf_kvquant.state import notes_on
-from hf_kvquant.storage import pool, rearrange
+from hf_kvquant.storage import buffers, pool
 from hf_kvquant.storage.pool import BufferPool
 from hf_kvquant.storage.residency import BufferKind
 from hf_kvquant.transforms import of_model
@@ -154,9 +154,9 @@ def test_a_layer_that_somebody_keeps_is_left_alone() -> None:
     model = models.build("llama")
     with patched(model, STATIC):
         layer = greedy(model, left_padded()).past_key_values.layers[0]
-        before, place = layer.keys.clone(), layer.storage.held_sides()[0].codes.data_ptr()
+        before, place = layer.keys.clone(), layer.storage.planes[0].codes.data_ptr()
         other = greedy(model, left_padded(pads=(1, 1, 1))).past_key_values
-        assert other.storages[0].held_sides()[0].codes.data_ptr() != place
+        assert other.storages[0].planes[0].codes.data_ptr() != place
         compare.assert_same(layer.keys, before, "keys of the layer that was kept")
 
 
@@ -164,7 +164,7 @@ CHANGES = {
     "select": lambda cache: cache.batch_select_indices(torch.tensor([0, 1])),
     "repeat": lambda cache: cache.batch_repeat_interleave(2),
     "release": lambda cache: [storage.release() for storage in cache.storages],
-    "move": lambda cache: [rearrange.move(storage, "meta") for storage in cache.storages],
+    "move": lambda cache: [buffers.move(storage, "meta") for storage in cache.storages],
 }
 
 
@@ -173,7 +173,7 @@ def test_a_cache_that_parts_with_its_buffers_brings_nothing_back(change: str) ->
     model = models.build("llama")
     with patched(model, STATIC):
         cache = greedy(model, left_padded()).past_key_values
-        codes = weakref.ref(cache.storages[0].held_sides()[0].codes)
+        codes = weakref.ref(cache.storages[0].planes[0].codes)
         CHANGES[change](cache)
         assert codes() is None
         del cache

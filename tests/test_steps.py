@@ -108,7 +108,7 @@ def whole(model: Any, cache: Any, *cuts: int) -> list[Tensor]:
 def check_level(cache: KVQuantCache, length: int) -> None:
     for storage in cache.storages:
         assert storage.length == length, storage.name
-        assert storage.lengths is None or storage.lengths.tolist() == [length] * len(IDS), storage.name
+        assert not storage.is_allocated or storage.lengths.tolist() == [length] * len(IDS), storage.name
 
 
 CUTS = (0, PROMPT, PROMPT + 1, PROMPT + 2, PROMPT + 3, PROMPT + 6)

@@ -8,6 +8,7 @@ with the model bitwise and its attention within the bound of tolerances.py.
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,7 @@ from hf_kvquant.config import PRESETS, LayerFormats
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import KVFormat, Planes
 from hf_kvquant.spec.key_transform import KeyTransform
-from hf_kvquant.storage import rearrange, rewind, saved
+from hf_kvquant.storage import buffers, rewind, saved
 from hf_kvquant.storage.layer_store import LayerStore
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 64, 32
@@ -247,9 +248,8 @@ def assert_attends(
 
 def snapshot(storage: LayerStore) -> list[Tensor]:
     """Copies of everything that a storage holds in tensors."""
-    planes = storage.planes or ()
-    tensors = [tensor for side in planes if side is not None for tensor in side.tensors()]
-    return [x.clone() for x in (*tensors, *([] if storage.lengths is None else [storage.lengths]))]
+    tensors = [storage.lengths, *(x for side in storage.planes for x in side.tensors())] if storage.is_allocated else []
+    return [x.clone() for x in tensors]
 
 
 def addresses(storage: LayerStore) -> list[int]:
@@ -348,14 +348,14 @@ class StorageMachine(RuleBasedStateMachine):
         else:
             picks = st.lists(st.booleans(), min_size=self.batch, max_size=self.batch).filter(any)
             index = torch.tensor(data.draw(picks, "index"))
-        rearrange.select(self.storage, index.to(data.draw(st.sampled_from(DEVICES), "index device")))
+        buffers.select(self.storage, index.to(data.draw(st.sampled_from(DEVICES), "index device")))
         self.model.select(index)
         self._batch_is(int(index.sum()) if index.dtype == torch.bool else index.numel())
 
     @precondition(lambda self: self.storage.is_allocated and self.batch <= MAX_BATCH // 2)
     @rule(repeats=st.integers(1, 2))
     def repeat(self, repeats: int) -> None:
-        rearrange.repeat(self.storage, repeats)
+        buffers.repeat(self.storage, repeats)
         self.model.select(torch.arange(self.batch).repeat_interleave(repeats))
         self._batch_is(self.batch * repeats)
 
@@ -380,7 +380,7 @@ class StorageMachine(RuleBasedStateMachine):
     def duplicate(self, copier: Callable[[LayerStore], LayerStore]) -> None:
         twin = copier(self.storage)
         # The one left behind must not share memory with its copy.
-        for tensor in self.storage.planes[0].tensors() if self.storage.planes is not None else ():
+        for tensor in self.storage.planes[0].tensors() if self.storage.is_allocated else ():
             tensor.fill_(7)
         self.storage.reset()
         self.storage = twin
@@ -409,7 +409,7 @@ class StorageMachine(RuleBasedStateMachine):
             starts=old.starts,
         )
         assert twin.capacity == old.capacity and twin.num_bytes == old.num_bytes
-        for planes in old.held_sides():
+        for planes in old.planes:
             for tensor in planes.tensors():
                 tensor.fill_(7)  # the one left behind must not share memory with its twin
         self.storage = twin
@@ -418,7 +418,7 @@ class StorageMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
         self.device = data.draw(st.sampled_from(DEVICES), "device")
-        rearrange.move(self.storage, self.device)
+        buffers.move(self.storage, self.device)
         if self.storage.is_allocated:
             self._batch_is(self.batch)
             self.pinned = addresses(self.storage) if self.storage.is_static else []
@@ -433,7 +433,7 @@ class StorageMachine(RuleBasedStateMachine):
         if not storage.is_allocated:
             return
         assert storage.batch == self.batch
-        assert storage.lengths is not None and storage.lengths.tolist() == [self.model.length] * self.batch
+        assert storage.lengths.tolist() == [self.model.length] * self.batch
         assert storage.capacity >= max(storage.length, storage.max_cache_len or 0) and storage.capacity % 64 == 0
         assert storage.device.type == self.device
         if storage.is_static:
@@ -616,7 +616,7 @@ def test_a_bad_token_spoils_a_frozen_scale_until_the_storage_is_reset(device: st
 
 def test_nothing_quantised_is_handed_out_without_a_copy(device: str) -> None:
     storage, _ = filled(NONE, [7], device=device)
-    assert storage.dequantize()[0].data_ptr() == storage.held_sides()[0].codes.data_ptr()
+    assert storage.dequantize()[0].data_ptr() == storage.planes[0].codes.data_ptr()
     assert not storage.is_quantized and LayerStore(INT8).is_quantized
 
 
@@ -652,9 +652,9 @@ def test_what_is_not_allocated_has_nothing_to_change() -> None:
     storage = LayerStore(INT8)
     storage.flush()
     rewind.crop(storage, 3)
-    rearrange.select(storage, torch.tensor([1, 0]))
-    rearrange.repeat(storage, 2)
-    rearrange.move(storage, "cpu")
+    buffers.select(storage, torch.tensor([1, 0]))
+    buffers.repeat(storage, 2)
+    buffers.move(storage, "cpu")
     storage.reset()
     storage.release()
     assert not storage.is_allocated and storage.is_empty and storage.length == 0
@@ -745,10 +745,10 @@ def test_static_addresses_never_change(formats: LayerFormats, device: str) -> No
     assert storage.capacity == 128
     storage.extend(*new_tokens(3, 60, device=device))
     storage.attend(torch.randn(3, 4, 60, KEY_DIM).to(device), softmax_scale=0.1)
-    rearrange.select(storage, torch.tensor([2, 0, 0]))
+    buffers.select(storage, torch.tensor([2, 0, 0]))
     rewind.crop(storage, 5)
-    rearrange.repeat(storage, 1)
-    rearrange.move(storage, device)
+    buffers.repeat(storage, 1)
+    buffers.move(storage, device)
     storage.reset()
     storage.extend(*new_tokens(3, 100, device=device))
     storage.dequantize()
@@ -761,8 +761,8 @@ def test_static_buffers_are_marked_for_the_compiler() -> None:
     storage, _ = filled(INT4, [30], max_cache_len=100)
     for change in (
         lambda: None,
-        lambda: rearrange.repeat(storage, 2),
-        lambda: rearrange.select(storage, torch.tensor([0])),
+        lambda: buffers.repeat(storage, 2),
+        lambda: buffers.select(storage, torch.tensor([0])),
     ):
         change()
         assert all(hasattr(tensor, "_dynamo_static_input_type") for tensor in storage.step_tensors())
@@ -853,7 +853,7 @@ def test_addresses_tell_whether_a_captured_step_serves(kind: str, device: str) -
     assert storage.addresses() == before
     twin = copy.deepcopy(storage)
     assert not set(twin.addresses()) & set(before)
-    rearrange.repeat(storage, 2)
+    buffers.repeat(storage, 2)
     transform = 0 if storage.key_transform is None else len(storage.key_transform.tensors())
     counters = storage.writer.counters is not None
     assert not set(storage.addresses()[: len(before) - transform - counters]) & set(before)
@@ -880,7 +880,7 @@ def test_only_a_gpu_has_counters(device: str) -> None:
     storage, _ = filled(INT8, [7], device=device)
     assert (storage.writer.counters is not None) == (device == "cuda")
     storage.attend(torch.randn(2, 4, 7, KEY_DIM).to(device), softmax_scale=0.1)
-    rearrange.move(storage, "cpu")
+    buffers.move(storage, "cpu")
     assert storage.writer.counters is None
 
 
@@ -904,8 +904,8 @@ def test_counters_stay_with_the_buffers(max_cache_len: int | None, monkeypatch: 
     assert counters is not None and counters.dtype == torch.int32 and counters.shape == (ops.NUM_COUNTERS,)
     assert hasattr(counters, "_dynamo_static_input_type") == storage.is_static
     assert_attends(storage, model, 30)
-    rearrange.select(storage, torch.tensor([2, 0, 0]))
-    rearrange.select(storage, torch.tensor([1, 0]))
+    buffers.select(storage, torch.tensor([2, 0, 0]))
+    buffers.select(storage, torch.tensor([1, 0]))
     rewind.crop(storage, 5)
     storage.extend(*new_tokens(2, 60))
     storage.reset()
@@ -917,7 +917,7 @@ def test_counters_stay_with_the_buffers(max_cache_len: int | None, monkeypatch: 
         and not twin.writer.counters.any()
     )
     assert hasattr(twin.writer.counters, "_dynamo_static_input_type") == storage.is_static
-    rearrange.move(storage, "meta")
+    buffers.move(storage, "meta")
     assert storage.writer.counters is not None and storage.writer.counters.device.type == "meta"
     storage.release()
     assert storage.writer.counters is None
@@ -1071,7 +1071,7 @@ def test_what_cannot_be_served_allocates_nothing(
     key: Tensor, value: Tensor, error: type[Exception], message: str
 ) -> None:
     storage = LayerStore(INT8, name="layer 3")
-    for call in (storage.extend, storage.allocate_for):
+    for call in (storage.extend, functools.partial(buffers.allocate_for, storage)):
         with pytest.raises(error) as caught:
             call(key, value)
         assert str(caught.value) == message
@@ -1156,7 +1156,7 @@ def test_a_transform_goes_where_the_keys_are(device: str) -> None:
     storage.extend(*new_tokens(1, 3, device=device))
     assert storage.key_transform is not None and storage.key_transform.center is not None
     assert storage.key_transform.center.device.type == device
-    rearrange.move(storage, "cpu")
+    buffers.move(storage, "cpu")
     assert storage.key_transform.center.device.type == "cpu" and storage.key_transform.is_rotated
 
 
@@ -1215,7 +1215,7 @@ def test_every_sequence_has_its_own_length(formats: LayerFormats, max_cache_len:
     batch.extend(*new_tokens(3, max(counts)))
     batch.flush()
     for b, storage in enumerate(alone):
-        for planes, own in zip(batch.held_sides(), storage.held_sides(), strict=True):
+        for planes, own in zip(batch.planes, storage.planes, strict=True):
             for plane, part in zip(planes.tensors(), own.tensors(), strict=True):
                 axes = tuple(slice(0, size) for size in part.shape[1:])
                 plane[(b, *axes)] = part[0]
@@ -1236,7 +1236,7 @@ def test_every_sequence_has_its_own_length(formats: LayerFormats, max_cache_len:
             torch.testing.assert_close(lse[b : b + 1], expected_lse)
             for side, own in zip(batch.dequantize(), storage.dequantize(), strict=True):
                 assert_same(side[b : b + 1, :, : storage.length], own[:, :, : storage.length], f"sequence {b}")
-    rearrange.select(batch, torch.tensor([2, 0, 0]))
+    buffers.select(batch, torch.tensor([2, 0, 0]))
     assert batch.count() == tuple(alone[b].length for b in (2, 0, 0))
-    rearrange.select(batch, torch.tensor([1]))
+    buffers.select(batch, torch.tensor([1]))
     assert batch.count() == alone[0].length and not batch.is_ragged

@@ -382,15 +382,15 @@ def test_a_crop_makes_codes_dense_again(key_format: KVFormat, max_cache_len: int
 
 def test_sizes() -> None:
     storage, _, _ = stored(LayerFormats(BLOCKS, INT4, (), 4, 130), [200])
-    assert storage.held_sides()[0].tail is not None
-    assert storage.held_sides()[1].tail is not None
-    assert storage.held_sides()[0].tail.shape == (2, 2, 4 + 3 * 128, 16)
-    assert storage.held_sides()[1].tail.shape == (2, 2, 4 + 130, 16)
+    assert storage.planes[0].tail is not None
+    assert storage.planes[1].tail is not None
+    assert storage.planes[0].tail.shape == (2, 2, 4 + 3 * 128, 16)
+    assert storage.planes[1].tail.shape == (2, 2, 4 + 130, 16)
     tails = 2 * (4 + 3 * 128 + 4 + 130) * 16 * 4
     assert storage.num_bytes_held == 2 * (200 * storage.bytes_per_token + tails)
     assert storage.num_bytes == 2 * (256 * storage.bytes_per_token + tails)
     mixed, _, _ = stored(LayerFormats(KVFormat("none"), INT4, (), 4, 10), [200])
-    assert mixed.held_sides()[0].tail is None
+    assert mixed.planes[0].tail is None
     assert mixed.num_bytes_held == 2 * (200 * mixed.bytes_per_token + 2 * 14 * 16 * 4)
     assert INT4.tail_bytes(8, 128, sink_length=4, residual_length=128) == 8 * 132 * 128 * 2
     assert BLOCKS.tail_bytes(8, 128, sink_length=4, residual_length=128) == 8 * 260 * 128 * 2

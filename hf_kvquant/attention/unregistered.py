@@ -125,7 +125,7 @@ def _attend_of(module: Any, num_layers: int, family: Family, kwargs: dict[str, A
     q_len = mask.shape[2]
     if layer is next(each for each in cache.layers if isinstance(each, KVQuantLayer)) and not is_tracing(mask):
         # The first layer does this for all, but not in a decode step on a GPU: reading the mask makes the host wait.
-        offset = 0 if storage.lengths is None or storage.is_empty else storage.lengths[0]
+        offset = 0 if storage.is_empty else storage.lengths[0]
         if mask.device.type == "cpu" or q_len > 1:
             notes.has_holes = notes.has_holes or not _is_left_padded(_visible(family, mask), starts, offset)
         if storage.is_empty:

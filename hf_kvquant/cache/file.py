@@ -248,7 +248,7 @@ def _check_at_rest(where: str, storages: Mapping[int, LayerStore]) -> tuple[int,
         raise ValueError(f"{where}: `cache` must hold tokens, got an empty one. Save it after the first call.")
     counts = {(storage.length, storage.batch) for storage in storages.values()}
     is_counted_alike = len(counts) == 1 and all(
-        storage.lengths is not None and bool((storage.lengths == storage.length).all()) for storage in storages.values()
+        storage.is_allocated and bool((storage.lengths == storage.length).all()) for storage in storages.values()
     )
     if not is_counted_alike or any(storage.writer.pending is not None for storage in storages.values()):
         raise ValueError(

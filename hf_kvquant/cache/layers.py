@@ -16,7 +16,7 @@ from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from ..config import LayerFormats
-from ..storage import rearrange, rewind
+from ..storage import buffers, rewind
 from ..storage.layer_store import LayerStore
 from ..storage.offloading import Offloader
 from ..storage.rows import Ring
@@ -85,7 +85,7 @@ class KVQuantLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate buffers for tokens like these; the tensors may hold no tokens."""
-        self.storage.allocate_for(key_states, value_states)
+        buffers.allocate_for(self.storage, key_states, value_states)
 
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -139,7 +139,7 @@ class KVQuantLayer(CacheLayerMixin):
         """Tokens held: an integer; in a static layer a 0-d int32 tensor, so that no step waits for the device."""
         if not self.storage.is_static:
             return self.storage.length
-        return 0 if self.storage.lengths is None else self.storage.lengths[0]
+        return self.storage.lengths[0] if self.storage.is_allocated else 0
 
     def get_max_length(self) -> int:
         """Capacity of a static layer, -1 for a growing one."""
@@ -167,27 +167,27 @@ class KVQuantLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch for beam search."""
-        rearrange.select(self.storage, beam_idx)
+        buffers.select(self.storage, beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences of the batch."""
-        rearrange.select(self.storage, indices)
+        buffers.select(self.storage, indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times in the batch."""
-        rearrange.repeat(self.storage, repeats)
+        buffers.repeat(self.storage, repeats)
 
     def offload(self) -> None:
         """Move the codes to CPU memory."""
         if self.storage.is_allocated:
             if self.storage.device.type != "cpu":
                 self.home = self.storage.device
-            rearrange.move(self.storage, "cpu")
+            buffers.move(self.storage, "cpu")
 
     def prefetch(self) -> None:
         """Move the codes back to the layer's device."""
         if self.home is not None:
-            rearrange.move(self.storage, self.home)
+            buffers.move(self.storage, self.home)
 
 
 def _check_no_gradients(name: str, key: Tensor, value: Tensor) -> None:

@@ -30,14 +30,14 @@ def _of_positions(store: LayerStore) -> Dense:
     key, value = _decoded(store, end=offset + shown)
     if store.is_static or store.is_ragged:
         # Rows beyond the length get a probability of 0, but 0 times a NaN left there by a crop would be NaN.
-        is_beyond = torch.arange(shown, device=store.device) >= store.device_lengths().unsqueeze(1)  # [batch, tokens]
+        is_beyond = torch.arange(shown, device=store.device) >= store.lengths.unsqueeze(1)  # [batch, tokens]
         key, value = (x.masked_fill(is_beyond[:, None, :, None], 0.0) for x in (key, value))
     return key[:, :, offset:], value[:, :, offset:]
 
 
 def _decoded(store: LayerStore, *, end: int | None = None) -> Dense:
     """Every row of a layer, or the first ones; of a chunk too long for a ring, those of its temporary buffers."""
-    made, lengths, starts, planes, position = store.unrolled, store.device_lengths(), store.starts, store.planes, None
+    made, lengths, starts, planes, position = store.unrolled, store.lengths, store.starts, store.planes, None
     if made is not None:
         lengths, starts, planes = made.lengths, made.starts(starts), made.planes
     elif store.is_ring and store.layout.has_tail:
@@ -71,7 +71,7 @@ def _of_ring(store: LayerStore) -> Dense:
         row = (position - made.begin).clamp(min=0, max=made.planes[0].codes.shape[2] - 1)
     key, value = (x.index_select(2, row) for x in dense)
     if store.is_static:
-        end = store.device_lengths().unsqueeze(1)
+        end = store.lengths.unsqueeze(1)
         is_hidden = (position >= end) | (position < end - store.rows.num_seen)  # [batch, max_cache_len]
         key, value = (x.masked_fill(is_hidden[:, None, :, None], 0.0) for x in (key, value))
     return key, value

@@ -13,7 +13,6 @@ exactly once.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -21,15 +20,14 @@ import torch
 from torch import Tensor
 
 from ..config import LayerFormats
-from ..spec.formats import Planes
 from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout, Rows, Shape
 from . import dense
+from .buffers import allocate_for, resize
 from .checks import check_served, checked_transform, fits, refuse
 from .lengths import Count, LengthGroup, Lengths
 from .offloading import Offloaded, Offloader, check_not_captured
 from .pool import BufferPool
-from .rearrange import resize
 from .residency import Owned, Pooled, Sides
 from .rows import Linear, Ring
 from .tally import Tally, causal_pairs
@@ -114,23 +112,9 @@ class LayerStore:
         return self.shape[0]
 
     @property
-    def planes(self) -> Sides | None:
-        """The planes of keys and of values, on the device; `None` before there are buffers."""
-        return self.residency.planes(self)
-
-    @property
-    def key_planes(self) -> Planes | None:
-        """The planes of keys."""
-        return None if self.planes is None else self.planes[0]
-
-    @property
-    def value_planes(self) -> Planes | None:
-        """The planes of values."""
-        return None if self.planes is None else self.planes[1]
-
-    def held_sides(self) -> Sides:
-        """`planes` of a layer that has buffers."""
-        planes = self.planes
+    def planes(self) -> Sides:
+        """The planes of keys and of values, on the device. There must be buffers."""
+        planes = self.residency.planes(self)
         assert planes is not None
         return planes
 
@@ -150,12 +134,11 @@ class LayerStore:
         return 0 if self.length_group is None else self.length_group.length(self._member)
 
     @property
-    def lengths(self) -> Tensor | None:
-        """`length` on the device: `[batch]` int32. Read only: it is usually shared with other layers."""
-        return None if self.length_group is None else self.length_group.tensor_of(self._member)
+    def lengths(self) -> Tensor:
+        """`[batch]` int32: `length` of each sequence on the device. Read only: it is usually shared with other layers.
 
-    def device_lengths(self) -> Tensor:
-        """`lengths` of a layer that has buffers."""
+        There must be buffers.
+        """
         return self._counted().tensor_of(self._member)
 
     @property
@@ -196,8 +179,8 @@ class LayerStore:
         """Every tensor that a decode step reads or writes."""
         counters = [] if self.writer.counters is None else [self.writer.counters]
         transform = [] if self.key_transform is None else self.key_transform.tensors()
-        planes = [tensor for side in self.held_sides() for tensor in side.tensors()]
-        return [*planes, self.device_lengths(), *counters, *transform]
+        planes = [tensor for side in self.planes for tensor in side.tensors()]
+        return [*planes, self.lengths, *counters, *transform]
 
     def addresses(self) -> tuple[tuple[int, torch.Size], ...]:
         """Addresses and shapes of the tensors of a step. A captured step can serve any layer with the same."""
@@ -205,53 +188,13 @@ class LayerStore:
 
     # --- buffers ------------------------------------------------------------------------------------------------------
 
-    def allocate(self, shape: Shape, dtype: torch.dtype, device: torch.device, capacity: int) -> None:
-        """Make the buffers.
-
-        Args:
-            shape: Batch, key-value heads, head_dim of keys and of values.
-            dtype: The model's.
-            device: Of the buffers.
-            capacity: Rows.
-        """
-        self.residency.let_go()
-        self.shape, self.dtype = shape, dtype
-        self.device = torch.empty(0, device=device).device  # adds the index, since devices of tokens are compared
-        self.residency.allocate(self, capacity)
-        self.join(0)
-        self.planes_changed()
-
-    def allocate_for(self, key: Tensor, value: Tensor) -> None:
-        """Make the buffers for tokens like these.
-
-        Args:
-            key: `[batch, num_kv_heads, tokens, head_dim]`; `tokens` may be 0. Only shape, dtype and device are read.
-            value: Likewise.
-
-        Raises:
-            TypeError: The dtype is not supported.
-            ValueError: A shape is not supported.
-        """
-        check_served(self, key, value)
-        batch, num_kv_heads, tokens, head_dim = key.shape
-        shape = batch, num_kv_heads, head_dim, value.shape[-1]
-        wanted = self.max_cache_len
-        if wanted is None:
-            wanted = self.rows.needed(tokens, 0, is_empty=True)
-        self.allocate(shape, key.dtype, key.device, self.rows.aligned(wanted))
-
-    def new_planes(self, capacity: int) -> Sides:
-        """Planes for so many rows, not used yet."""
-        assert self.dtype is not None
-        return self.layout.allocate(self.shape, capacity, dtype=self.dtype, device=self.device)
-
     def planes_changed(self) -> None:
         """Rebuild what steps use, after the planes or the transform have changed.
 
         Also tell the compiler that static buffers keep their addresses; otherwise it refuses to put a step that mutates
         them into a CUDA graph.
         """
-        planes = self.held_sides()
+        planes = self.planes
         self.capacity = planes[0].codes.shape[2]
         rows: Rows = "ring" if self.rows.is_ring(self.capacity) else "linear"
         self.layout = dataclasses.replace(self.layout, rows=rows)
@@ -303,7 +246,7 @@ class LayerStore:
         q_len = key.shape[2]
         self.check_room(q_len)
         if self.length_group is None:
-            self.allocate_for(key, value)
+            allocate_for(self, key, value)
         if q_len == 0:
             return
         is_first = self.is_empty
@@ -316,7 +259,7 @@ class LayerStore:
         self._counted().advance(self._member, q_len)
         if is_first:
             if any(kv_format.granularity == "tensor" for kv_format in self.layout.formats):
-                freeze_scales(self.held_sides(), self.layout, self.key_transform, (key, value))
+                freeze_scales(self.planes, self.layout, self.key_transform, (key, value))
             self.is_empty = False
         self.writer.pending = (key, value)
         if self.window:
@@ -345,9 +288,9 @@ class LayerStore:
         pending = self.writer.pending
         if pending is None:
             return
-        lengths, starts = self.device_lengths(), self.starts
+        lengths, starts = self.lengths, self.starts
         if self.rows.is_unrolled:
-            self.unrolled = unroll(self.held_sides(), self.layout, self.key_transform, pending, lengths, starts)
+            self.unrolled = unroll(self.planes, self.layout, self.key_transform, pending, lengths, starts)
         self.residency.arrive(self)
         self.writer.append(lengths, starts)
 
@@ -374,9 +317,7 @@ class LayerStore:
             counters = self.writer.counters
             result = self.unrolled.attend(query, starts, softmax_scale=softmax_scale, counters=counters, **options)
         else:
-            assert self.length_group is not None
-            lengths = self.length_group.tensor_of(self._member)
-            result = self.writer.attend(query, lengths, softmax_scale=softmax_scale, starts=starts, **options)
+            result = self.writer.attend(query, self.lengths, softmax_scale=softmax_scale, starts=starts, **options)
             if not torch.compiler.is_compiling():
                 self.starts = starts  # decides which first tokens are dense
         if self.tally.pairs_read is not None and not torch.compiler.is_compiling():
@@ -397,16 +338,7 @@ class LayerStore:
 
     def query_offset(self, q_len: int) -> int | Tensor:
         """Position of the first of the newest `q_len` tokens; a 0-d tensor in a static layer."""
-        return self.device_lengths()[0] - q_len if self.is_static else self.length - q_len
-
-    def note_fallback(self, reason: str) -> None:
-        """Count a step that attends to dequantised tensors."""
-        if torch.compiler.is_compiling():
-            return
-        num_pairs, pending = 0, self.writer.pending
-        if pending is not None and not self.is_static:
-            num_pairs = self.batch * causal_pairs(self.length, self.length - pending[0].shape[2], self.window)
-        self.tally.note_fallback(reason, num_pairs)
+        return self.lengths[0] - q_len if self.is_static else self.length - q_len
 
     # --- lengths ------------------------------------------------------------------------------------------------------
 
@@ -455,25 +387,13 @@ class LayerStore:
         self.length_group, self.capacity = None, 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: write pending tokens; the copy has its own buffers, and temporary ones are left out.
-
-        The writer is made anew too: kernels may differ where a pickle is loaded.
-        """
+        """For pickle and deepcopy: write pending tokens. Temporary buffers are left out, and a copy has its own."""
         self.flush()
         self.residency.leave(self)
-        return {**self.__dict__, "writer": None, "counters": self.writer.counters, "unrolled": None}
+        return {**self.__dict__, "unrolled": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        counters = state.pop("counters")
         self.__dict__.update(state)
-        self.writer = Writer()
-        self.writer.counters = counters
         self.residency.rejoin(self)
         if self.is_allocated and not self.is_offloaded:
             self.planes_changed()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerStore:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return twin

@@ -45,7 +45,9 @@ class Owned:
         if store.key_transform is not None:
             store.key_transform = store.key_transform.to(store.device)
         store.writer.counters = writer.new_counters(store.device)
-        self.replace(store, store.new_planes(capacity))
+        assert store.dtype is not None
+        planes = store.layout.allocate(store.shape, capacity, dtype=store.dtype, device=store.device)
+        self.replace(store, planes)
 
     def let_go(self) -> None:
         """Keep the buffers for the layer alone: it is about to replace or drop some of them."""

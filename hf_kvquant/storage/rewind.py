@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..spec import reference
+from .buffers import resize
 from .lengths import plus
-from .rearrange import resize
 
 if TYPE_CHECKING:
     from .layer_store import LayerStore
@@ -58,7 +58,7 @@ def _take_back(store: LayerStore, num_tokens: int) -> None:
 def _reopen(store: LayerStore, length: int, num_tokens: int, sequences: slice) -> None:
     """Put tokens that a crop returns to the dense window back in the tail, of sequences that have `length` tokens."""
     for planes, kv_format, transform in zip(
-        store.held_sides(), store.layout.formats, (store.key_transform, None), strict=True
+        store.planes, store.layout.formats, (store.key_transform, None), strict=True
     ):
         reference.reopen(
             planes.map(lambda plane: plane[sequences]),

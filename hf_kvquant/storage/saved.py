@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..spec import reference
 from ..spec.layout import Shape
+from .buffers import allocate
 from .layer_store import LayerStore
 from .residency import Sides
 
@@ -25,7 +26,7 @@ def held_planes(store: LayerStore) -> Sides:
         Planes of `num_coded` tokens each (of a ring at most its rows) with the whole tail.
     """
     store.flush()
-    layout, length, lengths, planes = store.layout, store.length, store.device_lengths(), store.held_sides()
+    layout, length, lengths, planes = store.layout, store.length, store.lengths, store.planes
     held = []
     for side, (whole, cut) in enumerate(zip(planes, layout.coded(planes, length), strict=True)):
         tail = whole.tail
@@ -92,9 +93,9 @@ def restore(
         device: Where the new buffers go.
         starts: `[batch]` int32: its `starts`, on any device.
     """
-    store.allocate(shape, dtype, device, capacity)
+    allocate(store, shape, dtype, device, capacity)
     store.starts = None if starts is None else starts.to(store.device)
-    for new, old in zip(store.layout.coded(store.held_sides(), length), held, strict=True):
+    for new, old in zip(store.layout.coded(store.planes, length), held, strict=True):
         for new_plane, old_plane in zip(new.tensors(), old.tensors(), strict=True):
             new_plane.copy_(old_plane)
     store.place(length)

@@ -31,6 +31,10 @@ class Writer:
         self.counters: Tensor | None = None
         self._operands: ops.Operands | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: the copy gets its operands anew, since kernels may differ where it is loaded."""
+        return {**self.__dict__, "_operands": None}
+
     def write_to(self, planes: tuple[Planes, Planes], layout: KVLayout, key_transform: KeyTransform | None) -> None:
         """Write into these planes from now on."""
         self._operands = ops.Operands(*planes, layout, key_transform)

@@ -265,7 +265,7 @@ def permuted(model: PreTrainedModel, ids: Tensor, name: str, config: KVQuantConf
         for piece in stream:
             pieces.append(piece[0])
             for storage in stream.storages:
-                for planes in storage.held_sides():
+                for planes in storage.planes:
                     for plane in (planes.scale, planes.zero):
                         if plane is not None:
                             plane[..., : storage.length] = plane[..., : storage.length].roll(1, -1)

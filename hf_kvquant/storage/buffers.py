@@ -1,4 +1,4 @@
-"""Puts the contents of a layer into other buffers: larger ones, other sequences, another device."""
+"""Makes the buffers of a layer, and puts its contents into others: larger ones, other sequences, another device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,46 @@ import torch
 from torch import Tensor
 
 from ..spec.formats import Planes
+from ..spec.layout import Shape
 from . import writer
+from .checks import check_served
 from .lengths import count_of
 
 if TYPE_CHECKING:
     from .layer_store import LayerStore
+
+
+def allocate(store: LayerStore, shape: Shape, dtype: torch.dtype, device: torch.device, capacity: int) -> None:
+    """Make the buffers.
+
+    Args:
+        store: Without buffers.
+        shape: Batch, key-value heads, head_dim of keys and of values.
+        dtype: The model's.
+        device: Of the buffers.
+        capacity: Rows.
+    """
+    store.residency.let_go()
+    store.shape, store.dtype = shape, dtype
+    store.device = torch.empty(0, device=device).device  # adds the index, since devices of tokens are compared
+    store.residency.allocate(store, capacity)
+    store.join(0)
+    store.planes_changed()
+
+
+def allocate_for(store: LayerStore, key: Tensor, value: Tensor) -> None:
+    """Make the buffers for tokens like these: `[batch, num_kv_heads, tokens, head_dim]`; `tokens` may be 0.
+
+    Raises:
+        TypeError, ValueError: See `check_served`.
+    """
+    check_served(store, key, value)
+    batch, num_kv_heads, tokens, head_dim = key.shape
+    wanted = store.max_cache_len
+    if wanted is None:
+        wanted = store.rows.needed(tokens, 0, is_empty=True)
+    shape = batch, num_kv_heads, head_dim, value.shape[-1]
+    allocate(store, shape, key.dtype, key.device, store.rows.aligned(wanted))
 
 
 def select(store: LayerStore, indices: Tensor) -> None:
@@ -30,7 +65,7 @@ def select(store: LayerStore, indices: Tensor) -> None:
     def selected(tensor: Tensor) -> Tensor:
         return tensor.index_select(0, index)
 
-    planes, has_same_batch = store.held_sides(), index.numel() == store.batch
+    planes, has_same_batch = store.planes, index.numel() == store.batch
     store_starts = None if store.starts is None else selected(store.starts)
     if store.is_static and has_same_batch:
         for side in planes:
@@ -80,7 +115,7 @@ def move(store: LayerStore, device: torch.device | str) -> None:
     if not store.is_allocated:
         return
     store.residency.let_go()
-    key, value = store.held_sides()
+    key, value = store.planes
     store.residency.replace(store, (key.map(moved), value.map(moved)))
     store.device = device
     store.writer.counters = writer.new_counters(device)
@@ -94,8 +129,8 @@ def resize(store: LayerStore, capacity: int) -> None:
     """Copy the tokens into buffers of another capacity."""
     if capacity == store.capacity:
         return
-    old, length = store.held_sides(), store.length
-    origin = store.rows.origin(store.device_lengths(), store.capacity, capacity)
+    old, length = store.planes, store.length
+    origin = store.rows.origin(store.lengths, store.capacity, capacity)
 
     def resized(side: int) -> Planes:
         kv_format, head_dim = store.layout.formats[side], store.shape[2 + side]
