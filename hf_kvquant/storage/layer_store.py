@@ -135,10 +135,7 @@ class LayerStore:
 
     @property
     def lengths(self) -> Tensor:
-        """`[batch]` int32: `length` of each sequence on the device. Read only: it is usually shared with other layers.
-
-        There must be buffers.
-        """
+        """`[batch]` int32: `length` of each sequence on the device. Read only: usually shared with other layers."""
         return self._counted().tensor_of(self._member)
 
     @property
@@ -317,7 +314,9 @@ class LayerStore:
             counters = self.writer.counters
             result = self.unrolled.attend(query, starts, softmax_scale=softmax_scale, counters=counters, **options)
         else:
-            result = self.writer.attend(query, self.lengths, softmax_scale=softmax_scale, starts=starts, **options)
+            assert self.length_group is not None
+            lengths = self.length_group.tensor_of(self._member)  # without the two calls of the property
+            result = self.writer.attend(query, lengths, softmax_scale=softmax_scale, starts=starts, **options)
             if not torch.compiler.is_compiling():
                 self.starts = starts  # decides which first tokens are dense
         if self.tally.pairs_read is not None and not torch.compiler.is_compiling():
