@@ -248,7 +248,7 @@ def assert_attends(
 
 def snapshot(storage: LayerStore) -> list[Tensor]:
     """Copies of everything that a storage holds in tensors."""
-    tensors = [storage.lengths, *(x for side in storage.planes for x in side.tensors())] if storage.is_allocated else []
+    tensors = [*(x for side in storage.planes for x in side.tensors()), storage.lengths] if storage.is_allocated else []
     return [x.clone() for x in tensors]
 
 
