@@ -15,7 +15,8 @@ import torch
 from cases import HEAD_DIMS, make_formats, name_of
 
 from hf_kvquant import PRESETS, KVFormat
-from hf_kvquant.spec.formats import STORAGE_IDS, TOKEN_ALIGNMENT, Planes
+from hf_kvquant.spec.codes import STORAGE_IDS, pack, unpack
+from hf_kvquant.spec.formats import TOKEN_ALIGNMENT, Planes
 
 CPU = torch.device("cpu")
 INT4_G64 = KVFormat("int4", "group", 64, symmetric=False)
@@ -182,6 +183,16 @@ def test_names() -> None:
 def test_storage_ids_are_the_ones_compiled_into_kernels() -> None:
     assert STORAGE_IDS == {"none": 0, "int8": 1, "int4": 2, "fp8": 3}
     assert [KVFormat(name).storage_id for name in STORAGE_IDS] == [0, 1, 2, 3]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_eight_codes_are_one_number_whose_lowest_byte_comes_first(bits: int) -> None:
+    codes = torch.randint(2**bits, (2, 3, 40), dtype=torch.uint8)
+    rows = pack(codes, bits)
+    assert torch.equal(unpack(rows, bits), codes)
+    for row, packed in zip(codes.flatten(0, 1).tolist(), rows.flatten(0, 1).tolist(), strict=True):
+        numbers = [sum(code << bits * i for i, code in enumerate(row[c : c + 8])) for c in range(0, len(row), 8)]
+        assert bytes(packed) == b"".join(number.to_bytes(bits, "little") for number in numbers)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from types import ModuleType
 
 import torch
 
-from ..spec.formats import BLOCK_SIZE, GRANULARITY_IDS, STORAGE_IDS, TOKEN_ALIGNMENT
+from ..spec.codes import STORAGE_IDS
+from ..spec.formats import BLOCK_SIZE, GRANULARITY_IDS, TOKEN_ALIGNMENT
 from ..spec.layout import LAYOUT_FIELDS, ROWS
 
 logger = logging.getLogger(__package__)

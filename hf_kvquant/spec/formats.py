@@ -1,7 +1,7 @@
 """The layout of quantised keys or values in memory: what a code is, what shares a scale, how many bytes a token takes.
 
-One `KVFormat` describes one side (keys or values) of one layer. Only this file and its C++ mirror `csrc/format.h` know
-the byte layout; the two are compared when the extension loads. Everywhere
+One `KVFormat` describes one side (keys or values) of one layer. Only this file, `codes.py` and their C++ mirror
+`csrc/format.h` know the byte layout; they are compared when the extension loads. Everywhere
 
     x ≈ code · scale + zero            zero is a real offset, in units of x; symmetric formats and fp8 have none.
 
@@ -33,16 +33,16 @@ import torch
 from torch import Tensor
 
 from ..common.errors import did_you_mean
+from .codes import BITS, INTEGER_BITS, STORAGE_IDS, StorageType
 
-StorageType = Literal["none", "int8", "int4", "fp8"]
 Granularity = Literal["tensor", "token", "head", "group", "channel"]
 
 Count = TypeVar("Count", int, Tensor)
 
-# The numbers of storage types and granularities in ops and csrc/format.h.
-STORAGE_IDS: dict[StorageType, int] = {"none": 0, "int8": 1, "int4": 2, "fp8": 3}
-GRANULARITY_IDS: dict[Granularity, int] = {"tensor": 0, "token": 1, "head": 2, "group": 3, "channel": 4}
-_BITS: dict[str, int] = {"none": 16, "int8": 8, "int4": 4, "fp8": 8}
+# The numbers of granularities in ops and csrc/format.h.
+GRANULARITY_IDS: dict[Granularity, int] = {name: number for number, name in enumerate(get_args(Granularity))}
+# As messages spell them, such as `int8 and int4`.
+_INTEGERS = " and ".join(", ".join(INTEGER_BITS).rsplit(", ", 1))
 SCALE_DTYPE = torch.float16
 # Capacities are multiples of this, so that a kernel may read whole tiles of tokens.
 TOKEN_ALIGNMENT = 64
@@ -166,12 +166,12 @@ class KVFormat:
     def __post_init__(self) -> None:
         _check_choice("storage", self.storage, get_args(StorageType))
         _check_choice("granularity", self.granularity, get_args(Granularity))
-        size, ratio, is_integer = self.group_size, self.clip_ratio, self.storage in ("int8", "int4")
+        size, ratio = self.group_size, self.clip_ratio
         if not isinstance(self.symmetric, bool):
             raise TypeError(f"KVFormat: `symmetric` must be True or False, got {self.symmetric!r}.")
-        if not is_integer and not self.symmetric:
+        if not self.is_integer and not self.symmetric:
             expected = f"be True for storage '{self.storage}', got False"
-            raise _refusal("symmetric", expected, "Only int8 and int4 have a zero.")
+            raise _refusal("symmetric", expected, f"Only {_INTEGERS} have a zero.")
         if self.storage == "none" and self.granularity != "head":
             expected = f"be left at 'head' for storage 'none', got '{self.granularity}'"
             raise _refusal("granularity", expected, "Nothing is scaled there.")
@@ -198,15 +198,25 @@ class KVFormat:
         if not 0 < ratio <= 1:
             expected = f"be above 0 and at most 1, got {ratio}"
             raise _refusal("clip_ratio", expected, "1 spans the whole range; 0.9 to 1 are common.")
-        if ratio != 1 and not is_integer:
+        if ratio != 1 and not self.is_integer:
             expected = f"be 1 for storage '{self.storage}', got {ratio}"
-            raise _refusal("clip_ratio", expected, "Clipping only helps the evenly spaced codes of int8 and int4.")
+            raise _refusal("clip_ratio", expected, f"Clipping only helps the evenly spaced codes of {_INTEGERS}.")
         object.__setattr__(self, "clip_ratio", float(ratio))
 
     @property
     def is_quantized(self) -> bool:
         """Whether codes differ from the values, that is, whether the storage type is not `none`."""
         return self.storage != "none"
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers, whose steps are equal: only these have a zero and can be clipped."""
+        return self.storage in INTEGER_BITS
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code. Not defined for storage type `none`."""
+        return BITS[self.storage]
 
     @property
     def storage_id(self) -> int:
@@ -237,12 +247,11 @@ class KVFormat:
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one token's codes in one head. Not defined for storage type `none`, whose dtype is the model's."""
-        assert self.is_quantized
-        return head_dim * _BITS[self.storage] // 8
+        return head_dim * self.bits // 8
 
     def head_dim_of(self, codes: Tensor) -> int:
         """Channels of a head, from a codes plane of this format."""
-        return codes.shape[-1] * (2 if self.storage == "int4" else 1)
+        return codes.shape[-1] * 8 // self.bits if self.is_quantized else codes.shape[-1]
 
     def scale_shape(self, batch: int, num_kv_heads: int, head_dim: int, capacity: int) -> tuple[int, int, int, int]:
         """Shape of the scale and zero planes: `[batch, heads, groups, tokens]`, axes that share a scale of size 1.

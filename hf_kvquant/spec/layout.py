@@ -15,7 +15,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .formats import BLOCK_SIZE, GRANULARITY_IDS, STORAGE_IDS, KVFormat, Planes
+from .codes import STORAGE_IDS
+from .formats import BLOCK_SIZE, GRANULARITY_IDS, KVFormat, Planes
 
 # Batch, key-value heads, head_dim of keys and of values.
 Shape = tuple[int, int, int, int]

@@ -5,15 +5,15 @@ the rounding of float32 sums. All computation is in float32, whatever the dtype 
 m = min x, M = max x over the values that share a scale, r = the format's clip_ratio, rn = round half to even,
 rn16 = rounding to float16:
 
-    int8, int4 symmetric     scale = max(rn16(r·a / L), 2^-24)       q = clamp(rn(x / scale), -L, L), stored q + L + 1
-    int8, int4 asymmetric    scale = max(rn16(r·s / L), 2^-24)       u = clamp(rn((x - zero) / scale), 0, L), stored u
-                             zero = rn16(m + (s - r·s) / 2)          with s = M - m
-    fp8                      scale = max(rn16(a / 448), 2^-24)       e4m3(clamp(x / scale, -448, 448))
+    symmetric integers     scale = max(rn16(r·a / L), 2^-24)       q = clamp(rn(x / scale), -L, L), stored q + L + 1
+    asymmetric integers    scale = max(rn16(r·s / L), 2^-24)       u = clamp(rn((x - zero) / scale), 0, L), stored u
+                           zero = rn16(m + (s - r·s) / 2)          with s = M - m
+    fp8                    scale = max(rn16(a / 448), 2^-24)       e4m3(clamp(x / scale, -448, 448))
 
-with L = 127 or 7 (symmetric), 255 or 15 (asymmetric). Codes are computed from the scale and zero *as stored*. A NaN, an
-infinity, or a scale or zero beyond float16 never becomes a finite value: scale and zero become NaN and the codes 0.
-Queries that attend to such a token get NaN; others are not affected. Layouts are in `formats.py`, allocation is in
-`storage/`.
+with L = 2^(b-1) - 1 (symmetric) or 2^b - 1 (asymmetric) for integers of b bits: 127 and 7, or 255 and 15. Codes are
+computed from the scale and zero *as stored*. A NaN, an infinity, or a scale or zero beyond float16 never becomes a
+finite value: scale and zero become NaN and the codes 0. Queries that attend to such a token get NaN; others are not
+affected. Bits of codes are in `codes.py`, layouts in `formats.py`, allocation is in `storage/`.
 
 Dense windows: the first `sink_length` tokens that are not padding and the last `residual_length` tokens are kept dense,
 in the tail, and attention reads them there. The window is placed after the whole chunk is appended, so all queries of a
@@ -45,24 +45,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .codes import pack, unpack
 from .formats import KVFormat, Planes
 from .key_transform import KeyTransform
 
 MIN_SCALE = 2.0**-24  # the smallest positive float16: nothing is divided by 0, and zeros dequantise to exact zeros
 FP8_MAX = 448.0
-_LEVELS = {("int8", True): 127, ("int4", True): 7, ("int8", False): 255, ("int4", False): 15}
 
 
 def max_code(kv_format: KVFormat) -> float:
     """The L of the formulas above: the largest code magnitude, or for asymmetric formats the largest code."""
-    return FP8_MAX if kv_format.storage == "fp8" else float(_LEVELS[kv_format.storage, kv_format.symmetric])
+    return float(2 ** (kv_format.bits - kv_format.symmetric) - 1) if kv_format.is_integer else FP8_MAX
 
 
 def code_offset(kv_format: KVFormat) -> int:
     """The offset that is added to a signed code to store it unsigned; 0 for asymmetric formats and fp8."""
-    if kv_format.storage == "fp8" or not kv_format.symmetric:
-        return 0
-    return _LEVELS[kv_format.storage, True] + 1
+    return 2 ** (kv_format.bits - 1) if kv_format.is_integer and kv_format.symmetric else 0
 
 
 def rotation_block(head_dim: int) -> int:
@@ -240,9 +238,7 @@ def quantize(
         return Planes(codes.to(torch.float8_e4m3fn).view(torch.uint8), scale, zero)
     codes = codes.round().clamp(-limit if kv_format.symmetric else 0.0, limit) + code_offset(kv_format)
     codes = codes.masked_fill(is_bad, 0.0).to(torch.uint8)
-    if kv_format.storage == "int4":
-        codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
-    return Planes(codes, scale, zero)
+    return Planes(pack(codes, kv_format.bits), scale, zero)
 
 
 def ring_positions(lengths: Tensor, capacity: int) -> Tensor:
@@ -331,10 +327,8 @@ def dequantize(
     assert scale is not None
     if kv_format.storage == "fp8":
         x = codes.view(torch.float8_e4m3fn).float()
-    elif kv_format.storage == "int4":
-        x = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).float() - code_offset(kv_format)
     else:
-        x = codes.float() - code_offset(kv_format)
+        x = unpack(codes, kv_format.bits).float() - code_offset(kv_format)
     x = x * _per_channel(scale, x, kv_format.block_size)
     if zero is not None:
         x = x + _per_channel(zero, x, kv_format.block_size)
