@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from .common.errors import did_you_mean
+from .spec.codes import INTEGER_BITS
 from .spec.formats import BLOCK_SIZE, KVFormat
 
 _NONE = KVFormat("none")
@@ -38,19 +39,14 @@ PRESETS: dict[str, tuple[KVFormat, KVFormat]] = {
 }
 DEFAULT_PRESET = "int8"
 
-# The format of a side for which the user gives only a storage type.
-_DEFAULT_FORMATS = {"none": _NONE, "int8": _INT8, "int4": _INT4, "fp8": _FP8}
-_NBITS = {8: "int8", 4: "int4"}
+# The format of a side for which the user gives only a storage type: every one has such a format.
+_DEFAULT_FORMATS: dict[str, KVFormat] = {"none": _NONE, "int8": _INT8, "int4": _INT4, "fp8": _FP8}
+_NBITS = {bits: name for name, bits in INTEGER_BITS.items()}
 
 # Transforms of keys before they are quantised, in the order of application: a centre is subtracted (if the model has a
 # key bias, or centres were measured on data), channels are divided by smoothing factors (if there are any), and a
 # Hadamard rotation spreads each channel over all.
 TRANSFORMS = ("center", "smooth", "rotate")
-# The transforms of a config that names none, by the storage type of keys. Integer codes work best when all channels
-# have the same size, even at 8 bits: on the reference model, rotation alone removes a quarter of the divergence of
-# int8, and seven eighths if keys have outlier channels. fp8 is as precise for small channels as for large ones.
-_DEFAULT_TRANSFORMS = {"none": (), "int8": TRANSFORMS, "int4": TRANSFORMS, "fp8": ()}
-
 # Dense tokens: the first ones of a sequence, which all others attend to, and the newest.
 WINDOWS = ("sink_length", "residual_length")
 
@@ -119,7 +115,7 @@ class LayerFormats(Formats):
         key: Format of keys.
         value: Format of values.
         transforms: Names from `TRANSFORMS`, in its order. By default they follow from the storage type of keys: all for
-            int8 and int4, none for fp8 and for keys with channel scales.
+            integers, none for fp8 and for keys with channel scales.
         sink_length: How many of the first tokens of a sequence, not counting padding, stay dense.
         residual_length: How many of the newest tokens stay dense.
 
@@ -207,7 +203,10 @@ def _canonical_transforms(where: str, spelled: Iterable[str] | None, key: KVForm
     """Names of transforms in the order of `TRANSFORMS`, each once; `None` gives the defaults of the key format."""
     has_scaled_channels = key.granularity == "channel"
     if spelled is None:
-        return () if has_scaled_channels else _DEFAULT_TRANSFORMS[key.storage]
+        # Integer codes work best when all channels have the same size, even at 8 bits: on the reference model, rotation
+        # alone removes a quarter of the divergence of int8, and seven eighths if keys have outlier channels. fp8 is as
+        # precise for small channels as for large ones.
+        return TRANSFORMS if key.is_integer and not has_scaled_channels else ()
     if isinstance(spelled, str) or not isinstance(spelled, Iterable):
         raise TypeError(
             f"{where}: `transforms` must be a list of names out of {list(TRANSFORMS)}, got {spelled!r}. "
