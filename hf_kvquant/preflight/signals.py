@@ -29,9 +29,9 @@ from ..models.text_config import count_of, head_dim_of, text_config_of
 from ..spec.key_transform import KeyTransform
 from ..transforms.centering import bias_centers
 
-# Limits for 4-bit keys. The numbers below are the largest KL divergence of a layer in nats per token, measured on the
-# reference model with int4 and no transforms. 8-bit keys have 16 times as many steps, so their limits are 16 times
-# higher.
+# Limits for keys of LIMIT_BITS bits. The numbers below are the largest KL divergence of a layer in nats per token,
+# measured on the reference model with int4 and no transforms. Limits grow with the number of steps: those of 8-bit keys
+# are 16 times higher.
 #
 # The shared constant over what varies between keys. None: .0086; 1.2 to 2.2 times: .038; 5.9 to 11 times: 1.05 (with a
 # centre .0092; with 8 bits and no centre .0071). Comparing with the median layer instead would miss a bias that all
@@ -42,7 +42,7 @@ BIAS_LIMIT = 1.0
 # another format is better.
 CHANNEL_LIMIT = 4.0
 ROTATED_CHANNEL_LIMIT = 8.0
-EIGHT_BITS = 16.0
+LIMIT_BITS = 4
 # Least head_dim, and least number of channels over which rotation spreads an outlier. Published 4-bit results are worse
 # below these, but not on every model, so they never decide a verdict.
 MIN_HEAD_DIM = 128
@@ -104,7 +104,7 @@ class KeySignals:
         if not key.is_quantized or key.granularity == "channel":
             return []
         transform = transform or KeyTransform()
-        factor = 1.0 if key.storage == "int4" else EIGHT_BITS
+        factor = 2.0 ** (key.bits - LIMIT_BITS)
         found = []
         ratio, limit = self.bias_ratio(transform.center), factor * BIAS_LIMIT
         if ratio is not None and ratio > limit:
@@ -122,14 +122,14 @@ class KeySignals:
             what, ratio = "norm gains" if self.channel_source == "gains" else "projection rows", self.channel_ratio
             detail = f"{what} of {ratio:.3g} times the median channel, limit {limit:g}"
             found.append(Finding(self.layer_idx, "key channels", ratio, limit, detail, remedy, not is_rotated))
-        if self.head_dim is not None and key.storage == "int4":
+        if self.head_dim is not None and key.bits <= LIMIT_BITS:
             block = self.head_dim & -self.head_dim
             for signal, what, value, least in (
                 ("head_dim", "a head_dim", self.head_dim, MIN_HEAD_DIM),
                 ("rotation", "a rotation over blocks", block, MIN_ROTATED),
             ):
                 if value < least:
-                    detail = f"{what} of {value}, at least {least} is better at 4 bits"
+                    detail = f"{what} of {value}, at least {least} is better at {key.bits} bits"
                     remedy = "Use preset 'int4-channel' or 8 bits"
                     found.append(Finding(self.layer_idx, signal, value, least, detail, remedy, False))
         return found
