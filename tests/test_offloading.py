@@ -432,6 +432,15 @@ def test_memory_that_runs_out_between_the_sides(
     check_same_tokens(actual, expected, name)
 
 
+@pytest.mark.parametrize("row_bytes", [24, 30, 9])
+def test_rows_that_are_no_whole_words_are_moved(row_bytes: int) -> None:
+    source = Planes(torch.randint(256, (1, 2, 64, row_bytes), dtype=torch.uint8), torch.rand(1, 2, 1, 64).half(), None)
+    target = source.map(torch.zeros_like)
+    offloading._copy_tokens((source,), (target,), (KVFormat("int8"),), (33,))  # type: ignore[arg-type]
+    compare.assert_same(target.codes[:, :, :33], source.codes[:, :, :33], "codes")
+    assert not target.codes[:, :, 33:].any()
+
+
 def test_a_crop_without_a_tail_moves_nothing() -> None:
     cache = both({"preset": "int4"})[1]
     step(cache, 9), step(cache, 1)

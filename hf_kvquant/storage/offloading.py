@@ -321,6 +321,7 @@ def _rows(source: Planes, target: Planes, kv_format: KVFormat, begin: int, end: 
     rows = []
     for name, axis in source.token_axes(size).items():
         old, new = (getattr(planes, name).movedim(axis, 0) for planes in pairs)
-        # Four bytes at a time: the kernel that reorders axes takes as long for an element of one byte.
-        rows.append((old.view(torch.int32), new.view(torch.int32)) if old.dtype == torch.uint8 else (old, new))
+        # Bytes four at a time where rows allow it: the kernel that reorders axes takes as long for an element of one.
+        has_words = old.dtype == torch.uint8 and old.shape[-1] % 4 == 0
+        rows.append((old.view(torch.int32), new.view(torch.int32)) if has_words else (old, new))
     return rows
