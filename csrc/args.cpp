@@ -150,14 +150,13 @@ Dense dense(const Subject& subject, const Tensor& x, const Tensor& like, std::in
 
 bool is_sound(const FormatFields& format, bool is_key) {
   const auto is_within = [](int64_t number, int64_t last) { return number >= 0 && number <= last; };
-  if (!is_within(format.storage, 3) || !is_within(format.granularity, 4) || !is_within(format.is_symmetric, 1)) {
+  if (!is_within(format.storage, kNumStorages - 1) || !is_within(format.granularity, 4) || !is_within(format.is_symmetric, 1)) {
     return false;
   }
   const auto storage = static_cast<Storage>(format.storage);
   const auto granularity = static_cast<Granularity>(format.granularity);
-  const bool is_integer = storage == Storage::int8 || storage == Storage::int4;
   const bool has_blocks = granularity == Granularity::channel;
-  return (is_integer || (format.is_symmetric == 1 && format.clip_ratio == kClipOne)) && format.clip_ratio > 0 &&
+  return (is_integer(storage) || (format.is_symmetric == 1 && format.clip_ratio == kClipOne)) && format.clip_ratio > 0 &&
          format.clip_ratio <= kClipOne && (storage != Storage::none || granularity == Granularity::head) &&
          (granularity == Granularity::group ? format.group_size >= 8 && format.group_size % 8 == 0
                                             : format.group_size == 0) &&
@@ -221,7 +220,7 @@ Side side(const CacheArgs& args, const char* name, const std::vector<Tensor>& pl
   const Subject codes{args.where, name, "codes"};
   KVQ_CHECK(planes[0].defined() && planes[0].dim() == 4, codes, "be [batch, num_kv_heads, capacity, row].", kMade);
   const int64_t row = planes[0].size(3);
-  side.head_dim = to_int(args.where, "head_dim", side.storage == Storage::int4 ? 2 * row : row);
+  side.head_dim = to_int(args.where, "head_dim", is_quantized ? 8 * row / bits_of(side.storage) : row);
   const int64_t group_size = format.group_size == 0 ? std::max(side.head_dim, 1) : format.group_size;
   KVQ_CHECK(side.head_dim > 0 && side.head_dim % 8 == 0 && side.head_dim % group_size == 0, codes,
             "have a head_dim that is a multiple of 8 and of the group size, got ", side.head_dim, ".", kMade);

@@ -7,6 +7,13 @@
 
 #include <cstdint>
 
+// For functions that kernels on a GPU call too.
+#ifdef __CUDACC__
+#define KVQ_ON_DEVICE __host__ __device__
+#else
+#define KVQ_ON_DEVICE
+#endif
+
 namespace hf_kvquant {
 
 // Raised together with OPS_VERSION in ops/kernels.py whenever a schema or the meaning of an argument changes.
@@ -18,6 +25,36 @@ constexpr int kMaxCudaHeadDim = 256;  // above it, ops/kernels.py chooses the re
 constexpr int kMaxRingLength = 1 << 30;  // the most tokens that a ring counts, so that sums of positions fit an int
 
 enum class Storage : int { none = 0, int8 = 1, int4 = 2, fp8 = 3 };
+constexpr int kNumStorages = 4;
+
+// What a code is, see spec/codes.py. All else about integers follows from their bits. Storage::none has no codes.
+struct CodeType {
+  int bits;
+  bool is_integer;
+};
+
+KVQ_ON_DEVICE constexpr CodeType code_type(Storage storage) {
+  switch (storage) {
+    case Storage::int8: return {8, true};
+    case Storage::int4: return {4, true};
+    case Storage::fp8: return {8, false};
+    case Storage::none: break;
+  }
+  return {0, false};
+}
+
+KVQ_ON_DEVICE constexpr int bits_of(Storage storage) { return code_type(storage).bits; }
+KVQ_ON_DEVICE constexpr bool is_integer(Storage storage) { return code_type(storage).is_integer; }
+
+// The code that the largest magnitude maps to; of asymmetric integers, the top of the range. As in reference.py.
+KVQ_ON_DEVICE constexpr float max_code(Storage storage, bool is_symmetric) {
+  return is_integer(storage) ? static_cast<float>((1 << (bits_of(storage) - is_symmetric)) - 1) : 448.f;
+}
+
+// Added to a signed code before it is stored unsigned. As in reference.py.
+KVQ_ON_DEVICE constexpr float code_offset(Storage storage, bool is_symmetric) {
+  return is_integer(storage) && is_symmetric ? static_cast<float>(1 << (bits_of(storage) - 1)) : 0.f;
+}
 
 // What shares a scale, see KVFormat in spec/formats.py.
 enum class Granularity : int { tensor = 0, token = 1, head = 2, group = 3, channel = 4 };
@@ -46,8 +83,8 @@ enum class Dtype : int { fp32, fp16, bf16 };
 // The bits of a float16 number; CPUs and GPUs convert them in different ways.
 using half_bits = uint16_t;
 
-// int4, byte c of a row:   bit  7 6 5 4 | 3 2 1 0     Unsigned, in natural channel order, so that
-//                      channel   2c + 1 |   2c        crop, reorder and append are plain copies.
+// Codes are unsigned and in natural channel order, so that crop, reorder and append are plain copies. Those of eight
+// channels are one number, from the lowest bits up, whose lowest byte comes first: eight codes of b bits take b bytes.
 
 // Keys or values of one layer. Strides are in elements, except those of the codes. An axis of size 1 has stride 0, so
 // that every granularity is read in the same way.
@@ -82,42 +119,30 @@ struct Side {
 };
 
 // The first of the newest tokens that attention reads from the tail.
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-inline int tail_begin(const Side& side, int length, int residual_length) {
+KVQ_ON_DEVICE inline int tail_begin(const Side& side, int length, int residual_length) {
   const int begin = length > residual_length ? length - residual_length : 0;
   return side.has_channel_scales ? begin / kBlockSize * kBlockSize : begin;
 }
 
 // Whether a token is one of the first `sink_length` that are not padding. These have rows of their own in the tail.
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-inline bool is_sink(int token, int start, int sink_length) { return token >= start && token - start < sink_length; }
+KVQ_ON_DEVICE inline bool is_sink(int token, int start, int sink_length) { return token >= start && token - start < sink_length; }
 
 // The row of a token in the tail.
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-inline int tail_row(const Side& side, int token, int start, int sink_length) {
+KVQ_ON_DEVICE inline int tail_row(const Side& side, int token, int start, int sink_length) {
   return is_sink(token, start, sink_length) ? token - start : sink_length + token % side.ring;
 }
 
 // The row of a token in the codes and in scales and zeros that each token has. A block of granularity channel begins at
 // the row of its first token. The rows of a ring hold the newest tokens. Its capacity is a multiple of kBlockSize, so
 // no aligned tile or block crosses its end, and lengths go up to kMaxRingLength.
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-inline int row_of(int token, int capacity, bool is_ring) { return is_ring ? token % capacity : token; }
+KVQ_ON_DEVICE inline int row_of(int token, int capacity, bool is_ring) { return is_ring ? token % capacity : token; }
 
 inline int bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
 
 // Bytes of the codes of one token and head.
 inline int row_bytes_of(const Side& side) {
   if (side.storage == Storage::none) return side.head_dim * bytes_of(side.dense_dtype);
-  return side.storage == Storage::int4 ? side.head_dim / 2 : side.head_dim;
+  return side.head_dim * bits_of(side.storage) / 8;
 }
 
 // Tokens as the model made them: [batch, heads, tokens, head_dim], channels contiguous, other strides in elements.
@@ -137,18 +162,12 @@ struct KeyTransform {
   bool is_rotated;         // butterflies 1, 2, 4, ... apart in blocks of rotation_block channels, times 1 / sqrt(block)
 };
 
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-inline bool is_identity(const KeyTransform& transform) {
+KVQ_ON_DEVICE inline bool is_identity(const KeyTransform& transform) {
   return transform.center == nullptr && transform.smoothing == nullptr && !transform.is_rotated;
 }
 
 // The largest power of two that divides head_dim.
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-inline int rotation_block(int head_dim) { return head_dim & -head_dim; }
+KVQ_ON_DEVICE inline int rotation_block(int head_dim) { return head_dim & -head_dim; }
 
 // What an append and attention have in common.
 struct CacheParams {

@@ -24,8 +24,8 @@ struct Shape {
   static constexpr bool kHasPairs =
       kKey == kValue && kHasKeyZero == kHasValueZero && !kIsBlocked && kHeadDim <= kLanes / 2 * kChunk;
 
-  static constexpr int kKeyRowBytes = kHeadDim / (kKey == Storage::int4 ? 2 : 1);
-  static constexpr int kValueRowBytes = kHeadDim / (kValue == Storage::int4 ? 2 : 1);
+  static constexpr int kKeyRowBytes = kHeadDim * bits_of(kKey) / 8;
+  static constexpr int kValueRowBytes = kHeadDim * bits_of(kValue) / 8;
   static constexpr int kNumGroups = kIsGrouped ? kHeadDim / kGroupChannels : 1;
   // Steps of about 4 KB (8 KB for head dim 256), three or four of them being copied or in use.
   static constexpr int kTilesPerStep = kKeyRowBytes + kValueRowBytes > 192 ? 1 : 2;

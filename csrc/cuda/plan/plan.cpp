@@ -153,8 +153,9 @@ void check_support(const char* where, const Side& side) {
     refuse("`head_dim` must be at most " + std::to_string(kMaxCudaHeadDim) + " for the CUDA kernels, got " +
            std::to_string(side.head_dim) + ". Leave this model unpatched, or run it on the CPU.");
   }
-  // Kernels load eight channels at a time, 16 bytes at most.
-  const int bytes = side.storage == Storage::int4 ? 4 : side.storage == Storage::none ? 16 : 8;
+  // Kernels load eight channels at a time: values 16 bytes at once, codes of b bits all b bytes at once or, where these
+  // are no power of two, single bytes.
+  const int bits = bits_of(side.storage), bytes = side.storage == Storage::none ? 16 : bits & -bits;
   const int64_t address = reinterpret_cast<int64_t>(side.codes);
   const int64_t offset = (address | side.codes_stride_b | side.codes_stride_h | side.codes_stride_t) % bytes;
   if (offset != 0) {
