@@ -147,7 +147,7 @@ __device__ void quantize_rows(const Side& side, const Lanes& lanes, const Tokens
     compute_scales<kStorage>(extents, side.clip_ratio, lanes.lane, lanes.position, lanes.lanes_per_group, values);
   }
   half_bits scales[kRows], zeros[kRows];
-  uint8_t* target = code_row(side, tokens.b, tokens.h, tokens.row) + lanes.chunk * Codes<kStorage>::kBytes;
+  uint8_t* target = Codes<kStorage>::at(code_row(side, tokens.b, tokens.h, tokens.row), lanes.chunk * kChunk);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     scales[r] = values[r].scale, zeros[r] = values[r].zero;
@@ -181,30 +181,17 @@ __device__ void append_tile(const Job& job, const Lanes& lanes, const LaneTransf
   const Side& side = job.side;
   Values<kDtype> x[kRows];
   load_tile<kIsTransformed>(job, lanes, inverted, first, num_rows, x);
-  switch (side.storage) {
-    case Storage::none:
+  if (side.storage == Storage::none) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (!tokens.has_room(r)) continue;
-        store_values(code_row(side, tokens.b, tokens.h, tokens.row + r), side.dense_dtype, lanes.chunk, x[r]);
-      }
-      break;
-    case Storage::int8:
-      if (side.is_symmetric) {
-        quantize_rows<Storage::int8, true>(side, lanes, tokens, x);
-      } else {
-        quantize_rows<Storage::int8, false>(side, lanes, tokens, x);
-      }
-      break;
-    case Storage::int4:
-      if (side.is_symmetric) {
-        quantize_rows<Storage::int4, true>(side, lanes, tokens, x);
-      } else {
-        quantize_rows<Storage::int4, false>(side, lanes, tokens, x);
-      }
-      break;
-    case Storage::fp8: quantize_rows<Storage::fp8, true>(side, lanes, tokens, x);
+    for (int r = 0; r < kRows; ++r) {
+      if (!tokens.has_room(r)) continue;
+      store_values(code_row(side, tokens.b, tokens.h, tokens.row + r), side.dense_dtype, lanes.chunk, x[r]);
+    }
+    return;
   }
+  with_format(side, [&](auto storage, auto is_symmetric) {
+    quantize_rows<storage, is_symmetric>(side, lanes, tokens, x);
+  });
 }
 
 // Appends one warp's tiles of a side whose rows have their own scales, a frozen one, or none.
@@ -297,7 +284,7 @@ __device__ void quantize_token(const Token& token) {
   const StoredScale value = compute_scale<kStorage>(extents[0].range(), side.clip_ratio);
   if (threadIdx.x == 0) store_scale<kIsSymmetric>(side, value, token.b, 0, 0, token.row);
   token.for_heads([&](int h, const Wide& x) {
-    uint8_t* target = code_row(side, token.b, h, token.row) + token.lanes.chunk * Codes<kStorage>::kBytes;
+    uint8_t* target = Codes<kStorage>::at(code_row(side, token.b, h, token.row), token.lanes.chunk * kChunk);
     encode<kStorage, kIsSymmetric>(x, value).store(target);
   });
 }
@@ -305,15 +292,8 @@ __device__ void quantize_token(const Token& token) {
 __device__ void append_token(const Jobs& jobs, const Job& job, unsigned cta) {
   const Token token(jobs, job, cta);
   if (!token.has_room) return;
-  const bool is_symmetric = job.side.is_symmetric;
-  switch (job.side.storage) {
-    case Storage::none: break;  // has no scales to share
-    case Storage::int8:
-      return is_symmetric ? quantize_token<Storage::int8, true>(token) : quantize_token<Storage::int8, false>(token);
-    case Storage::int4:
-      return is_symmetric ? quantize_token<Storage::int4, true>(token) : quantize_token<Storage::int4, false>(token);
-    case Storage::fp8: return quantize_token<Storage::fp8, true>(token);
-  }
+  // Storage::none has no scales to share.
+  with_format(job.side, [&](auto storage, auto is_symmetric) { quantize_token<storage, is_symmetric>(token); });
 }
 
 // --- scales of channels, and tails

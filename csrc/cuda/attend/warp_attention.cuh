@@ -47,7 +47,7 @@ class WarpAttention {
         key_at_ = RowLayout<Shape::kKeyRowBytes>::offset(slot_, 0, Keys::load_byte(t_, 0));
         keep(key_at_);
         query_.load(planes, g_, t_);
-        key_offset_ = code_offset(params.key_side);
+        key_offset_ = code_offset(Shape::kKey, params.key_side.is_symmetric);
       }
       value_center_ = params.value_side.is_symmetric ? 0.f : kMiddleCode;
     }

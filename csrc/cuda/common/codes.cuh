@@ -6,6 +6,8 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <type_traits>
+
 #include "../../format.h"
 #include "instructions.cuh"
 
@@ -77,48 +79,101 @@ __device__ inline half_bits* zero_at(const Side& side, int64_t b, int64_t h, int
   return side.zero + b * side.zero_stride_b + h * side.zero_stride_h + g * side.zero_stride_g + t * side.zero_stride_t;
 }
 
-// The offset that is added to a signed code before it is stored unsigned.
-__device__ inline float code_offset(const Side& side) {
-  if (!side.is_symmetric || side.storage == Storage::fp8) return 0.f;
-  return side.storage == Storage::int8 ? 128.f : 8.f;
+// --- codes
+
+// The codes of eight channels, as stored in a row. This is the only place that knows how.
+template <Storage kStorage>
+struct Codes {
+  static constexpr int kBits = bits_of(kStorage), kBytes = kBits;  // of one code, of all eight
+  static constexpr int kPerWord = kBits * kChunk <= 32 ? kChunk : 32 / kBits, kNumWords = kChunk / kPerWord;
+  static_assert(kPerWord * kNumWords == kChunk, "no code is in two words");
+  // The lowest bit of every code in a word.
+  static constexpr uint32_t kOnes = ((uint64_t{1} << kBits * kPerWord) - 1) / ((1u << kBits) - 1);
+  uint32_t words[kNumWords];
+
+  // From the first of the bytes of channels c ... c + 7 of a row.
+  __device__ static uint8_t* at(uint8_t* row, int c) { return row + c / kChunk * kBytes; }
+
+  __device__ static Codes load(const uint8_t* source) {
+    Codes codes;
+    if constexpr (kBytes % 4 == 0) {
+      load_words<kBytes>(source, codes.words);
+    } else {
+      codes.words[0] = 0;
+#pragma unroll
+      for (int i = 0; i < kBytes; ++i) codes.words[0] |= uint32_t{source[i]} << (8 * i);
+    }
+    return codes;
+  }
+
+  __device__ void store(uint8_t* target) const {
+    if constexpr (kBytes == 8) {
+      *reinterpret_cast<uint2*>(target) = {words[0], words[1]};
+    } else if constexpr (kBytes == 4) {
+      *reinterpret_cast<uint32_t*>(target) = words[0];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBytes; ++i) target[i] = static_cast<uint8_t>(words[0] >> (8 * i));
+    }
+  }
+
+  // The number that a code stands for, in units of the scale. `offset` as of code_offset.
+  __device__ float value(int k, float offset) const {
+    const uint32_t code = words[k / kPerWord] >> (kBits * (k % kPerWord)) & ((1u << kBits) - 1);
+    if constexpr (is_integer(kStorage)) {
+      return static_cast<float>(code) - offset;
+    } else {
+      return __half2float(__half(__nv_cvt_fp8_to_halfraw(static_cast<uint8_t>(code), __NV_E4M3)));
+    }
+  }
+};
+
+// Calls `use` with the storage type as a constant; not for Storage::none, which has no codes.
+template <class Use>
+__device__ inline void with_storage(Storage storage, Use use) {
+  switch (storage) {
+    case Storage::none: break;
+    case Storage::int8: return use(std::integral_constant<Storage, Storage::int8>());
+    case Storage::int4: return use(std::integral_constant<Storage, Storage::int4>());
+    case Storage::fp8: return use(std::integral_constant<Storage, Storage::fp8>());
+  }
 }
 
-// Eight codes of int4, the first in the lowest bits.
-__device__ inline void unpack_int4(uint32_t word, float offset, float (&x)[kChunk]) {
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) x[i] = static_cast<float>((word >> (4 * i)) & 15) - offset;
+// The same with whether the format is symmetric, which only integers need not be.
+template <class Use>
+__device__ inline void with_format(const Side& side, Use use) {
+  with_storage(side.storage, [&](auto storage) {
+    if constexpr (is_integer(storage.value)) {
+      if (!side.is_symmetric) return use(storage, std::false_type());
+    }
+    use(storage, std::true_type());
+  });
 }
 
 // Eight channels of a full block of granularity channel.
 __device__ inline void load_of_block(const Side& side, int64_t b, int64_t h, int64_t t, int c, float (&x)[kChunk]) {
   const half_bits *scale = scale_at(side, b, h, t / kBlockSize, 0) + c,
                   *zero = zero_at(side, b, h, t / kBlockSize, 0) + c;
-  unpack_int4(reinterpret_cast<const uint32_t*>(code_row(side, b, h, t))[c / kChunk], 0.f, x);
+  using BlockCodes = Codes<Storage::int4>;
+  const auto codes = BlockCodes::load(BlockCodes::at(code_row(side, b, h, t), c));
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) x[i] = x[i] * half_to_float(scale[i]) + half_to_float(zero[i]);
+  for (int i = 0; i < kChunk; ++i) x[i] = codes.value(i, 0.f) * half_to_float(scale[i]) + half_to_float(zero[i]);
 }
 
 // The eight channels from `c` on of a row, dequantised: code · scale + zero.
 __device__ inline void load_channels(const Side& side, int64_t b, int64_t h, int64_t t, int c, float (&x)[kChunk]) {
-  const uint8_t* row = code_row(side, b, h, t);
+  uint8_t* row = code_row(side, b, h, t);
   if (side.storage == Storage::none) return load_values(row, side.dense_dtype, c, x);
   if (side.has_channel_scales) return load_of_block(side, b, h, t, c, x);
   const int g = c / (side.head_dim / side.num_groups);
   const float scale = half_to_float(*scale_at(side, b, h, g, t));
   const float zero = side.is_symmetric ? 0.f : half_to_float(*zero_at(side, b, h, g, t));
-  const float offset = code_offset(side);
-  if (side.storage == Storage::int4) {
-    unpack_int4(reinterpret_cast<const uint32_t*>(row)[c / kChunk], offset, x);
-  } else {
-    const uint2 word = reinterpret_cast<const uint2*>(row)[c / kChunk];
-    const uint32_t words[2] = {word.x, word.y};
+  with_storage(side.storage, [&](auto storage) {
+    const auto codes = Codes<storage.value>::load(Codes<storage.value>::at(row, c));
+    const float offset = code_offset(storage.value, side.is_symmetric);
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      const uint8_t byte = words[i / 4] >> (8 * (i % 4));
-      x[i] = side.storage == Storage::int8 ? static_cast<float>(byte) - offset
-                                           : __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3)));
-    }
-  }
+    for (int i = 0; i < kChunk; ++i) x[i] = codes.value(i, offset);
+  });
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) x[i] = x[i] * scale + zero;
 }

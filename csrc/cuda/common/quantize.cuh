@@ -18,12 +18,6 @@
 
 namespace hf_kvquant::cuda {
 
-// The code that the largest magnitude maps to (asymmetric: the top of the range).
-template <Storage kStorage, bool kIsSymmetric>
-constexpr float kMaxCode = kStorage == Storage::fp8    ? 448.f
-                           : kStorage == Storage::int8 ? (kIsSymmetric ? 127.f : 255.f)
-                                                       : (kIsSymmetric ? 7.f : 15.f);
-
 // Unlike fminf and fmaxf, these propagate NaN, as torch's amin and amax do.
 __device__ inline float min_or_nan(float a, float b) {
   float result;
@@ -285,7 +279,7 @@ struct StoredScale {
 
 template <Storage kStorage, bool kIsSymmetric>
 __device__ inline StoredScale compute_scale(Range<kIsSymmetric> range, float clip_ratio) {
-  constexpr float kLimit = kMaxCode<kStorage, kIsSymmetric>, kMinScale = 0x1p-24f;
+  constexpr float kLimit = max_code(kStorage, kIsSymmetric), kMinScale = 0x1p-24f;
   const float span = kIsSymmetric ? range.high : __fsub_rn(range.high, range.low);
   const float clipped = __fmul_rn(span, clip_ratio);
   const float scale = max_or_nan(divide(clipped, kLimit, 1.f / kLimit), kMinScale);
@@ -382,26 +376,9 @@ __device__ inline uint32_t encode_fp8(float a, float b) {
 #endif
 }
 
-// The codes of eight channels, as stored in a row.
-template <Storage kStorage>
-struct Codes {
-  static constexpr int kBits = kStorage == Storage::int4 ? 4 : 8;
-  static constexpr int kPerWord = 32 / kBits, kNumWords = kChunk / kPerWord;
-  static constexpr int kBytes = 4 * kNumWords;
-  uint32_t words[kNumWords];
-
-  __device__ void store(uint8_t* target) const {
-    if constexpr (kNumWords == 1) {
-      *reinterpret_cast<uint32_t*>(target) = words[0];
-    } else {
-      *reinterpret_cast<uint2*>(target) = {words[0], words[1]};
-    }
-  }
-};
-
 template <Storage kStorage, bool kIsSymmetric, Dtype kDtype>
 __device__ inline Codes<kStorage> encode(const Values<kDtype>& x, StoredScale value) {
-  constexpr float kLimit = kMaxCode<kStorage, kIsSymmetric>;
+  constexpr float kLimit = max_code(kStorage, kIsSymmetric);
   const float scale = value.factor(), reciprocal = approximate_reciprocal(scale);
   // Values are clamped before the division, in whose steps large ones would overflow float32. These limits are exact.
   // They matter if a scale is frozen or is a subnormal float16, which is rounded coarsely, or if a zero was rounded.
@@ -422,8 +399,8 @@ __device__ inline Codes<kStorage> encode(const Values<kDtype>& x, StoredScale va
     } else {
       // Adding 1.5 · 2^23 rounds half to even and leaves the integer in the low bits, with the offset of symmetric
       // codes. The bits above it are the same for all codes, and are subtracted from the whole word at once.
-      constexpr float kRound = 12582912.f + (kIsSymmetric ? kLimit + 1.f : 0.f);
-      constexpr uint32_t kRoundBits = 0x4b400000u * (kStorage == Storage::int4 ? 0x11111111u : 0x01010101u);
+      constexpr float kRound = 12582912.f + code_offset(kStorage, kIsSymmetric);
+      constexpr uint32_t kRoundBits = 0x4b400000u * Codes<kStorage>::kOnes;
 #pragma unroll
       for (int k = codes.kPerWord - 1; k >= 0; --k) {
         word = (word << codes.kBits) + __float_as_uint(__fadd_rn(of_word[k], kRound));
@@ -449,7 +426,7 @@ __device__ inline void append_row(const Side& side, const Values<Dtype::fp32>& x
   const StoredScale value = compute_scale<kStorage>(extents[0].range(), side.clip_ratio);
   if (chunk >= lanes_per_row) return;
   if (position == 0) store_scale<kIsSymmetric>(side, value, b, h, g, t);
-  encode<kStorage, kIsSymmetric>(x, value).store(code_row(side, b, h, t) + chunk * Codes<kStorage>::kBytes);
+  encode<kStorage, kIsSymmetric>(x, value).store(Codes<kStorage>::at(code_row(side, b, h, t), chunk * kChunk));
 }
 
 // --- scales of channels
@@ -536,7 +513,7 @@ __device__ __noinline__ void quantize_columns(const Side& side, const Dense& den
 #pragma unroll
   for (int k = 0; k < kChunk; ++k) reciprocals[k] = approximate_reciprocal(values[k].factor());
   for_rows([&](int row, const Values<Dtype::fp32>& x) {
-    constexpr float kLimit = kMaxCode<Storage::int4, false>;
+    constexpr float kLimit = max_code(Storage::int4, false);
     uint32_t word = 0;
 #pragma unroll
     for (int k = 0; k < kChunk; ++k) {
