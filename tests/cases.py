@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_kvquant import KeyTransform, ops
 from hf_kvquant.spec import reference
+from hf_kvquant.spec.codes import BITS, INTEGER_BITS
 from hf_kvquant.spec.formats import KVFormat, Planes
 from hf_kvquant.spec.layout import KVLayout
 
@@ -48,8 +49,8 @@ def make_formats(head_dim: int = 64) -> list[KVFormat]:
     """Every storage type, granularity and symmetry, and clipped formats, with a group size that divides `head_dim`."""
     group_size = next(size for size in (32, 40, 16, 8) if head_dim % size == 0)
     formats = [KVFormat("none")]
-    for storage in ("int8", "int4", "fp8"):
-        for symmetric in (True,) if storage == "fp8" else (True, False):
+    for storage in BITS:
+        for symmetric in (True, False) if storage in INTEGER_BITS else (True,):
             for granularity in ("tensor", "token", "head", "group"):
                 size = group_size if granularity == "group" else None
                 formats.append(KVFormat(storage, granularity, size, symmetric))

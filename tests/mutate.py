@@ -241,6 +241,10 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/spec/codes.py",
+        ("codes[..., i::8] >> (8 - shift)", "codes[..., i::8] >> shift", "a code over two bytes loses bits", "formats"),
+    ),
+    *of(
         "hf_kvquant/spec/key_transform.py",
         (
             "if self.is_rotated != other.is_rotated:",

@@ -545,9 +545,7 @@ REFUSALS: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
         "int5",
         {},
         ValueError,
-        "KVQuantConfig: `preset` must be one of ['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'int4-channel', "
-        "'fp8'], got 'int5'. "
-        "Did you mean 'int",
+        f"KVQuantConfig: `preset` must be one of {list(PRESETS)}, got 'int5'. Did you mean 'int",
     ),
     "key": (
         lambda: CONFIG,

@@ -426,7 +426,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "not a flag": (of_facts("has_holes", to=1), "`has_holes` is 1"),
     "no layers": (of_facts("layers", to={}), "it has layers"),
     "a config of nothing": (of_facts("config", to=[]), "`data` must be a dictionary, got \\[\\]"),
-    "an unknown format": (of_facts("config", "key", "storage", to="int3"), "`storage` must be one of"),
+    "an unknown format": (of_facts("config", "key", "storage", to="int5"), "`storage` must be one of"),
     "another format": (of_facts("config", "key", "symmetric", to=True), "too many"),
     **{
         f"{name} {to!r}": (of_facts("layers", "0", name, to=to), message)

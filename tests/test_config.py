@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from hf_kvquant import PRESETS, KVFormat, KVQuantConfig, LayerFormats
 from hf_kvquant.config import DEFAULT_PRESET, TRANSFORMS
+from hf_kvquant.spec.codes import INTEGER_BITS, STORAGE_IDS
 
 INT8 = KVFormat("int8")
 INT4 = KVFormat("int4", symmetric=False, clip_ratio=15 / 16)
@@ -225,8 +226,7 @@ KNOWN = (
     "['backend', 'preset', 'key', 'value', 'transforms', 'sink_length', 'residual_length', 'layers', 'sliding', "
     "'static', 'max_cache_len', 'capture', 'offloading', 'nbits', 'q_group_size']"
 )
-PRESET_NAMES = "['none', 'int8', 'k8v4', 'int4', 'int4-g32', 'int4-channel', 'fp8']"
-STORAGES = "['none', 'int8', 'int4', 'fp8']"
+PRESET_NAMES, STORAGES, NBITS = list(PRESETS), list(STORAGE_IDS), list(INTEGER_BITS.values())
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ STORAGES = "['none', 'int8', 'int4', 'fp8']"
         (
             {"nbits": [4]},
             ValueError,
-            "KVQuantConfig: `nbits` must be one of [8, 4], got [4].",
+            f"KVQuantConfig: `nbits` must be one of {NBITS}, got [4].",
         ),
         (
             {"nbits": 4, "preset": "int8", "value": "int8"},
@@ -389,7 +389,7 @@ STORAGES = "['none', 'int8', 'int4', 'fp8']"
         (
             {"nbits": 2},
             ValueError,
-            "KVQuantConfig: `nbits` must be one of [8, 4], got 2.",
+            f"KVQuantConfig: `nbits` must be one of {NBITS}, got 2.",
         ),
         (
             {"preset": "none", "q_group_size": 64},

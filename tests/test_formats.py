@@ -197,7 +197,7 @@ def test_eight_codes_are_one_number_whose_lowest_byte_comes_first(bits: int) -> 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
-STORAGES = "['none', 'int8', 'int4', 'fp8']"
+STORAGES = list(STORAGE_IDS)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_kvquant import KVFormat, ops
 from hf_kvquant.config import PRESETS
 from hf_kvquant.spec import reference
+from hf_kvquant.spec.codes import STORAGE_IDS
 
 INT4 = KVFormat("int4", symmetric=False)
 PLANES = ("codes", "scale", "zero", "tail")
@@ -124,7 +125,7 @@ def test_sparse_tensors_are_refused(name: str, argument: str) -> None:
     [
         lambda layout: layout[:-1],
         lambda layout: [*layout, 0],
-        lambda layout: [4, *layout[1:]],
+        lambda layout: [len(STORAGE_IDS), *layout[1:]],
         lambda layout: [*layout[:-3], -1, *layout[-2:]],
         lambda layout: [*layout[:-1], 2],
         lambda layout: [*layout[:3], 2, *layout[4:]],

@@ -142,7 +142,7 @@ def around_midpoints(kv_format: KVFormat) -> Tensor:
     if kv_format.storage == "fp8":
         values = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     else:
-        values = torch.arange({"int8": 128, "int4": 8}[kv_format.storage] * (1 if kv_format.symmetric else 2)).float()
+        values = torch.arange(2**kv_format.bits // (2 if kv_format.symmetric else 1)).float()
     middle = (values[1:] + values[:-1]) / 2 * scales
     beside = [torch.nextafter(middle, torch.tensor(limit)) for limit in (0.0, torch.inf)]
     points = torch.cat([middle, *beside], dim=1)

@@ -50,8 +50,7 @@ def e4m3_code(x: float) -> int:
 
 def scalar_quantize(values: list[np.float32], kv_format: KVFormat) -> tuple[list[int], np.float16, np.float16]:
     """Codes, scale and zero of the values that share one scale, which are finite and not too large for float16."""
-    levels = {"fp8": 448, "int8": 127 if kv_format.symmetric else 255, "int4": 7 if kv_format.symmetric else 15}
-    limit = levels[kv_format.storage]
+    limit = 448 if kv_format.storage == "fp8" else 2**kv_format.bits // (2 if kv_format.symmetric else 1) - 1
     span = np.float32(max(abs(v) for v in values) if kv_format.symmetric else max(values) - min(values))
     clipped = span * np.float32(kv_format.clip_ratio)
     zero = np.float16(0.0 if kv_format.symmetric else min(values) + (span - clipped) / np.float32(2))
@@ -69,16 +68,18 @@ def scalar_quantize(values: list[np.float32], kv_format: KVFormat) -> tuple[list
 
 
 def scalar_decode(code: int, scale: np.float16, zero: np.float16, kv_format: KVFormat) -> np.float32:
-    offset = {"int8": 128, "int4": 8, "fp8": 0}[kv_format.storage] if kv_format.symmetric else 0
+    offset = 2**kv_format.bits // 2 if kv_format.symmetric else 0
     number = (-1 if code & 0x80 else 1) * E4M3[code & 0x7F] if kv_format.storage == "fp8" else code - offset
     return np.float32(np.float32(number) * np.float32(scale)) + np.float32(zero)
 
 
 def unpacked(planes: Planes, kv_format: KVFormat) -> Tensor:
-    """One code per element, `[batch, heads, tokens, head_dim]`. Channel 2i is the low nibble of byte i."""
-    if kv_format.storage != "int4":
-        return planes.codes
-    return torch.stack((planes.codes & 15, planes.codes >> 4), dim=-1).flatten(-2)
+    """One code per element, `[batch, heads, tokens, head_dim]`. Eight are one number whose lowest byte comes first."""
+    bits = kv_format.bits
+    eight = sum(byte.long() << 8 * i for i, byte in enumerate(planes.codes.unflatten(-1, (-1, bits)).unbind(-1)))
+    assert isinstance(eight, Tensor)
+    codes = torch.stack([eight >> bits * i & 2**bits - 1 for i in range(8)], dim=-1)
+    return codes.flatten(-2).to(torch.uint8)
 
 
 def sharers(kv_format: KVFormat, x: Tensor) -> list[tuple[tuple[int, int, int, int], list[tuple[int, int, int, int]]]]:
