@@ -112,7 +112,7 @@ def test_sampling_is_seeded(folder: str, capsys: pytest.CaptureFixture[str]) -> 
     [
         (
             ["--preset", "int9"],
-            "`--preset` must be one of none, int8, k8v4, int4, int4-g32, int4-channel, fp8, got 'int9'. Did you ",
+            f"`--preset` must be one of {', '.join(hf_kvquant.PRESETS)}, got 'int9'. Did you ",
         ),
         (["--max-new-tokens", "0"], "`--max-new-tokens` must be at least 1, got 0."),
         (["--residual-length", "-1"], "`--residual-length` must be at least 0, got -1."),
@@ -261,7 +261,7 @@ def test_calibrate_rotates_values(
     [
         (
             ["--preset", "int9"],
-            "`--preset` must be one of none, int8, k8v4, int4, int4-g32, int4-channel, fp8, got 'int9'. Did you ",
+            f"`--preset` must be one of {', '.join(hf_kvquant.PRESETS)}, got 'int9'. Did you ",
         ),
         (["--text-file", "EMPTY"], "`--text-file` EMPTY must hold text, got nothing but white space."),
         (["--text-file", "ABSENT"], "`--text-file` must be a text file, got ABSENT: No such file or directory."),

@@ -15,6 +15,7 @@ import models
 import pytest
 import torch
 
+import hf_kvquant
 from hf_kvquant import cli
 from hf_kvquant.cli import eval_perplexity, eval_report, eval_tasks
 from hf_kvquant.evaluation import paired
@@ -171,7 +172,7 @@ def test_what_the_evaluations_are_given(monkeypatch: pytest.MonkeyPatch, text: s
     assert (
         of_tasks.tasks == list(AVERAGED)
         and of_tasks.preset is None
-        and len(of_tasks.default_presets) == 7
+        and of_tasks.default_presets == tuple(hf_kvquant.PRESETS)
         and of_tasks.limit == eval_report.LIMIT
     )
     assert {each.dtype for each in given} == {"float32"} and of_tasks.inject_outliers is None
