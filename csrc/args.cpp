@@ -150,14 +150,13 @@ Dense dense(const Subject& subject, const Tensor& x, const Tensor& like, std::in
 
 bool is_sound(const FormatFields& format, bool is_key) {
   const auto is_within = [](int64_t number, int64_t last) { return number >= 0 && number <= last; };
-  if (!is_within(format.storage, kNumStorages - 1) || !is_within(format.granularity, 4) || !is_within(format.is_symmetric, 1)) {
-    return false;
-  }
+  const bool is_known = is_within(format.storage, kNumStorages - 1) && is_within(format.granularity, 4);
+  if (!is_known || !is_within(format.is_symmetric, 1)) return false;
   const auto storage = static_cast<Storage>(format.storage);
   const auto granularity = static_cast<Granularity>(format.granularity);
   const bool has_blocks = granularity == Granularity::channel;
-  return (is_integer(storage) || (format.is_symmetric == 1 && format.clip_ratio == kClipOne)) && format.clip_ratio > 0 &&
-         format.clip_ratio <= kClipOne && (storage != Storage::none || granularity == Granularity::head) &&
+  return (is_integer(storage) || (format.is_symmetric == 1 && format.clip_ratio == kClipOne)) &&
+         format.clip_ratio > 0 && format.clip_ratio <= kClipOne && (storage != Storage::none || granularity == Granularity::head) &&
          (granularity == Granularity::group ? format.group_size >= 8 && format.group_size % 8 == 0
                                             : format.group_size == 0) &&
          (!has_blocks || (is_key && storage == Storage::int4 && format.is_symmetric == 0));

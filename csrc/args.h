@@ -41,7 +41,8 @@ AppendParams append_params(const CacheArgs& args, const CacheParams& cache, cons
 // Attention to a cache. Leaves `out` and `lse` for the caller to allocate.
 DecodeParams decode_params(const CacheArgs& args, const CacheParams& cache, const Tensor& query,
                            const std::optional<Tensor>& counters, const std::optional<Tensor>& sinks,
-                           const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap, int64_t sliding_window, int64_t num_splits);
+                           const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap,
+                           int64_t sliding_window, int64_t num_splits);
 
 // New keys and values of a decode: both or neither, as many tokens as the query has.
 void check_new_tokens(const std::optional<Tensor>& key, const std::optional<Tensor>& value, const Tensor& query);

@@ -125,7 +125,9 @@ KVQ_ON_DEVICE inline int tail_begin(const Side& side, int length, int residual_l
 }
 
 // Whether a token is one of the first `sink_length` that are not padding. These have rows of their own in the tail.
-KVQ_ON_DEVICE inline bool is_sink(int token, int start, int sink_length) { return token >= start && token - start < sink_length; }
+KVQ_ON_DEVICE inline bool is_sink(int token, int start, int sink_length) {
+  return token >= start && token - start < sink_length;
+}
 
 // The row of a token in the tail.
 KVQ_ON_DEVICE inline int tail_row(const Side& side, int token, int start, int sink_length) {
@@ -155,7 +157,7 @@ struct Dense {
 // The steps that keys go through before they are quantised, in this order. reference.transform_key and transform_query
 // define them, including every rounding. Each tensor is [num_kv_heads, head_dim] float32, contiguous.
 //   key      x = (key - center) · (1 / smoothing), rotated
-//   query    smoothing · query, rotated; every logit of a row gets softmax_scale · (query · center) added before softcap
+//   query    smoothing · query, rotated; all logits of a row get softmax_scale · (query · center) added before softcap
 struct KeyTransform {
   const float* center;     // nullptr: none
   const float* smoothing;  // the factors, positive; nullptr: none
@@ -187,7 +189,8 @@ struct AppendParams : CacheParams {
 };
 
 // Attention of one layer over everything stored; new tokens, if any, are appended before this runs.
-// reference.decode_attention defines the result. In a ring, 0 < sliding_window and sliding_window - 1 + q_len <= capacity.
+// reference.decode_attention defines the result. In a ring, 0 < sliding_window and sliding_window - 1 + q_len <=
+// capacity.
 struct DecodeParams : CacheParams {
   int num_q_heads;
   Dense query;                // [batch, num_q_heads, q_len, key head_dim], not transformed yet

@@ -1,6 +1,7 @@
 // The extension's entry points: kernels for the ops that hf_kvquant/ops/ defines, and the Python module with the
 // constants that ops/kernels.py compares. Every op checks its arguments (args.h), allocates results and launches.
-// Schemas, fakes and the fallback are in ops/schemas.py. Only torch's stable ABI is used, so one binary serves every torch from 2.10 on.
+// Schemas, fakes and the fallback are in ops/schemas.py. Only torch's stable ABI is used, so one binary serves every
+// torch from 2.10 on.
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

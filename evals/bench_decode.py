@@ -61,8 +61,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_kvquant import PRESETS, KeyTransform, KVQuantConfig, ops
 from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu_state
 from hf_kvquant.spec import reference
-from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import KVLayout
+from hf_kvquant.spec.planes import Planes
 
 REPLAYS = 40
 QUICK_REPLAYS = 12

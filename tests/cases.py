@@ -13,8 +13,9 @@ from torch import Tensor
 from hf_kvquant import KeyTransform, ops
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.codes import BITS, INTEGER_BITS
-from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import KVLayout
+from hf_kvquant.spec.planes import Planes
 
 HEAD_DIMS = (64, 80, 96, 128, 256, 8, 40)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from hf_kvquant import ops
 from hf_kvquant.spec import reference
-from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.key_transform import KeyTransform
+from hf_kvquant.spec.planes import Planes
 
 
 def pair(kv_format: KVFormat) -> tuple[KVFormat, KVFormat]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_kvquant.spec.formats import Planes
+from hf_kvquant.spec.planes import Planes
 
 
 def assert_same(actual: Tensor, expected: Tensor, what: str) -> None:

@@ -16,7 +16,7 @@ from cases import DTYPES, Case, make_formats, make_transform, poisoned, queries,
 from torch import Tensor
 
 from hf_kvquant.config import PRESETS
-from hf_kvquant.spec.formats import Planes
+from hf_kvquant.spec.planes import Planes
 
 Call = dict[str, Any]
 SIDES = ("key", "value")

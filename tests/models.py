@@ -41,8 +41,8 @@ from hf_kvquant.cache.support import quantized_layers
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.models.layers import layers_of
 from hf_kvquant.spec import reference
-from hf_kvquant.spec.formats import Planes
 from hf_kvquant.spec.key_transform import KeyTransform
+from hf_kvquant.spec.planes import Planes
 
 VOCAB_SIZE = 96
 PAD, BOS = 0, 1

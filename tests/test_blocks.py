@@ -23,7 +23,8 @@ from torch import Tensor
 from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, KVQuantConfig, ops, patched
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.spec import reference
-from hf_kvquant.spec.formats import BLOCK_SIZE, Planes
+from hf_kvquant.spec.formats import BLOCK_SIZE
+from hf_kvquant.spec.planes import Planes
 from hf_kvquant.storage import buffers, rewind
 from hf_kvquant.storage.layer_store import LayerStore
 

@@ -24,8 +24,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_kvquant import KeyTransform, ops
 from hf_kvquant.config import PRESETS
 from hf_kvquant.spec import reference
-from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import KVLayout
+from hf_kvquant.spec.planes import Planes
 
 HAS_GPU = torch.cuda.is_available()
 CUDA_ONLY = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")

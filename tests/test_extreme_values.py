@@ -36,7 +36,8 @@ from torch import Tensor
 from hf_kvquant import KeyTransform, ops
 from hf_kvquant.config import PRESETS
 from hf_kvquant.spec import reference
-from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.formats import KVFormat
+from hf_kvquant.spec.planes import Planes
 
 Pair = tuple[KVFormat, KVFormat]
 

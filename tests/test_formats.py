@@ -16,7 +16,8 @@ from cases import HEAD_DIMS, make_formats, name_of
 
 from hf_kvquant import PRESETS, KVFormat
 from hf_kvquant.spec.codes import STORAGE_IDS, pack, unpack
-from hf_kvquant.spec.formats import TOKEN_ALIGNMENT, Planes
+from hf_kvquant.spec.formats import TOKEN_ALIGNMENT
+from hf_kvquant.spec.planes import Planes
 
 CPU = torch.device("cpu")
 INT4_G64 = KVFormat("int4", "group", 64, symmetric=False)

@@ -28,7 +28,8 @@ from torch import Tensor
 import hf_kvquant
 from hf_kvquant import KVQuantCache, KVQuantConfig, patched
 from hf_kvquant.cache.handle import KVHandle
-from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.formats import KVFormat
+from hf_kvquant.spec.planes import Planes
 from hf_kvquant.storage import buffers, offloading, rewind, saved
 from hf_kvquant.storage.layer_store import LayerStore
 from hf_kvquant.storage.offloading import Offloaded, Offloader

@@ -38,8 +38,9 @@ from torch import Tensor
 
 from hf_kvquant import ops
 from hf_kvquant.spec import formats, reference
-from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import LAYOUT_FIELDS, KVLayout
+from hf_kvquant.spec.planes import Planes
 
 SOME_FORMATS = [
     KVFormat("none"),

@@ -20,7 +20,8 @@ from tolerances import attention_bound, lse_bound, quantization_bound
 from torch import Tensor
 
 from hf_kvquant.spec import reference
-from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.formats import KVFormat
+from hf_kvquant.spec.planes import Planes
 
 QUANTIZED = [kv_format for kv_format in make_formats() if kv_format.is_quantized]
 GROUP = 32

@@ -20,9 +20,9 @@ from torch import Tensor
 from hf_kvquant import KVFormat, ops
 from hf_kvquant.config import PRESETS
 from hf_kvquant.spec import reference
-from hf_kvquant.spec.formats import Planes
 from hf_kvquant.spec.key_transform import KeyTransform
 from hf_kvquant.spec.layout import KVLayout
+from hf_kvquant.spec.planes import Planes
 
 CAPACITY, WINDOW = 128, 90
 # New tokens one step after another. 39 is the most that a window of 90 in a ring of 128 leaves room for; those beyond

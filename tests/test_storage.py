@@ -25,8 +25,9 @@ from torch import Tensor
 from hf_kvquant import ops
 from hf_kvquant.config import PRESETS, LayerFormats
 from hf_kvquant.spec import reference
-from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.key_transform import KeyTransform
+from hf_kvquant.spec.planes import Planes
 from hf_kvquant.storage import buffers, rewind, saved
 from hf_kvquant.storage.layer_store import LayerStore
 

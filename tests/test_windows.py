@@ -28,7 +28,8 @@ from transformers.generation.configuration_utils import CompileConfig
 from hf_kvquant import KeyTransform, KVFormat, KVQuantCache, KVQuantConfig, ops, patched
 from hf_kvquant.config import LayerFormats
 from hf_kvquant.spec import reference
-from hf_kvquant.spec.formats import BLOCK_SIZE, Planes
+from hf_kvquant.spec.formats import BLOCK_SIZE
+from hf_kvquant.spec.planes import Planes
 from hf_kvquant.storage import rewind
 from hf_kvquant.storage.layer_store import LayerStore
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from hf_kvquant.spec import reference
-from hf_kvquant.spec.formats import KVFormat, Planes
+from hf_kvquant.spec.formats import KVFormat
+from hf_kvquant.spec.planes import Planes
 
 # Our error may be at most this many times PyTorch's own error in the working dtype: both round the same inputs, but in
 # a different order, so neither is systematically the smaller one.

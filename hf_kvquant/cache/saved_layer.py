@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.formats import Planes
 from ..spec.key_transform import KeyTransform
+from ..spec.planes import Planes
 from ..storage.checks import SERVED_DTYPES
 from ..storage.layer_store import LayerStore
 from ..storage.rows import Ring

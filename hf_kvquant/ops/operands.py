@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .._ops import ops as torch_ops
-from ..spec.formats import Planes
 from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout
+from ..spec.planes import Planes
 from . import kernels
 
 

@@ -27,9 +27,9 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as torch_ops
 from ..spec import reference
-from ..spec.formats import Planes
 from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout
+from ..spec.planes import Planes
 from .kernels import MAX_RING_LENGTH, NUM_COUNTERS, warn_reference
 
 _PLANES = "Tensor(a!)[] key_planes, Tensor(b!)[] value_planes"

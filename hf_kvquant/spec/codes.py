@@ -9,6 +9,7 @@ number whose lowest byte comes first. So no group of channels shares a byte with
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -35,11 +36,12 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes
     rows = codes.new_zeros(*codes.shape[:-1], codes.shape[-1] * bits // 8)
-    for i in range(8):
+    num_codes, num_bytes = _period(bits)
+    for i in range(num_codes):
         byte, shift = divmod(i * bits, 8)
-        rows[..., byte::bits] |= codes[..., i::8] << shift
+        rows[..., byte::num_bytes] |= codes[..., i::num_codes] << shift
         if shift + bits > 8:
-            rows[..., byte + 1 :: bits] |= codes[..., i::8] >> (8 - shift)
+            rows[..., byte + 1 :: num_bytes] |= codes[..., i::num_codes] >> (8 - shift)
     return rows
 
 
@@ -48,10 +50,17 @@ def unpack(rows: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return rows
     codes = rows.new_empty(*rows.shape[:-1], rows.shape[-1] * 8 // bits)
-    for i in range(8):
+    num_codes, num_bytes = _period(bits)
+    for i in range(num_codes):
         byte, shift = divmod(i * bits, 8)
-        code = rows[..., byte::bits] >> shift
+        code = rows[..., byte::num_bytes] >> shift
         if shift + bits > 8:
-            code |= rows[..., byte + 1 :: bits] << (8 - shift)
-        codes[..., i::8] = code & (2**bits - 1)
+            code |= rows[..., byte + 1 :: num_bytes] << (8 - shift)
+        codes[..., i::num_codes] = code & (2**bits - 1)
     return codes
+
+
+def _period(bits: int) -> tuple[int, int]:
+    """The fewest codes that take whole bytes, and how many bytes."""
+    shared = math.gcd(8, bits)
+    return 8 // shared, bits // shared

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .codes import STORAGE_IDS
-from .formats import BLOCK_SIZE, GRANULARITY_IDS, KVFormat, Planes
+from .formats import BLOCK_SIZE, GRANULARITY_IDS, KVFormat
+from .planes import Planes
 
 # Batch, key-value heads, head_dim of keys and of values.
 Shape = tuple[int, int, int, int]

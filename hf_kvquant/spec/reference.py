@@ -46,8 +46,9 @@ import torch
 from torch import Tensor
 
 from .codes import pack, unpack
-from .formats import KVFormat, Planes
+from .formats import KVFormat
 from .key_transform import KeyTransform
+from .planes import Planes
 
 MIN_SCALE = 2.0**-24  # the smallest positive float16: nothing is divided by 0, and zeros dequantise to exact zeros
 FP8_MAX = 448.0

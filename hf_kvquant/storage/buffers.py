@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..spec.formats import Planes
 from ..spec.layout import Shape
+from ..spec.planes import Planes
 from . import writer
 from .checks import check_served
 from .lengths import count_of

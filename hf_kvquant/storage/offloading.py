@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..spec.formats import KVFormat, Planes
+from ..spec.formats import KVFormat
+from ..spec.planes import Planes
 from .residency import Owned, Sides
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import LayerFormats
-from ..spec.formats import Planes
 from ..spec.layout import Shape
+from ..spec.planes import Planes
 from . import writer
 from .pool import BufferPool
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..spec.formats import BLOCK_SIZE, Planes
+from ..spec.formats import BLOCK_SIZE
 from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout
+from ..spec.planes import Planes
 from .rows import whole_blocks
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .. import ops
 from ..spec import reference
-from ..spec.formats import Planes
 from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout
+from ..spec.planes import Planes
 
 
 class Writer:

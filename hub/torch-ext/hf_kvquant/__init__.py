@@ -6,9 +6,10 @@ for single calls.
 """
 
 from .ops import NUM_COUNTERS, Operands, append, decode, has_kernels, kernel_name
-from .spec.formats import KVFormat, Planes
+from .spec.formats import KVFormat
 from .spec.key_transform import KeyTransform
 from .spec.layout import KVLayout
+from .spec.planes import Planes
 
 __all__ = [
     "NUM_COUNTERS",
