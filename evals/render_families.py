@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_kvquant.evaluation.rendering import markdown_table
+from hf_kvquant.common.tables import markdown_table
 
 # What the table says for each result of `families.py`, in the order of its rows.
 HEADINGS = {

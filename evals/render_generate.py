@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_kvquant.evaluation.rendering import markdown_table as table
+from hf_kvquant.common.tables import markdown_table as table
 
 # The columns and their headings, in order. Names are those of bench_generate.py.
 SYSTEMS = {

@@ -21,8 +21,8 @@ import pictures
 import render_families
 import render_generate
 
-from hf_kvquant.evaluation.rendering import markdown_table as table
-from hf_kvquant.evaluation.rendering import scientific
+from hf_kvquant.common.tables import markdown_table as table
+from hf_kvquant.common.tables import scientific
 from hf_kvquant.evaluation.report.page import spelled_average
 from hf_kvquant.evaluation.tasks.data import AVERAGED
 from hf_kvquant.evaluation.tasks.results import averages, by_task_and_preset

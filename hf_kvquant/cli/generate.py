@@ -11,12 +11,12 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.tables import or_dash, print_table
 from ..config import WINDOWS
 from ..evaluation.errors import UsageError
 from ..evaluation.measuring.fidelity import UNQUANTIZED
 from ..evaluation.measuring.generation import Summary, run_presets
 from ..evaluation.preparation import load, load_calibration, read_text
-from ..evaluation.rendering import or_dash, print_table
 from ..models.text_config import context_of
 from ..storage.offloading import HOMES
 from .arguments import (

@@ -1,8 +1,9 @@
-"""Tables of results, which commands show in a terminal and reports give as plain text."""
+"""Tables of results, in a terminal, as plain text and in Markdown, and how numbers are spelled in them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,14 +16,38 @@ def table_of(
     *,
     title: str | None = None,
     left: Collection[str] = (),
+    column: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Table:
-    """A table of rows, each with its style. Columns are aligned to the right, except those in `left`."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    """A table of rows, each with its style; a row without cells begins a section.
+
+    Columns are aligned to the right, except those in `left`. `column` has options of `rich.table.Table.add_column`;
+    `options` are those of `rich.table.Table`.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", **options)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right", overflow="fold")
+        justify: Any = "left" if heading in left else "right"
+        table.add_column(heading, justify=justify, **{"overflow": "fold", **(column or {})})
     for row, style in rows:
-        table.add_row(*map(Text, row), style=style)  # `Text`, since strings are parsed as markup
+        if row:
+            table.add_row(*map(Text, row), style=style)  # `Text`, since strings are parsed as markup
+        else:
+            table.add_section()
     return table
+
+
+def print_table(
+    console: Console,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str | None = None,
+    notes: Iterable[str] = (),
+) -> None:
+    """Print a table of presets, and below it, dim, notes on what its columns mean."""
+    console.print(table_of(headings, ((row, None) for row in rows), title=title, left=("preset",)))
+    for note in notes:
+        console.print(note, style="dim")
 
 
 def plain(table: Table) -> list[str]:
@@ -32,3 +57,28 @@ def plain(table: Table) -> list[str]:
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, num_text: int = 1) -> str:
+    """A Markdown table. The first columns, so many as `num_text`, are text, all others are numbers."""
+    rule = "|---" * num_text + "|--:" * (len(headings) - num_text) + "|"
+    return "\n".join([f"| {' | '.join(headings)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def scientific(number: float) -> str:
+    """A small number as people write it: `1.9·10⁻⁴`."""
+    if number == 0:
+        return "0"
+    mantissa, exponent = f"{number:.1e}".split("e")
+    digits = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{mantissa}·10{digits}"
+
+
+def or_dash(value: float | None, form: str) -> str:
+    """A number in the given format; a dash if it is unknown."""
+    return "-" if value is None else format(value, form)
+
+
+def with_error(value: float, error: float | None, form: str) -> str:
+    """A number with its standard error, if that is known: `0.123 ± 0.004`."""
+    return format(value, form) + ("" if error is None else f" ± {format(error, form.lstrip('+'))}")

@@ -6,7 +6,7 @@
   the first two.
 - `preparation.py` loads a model and makes it ready; `injection.py` makes its keys harder to quantise.
 - `records.py` keeps results in a file that a second run resumes; `provenance.py` says where they come from;
-  `paired.py` has statistics of two runs over the same items, `rendering.py` shows tables.
+  `paired.py` has statistics of two runs over the same items.
 - `errors.py` has the ways in which a run ends without results.
 
 Any function may raise `UsageError` for what a user typed or named, and `Refused` for a measurement that fails its own

@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.console import Console
 
+from ...common.tables import or_dash, print_table, with_error
 from ..measuring.fidelity import UNQUANTIZED
 from ..measuring.pairs import DEQUANTIZED, Pairs
 from ..paired import mean_and_error
 from ..records import RunRecord
-from ..rendering import or_dash, print_table, with_error
 from .prompts import NUM_ANSWERS
 
 # Presets are scored only where the unquantised cache gets this share of answers right. A test that the model fails

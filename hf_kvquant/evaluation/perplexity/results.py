@@ -10,10 +10,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from ...common.tables import or_dash, print_table
 from ..measuring.fidelity import UNQUANTIZED, Fidelity
 from ..measuring.pairs import check_pairs
 from ..records import Record, RunRecord
-from ..rendering import or_dash, print_table
 
 # Parts of a segment. In a segment of 2048 tokens, each has 128, the tokens of a block, so that effects of blocks show.
 NUM_PARTS = 16

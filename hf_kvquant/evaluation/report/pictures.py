@@ -1,4 +1,4 @@
-"""The pictures of a report: the numbers that each takes from finished records, its title, and the text below it."""
+"""The pictures of a report: the numbers that each takes from finished records, and its title."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from ..measuring.fidelity import UNQUANTIZED
 from ..perplexity.results import rows_of
 from ..records import Record
 from . import plots
-
-KLD_LABEL = "KL divergence, nats per token"
 
 # What one panel of a picture shows.
 Numbers = dict[str, Any]
@@ -112,23 +110,17 @@ def key_message(numbers: Numbers) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A picture of the page.
+    """A picture of the page, whose template has the text around it.
 
     Attributes:
         numbers: Takes a record; returns the numbers of its panel, empty if the record has none.
         message: Takes the numbers of the first panel; returns the title.
         plot: Takes the path of the SVG, the numbers by the title of a panel, and the title.
-        heading: Heading of its section; empty to continue the section before.
-        alt: Alternative text.
-        text: The text below it.
     """
 
     numbers: Callable[[Record], Numbers]
     message: Callable[[Numbers], str]
     plot: Callable[[Path, dict[str, Numbers], str], None]
-    heading: str
-    alt: str
-    text: str
 
     def panels(self, texts: Mapping[str, Record]) -> dict[str, Numbers]:
         """The panels for which finished records have numbers, by title."""
@@ -139,44 +131,15 @@ class Picture:
         self.plot(path, panels, self.message(next(iter(panels.values()))))
 
 
+def _lines(xlabel: str) -> Callable[[Path, dict[str, Numbers], str], None]:
+    return functools.partial(plots.lines, xlabel=xlabel, ylabel="KL divergence, nats per token")
+
+
 PICTURES = {
-    "quality.svg": Picture(
-        quality_numbers,
-        quality_message,
-        functools.partial(plots.lines, xlabel="bits per value, scales and zeros included", ylabel=KLD_LABEL),
-        "",
-        "Divergence against bits",
-        "Lower and further left is better; the scale is logarithmic.",
-    ),
-    "positions.svg": Picture(
-        position_numbers,
-        position_message,
-        functools.partial(plots.lines, xlabel="position in the window, tokens", ylabel=KLD_LABEL),
-        "Where in a text",
-        "Divergence by position in the window",
-        "Each point is the mean over the part of the window that begins there. Every window starts with an empty "
-        "cache, so tokens further right read more codes.",
-    ),
-    "layers.svg": Picture(
-        layer_numbers,
-        layer_message,
-        functools.partial(plots.lines, xlabel="layer, the only one quantised", ylabel=KLD_LABEL),
-        "Layer by layer",
-        "Divergence with one layer quantised at a time",
-        'If a layer stands out, give it a larger format first: `layers={0: "int8"}` in a config.',
-    ),
-    "keys.svg": Picture(
-        key_numbers,
-        key_message,
-        plots.keys,
-        "Why: the keys",
-        "Largest key per channel before and after calibration",
-        "The largest magnitude of each key channel, in the layer that calibration evens out most, and for every layer "
-        "the ratio of its largest channel to the median one. A few large channels leave few codes for all others. "
-        "Calibration for `int4` subtracts a centre and divides by factors. Rotation, which then spreads what is left "
-        "over a head, is not shown. The numbers above were measured without this calibration, unless the model came "
-        "with it.",
-    ),
+    "quality.svg": Picture(quality_numbers, quality_message, _lines("bits per value, scales and zeros included")),
+    "positions.svg": Picture(position_numbers, position_message, _lines("position in the window, tokens")),
+    "layers.svg": Picture(layer_numbers, layer_message, _lines("layer, the only one quantised")),
+    "keys.svg": Picture(key_numbers, key_message, plots.keys),
 }
 
 

@@ -17,10 +17,10 @@ import numpy as np
 from rich import box
 from rich.console import Console
 
+from ...common.tables import or_dash, table_of, with_error
 from ..measuring.fidelity import UNQUANTIZED
 from ..measuring.pairs import DEQUANTIZED
 from ..paired import bootstrap_average, mean_and_error, paired_accuracy, ratio_and_error
-from ..rendering import or_dash, print_table, with_error
 from .data import AVERAGED
 
 # Metrics of items that are right or wrong. The first that a task has is the one that is compared.
@@ -208,16 +208,18 @@ def average_lines(parts: Mapping[tuple[str, str], Part]) -> list[str]:
 
 def show(console: Console, parts: Mapping[tuple[str, str], Part], *, title: str) -> None:
     """Print the table of tasks and presets, the averages, and what the columns mean."""
-    rows: list[list[str]] = []
+    rows: list[tuple[list[str], str | None]] = []
     others: list[str] = []
     for name in dict.fromkeys(task for task, _ in parts):
-        rows += [[], [f"[bold]{name}[/]"]]
+        rows += [([], None), ([name], "bold")]
         for preset, part in ((preset, part) for (task, preset), part in parts.items() if task == name):
-            rows.append(cells(preset, part, parts.get((name, UNQUANTIZED))))
+            rows.append((cells(preset, part, parts.get((name, UNQUANTIZED))), None))
             spoken = [key for key, value in part["metrics"].items() if key not in _ACCURACIES and value is not None]
             told = ", ".join(f"{key} {spelled(part['metrics'][key], part['standard_errors'][key])}" for key in spoken)
             others += [f"{name}, {preset}: {told}"] if spoken else []
-    print_table(console, ("preset", *HEADINGS), rows, title=title, column={"no_wrap": True}, box=box.SIMPLE, padding=0)
+    column = {"no_wrap": True, "overflow": "ellipsis"}
+    headings = ("preset", *HEADINGS)
+    console.print(table_of(headings, rows, title=title, left=("preset",), column=column, box=box.SIMPLE, padding=0))
     for line in [*others, *average_lines(parts)]:
         console.print(line, soft_wrap=True)
     if any(part.get("pairs_dequantized") for part in parts.values()):
