@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from hf_kvquant import cli
-from hf_kvquant.cli import eval_perplexity
+from hf_kvquant.cli import evaluate
 from hf_kvquant.cli.arguments import DTYPES
 from hf_kvquant.evaluation.perplexity.results import kld_of, show
 from hf_kvquant.evaluation.preparation import OUTLIER_PAIRS
@@ -83,7 +83,7 @@ def window(part: dict[str, Any]) -> dict[str, float]:
 def run(args: argparse.Namespace) -> None:
     """Measure, print the tables, and write the results file. The last line on stdout holds the same JSON."""
     output, args.output = args.output, args.record
-    record = eval_perplexity.measured(args).to_dict()
+    record = evaluate.measured(args).to_dict()
     results = flattened(record, Path(args.model))
     show(Console(highlight=False), record)
     if output:
@@ -98,7 +98,7 @@ def main() -> int:
         description="Compare presets with the unquantised cache on a text file.",
         conflict_handler="resolve",  # some options are redefined here
     )
-    eval_perplexity.add_options(parser)
+    evaluate.add_perplexity_options(parser)
     parser.add_argument("--data", dest="text", required=True, metavar="FILE", help="lines, joined by two newlines")
     parser.add_argument(
         "--model",

@@ -52,7 +52,7 @@ def test_layers_are_measured_alone_and_once(model: Any) -> None:
     record.put("keys", {})
     known = {"0": {"int8": {"kld": -1.0}}}
     record.put("layers", known)
-    subject = Subject("model", model, tokenizer(), configs, {})
+    subject = Subject("model", model, tokenizer(), configs)
     run = measure.Run(record, subject, Segments(ids(), [0], 64), measure.Options(), can_simulate=True)
     steps = list(run.details(TEXT))
     assert [what for what, _ in steps] == ["layer 0 alone", "layer 1 alone", "keys"]

@@ -197,6 +197,27 @@ def test_memory_that_does_not_suffice_to_calibrate(
     assert code == 2 and "`--calibrate` must fit into memory, got" in last_line(error)
 
 
+@pytest.mark.parametrize(
+    "name, words, message",
+    [
+        ("perplexity", ("--window", "999"), "`--window` must be at least 3 and at most the model's 256 positions"),
+        ("long", ("--lengths", "64"), "`--lengths` must be at least "),
+        ("long", ("--lengths", "1k"), "`--lengths` must be at most 256, "),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_before_it_is_calibrated(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setattr(preparation, "smooth_attention", lambda *args: pytest.fail("the model is calibrated"))
+    code, error = EVALUATIONS[name].run(capsys, folder, *words, "--calibrate", str(folder / "text.txt"))
+    assert code == 2 and message in last_line(error)
+
+
 def test_a_disk_that_is_full(
     evaluation: Evaluation, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,7 +231,8 @@ def test_the_summary_is_over_what_is_scored() -> None:
     assert (summary["int4"]["accuracy"], summary["int4"]["log_likelihood_change"]) == (0.5, -0.25)
     assert summary["int4"]["standard_error"] == pytest.approx(0.5 / 12**0.5)
     file = io.StringIO()
-    long_results.show(Console(file=file, width=120), record, cells, summary, title="model")
+    record.put(SUMMARY, summary)
+    long_results.show(Console(file=file, width=120), record, cells, title="model")
     text = " ".join(file.getvalue().split())
     assert "int4 │ 1 of 2 │ 50.0% │ -0.2500 ± 0.1443 │" in text and "fails in every cell" not in text
 

@@ -17,7 +17,7 @@ import torch
 
 import hf_kvquant
 from hf_kvquant import cli
-from hf_kvquant.cli import eval_perplexity, eval_report, eval_tasks
+from hf_kvquant.cli import evaluate
 from hf_kvquant.evaluation import paired
 from hf_kvquant.evaluation.perplexity import measure
 from hf_kvquant.evaluation.report import page, pictures, plots
@@ -145,12 +145,12 @@ def test_a_report_is_run_interrupted_and_resumed(
             name: pages[name] for name in pages if not name.endswith(".json")
         }
     plain, outliers = (json.loads(pages[page.FILES[kind]]) for kind in (page.PLAIN, page.OUTLIERS))
-    assert outliers["settings"]["injected_outliers"] == eval_report.OUTLIER_FACTOR
+    assert outliers["settings"]["injected_outliers"] == evaluate.OUTLIER_FACTOR
     for record in (plain, outliers):
         assert list(record["parts"]["layers"]) == ["0", "1"] and list(record["parts"]["keys"]["layers"]) == ["0", "1"]
     # Three pairs of channels of every head are so many times as large, and calibration makes them smaller again.
     before, injected = (torch.tensor(each["parts"]["keys"]["layers"]["0"]["before"]) for each in (plain, outliers))
-    grown = (injected / before - eval_report.OUTLIER_FACTOR).abs() < 0.1
+    grown = (injected / before - evaluate.OUTLIER_FACTOR).abs() < 0.1
     assert (grown.sum(1) == 6).all() and ((injected / before)[~grown] - 1).abs().max() < 0.01
     after = torch.tensor(outliers["parts"]["keys"]["layers"]["0"]["after"])
     assert pictures.ratio(after.flatten().tolist()) < pictures.ratio(injected.flatten().tolist())
@@ -160,8 +160,8 @@ def test_a_report_is_run_interrupted_and_resumed(
 def test_what_the_evaluations_are_given(monkeypatch: pytest.MonkeyPatch, text: str, tmp_path: Path) -> None:
     """Options reach both evaluations; tasks get all presets and those of the average."""
     given: list[argparse.Namespace] = []
-    monkeypatch.setattr(eval_perplexity, "run", given.append)
-    monkeypatch.setattr(eval_tasks, "run", given.append)
+    monkeypatch.setattr(evaluate, "run_perplexity", given.append)
+    monkeypatch.setattr(evaluate, "run_tasks", given.append)
     monkeypatch.setattr(page, "render", lambda *args: [])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     words = ["--text", text, "--output", str(tmp_path / "out"), "--dtype", "float32", "--tokens", "500"]
@@ -173,7 +173,7 @@ def test_what_the_evaluations_are_given(monkeypatch: pytest.MonkeyPatch, text: s
         of_tasks.tasks == list(AVERAGED)
         and of_tasks.preset is None
         and of_tasks.default_presets == tuple(hf_kvquant.PRESETS)
-        and of_tasks.limit == eval_report.LIMIT
+        and of_tasks.limit == evaluate.LIMIT
     )
     assert {each.dtype for each in given} == {"float32"} and of_tasks.inject_outliers is None
 
@@ -269,7 +269,7 @@ def test_a_report_that_fails_leaves_no_folder(
     output.mkdir()
     assert run(capsys, str(narrow), output, *words)[0] == 2 and output.is_dir()
     given: list[argparse.Namespace] = []
-    monkeypatch.setattr(eval_perplexity, "run", given.append)
+    monkeypatch.setattr(evaluate, "run_perplexity", given.append)
     monkeypatch.setattr(page, "render", lambda *args: [])
     assert run(capsys, str(narrow), output, *short(text)[:-4])[0] == 0
     assert given[0].preset is None and "int4-g32" in given[0].default_presets
@@ -316,7 +316,7 @@ def test_missing_packages(
             ["--output", "nowhere/out"],
             "`--output` must be a folder or a new one in a folder that is there, got nowhere",
         ),
-        (["--output", __file__], "test_eval_report.py: a file. Name another."),
+        (["--output", __file__], "test_evaluate.py: a file. Name another."),
         (["--output", "/proc/out"], "must be a folder or a new one in a folder that is there, got /proc/out: no such"),
         (["--render"], "must hold a finished perplexity.json or perplexity_outliers.json, got "),
     ],

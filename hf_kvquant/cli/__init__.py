@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from ..common.version import __version__
 from ..evaluation.errors import Interrupted, Refused, UsageError, named
-from . import calibrate, env, eval_long, eval_perplexity, eval_report, eval_tasks, generate
+from . import calibrate, env, evaluate, generate
 from .arguments import Parser
 
 
@@ -58,15 +58,6 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"hf-kvquant {__version__}")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
-    generate.add_parser(commands)
-    calibrate.add_parser(commands)
-    evaluate = commands.add_parser(
-        "eval",
-        help="measure what presets cost in quality",
-        description="Measure what presets cost in quality, against the unquantised cache in the same run.",
-    )
-    evaluations = evaluate.add_subparsers(required=True, metavar="EVALUATION")
-    for evaluation in (eval_perplexity, eval_tasks, eval_long, eval_report):
-        evaluation.add_parser(evaluations)
-    env.add_parser(commands)
+    for command in (generate, calibrate, evaluate, env):
+        command.add_parser(commands)
     return root

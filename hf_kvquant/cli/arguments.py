@@ -28,7 +28,6 @@ from ..evaluation.preparation import (
     OUTLIER_PAIRS,
     Subject,
     load,
-    prepare,
 )
 from ..patching import patched
 
@@ -291,8 +290,7 @@ def compared_configs(args: argparse.Namespace, *counts: str) -> dict[str, KVQuan
 def load_subject(
     args: argparse.Namespace, configs: Mapping[str, KVQuantConfig], *, default_device: str | None = None
 ) -> Subject:
-    """Load and prepare the model that an evaluation measures, with the configs that fit it."""
+    """Load the model that an evaluation measures, with the configs that fit it. The evaluation prepares it."""
     model, tokenizer = load_placed(args, default_device=default_device)
     fitting = fitting_configs(model, args, configs)
-    settings = prepare(model, tokenizer, args.model, **{name: getattr(args, name) for name in PREPARATION})
-    return Subject(args.model, model, tokenizer, fitting, settings)
+    return Subject(args.model, model, tokenizer, fitting, **{name: getattr(args, name) for name in PREPARATION})

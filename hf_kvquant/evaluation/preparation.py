@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..calibration.smoothing import load_smoothing, smooth_attention
-from ..calibration.smoothing_file import FILE_NAME, SmoothingResult
+from ..calibration.smoothing_file import FILE_NAME
 from ..common.progress import without_bars
 from ..config import KVQuantConfig
 from ..models.hashes import weights_hash
@@ -32,25 +32,6 @@ CALIBRATED_PRESET = "int4"
 
 class CannotInject(UsageError):
     """Nothing can be injected: it is unknown how the model computes its keys, or the number asked for is invalid."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """What an evaluation measures.
-
-    Attributes:
-        name: The model's folder or hub id, as the user typed it.
-        model: On its device, prepared.
-        tokenizer: The model's.
-        configs: By name. The unquantised cache comes first: the others are compared with it.
-        settings: What the settings of a record say about the model.
-    """
-
-    name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    configs: Mapping[str, KVQuantConfig]
-    settings: Mapping[str, Any]
 
 
 def read_text(option: str, name: str, remedy: str = "Name another file.") -> str:
@@ -112,80 +93,84 @@ def load_calibration(model: PreTrainedModel, name: str) -> None:
         print(f"hf-kvquant: warning: {path} is ignored. {error}", file=sys.stderr)
 
 
-def prepare(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    *,
-    inject_outliers: float | None = None,
-    inject_bias: float | None = None,
-    calibrate: str | None = None,
-    calibrate_for: str | None = None,
-) -> dict[str, Any]:
-    """Make a model ready to be measured: load the calibration that is saved with it, inject, then calibrate.
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What an evaluation measures.
 
-    Args:
-        model: Written in place.
+    Attributes:
+        name: The model's folder or hub id, as the user typed it.
+        model: On its device; `prepare` writes it in place.
         tokenizer: The model's.
-        name: Its folder or hub id.
+        configs: By name. The unquantised cache comes first: the others are compared with it.
         inject_outliers: The factor of `inject_key_outliers`; `None` injects none.
         inject_bias: The norm of `inject_key_bias`; `None` injects none.
         calibrate: A text file to calibrate on.
         calibrate_for: The preset to calibrate for.
-
-    Returns:
-        What the settings of a record say about the model.
     """
-    if calibrate_for is not None and calibrate is None:
-        raise UsageError("`--calibrate-for` must come with --calibrate, got it alone. Add --calibrate FILE.")
-    text = None if calibrate is None else read_text("--calibrate", calibrate)
-    load_calibration(model, name)
-    saved = Path(name).expanduser() / FILE_NAME
-    try:
-        if inject_outliers is not None:
-            inject_key_outliers(model, OUTLIER_PAIRS, inject_outliers)
-        if inject_bias is not None:
-            inject_key_bias(model, inject_bias)
-    except (NotImplementedError, TypeError, ValueError) as error:
-        raise CannotInject(f"nothing can be injected into {name}. {error}") from error
-    calibration = None
-    if calibrate is not None and text is not None:
-        preset = calibrate_for or CALIBRATED_PRESET
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    configs: Mapping[str, KVQuantConfig]
+    inject_outliers: float | None = None
+    inject_bias: float | None = None
+    calibrate: str | None = None
+    calibrate_for: str | None = None
+
+    def prepare(self) -> dict[str, Any]:
+        """Make the model ready to be measured: load the calibration that is saved with it, inject, then calibrate.
+
+        Returns what the settings of a record say about the model.
+        """
+        if self.calibrate_for is not None and self.calibrate is None:
+            raise UsageError("`--calibrate-for` must come with --calibrate, got it alone. Add --calibrate FILE.")
+        text = None if self.calibrate is None else read_text("--calibrate", self.calibrate)
+        load_calibration(self.model, self.name)
+        saved = Path(self.name).expanduser() / FILE_NAME
         try:
-            result = smooth_attention(model, tokenizer, [text], preset)
+            if self.inject_outliers is not None:
+                inject_key_outliers(self.model, OUTLIER_PAIRS, self.inject_outliers)
+            if self.inject_bias is not None:
+                inject_key_bias(self.model, self.inject_bias)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise CannotInject(f"nothing can be injected into {self.name}. {error}") from error
+        calibration = None if text is None else self._calibrated(text)
+        return {
+            "model": model_name(self.name),
+            "weights_sample_sha256": weights_hash(self.model),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.model.device.type,
+            "smoothing_sha256": sha256(saved) if saved.is_file() else None,
+            "injected_outliers": self.inject_outliers,
+            "injected_bias": self.inject_bias,
+            "calibration": calibration,
+        }
+
+    def _calibrated(self, text: str) -> dict[str, Any]:
+        """Calibrate the model on a text, and describe it as a record does."""
+        assert self.calibrate is not None
+        preset = self.calibrate_for or CALIBRATED_PRESET
+        try:
+            result = smooth_attention(self.model, self.tokenizer, [text], preset)
         except (MemoryError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             if is_out_of_memory(error):
                 raise UsageError(
-                    f"`--calibrate` must fit into memory, got {calibrate}, which does not. Calibrate with hf-kvquant "
-                    "calibrate and a smaller --window, and evaluate what it saves."
+                    f"`--calibrate` must fit into memory, got {self.calibrate}, which does not. Calibrate with "
+                    "hf-kvquant calibrate and a smaller --window, and evaluate what it saves."
                 ) from error
-            raise UsageError(f"{name} cannot be calibrated. {error}") from error
+            raise UsageError(f"{self.name} cannot be calibrated. {error}") from error
         print(result.report(), file=sys.stderr)
-        calibration = describe(result, Path(calibrate), preset)
-    return {
-        "model": model_name(name),
-        "weights_sample_sha256": weights_hash(model),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-        "smoothing_sha256": sha256(saved) if saved.is_file() else None,
-        "injected_outliers": inject_outliers,
-        "injected_bias": inject_bias,
-        "calibration": calibration,
-    }
-
-
-def describe(result: SmoothingResult, path: Path, preset: str) -> dict[str, Any]:
-    """A calibration, as a record describes it."""
-    return {
-        "data": path.name,
-        "data_sha256": sha256(path),
-        "preset": preset,
-        "tokens": result.num_tokens,
-        "layers": {
-            str(layer.layer_idx): {
-                **{name: getattr(layer, name) for name in ("choice", "placement", "error_before", "error_after")},
-                "has_center": layer.center is not None,
-            }
-            for layer in result.layers
-        },
-    }
+        told = ("choice", "placement", "error_before", "error_after")
+        return {
+            "data": Path(self.calibrate).name,
+            "data_sha256": sha256(Path(self.calibrate)),
+            "preset": preset,
+            "tokens": result.num_tokens,
+            "layers": {
+                str(layer.layer_idx): {
+                    **{name: getattr(layer, name) for name in told},
+                    "has_center": layer.center is not None,
+                }
+                for layer in result.layers
+            },
+        }

@@ -69,7 +69,7 @@ def measure(
         writer.prompt(cell.test, cell.length, cell.depth, 0)
     settings = {
         "evaluation": "long",
-        **subject.settings,
+        **subject.prepare(),
         "presets": {name: config.to_dict() for name, config in subject.configs.items()},
         "samples": options.samples,
         "seed": options.seed,
@@ -77,29 +77,22 @@ def measure(
         "filler": None if filler is None else _sha256(filler),
     }
     record = open_record(output, settings)
-    fill(record, subject, writer, cells, options)
-    return record
-
-
-def fill(record: RunRecord, subject: Subject, writer: Writer, cells: Sequence[Cell], options: Options) -> None:
-    """Fill the record with the cells that it does not have yet, and with a summary of all."""
     missing = [cell for cell in cells if record.get(cell.part) is None]
-    num_tokens = options.samples * sum(cell.length for cell in missing)
-    more = ", or ask for shorter --lengths"
-    with measuring(
-        record, WHERE, num_tokens, unit="token", lower="--batch-size", value=options.batch_size, more=more
-    ) as tell:
+    total, more = options.samples * sum(cell.length for cell in missing), ", or ask for shorter --lengths"
+    size = options.batch_size
+    with measuring(record, WHERE, total, unit="token", lower="--batch-size", value=size, more=more) as tell:
         for number, cell in enumerate(missing, len(cells) - len(missing) + 1):
             tell(doing=f"cell {number} of {len(cells)} ({cell.test} {cell.length:,} at {cell.depth:g} %)")
             parts = []
-            for start in range(0, options.samples, options.batch_size):
-                samples = range(start, min(start + options.batch_size, options.samples))
+            for start in range(0, options.samples, size):
+                samples = range(start, min(start + size, options.samples))
                 prompts = [writer.prompt(cell.test, cell.length, cell.depth, sample) for sample in samples]
                 parts.append(checked_scores(subject.model, prompts, subject.configs))
                 tell(len(prompts) * cell.length)
             record.put(cell.part, {name: joined([part[name] for part in parts]) for name in subject.configs})
         tell(doing="the summary")
         record.put(SUMMARY, summarize(record, cells, subject.configs))
+    return record
 
 
 def checked_scores(

@@ -100,8 +100,9 @@ def _result(record: RunRecord, cell: Cell) -> dict[str, Any]:
     return result
 
 
-def show(console: Console, record: RunRecord, cells: Sequence[Cell], summary: Mapping[str, Any], *, title: str) -> None:
+def show(console: Console, record: RunRecord, cells: Sequence[Cell], *, title: str) -> None:
     """Print a table per test and preset, a summary of all presets, and notes on what they mean."""
+    summary = record.get(SUMMARY) or {}
     depths, lengths, tests = (
         dict.fromkeys(getattr(cell, name) for cell in cells) for name in ("depth", "length", "test")
     )

@@ -9,10 +9,9 @@ them (`pairs.py`), so a result that never read a code cannot pass for a good one
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from ...cache.cache import KVQuantCache
 from ...cache.layers import KVQuantLayer
 from ...config import KVQuantConfig
+from ...models.probing import chunks_of
 from ...patching import patched
-from ...storage.layer_store import LayerStore
 from ...transforms.of_model import key_transforms
 from ..errors import OutOfMemory, is_out_of_memory
 from .pairs import Pairs, count_pairs, expected_pairs, pairs_of
@@ -71,11 +70,10 @@ def compare(
     Args:
         model: Any model that `patch` accepts, patched or not; left unchanged.
         input_ids: `[texts, tokens]` int64. The last token is only predicted, never fed.
-        configs: By name, what to compare: presets, dictionaries or configs.
-        first_chunk: Tokens that fill the cache before the first code is read. They are not scored.
-        chunk_size: Tokens per chunk afterwards; 1 as in `generate`.
-        simulate: Whether to compute all chunks in one forward, without a cache and its kernels (`simulation.py`). This
-            holds all logits of the texts in memory.
+        configs: By name.
+        first_chunk: See `Chunks`. Its tokens are not scored.
+        chunk_size: See `Chunks`; 1 as in `generate`.
+        simulate: See `Chunks`. Simulating holds all logits of the texts in memory.
         on_chunk: Called after each chunk.
 
     Returns:
@@ -102,29 +100,21 @@ def compare(
                 nll = surprise(log_probs, target)
                 pieces[name].append((divergence(reference, log_probs), agrees.cpu(), nll.cpu(), reference_nll.cpu()))
             on_chunk()
-    by_name = {name: _of_texts(stream, pieces[name], fed.shape, first_chunk) for name, stream in streams.items()}
-    return [{name: results[index] for name, results in by_name.items()} for index in range(len(fed))]
-
-
-def _of_texts(
-    stream: Stream, pieces: list[tuple[Tensor, ...]], shape: Sequence[int], first_chunk: int
-) -> list[Fidelity]:
-    """The result of each text under one config, from the scores of its chunks."""
-    num_texts, tokens = shape
-    read, dequantized = (dealt(pairs, num_texts) for pairs in (stream.pairs_read, stream.pairs_dequantized))
-    kld, agrees, nll, reference_nll = (torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True))
-    return [
-        Fidelity(
-            kld=kld[index, first_chunk:],
-            agrees=agrees[index, first_chunk:],
-            nll=nll[index],
-            reference_nll=reference_nll[index],
-            pairs_read=read[index],
-            pairs_expected=stream.pairs_expected(tokens, first_chunk),
-            pairs_dequantized=dequantized[index],
-        )
-        for index in range(num_texts)
-    ]
+    results: list[dict[str, Fidelity]] = [{} for _ in fed]
+    for name, stream in streams.items():
+        read, dequantized = (dealt(pairs, len(fed)) for pairs in (stream.pairs_read, stream.pairs_dequantized))
+        scores = [torch.cat(parts, dim=1) for parts in zip(*pieces[name], strict=True)]
+        for index, (kld, agrees, nll, reference_nll) in enumerate(zip(*scores, strict=True)):
+            results[index][name] = Fidelity(
+                kld=kld[first_chunk:],
+                agrees=agrees[first_chunk:],
+                nll=nll,
+                reference_nll=reference_nll,
+                pairs_read=read[index],
+                pairs_expected=stream.pairs_expected(fed.shape[1], first_chunk),
+                pairs_dequantized=dequantized[index],
+            )
+    return results
 
 
 def dealt(total: int, num_texts: int) -> list[int]:
@@ -152,20 +142,20 @@ class Chunks:
     Attributes:
         first_chunk: Tokens of the first chunk, whose queries see unquantised keys and values.
         chunk_size: Tokens of each later chunk; the last may have fewer.
-        simulate: Whether to compute all chunks in one forward.
+        simulate: Whether to compute all chunks in one forward, without a cache and its kernels (`simulation.py`).
     """
 
     first_chunk: int
     chunk_size: int
     simulate: bool = False
 
-    def forwards(self, tokens: int) -> list[tuple[int, int]]:
-        """Where each forward over a text of so many tokens begins and ends.
+    def fed(self, input_ids: Tensor) -> list[Tensor]:
+        """What each forward over texts (`[texts, tokens]`) is fed.
 
         Raises:
-            ValueError: A chunk has no token, or the text is no longer than the first chunk.
+            ValueError: A chunk has no token, or the texts are no longer than the first chunk.
         """
-        first, size = self.first_chunk, self.chunk_size
+        first, size, tokens = self.first_chunk, self.chunk_size, input_ids.shape[1]
         if first < 1 or size < 1:
             raise ValueError(f"feed: `first_chunk` and `chunk_size` must be positive, got {first} and {size}.")
         if tokens <= first:
@@ -173,14 +163,12 @@ class Chunks:
                 f"feed: `input_ids` must have more than the {first} tokens of the first chunk, got {tokens}. Give a "
                 "longer text or a smaller first chunk."
             )
-        return [(0, tokens)] if self.simulate else list(itertools.pairwise([0, *range(first, tokens, size), tokens]))
+        return [input_ids] if self.simulate else chunks_of(input_ids, first, size)
 
 
-@contextlib.contextmanager
-def route(model: PreTrainedModel, *, simulate: bool) -> Iterator[None]:
+def route(model: PreTrainedModel, *, simulate: bool) -> AbstractContextManager[Any]:
     """Let a model attend to our caches, or to simulated ones, within a `with` block."""
-    with simulated(model) if simulate else patched(model, "none"):
-        yield
+    return simulated(model) if simulate else patched(model, "none")
 
 
 class Stream:
@@ -209,8 +197,7 @@ class Stream:
         if config is None:
             self._cache = DynamicCache(config=model.config)
         elif chunks.simulate:
-            sizes = {"first_chunk": chunks.first_chunk, "chunk_size": chunks.chunk_size}
-            self._cache = simulated_cache(model, config, **sizes)
+            self._cache = simulated_cache(model, config, first_chunk=chunks.first_chunk, chunk_size=chunks.chunk_size)
         else:
             self._cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
         count_pairs(self._cache)
@@ -242,11 +229,6 @@ class Stream:
         """The cache layers that may be quantised, simulated ones included."""
         return [layer for layer in self._cache.layers if isinstance(layer, (KVQuantLayer, SimulatedLayer))]
 
-    @property
-    def storages(self) -> list[LayerStore]:
-        """The storages of the layers whose cache is ours."""
-        return self._cache.storages if isinstance(self._cache, KVQuantCache) else []
-
     def pairs_expected(self, tokens: int, first_chunk: int) -> int:
         """Pairs to read from codes per text, once the whole text is fed."""
         return expected_pairs(self._model, self._cache, tokens, first_chunk)
@@ -259,6 +241,6 @@ def feed(model: PreTrainedModel, input_ids: Tensor, cache: Cache, chunks: Chunks
     Yields:
         `[texts, q_len, vocab_size]` float32 per forward: log-probabilities of the next token, new memory.
     """
-    for start, stop in chunks.forwards(input_ids.shape[1]):
-        output = model(input_ids=input_ids[:, start:stop], past_key_values=cache, use_cache=True)
+    for chunk in chunks.fed(input_ids):
+        output = model(input_ids=chunk, past_key_values=cache, use_cache=True)
         yield output.logits.float().log_softmax(-1)

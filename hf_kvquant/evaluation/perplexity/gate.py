@@ -60,30 +60,25 @@ class Written:
         Args:
             stream: Not started yet; the same text and config each time. The first one feeds single tokens.
         """
-        wrap = _replaced
-        if not self._layers:
-            wrap = _recorded
-            self._layers = [[] for _ in stream.layers]
+        is_first = not self._layers
+        self._layers = self._layers or [[] for _ in stream.layers]
         for layer, tokens in zip(stream.layers, self._layers, strict=True):
-            layer.__dict__["update"] = wrap(layer.update, tokens)
+            layer.__dict__["update"] = _shared(layer.update, tokens, is_first)
 
 
-def _recorded(update: Callable[..., Any], tokens: list[tuple[Tensor, Tensor]]) -> Callable[..., Any]:
-    def record(key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        tokens.append((key, value))
-        return update(key, value, *args, **kwargs)
-
-    return record
-
-
-def _replaced(update: Callable[..., Any], tokens: list[tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+def _shared(update: Callable[..., Any], tokens: list[tuple[Tensor, Tensor]], is_first: bool) -> Callable[..., Any]:
+    """The `update` of a cache layer, which writes to `tokens` first, or takes what was written there."""
     left = iter(tokens)
 
-    def replace(key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        keys, values = zip(*itertools.islice(left, key.shape[2]), strict=True)
-        return update(torch.cat(keys, dim=2), torch.cat(values, dim=2), *args, **kwargs)
+    def shared(key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if is_first:
+            tokens.append((key, value))
+        else:
+            keys, values = zip(*itertools.islice(left, key.shape[2]), strict=True)
+            key, value = torch.cat(keys, dim=2), torch.cat(values, dim=2)
+        return update(key, value, *args, **kwargs)
 
-    return replace
+    return shared
 
 
 @torch.inference_mode()
@@ -93,7 +88,9 @@ def log_probs(
     name: str,
     config: KVQuantConfig | None,
     chunks: Chunks,
+    *,
     written: Written | None = None,
+    on_chunk: Callable[[Stream], Any] = lambda stream: None,
 ) -> Tensor:
     """Log-probabilities of a whole text (`[1, tokens]`) under one config, `[tokens, vocab_size]`.
 
@@ -104,26 +101,31 @@ def log_probs(
         config: `None` is transformers' own, unquantised cache.
         chunks: How the text is fed.
         written: Keys and values to share with other runs of this text and config; `None` shares nothing.
+        on_chunk: Called with the stream after each chunk.
     """
     with route(model, simulate=chunks.simulate):
         stream = Stream(model, ids, config, chunks, name=name)
         if written is not None:
             written.share(stream)
-        return torch.cat(list(stream), dim=1)[0]
+        pieces = []
+        for piece in stream:
+            pieces.append(piece[0])
+            on_chunk(stream)
+        return torch.cat(pieces)
 
 
 @torch.inference_mode()
 def check_counting(model: PreTrainedModel, ids: Tensor, configs: Mapping[str, KVQuantConfig]) -> None:
     """Check, on the first tokens of a text (`[1, tokens]`), that caches count the pairs that the op serves."""
     for name, config in configs.items():
-        with route(model, simulate=False), PairCounter() as seen:
-            stream = Stream(model, ids[:, :COUNTED_TOKENS], config, Chunks(FIRST_CHUNK, COUNTED_CHUNK), name=name)
-            for _ in stream:
-                pass
-        if stream.pairs_read != seen.pairs:
+        streams: list[Stream] = []
+        chunks = Chunks(FIRST_CHUNK, COUNTED_CHUNK)
+        with PairCounter() as seen:
+            log_probs(model, ids[:, :COUNTED_TOKENS], name, config, chunks, on_chunk=streams.append)
+        if streams[-1].pairs_read != seen.pairs:
             raise Refused(
                 f"preset {name} must count the {seen.pairs} (query, token) pairs that the op serves, got "
-                f"{stream.pairs_read}. A bug, please report it."
+                f"{streams[-1].pairs_read}. A bug, please report it."
             )
 
 
@@ -196,7 +198,7 @@ def _modes(
     written = Written()
 
     def run(chunk_size: int, *, simulate: bool = False) -> Tensor:
-        return log_probs(model, ids, name, config, Chunks(FIRST_CHUNK, chunk_size, simulate), written)
+        return log_probs(model, ids, name, config, Chunks(FIRST_CHUNK, chunk_size, simulate), written=written)
 
     decode, chunked = run(1), run(chunk)
     knows_chunks = config.key.block_size is not None or config.residual_length > 0
@@ -253,23 +255,19 @@ def run_controls(model: PreTrainedModel, ids: Tensor, configs: Mapping[str, KVQu
     return found
 
 
-@torch.inference_mode()
 def permuted(model: PreTrainedModel, ids: Tensor, name: str, config: KVQuantConfig) -> Tensor:
     """Log-probabilities with scales and zeros moved to other tokens, `[tokens, vocab_size]`.
 
     Where a channel has one scale for a block of tokens, scales move to other channels.
     """
-    with route(model, simulate=False):
-        stream = Stream(model, ids, config, Chunks(FIRST_CHUNK, 1), name=name)
-        pieces = []
-        for piece in stream:
-            pieces.append(piece[0])
-            for storage in stream.storages:
-                for planes in storage.planes:
-                    for plane in (planes.scale, planes.zero):
-                        if plane is not None:
-                            plane[..., : storage.length] = plane[..., : storage.length].roll(1, -1)
-        return torch.cat(pieces)
+
+    def permute(stream: Stream) -> None:
+        for storage in (layer.storage for layer in stream.layers):
+            for plane in (plane for planes in storage.planes for plane in (planes.scale, planes.zero)):
+                if plane is not None:
+                    plane[..., : storage.length] = plane[..., : storage.length].roll(1, -1)
+
+    return log_probs(model, ids, name, config, Chunks(FIRST_CHUNK, 1), on_chunk=permute)
 
 
 def mean(values: Tensor) -> float:

@@ -30,7 +30,7 @@ from ..measuring.pairs import check_pairs
 from ..measuring.simulation import why_not_simulated
 from ..preparation import Subject, source_of
 from ..records import RunRecord, measuring, open_record
-from .gate import check_modes, gate_text, run_controls
+from .gate import check_modes, gate_text, mean, run_controls
 from .keys import key_magnitudes
 from .results import of_segment, summarize
 from .segments import FIRST_CHUNK, Segments, cut
@@ -72,12 +72,13 @@ def measure(
     model, configs = subject.model, subject.configs
     ids = subject.tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     segments = cut(ids, model, window=options.window, stride=options.stride, tokens=options.tokens)
+    prepared = subject.prepare()  # before it runs, since transforms found earlier do not fit changed weights
     unsimulated = why_not_simulated(model)
     modes = modes_of(options.mode, unsimulated, subject.name)
     dtype = stored_dtype(model, subject.name)
     settings = {
         "evaluation": "perplexity",
-        **subject.settings,
+        **prepared,
         "tokens_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
         "stored_dtype": str(dtype).removeprefix("torch."),
         "source": source,
@@ -123,24 +124,23 @@ class Run:
     options: Options
     can_simulate: bool
 
-    def checks(self) -> list[Step]:
+    def checks(self) -> Iterator[Step]:
         """The checks that come before any number."""
         model, configs = self.subject.model, self.subject.configs
         text = gate_text(self.segments.ids, configs).to(model.device)
+        what = "the check of modes"
 
         def gate(tell: Tell) -> None:
             def say(name: str) -> None:
-                tell(doing=f"the check of modes, {name}")
+                tell(doing=f"{what}, {name}")
 
-            def check() -> dict[str, Any]:
-                return check_modes(model, text, configs, self.options.chunk, can_simulate=self.can_simulate, say=say)
+            options: dict[str, Any] = {"can_simulate": self.can_simulate, "say": say}
+            self.record.fill("gate", lambda: check_modes(model, text, configs, self.options.chunk, **options))
 
-            self.record.fill("gate", check)
-
-        def control(tell: Tell) -> None:
-            self.record.fill("controls", lambda: run_controls(model, text, configs))
-
-        return [("the check of modes", gate), *([("the controls", control)] if self.options.controls else [])]
+        yield what, gate
+        if self.options.controls:
+            controls = functools.partial(run_controls, model, text, configs)
+            yield "the controls", lambda tell: self.record.fill("controls", controls)
 
     def segments_in(self, mode: str, sizes: Mapping[str, Mapping[str, Any]]) -> Iterator[Step]:
         """The segments to measure in one mode, as many in one step as memory allows."""
@@ -153,8 +153,8 @@ class Run:
 
     def measure_segments(self, mode: str, indices: Sequence[int], tell: Tell) -> None:
         """Measure some segments in one forward per chunk."""
-        ids = self.segments.ids[indices]
-        compared = self.compare(ids, self.subject.configs, tell, simulate=mode == "simulated", decode=mode == "decode")
+        size = 1 if mode == "decode" else self.options.chunk
+        compared = self.compare(self.segments.ids[indices], self.subject.configs, size, mode == "simulated", tell)
         for index, results in zip(indices, compared, strict=True):
             begin = self.segments.begins[index]
             # A segment that overlaps the previous one scores only its new tokens.
@@ -164,16 +164,13 @@ class Run:
 
     def details(self, text: str) -> Iterator[Step]:
         """The divergence of the first segment with one layer quantised at a time, and its keys."""
-        cache = KVQuantCache(self.subject.model.config, UNQUANTIZED)
-        for index, layer in enumerate(cache.layers):
+        model = self.subject.model
+        for index, layer in enumerate(KVQuantCache(model.config, UNQUANTIZED).layers):
             if isinstance(layer, KVQuantLayer):
                 yield f"layer {index} alone", functools.partial(self.measure_layer, index)
-
-        def measure_keys(tell: Tell) -> None:
-            model, ids = self.subject.model, self.segments.ids[:1]
-            self.record.fill("keys", lambda: key_magnitudes(model, self.subject.tokenizer, text, ids.to(model.device)))
-
-        yield "keys", measure_keys
+        ids = self.segments.ids[:1].to(model.device)
+        keys = functools.partial(key_magnitudes, model, self.subject.tokenizer, text, ids)
+        yield "keys", lambda tell: self.record.fill("keys", keys)
 
     def measure_layer(self, index: int, tell: Tell) -> None:
         """Quantise one layer alone: simulated, or in chunks if the model cannot be simulated."""
@@ -185,22 +182,20 @@ class Run:
             for name, config in self.subject.configs.items()
             if name != UNQUANTIZED
         }
-        (compared,) = self.compare(self.segments.ids[:1, :LAYER_TOKENS], configs, tell, simulate=self.can_simulate)
+        ids = self.segments.ids[:1, :LAYER_TOKENS]
+        (compared,) = self.compare(ids, configs, self.options.chunk, self.can_simulate, tell)
+        found = {}
         for name, each in compared.items():
             check_pairs(f"preset {name}", each)
-        found = {
-            name: {"kld": float(each.kld.double().mean()), "tokens": len(each.kld)} for name, each in compared.items()
-        }
+            found[name] = {"kld": mean(each.kld), "tokens": len(each.kld)}
         self.record.put("layers", {**known, str(index): found})
 
     def compare(
-        self, ids: Tensor, configs: Mapping[str, Any], tell: Tell, *, simulate: bool, decode: bool = False
+        self, ids: Tensor, configs: Mapping[str, KVQuantConfig], chunk_size: int, simulate: bool, tell: Tell
     ) -> list[dict[str, Fidelity]]:
         """Compare configs on some segments, `[segments, tokens]` int64."""
-        model = self.subject.model
-        size = 1 if decode else self.options.chunk
-        how: dict[str, Any] = {"first_chunk": FIRST_CHUNK, "chunk_size": size, "simulate": simulate}
-        return compare(model, ids.to(model.device), configs, on_chunk=tell, **how)
+        how: dict[str, Any] = {"first_chunk": FIRST_CHUNK, "chunk_size": chunk_size, "simulate": simulate}
+        return compare(self.subject.model, ids.to(self.subject.model.device), configs, on_chunk=tell, **how)
 
 
 def segments_at_once(model: PreTrainedModel, length: int, sizes: Mapping[str, Mapping[str, Any]]) -> int:
@@ -216,10 +211,7 @@ def segments_at_once(model: PreTrainedModel, length: int, sizes: Mapping[str, Ma
 
 
 def modes_of(mode: str, unsimulated: str | None, name: str) -> tuple[str, ...]:
-    """The modes to run of a model that cannot be simulated for the given reason, or can (`None`).
-
-    If it cannot, a line on stderr says why.
-    """
+    """The modes to run of a model that cannot be simulated for the given reason, or can (`None`)."""
     if unsimulated is None:
         return MODES if mode == "all" else (mode,)
     if mode == "simulated":
@@ -244,20 +236,19 @@ def sizes_of(
 ) -> dict[str, dict[str, Any]]:
     """Bits per cached value and bytes per token under each config, over the layers whose cache can be quantised.
 
-    The model is run on one token, to learn the shapes of its keys and values. What is not quantised has the given
-    dtype.
+    One token teaches the shapes of keys and values. What is not quantised has the given dtype.
     """
     cache = KVQuantCache(model.config, UNQUANTIZED)
     with patched(model, UNQUANTIZED):
         model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
-    sides = [
-        (side, storage.shape[1], head_dim)
-        for storage in cache.storages
-        for side, head_dim in zip(("key", "value"), storage.shape[2:], strict=True)
-    ]
-    num_values = sum(num_kv_heads * head_dim for _, num_kv_heads, head_dim in sides)
+    shapes = [storage.shape for storage in cache.storages]  # of keys and values: batch, num_kv_heads, head_dims
+    num_values = sum(num_kv_heads * sum(head_dims) for _, num_kv_heads, *head_dims in shapes)
     sizes = {}
     for name, config in configs.items():
-        num_bytes = sum(getattr(config, side).bytes_per_token(*shape, dtype) for side, *shape in sides)
+        num_bytes = sum(
+            side.bytes_per_token(num_kv_heads, head_dim, dtype)
+            for _, num_kv_heads, *head_dims in shapes
+            for side, head_dim in zip((config.key, config.value), head_dims, strict=True)
+        )
         sizes[name] = {"bits_per_value": 8 * num_bytes / num_values, "bytes_per_token": num_bytes}
     return sizes

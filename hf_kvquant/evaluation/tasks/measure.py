@@ -128,7 +128,7 @@ def described(subject: Subject) -> dict[str, Any]:
         "lm_eval": lm_eval.__version__,
         "revision": getattr(subject.model.config, "_commit_hash", None),
         "weights_sha256": {path.name: sha256(path) for path in weights},
-        **subject.settings,
+        **subject.prepare(),
     }
 
 
