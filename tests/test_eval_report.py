@@ -316,7 +316,7 @@ def test_missing_packages(
             ["--output", "nowhere/out"],
             "`--output` must be a folder or a new one in a folder that is there, got nowhere",
         ),
-        (["--output", __file__], "test_evaluate.py: a file. Name another."),
+        (["--output", __file__], "test_eval_report.py: a file. Name another."),
         (["--output", "/proc/out"], "must be a folder or a new one in a folder that is there, got /proc/out: no such"),
         (["--render"], "must hold a finished perplexity.json or perplexity_outliers.json, got "),
     ],

@@ -355,7 +355,7 @@ def measure_report(args: argparse.Namespace, folder: Path, kinds: list[str]) -> 
         if kind == page.OUTLIERS:
             more["inject_outliers"] = OUTLIER_FACTOR
         elif kind == page.TASKS:
-            name, more = "tasks", {"tasks": data.AVERAGED}  # whose average the page shows
+            name, more = "tasks", {"tasks": list(data.AVERAGED)}  # whose average the page shows
         parser = argparse.ArgumentParser(prog="hf-kvquant")
         add_parser(parser.add_subparsers())
         options = vars(parser.parse_args(["eval", name, args.model]))

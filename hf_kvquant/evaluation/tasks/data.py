@@ -45,12 +45,9 @@ def described_fields() -> str:
 
 
 def checked_names(names: Sequence[str] | None, data: str | None) -> list[str]:
-    """The tasks to run, each once.
+    """The tasks to run, each once, of names as typed, also several with commas between them.
 
-    Args:
-        names: As typed: names, or several with commas between them. `None` takes all offline tasks that have a file;
-            without `data`, those of the average.
-        data: The folder of `--data`, if given.
+    `None` takes those of the average; with `data`, the folder of `--data`, all offline tasks that have a file.
     """
     known = offline_names() if data is not None else lm_eval_names()
     # If there is no file at all, all names are kept, and `check_data` reports the missing files.
@@ -70,10 +67,7 @@ def lm_eval_names() -> list[str]:
 
 
 def load_tasks(names: Sequence[str], data: str | None) -> dict[str, Any]:
-    """lm-eval's task objects by name. Groups and tags are resolved into their tasks.
-
-    `data` is the folder of the JSON lines; `None` lets lm-eval download its own data.
-    """
+    """lm-eval's task objects by name; a group or tag becomes its tasks. Without `data`, lm-eval downloads its own."""
     specs = list(names) if data is None else [_offline_spec(name, Path(data)) for name in names]
     manager = _manager(with_defaults=data is None)
     tasks: dict[str, Any] = {}

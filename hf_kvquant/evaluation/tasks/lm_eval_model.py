@@ -14,7 +14,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,10 +47,9 @@ class CannotScore(ValueError):
 
 @contextlib.contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Keep PyTorch's attention from using cuDNN; other backends stay as they are.
+    """Keep PyTorch's attention from using cuDNN, which builds a plan for every new batch size and number of tokens.
 
-    On Hopper, PyTorch 2.11 and later tries cuDNN first, which builds a plan for every new batch size and number of
-    tokens. Generation reuses plans; scoring mostly meets new shapes.
+    Scoring mostly meets new shapes. On Hopper, PyTorch 2.11 and later tries cuDNN first.
     """
     was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -139,10 +138,8 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether it is the greedy one.
 
-        Args:
-            requests: Texts (`None` within a rolling one), context tokens, continuation tokens.
-            disable_tqdm: Whether to hide progress.
-            override_bs: Given for the segments of rolling texts, which come in batches. They show no progress.
+        A request has the texts (`None` within a rolling one), then the tokens of context and continuation.
+        `override_bs` is given for the segments of rolling texts, which come in batches and show no progress.
         """
         # Continuations that differ only in their last token (such as yes and no) are fed once.
         waiting: dict[Row, list[int]] = {}
@@ -157,7 +154,10 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         is_quiet = disable_tqdm or self.rank != 0 or override_bs is not None
         with show_progress("log-likelihoods", len(requests), unit="item", is_shown=not is_quiet) as tell:
-            for rows in self._batches(waiting):
+            # Padded only where that does not change scores.
+            num_layers = int(text_config_of(self.model).num_hidden_layers)
+            max_padded = max_padded_length([self.quant_config.formats(index) for index in range(num_layers)])
+            for rows in batches(waiting, self.batch_size, max_padded):
                 scored = self._decode(rows) if self.mode == "decode" else self._simulate(rows)
                 for row, (token_log_probs, is_greedy, last) in zip(rows, scored, strict=True):
                     best = int(last.argmax())
@@ -170,12 +170,6 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
                 tell(sum(len(waiting[row]) for row in rows))
         return results
 
-    def _batches(self, rows: Iterable[Row]) -> Iterator[list[Row]]:
-        """Batches of rows, padded only where padding does not change scores."""
-        num_layers = int(text_config_of(self.model).num_hidden_layers)
-        formats = [self.quant_config.formats(index) for index in range(num_layers)]
-        return batches(rows, self.batch_size, max_padded_length(formats))
-
     @torch.inference_mode()
     def _decode(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:
         """Score rows through the cache. Returns what `_scores` returns."""
@@ -183,12 +177,11 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         # Rows with the same context fill the cache once, and each then gets a copy. Only our own layers without a state
         # are copied like this.
         can_share = all(isinstance(layer, KVQuantLayer) and not layer.holds_state for layer in cache.layers)
-        holders = list({row.context: row for row in rows}.values()) if can_share else rows
-        firsts = [row.context[: row.first_chunk] for row in holders]
-        places = {row.context: index for index, row in enumerate(holders)}
-        place = torch.tensor(
-            [places[row.context] if can_share else index for index, row in enumerate(rows)], device=self.device
-        )
+        keys = [row.context if can_share else index for index, row in enumerate(rows)]
+        holders = dict(zip(keys, rows, strict=True))
+        places = {key: place for place, key in enumerate(holders)}
+        place = torch.tensor([places[key] for key in keys], device=self.device)
+        firsts = [row.context[: row.first_chunk] for row in holders.values()]
         width = max(map(len, firsts))
         pads = [width - len(first) for first in firsts]
         ids = self._table([(0,) * pad + first for pad, first in zip(pads, firsts, strict=True)])
@@ -241,14 +234,10 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
 
     @without_cudnn_attention()
     def _forward(self, cache: Cache, ids: Tensor, mask: Tensor | None, positions: Tensor, **options: Any) -> Tensor:
-        """Logits of one chunk, `[batch, q_len, vocab_size]`; fewer columns if the model supports `logits_to_keep`.
+        """Logits of one chunk (`ids` and `positions`, `[batch, q_len]` int64), `[batch, q_len, vocab_size]`.
 
-        Args:
-            cache: The cache to which the chunk is written.
-            ids: `[batch, q_len]` int64.
-            mask: `[batch, old and new tokens]` int64, 0 for left padding; `None` without padding.
-            positions: `[batch or 1, q_len]` int64.
-            **options: `logits_to_keep`, left out if the model does not take it.
+        `mask` is `[batch, old and new tokens]` int64, 0 for left padding; `None` without padding. With the option
+        `logits_to_keep`, models that take it return fewer columns. `positions` may have one row for all.
         """
         options["position_ids"] = positions.expand(ids.shape[0], -1)
         with torch.autocast(
@@ -267,12 +256,9 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
     def _scores(
         self, pieces: Iterator[Tensor], begins: Sequence[int], rows: Sequence[Row]
     ) -> list[tuple[Tensor, bool, Tensor]]:
-        """Reduce logits that come in pieces to what scores need.
+        """Reduce logits that come in pieces, `[rows, columns, vocab_size]` with consecutive columns.
 
-        Args:
-            pieces: `[rows, columns, vocab_size]` each, consecutive columns.
-            begins: Per row, the column that predicts the first token of the continuation.
-            rows: The rows that were fed.
+        `begins` has the column of each row that predicts the first token of its continuation.
 
         Returns:
             Per row, in float32: the log-probabilities of the continuation's tokens without the last, `[fed]`; whether

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -30,11 +29,8 @@ WHERE = "eval tasks"
 
 
 def ready(tasks: Sequence[str] | None, data: str | None) -> list[str]:
-    """The names of the tasks to run, once everything but the model is known to be there. The arguments are as typed.
-
-    With a folder of data, the Hugging Face libraries are told not to use the network.
-    """
-    if data is not None:
+    """The names of the tasks to run, once everything but the model is known to be there. The arguments are as typed."""
+    if data is not None:  # no network for the Hugging Face libraries
         os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     try:
         import datasets
@@ -68,9 +64,10 @@ def measure(
 ) -> dict[tuple[str, str], Part] | None:
     """Run tasks under every preset, and keep the results in the file `output`, or in memory.
 
-    Returns:
-        Results by task and preset. `None` in a process that does not collect the results of the others.
+    Returns the results by task and preset; `None` in a process that does not collect the results of the others.
     """
+    import lm_eval
+
     from .lm_eval_model import CannotScore, KVQuantLM
 
     tokenizer, configs, data = subject.tokenizer, subject.configs, options.data
@@ -80,9 +77,20 @@ def measure(
             f"{subject.name} without. Set bos_token or eos_token in its tokenizer_config.json."
         )
     # Not tasks and presets: a later run may add some to the file.
-    settings = {"mode": options.mode, "limit": options.limit, "is_offline": data is not None}
-    settings |= {name: getattr(options, name) for name in WINDOWS}  # they change what every preset means
-    record = open_record(output, {**described(subject), **settings})
+    settings = {
+        "evaluation": "tasks",
+        "lm_eval": lm_eval.__version__,
+        "revision": getattr(subject.model.config, "_commit_hash", None),
+        "weights_sha256": {
+            path.name: sha256(path) for path in sorted(Path(subject.name).expanduser().glob("*.safetensors"))
+        },
+        **subject.prepare(),
+        "mode": options.mode,
+        "limit": options.limit,
+        "is_offline": data is not None,
+        **{name: getattr(options, name) for name in WINDOWS},  # they change what every preset means
+    }
+    record = open_record(output, settings)
     tasks = load_tasks(names, data)
     hashes = {name: None if data is None else sha256(data_file(name, data)) for name in tasks}
     try:
@@ -114,22 +122,8 @@ def measure(
                 record.put(part_name(name, preset), {**result, "data_sha256": hashes[name]})
     if lm.rank != 0:
         return None
-    found = {(name, preset): record.get(part_name(name, preset)) for name in tasks for preset in configs}
+    found = {key: record.get(part_name(*key)) for key in itertools.product(tasks, configs)}
     return {key: part for key, part in found.items() if part is not None}
-
-
-def described(subject: Subject) -> dict[str, Any]:
-    """What the settings of a record say about lm-eval and the model."""
-    import lm_eval
-
-    weights = sorted(Path(subject.name).expanduser().glob("*.safetensors"))
-    return {
-        "evaluation": "tasks",
-        "lm_eval": lm_eval.__version__,
-        "revision": getattr(subject.model.config, "_commit_hash", None),
-        "weights_sha256": {path.name: sha256(path) for path in weights},
-        **subject.prepare(),
-    }
 
 
 def this_process_device() -> str | None:

@@ -53,9 +53,7 @@ def by_task_and_preset(parts: Mapping[str, Part]) -> dict[tuple[str, str], Part]
 def evaluate(lm: Any, name: str, task: Any, limit: int | None) -> dict[str, Any] | None:
     """Run one of lm-eval's tasks on a model, under the preset that it has, on all items or the first `limit`.
 
-    Returns:
-        The part of the results file: aggregates, counters, and values per item. `None` in a process of lm-eval that
-        does not collect the results.
+    Returns a part of a record; `None` in a process of lm-eval that does not collect the results.
     """
     import lm_eval
 
@@ -74,13 +72,12 @@ def evaluate(lm: Any, name: str, task: Any, limit: int | None) -> dict[str, Any]
         if key.endswith(f",{samples[0]['filter']}") and "_stderr" not in key and isinstance(value, (int, float))
     }
     items = item_values(task, samples)
-    errors = {metric: standard_error(metric, value, items) for metric, value in metrics.items()}
     return {
         "task": name,
         "preset": lm.quant_config.to_dict(),
         "num_items": len(samples),
         "metrics": metrics,
-        "standard_errors": errors,
+        "standard_errors": {metric: standard_error(metric, value, items) for metric, value in metrics.items()},
         "pairs_read": lm.pairs_read,
         "pairs_expected": lm.pairs_expected,
         "pairs_dequantized": lm.pairs_dequantized,
@@ -90,13 +87,11 @@ def evaluate(lm: Any, name: str, task: Any, limit: int | None) -> dict[str, Any]
 
 
 def item_values(task: Any, samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The values kept per item. Each is a list over items; a task has only some of them.
+    """The values kept per item, in lists over items; a task has only some of them.
 
-    Returns:
-        - One list of 0 or 1 per accuracy metric.
-        - `answer`: the choice taken, whether the continuation is the greedy one (0 or 1), or the generated text.
-        - `gold_log_likelihood`: of the right choice or of the text, in nats.
-        - `words` and `bytes`: of texts that are scored whole.
+    Accuracy metrics are 0 or 1. `answer` is the choice taken, whether the continuation is the greedy one (0 or 1), or
+    the generated text; `gold_log_likelihood` that of the right choice or of the text, in nats. Texts that are scored
+    whole have numbers of `words` and `bytes`.
     """
     items: dict[str, list[Any]] = {
         metric: [int(sample[metric]) for sample in samples] for metric in _ACCURACIES if metric in samples[0]["metrics"]
@@ -109,16 +104,18 @@ def item_values(task: Any, samples: Sequence[Mapping[str, Any]]) -> dict[str, li
             items["gold_log_likelihood"] = [
                 round(row[index], 6) for row, index in zip(scores, gold, strict=True) if index is not None
             ]
-    elif task.OUTPUT_TYPE == "loglikelihood":
-        items["answer"] = [int(sample["filtered_resps"][0][1]) for sample in samples]
-        items["gold_log_likelihood"] = [round(float(sample["filtered_resps"][0][0]), 6) for sample in samples]
+        return items
+    found = [sample["filtered_resps"][0] for sample in samples]
+    if task.OUTPUT_TYPE == "loglikelihood":
+        items["answer"] = [int(is_greedy) for _, is_greedy in found]
+        items["gold_log_likelihood"] = [round(float(value), 6) for value, _ in found]
     elif task.OUTPUT_TYPE == "loglikelihood_rolling":
-        items["gold_log_likelihood"] = [round(float(sample["filtered_resps"][0]), 6) for sample in samples]
+        items["gold_log_likelihood"] = [round(float(value), 6) for value in found]
         for metric, unit in _PER_UNIT.items():
             if metric in samples[0]["metrics"]:
                 items[unit] = [int(sample[metric][1]) for sample in samples]
     elif task.OUTPUT_TYPE == "generate_until":
-        items["answer"] = [str(sample["filtered_resps"][0]) for sample in samples]
+        items["answer"] = list(map(str, found))
     return items
 
 
@@ -133,10 +130,7 @@ def gold_index(task: Any, sample: Mapping[str, Any]) -> int | None:
 
 
 def standard_error(metric: str, value: float, items: Mapping[str, Sequence[Any]]) -> float | None:
-    """The standard error of an aggregate over items.
-
-    `None` unless it is a mean, a ratio of sums, or a function of one.
-    """
+    """The standard error of an aggregate over items; `None` unless it is a mean, a ratio of sums, or made from one."""
     if metric in items:
         return mean_and_error(items[metric])[1]
     if metric == "perplexity" and "gold_log_likelihood" in items:
@@ -155,17 +149,11 @@ def standard_error(metric: str, value: float, items: Mapping[str, Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Average:
-    """The zero-shot average of a preset, with 95 % intervals from resampling items within tasks. All between 0 and 1.
+    """The zero-shot average of a preset, with 95 % intervals from resampling items within tasks. All between 0 and 1."""
 
-    Attributes:
-        value: Mean accuracy over tasks.
-        interval: Its interval.
-        change: `value` minus that of the unquantised cache on the same items; `None` for the unquantised cache.
-        change_interval: Interval of the change.
-    """
-
-    value: float
+    value: float  # mean accuracy over tasks
     interval: tuple[float, float]
+    # Of the change from the unquantised cache on the same items, which itself has none.
     change: float | None = None
     change_interval: tuple[float, float] | None = None
 
