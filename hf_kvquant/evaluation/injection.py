@@ -13,21 +13,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..calibration.folding import scale_keys
-from ..calibration.layout import LayerLayout, find_layouts
+from ..calibration.layout import find_layouts
 from ..calibration.origins import Scalable
 
 
 def inject_key_outliers(
     model: PreTrainedModel, pairs_per_head: int = 3, factor: float = 10.0, *, seed: int = 0
 ) -> dict[int, Tensor]:
-    """Enlarge some channels of every layer's keys, and shrink the same channels of queries, through the weights.
+    """Multiply some channels of every layer's keys by a factor and divide those of queries, through the weights.
 
-    Args:
-        model: Written in place. If `factor` is a power of two, its logits stay the same to the bit, else nearly.
-        pairs_per_head: How many groups of channels to enlarge per key-value head. A group is a RoPE pair, or one
-            channel where nothing is rotated. Heads that share a norm get the same groups.
-        factor: Multiplies the chosen channels of keys.
-        seed: Seed for the choice of channels.
+    If `factor` is a power of two, logits stay the same to the bit, else nearly. Per key-value head, `pairs_per_head`
+    groups of channels are drawn. A group is a RoPE pair, or one channel where nothing is rotated. Heads that share a
+    norm get the same groups.
 
     Returns:
         Per layer, `[num_kv_heads, head_dim]` float32: the multiplier of each key channel.
@@ -61,15 +58,11 @@ def inject_key_outliers(
 
 
 def inject_key_bias(model: PreTrainedModel, norm: float = 100.0) -> dict[int, Tensor]:
-    """Add a large constant to every layer's keys, in the pair of channels that RoPE turns slowest.
+    """Add a constant of this norm to every layer's key heads, in the pair of channels that RoPE turns slowest.
 
     The logits change a little, since even a slow pair turns. If some channels are not rotated, one of them gets the
-    bias instead, and only rounding changes.
-
-    Args:
-        model: Written in place. A projection without a bias gets one, so the model no longer fits the config that
-            `save_pretrained` would write.
-        norm: Norm of the added bias per key-value head.
+    bias instead, and only rounding changes. A projection without a bias gets one, so the model no longer fits the
+    config that `save_pretrained` would write.
 
     Returns:
         Per layer, `[num_kv_heads, head_dim]` float32: the added bias, before RoPE.
@@ -87,17 +80,11 @@ def inject_key_bias(model: PreTrainedModel, norm: float = 100.0) -> dict[int, Te
     generator = torch.Generator().manual_seed(0)
     injected = {}
     for index, layout in layouts.items():
-        added = _slowest(layout) * torch.randn(layout.ties.shape, generator=generator)
-        added = norm * nn.functional.normalize(added, dim=1)
-        _add_bias(model.get_submodule(layout.key.name), layout.key, added)
-        injected[index] = added
+        slowest = layout.ties.gather(1, layout.turn.argmin(1, keepdim=True))
+        added = (layout.ties == slowest) * torch.randn(layout.ties.shape, generator=generator)
+        injected[index] = norm * nn.functional.normalize(added, dim=1)
+        _add_bias(model.get_submodule(layout.key.name), layout.key, injected[index])
     return injected
-
-
-def _slowest(layout: LayerLayout) -> Tensor:
-    """1 for the channels of each head's slowest group of channels, 0 elsewhere: `[num_kv_heads, head_dim]`."""
-    slowest = layout.turn.argmin(1, keepdim=True)
-    return (layout.ties == layout.ties.gather(1, slowest)).float()
 
 
 def _add_bias(module: nn.Module, scalable: Scalable, added: Tensor) -> None:

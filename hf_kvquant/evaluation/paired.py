@@ -1,7 +1,6 @@
-"""Statistics of two runs over the same items, with and without quantisation. Pure functions of numbers.
+"""Statistics of two runs over the same items, with and without quantisation.
 
-Because both runs answer the same items, their difference varies far less than that of two independent samples: only
-items whose answer changes count.
+Their difference varies far less than that of two independent samples: only items whose answer changes count.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ class PairedAccuracy(NamedTuple):
 
 
 def paired_accuracy(correct: Sequence[float], reference: Sequence[float]) -> PairedAccuracy:
-    """Compare two runs over the same items, 0 or 1 per item.
-
-    Raises:
-        ValueError: There are no items, or the runs have different numbers of them.
-    """
+    """Compare two runs over the same items, 0 or 1 per item. Raises `ValueError` unless there are as many, and any."""
     num_items = len(reference)
     if num_items == 0 or len(correct) != num_items:
         raise ValueError(
@@ -77,10 +72,7 @@ def ratio_and_error(values: Sequence[float], sizes: Sequence[float]) -> tuple[fl
 def bootstrap_average(tasks: Mapping[str, Sequence[float]]) -> tuple[float, tuple[float, float]]:
     """The mean over tasks of the mean over items, with its percentile interval from resampling items within tasks.
 
-    Few distinct values per task are expected: 0 and 1, or differences of these.
-
-    Raises:
-        ValueError: There is no task, or one without items.
+    Few distinct values per task are expected: 0 and 1, or differences of these. Raises `ValueError` without any.
     """
     if not tasks or not all(len(values) for values in tasks.values()):
         raise ValueError("bootstrap_average: `tasks` must hold items for at least one task, and for each, got none.")

@@ -11,13 +11,12 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from ...cache.cache import KVQuantCache
 from ...config import KVQuantConfig
 from ...patching import patched
 from .fidelity import UNQUANTIZED, Fidelity, compare
@@ -27,46 +26,19 @@ WARM_UP_TOKENS = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Continuation:
-    """What one preset wrote after one prompt.
-
-    Attributes:
-        ids: `[1, tokens]` int64, prompt included.
-        step_seconds: Of each decode step, from one new token to the next. The prefill is not included.
-        bytes_per_token: Bytes of the cache that one more token takes in all layers.
-        peak_bytes: Bytes that the cache had allocated at the end. A growing cache never shrinks.
-    """
-
-    ids: Tensor
-    step_seconds: list[float]
-    bytes_per_token: int
-    peak_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Summary:
-    """One preset over all prompts: a row of the table.
-
-    Attributes:
-        preset: Its name.
-        bytes_per_token: Of the cache.
-        peak_bytes: Of the largest cache.
-        tokens_per_second: One over the median decode step. `None` when no prompt got a second token.
-        agreement: Share of tokens after which the most likely next token is the same as with the unquantised cache;
-            `None` if that is not among the presets.
-        kld: Mean KL divergence from the unquantised cache, nats per token; `None` likewise.
-        num_scored: Number of tokens that the last two are averaged over.
-        is_served: Whether decoding attended to codes in every quantised layer; `None` when not compared.
-    """
+    """One preset over all prompts: a row of the table."""
 
     preset: str
-    bytes_per_token: int
-    peak_bytes: int
-    tokens_per_second: float | None
+    bytes_per_token: int  # of the cache
+    peak_bytes: int  # allocated by the largest cache at its end; a growing cache never shrinks
+    tokens_per_second: float | None  # one over the median decode step; `None` when no prompt got a second token
+    # Compared with the unquantised cache, if that is among the presets: share of tokens after which the most likely
+    # next token is the same, mean KL divergence in nats per token, and the number of tokens.
     agreement: float | None = None
     kld: float | None = None
     num_scored: int = 0
-    is_served: bool | None = None
+    is_served: bool | None = None  # whether decoding attended to codes in every quantised layer
 
 
 def run_presets(
@@ -112,6 +84,15 @@ def run_presets(
     return [_summary(preset, written[preset], results[preset]) for preset in presets]
 
 
+class Continuation(NamedTuple):
+    """What one preset wrote after one prompt."""
+
+    ids: Tensor  # `[1, tokens]` int64, prompt included
+    step_seconds: list[float]  # of each decode step, from one new token to the next, without the prefill
+    bytes_per_token: int
+    peak_bytes: int
+
+
 def continue_prompt(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -134,7 +115,6 @@ def continue_prompt(
             **{"do_sample": False, **options},
         )
     cache = result.past_key_values
-    assert isinstance(cache, KVQuantCache)
     step_seconds = [after - before for before, after in itertools.pairwise(streamer.times)]
     return Continuation(result.sequences, step_seconds, cache.bytes_per_token, cache.num_bytes)
 
@@ -159,21 +139,17 @@ class _Stream(TextStreamer):
 
 
 def _summary(preset: str, written: Sequence[Continuation], results: Sequence[Fidelity]) -> Summary:
+    scores: dict[str, Any] = {}
+    if results:
+        kld, agrees = (torch.cat([getattr(result, name) for result in results]).double() for name in ("kld", "agrees"))
+        scores = {"agreement": float(agrees.mean()), "kld": float(kld.mean()), "num_scored": kld.numel()}
+        scores["is_served"] = all(result.pairs_read == result.pairs_expected for result in results)
     # The median, because a busy machine stretches some steps and never shortens one.
     steps = [seconds for text in written for seconds in text.step_seconds]
-    summary = Summary(
+    return Summary(
         preset,
         bytes_per_token=max(text.bytes_per_token for text in written),
         peak_bytes=max(text.peak_bytes for text in written),
         tokens_per_second=1 / statistics.median(steps) if steps else None,
-    )
-    if not results:
-        return summary
-    kld, agrees = (torch.cat([getattr(result, name) for result in results]).double() for name in ("kld", "agrees"))
-    return dataclasses.replace(
-        summary,
-        agreement=float(agrees.mean()),
-        kld=float(kld.mean()),
-        num_scored=kld.numel(),
-        is_served=all(result.pairs_read == result.pairs_expected for result in results),
+        **scores,
     )

@@ -31,18 +31,12 @@ DEQUANTIZED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """The (query, token) pairs of one config, summed over layers.
+    """The (query, token) pairs of one config, summed over layers."""
 
-    Attributes:
-        pairs_read: Pairs read from codes, or from the dense tokens that belong to them (the unfinished block of
-            `int4-channel`).
-        pairs_expected: Pairs to read in all quantised layers.
-        pairs_dequantized: Pairs read from dequantised tensors, where no kernel serves the model.
-    """
-
+    # Read from codes, or from the dense tokens that belong to them (the unfinished block of `int4-channel`).
     pairs_read: int
-    pairs_expected: int
-    pairs_dequantized: int = 0
+    pairs_expected: int  # to be read in all quantised layers
+    pairs_dequantized: int = 0  # read from dequantised tensors, where no kernel serves the model
 
     @property
     def is_complete(self) -> bool:
@@ -69,8 +63,7 @@ def check_pairs(what: str, pairs: Pairs) -> None:
 def num_readers(text_config: PreTrainedConfig) -> list[int]:
     """How many layers attend to the keys and values of each cache layer: the layer itself, and layers that share them.
 
-    If the config has `num_kv_shared_layers`, that many layers at the end share the keys and values of the last layer of
-    their type before them.
+    `num_kv_shared_layers` at the end share those of the last layer of their type before them.
     """
     cache_types, _ = layers_of(text_config)
     readers = [1] * len(cache_types)
@@ -94,13 +87,8 @@ def expected_pairs(model: PreTrainedModel, cache: Cache, tokens: int, first_chun
 
 def pairs_of(cache: Cache) -> int:
     """Pairs read so far from the codes of a simulated cache, or of a cache after `count_pairs`."""
-    read = 0
-    for layer in cache.layers:
-        if isinstance(layer, KVQuantLayer):
-            read += layer.storage.tally.pairs_read or 0
-        elif isinstance(layer, SimulatedLayer) and layer.storage.is_quantized:
-            read += layer.pairs
-    return read
+    ours = (layer for layer in cache.layers if isinstance(layer, (KVQuantLayer, SimulatedLayer)))
+    return sum(layer.storage.tally.pairs_read or 0 for layer in ours)
 
 
 def count_pairs(cache: Cache) -> None:
@@ -116,8 +104,7 @@ def count_pairs(cache: Cache) -> None:
 class PairCounter(TorchDispatchMode):
     """Counts the (query, token) pairs that `torch.ops.hf_kvquant.decode` serves while this mode is active.
 
-    It intercepts every call of the op and reads lengths and windows from the op's arguments. Attention is assumed to be
-    causal; padding counts.
+    Lengths and windows are those of the op's arguments. Attention is assumed to be causal; padding counts.
     """
 
     def __init__(self) -> None:

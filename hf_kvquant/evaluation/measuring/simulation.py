@@ -41,12 +41,10 @@ _SERVED = ("sdpa", "eager")
 
 
 class SimulatedLayer(DynamicLayer, SimulatingLayer):
-    """Keys and values of one layer for some texts, both original and dequantised.
+    """Keys and values of one layer for some texts, both original and dequantised by a storage that is empty at first.
 
-    Args:
-        storage: An empty storage, which quantises them.
-        first_chunks: Tokens of the first chunk: one number per text, or one for all texts.
-        chunk_size: Tokens of each later chunk.
+    `first_chunks` has the tokens of the first chunk, one number per text or one for all texts; `chunk_size` those of
+    each later chunk.
     """
 
     def __init__(self, storage: LayerStore, first_chunks: Sequence[int], chunk_size: int) -> None:
@@ -54,7 +52,7 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
         self.storage = storage
         self.first_chunks = tuple(first_chunks)
         self.chunk_size = chunk_size
-        self.pairs = 0
+        storage.tally.pairs_read = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Quantise the keys and values of whole texts. A second call raises `ValueError`."""
@@ -74,15 +72,12 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
         return KVHandle(step, 0), KVHandle(step, 1)
 
     def attend(self, query: Tensor, mask: Tensor, attend: Callable[..., tuple[Tensor, Any]]) -> Tensor:
-        """Compute attention for whole texts.
+        """Compute attention for whole texts, `[batch, tokens, num_q_heads, head_dim]`.
 
         Args:
             query: `[batch, num_q_heads, tokens, head_dim]`.
             mask: `[batch, 1, tokens, tokens]`: bool, True where a query sees a key; or floating, added to scores.
             attend: Takes query, key, value and a mask of the same kind, with fewer queries and more keys.
-
-        Returns:
-            `[batch, tokens, num_q_heads, head_dim]`.
         """
         batch, _, tokens, _ = query.shape
         n0 = min(*self.first_chunks, tokens)
@@ -99,10 +94,13 @@ class SimulatedLayer(DynamicLayer, SimulatingLayer):
                 if (chosen & is_causal).any():
                     keys.append(sources[0][key_exact])
                     values.append(sources[1][value_exact])
-                    masks.append(_only(mask[..., n0:, :], chosen.unsqueeze(1)))
+                    later, chosen = mask[..., n0:, :], chosen.unsqueeze(1)
+                    is_bool = mask.dtype == torch.bool
+                    masks.append(later & chosen if is_bool else later.masked_fill(~chosen, torch.finfo(mask.dtype).min))
             outs.append(attend(query[:, :, n0:], torch.cat(keys, 2), torch.cat(values, 2), torch.cat(masks, -1))[0])
         firsts = self.first_chunks * (batch // len(self.first_chunks))
-        self.pairs += sum(causal_pairs(tokens, min(first, tokens), window_of(self.storage)) for first in firsts)
+        served = sum(causal_pairs(tokens, min(first, tokens), window_of(self.storage)) for first in firsts)
+        self.storage.tally.pairs_read = (self.storage.tally.pairs_read or 0) + served
         return torch.cat(outs, dim=1)
 
     def _is_exact(self, kv_format: KVFormat, n0: int, tokens: int, device: torch.device) -> Tensor:
@@ -143,16 +141,9 @@ def simulated_cache(
 ) -> KVQuantCache:
     """A cache for one forward over one text, or several of equal length, in a model inside `simulated`.
 
-    Args:
-        model: The model that the cache is for.
-        config: A preset's name, a dictionary or a `KVQuantConfig`.
-        first_chunk: Tokens of the first chunk, whose queries see unquantised keys and values: one number, or one per
-            text. The numbers must be equal if the newest tokens stay dense, if a scale spans a sequence, or if a text
-            fills a block of tokens that share a scale.
-        chunk_size: Tokens of each later chunk.
-
-    Raises:
-        NotImplementedError, TypeError, ValueError: As for `KVQuantCache`.
+    Queries of the first chunk see unquantised keys and values. There is one `first_chunk`, or one per text; these must
+    be equal if the newest tokens stay dense, if a scale spans a sequence, or if a text fills a block of tokens that
+    share a scale. Raises what `KVQuantCache` raises.
     """
     cache = KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
     if any(isinstance(layer, KVQuantLayer) and layer.holds_state for layer in cache.layers):
@@ -161,20 +152,14 @@ def simulated_cache(
             "which also keeps a state there. Feed it in chunks."
         )
     first_chunks = (first_chunk,) if isinstance(first_chunk, int) else first_chunk
-    cache.layers = [
-        SimulatedLayer(_whole(layer.storage), first_chunks, chunk_size) if isinstance(layer, KVQuantLayer) else layer
-        for layer in cache.layers
-    ]
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, KVQuantLayer):
+            storage = layer.storage
+            if storage.window:  # keep every token of a text; masks hide those outside the sliding window
+                storage = LayerStore(storage.formats, name=storage.name, key_transform=storage.key_transform)
+                storage.window = layer.storage.window
+            cache.layers[index] = SimulatedLayer(storage, first_chunks, chunk_size)
     return cache
-
-
-def _whole(storage: LayerStore) -> LayerStore:
-    """A storage that keeps every token of a text; masks hide tokens outside the sliding window."""
-    if not storage.window:
-        return storage
-    whole = LayerStore(storage.formats, name=storage.name, key_transform=storage.key_transform)
-    whole.window = storage.window
-    return whole
 
 
 def window_of(storage: LayerStore) -> int:
@@ -186,8 +171,7 @@ def window_of(storage: LayerStore) -> int:
 def simulated(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Let a model attend to simulated caches for the duration of a `with` block. Other caches work as before.
 
-    Raises:
-        NotImplementedError: The model's attention is not one of transformers' own that take a mask.
+    Raises `NotImplementedError` if the model's attention is not one of transformers' own that take a mask.
     """
     with own_attention.overridden(model) as is_own:
         if is_own:
@@ -248,8 +232,3 @@ def simulated_attention(
         return call_previous(prev, module, query, key, value, mask, **kwargs)
 
     return key.step.layer.attend(query, attention_mask, attend), None
-
-
-def _only(mask: Tensor, chosen: Tensor) -> Tensor:
-    """The mask, restricted to the chosen pairs of query and key."""
-    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)

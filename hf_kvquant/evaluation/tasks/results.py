@@ -149,7 +149,7 @@ def standard_error(metric: str, value: float, items: Mapping[str, Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Average:
-    """The zero-shot average of a preset, with 95 % intervals from resampling items within tasks. All between 0 and 1."""
+    """The zero-shot average of a preset, with 95 % intervals from resampling items within tasks. All from 0 to 1."""
 
     value: float  # mean accuracy over tasks
     interval: tuple[float, float]
