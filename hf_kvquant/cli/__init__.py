@@ -5,8 +5,8 @@ factors of keys and saves the model with them; with `--check` it only says which
 measures quality. `env` says what is installed, what is missing and how to get it. `arguments.py` has what commands
 share.
 
-A mistake in the arguments ends with one line on stderr and exit code 2. A refused preset, or a measurement that fails
-its own checks, ends with one line and exit code 1. A bug ends with a traceback.
+A mistake in the arguments ends with one line on stderr and exit code 2; a refused preset, or a measurement that fails
+its own checks, with exit code 1; an interruption with 130. A bug ends with a traceback.
 """
 
 from __future__ import annotations
@@ -22,14 +22,7 @@ from .arguments import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: Arguments without the program's name; `None` takes those of the process.
-
-    Returns:
-        The exit code: 0, 1 for a refused preset, 2 for a mistake in the arguments, 130 when interrupted.
-    """
+    """Run the command with these arguments, or with those of the process. Returns the exit code."""
     return run(parser().parse_args(argv))
 
 

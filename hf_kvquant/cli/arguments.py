@@ -21,14 +21,7 @@ from ..common.output import why_unwritable
 from ..config import PRESETS, WINDOWS, KVQuantConfig
 from ..evaluation.errors import UsageError
 from ..evaluation.measuring.fidelity import UNQUANTIZED
-from ..evaluation.preparation import (
-    BIAS_NORM,
-    CALIBRATED_PRESET,
-    OUTLIER_FACTOR,
-    OUTLIER_PAIRS,
-    Subject,
-    load,
-)
+from ..evaluation.preparation import BIAS_NORM, CALIBRATED_PRESET, OUTLIER_FACTOR, OUTLIER_PAIRS, Subject, load
 from ..patching import patched
 
 if TYPE_CHECKING:
@@ -86,10 +79,9 @@ def add_command(
 
 def add_placement(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Add the options that say how a model is loaded. `more` is added to the help of the dtype."""
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help=f"dtype of the model{more} (default: the checkpoint's)"
-    )
-    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
+    add = parser.add_argument
+    add("--dtype", choices=DTYPES, default="auto", help=f"dtype of the model{more} (default: the checkpoint's)")
+    add("--device", metavar="NAME", help="such as cpu or cuda:0 (default: cuda where there is a GPU)")
 
 
 def add_presets(parser: argparse.ArgumentParser, default: Iterable[str], more: str = "") -> None:
@@ -103,40 +95,23 @@ def add_presets(parser: argparse.ArgumentParser, default: Iterable[str], more: s
     )
     parser.set_defaults(default_presets=tuple(default))
     for name, which in zip(WINDOWS, ("first", "newest"), strict=True):
-        parser.add_argument(
-            option(name),
-            type=int,
-            default=0,
-            metavar="N",
-            help=f"how many of the {which} tokens stay dense, unless a preset's name says (default: 0)",
-        )
+        which = f"how many of the {which} tokens stay dense, unless a preset's name says (default: 0)"
+        parser.add_argument(option(name), type=int, default=0, metavar="N", help=which)
 
 
 def add_preparation(parser: argparse.ArgumentParser) -> None:
     """Add the options that change a model before it is measured."""
-    parser.add_argument(
-        "--inject-outliers",
-        type=float,
-        nargs="?",
-        const=OUTLIER_FACTOR,
-        metavar="F",
-        help=f"first make {OUTLIER_PAIRS} RoPE pairs of every key head F times as large, and the same channels of the "
-        f"queries F times as small (F: {OUTLIER_FACTOR:g} if left out)",
+    add = parser.add_argument
+    outliers = (
+        f"first make {OUTLIER_PAIRS} RoPE pairs of every key head F times as large, and the same channels of the "
+        f"queries F times as small (F: {OUTLIER_FACTOR:g} if left out)"
     )
-    parser.add_argument(
-        "--inject-bias",
-        type=float,
-        nargs="?",
-        const=BIAS_NORM,
-        metavar="NORM",
-        help=f"first add a constant vector of this norm to every key head (NORM: {BIAS_NORM:g} if left out)",
-    )
-    parser.add_argument("--calibrate", metavar="FILE", help="then calibrate the model on this text")
-    parser.add_argument(
-        "--calibrate-for",
-        choices=tuple(PRESETS),
-        help=f"preset to calibrate for, with --calibrate (default: {CALIBRATED_PRESET})",
-    )
+    add("--inject-outliers", type=float, nargs="?", const=OUTLIER_FACTOR, metavar="F", help=outliers)
+    bias = f"first add a constant vector of this norm to every key head (NORM: {BIAS_NORM:g} if left out)"
+    add("--inject-bias", type=float, nargs="?", const=BIAS_NORM, metavar="NORM", help=bias)
+    add("--calibrate", metavar="FILE", help="then calibrate the model on this text")
+    preset = f"preset to calibrate for, with --calibrate (default: {CALIBRATED_PRESET})"
+    add("--calibrate-for", choices=tuple(PRESETS), help=preset)
 
 
 def options_of(args: argparse.Namespace, kind: type[Options]) -> Options:
@@ -258,10 +233,8 @@ def fitting_configs(
         reason = next(iter(left_out.values()))
         raise UsageError(f"none of {', '.join(left_out)} fits {args.model}. {reason}") from reason
     for preset, reason in left_out.items():
-        print(
-            f"hf-kvquant: {args.command}: {preset} does not fit {args.model} and is left out. {reason}",
-            file=sys.stderr,
-        )
+        why = f"{preset} does not fit {args.model} and is left out. {reason}"
+        print(f"hf-kvquant: {args.command}: {why}", file=sys.stderr)
     return fitting
 
 

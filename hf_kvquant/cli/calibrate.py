@@ -19,7 +19,7 @@ from ..config import PRESETS
 from ..evaluation.errors import Refused, UsageError
 from ..evaluation.preparation import load_calibration, read_text
 from ..preflight.check import run_preflight
-from ..preflight.verdict import Preflight, PreflightError
+from ..preflight.verdict import PreflightError
 from .arguments import add_command, add_placement, checked_output, checked_preset, load_placed, option
 
 # Options that say how to calibrate, and their defaults.
@@ -124,8 +124,7 @@ def calibrate(args: argparse.Namespace, preset: str) -> None:
             "and run it again."
         ) from error
     console = Console(highlight=False)
-    title = f"{args.model}, {preset}, {model.dtype}".replace("torch.", "")
-    console.print(result.table(title))
+    console.print(result.table(f"{args.model}, {preset}, {model.dtype}".replace("torch.", "")))
     for note in result.notes():
         console.print(note, markup=False)
     console.print(f"Saved the model and {FILE_NAME} to {output}.", soft_wrap=True)
@@ -142,18 +141,21 @@ def check(args: argparse.Namespace, preset: str | None) -> None:
     model, tokenizer = load_placed(args)
     load_calibration(model, args.model)
     try:
-        result = run_preflight(
-            model,
-            preset,
-            tokenizer=None if texts is None else tokenizer,
-            texts=texts,
-            measure=not args.weights_only,
-        )
+        reader = None if texts is None else tokenizer
+        result = run_preflight(model, preset, tokenizer=reader, texts=texts, measure=not args.weights_only)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise UsageError(f"{args.model} cannot be checked. {error}") from error
     console = Console(highlight=False)
-    where = f"{model.dtype} on {model.device}".removeprefix("torch.")
-    show_preflight(console, result, title=f"{args.model}, {where}")
+    for index, reason in result.left_out.items():
+        console.print(f"layer {index} is left out: {reason}", style="dim")
+    console.print(result.table(f"{args.model}, {model.dtype} on {model.device}".replace("torch.", "")))
+    for note in result.notes():
+        console.print(note)
+    console.print(
+        "Key bias: the constant in all keys of a head, divided by their spread. Channels: the largest channel divided "
+        "by the median one. KL: divergence of the next token if only this layer is quantised.",
+        style="dim",
+    )
     try:
         result.approved()
     except PreflightError as error:
@@ -162,20 +164,6 @@ def check(args: argparse.Namespace, preset: str | None) -> None:
             raise Refused(text.replace("force=True", "--force")) from error
         console.print(f"Not safe: {error}", style="bold red")
     console.print(f"Use it with: hf_kvquant.patch(model, {result.spelled()})", soft_wrap=True)
-
-
-def show_preflight(console: Console, result: Preflight, *, title: str) -> None:
-    """Print the table of layers, and below it what its columns mean."""
-    for index, reason in result.left_out.items():
-        console.print(f"layer {index} is left out: {reason}", style="dim")
-    console.print(result.table(title))
-    for note in result.notes():
-        console.print(note)
-    console.print(
-        "Key bias: the constant in all keys of a head, divided by their spread. Channels: the largest channel divided "
-        "by the median one. KL: divergence of the next token if only this layer is quantised.",
-        style="dim",
-    )
 
 
 def checked_texts(names: Sequence[str]) -> list[str]:

@@ -91,17 +91,8 @@ def run(args: argparse.Namespace) -> None:
             console.out(text, end="")
             console.file.flush()
 
-    summaries = run_presets(
-        model,
-        tokenizer,
-        prompts,
-        presets,
-        max_new_tokens=args.max_new_tokens,
-        sampling=sampling,
-        seed=args.seed or 0,
-        on_start=start,
-        on_text=show,
-    )
+    how: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed or 0}
+    summaries = run_presets(model, tokenizer, prompts, presets, on_start=start, on_text=show, **how)
     where = f"{model.dtype} on {model.device}".removeprefix("torch.")
     more = "".join(f", {name} {length}" for name in WINDOWS if (length := getattr(args, name)))
     more += ", offloaded" if args.offloading else ""

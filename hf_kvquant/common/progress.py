@@ -38,17 +38,9 @@ class _Lines:
 
 @contextlib.contextmanager
 def show_progress(what: str, total: int | None = None, *, unit: str = "it", is_shown: bool = True) -> Iterator[Tell]:
-    """Show the progress of some work on stderr.
+    """Show the progress of some work on stderr, in lines that start with its name. `total` steps may be unknown.
 
-    Args:
-        what: Name of the work; starts every line.
-        total: Number of steps; `None` if unknown.
-        unit: Name of a step.
-        is_shown: Whether to show anything.
-
-    Yields:
-        The function that the work calls with the steps done since the last call, and with what it does next; if
-        possible more often than every 30 seconds.
+    Yields the function that the work calls, if possible more often than every 30 seconds.
     """
     is_drawn = sys.stderr.isatty() or issubclass(tqdm.auto.tqdm, tqdm.notebook.tqdm_notebook)
     form: dict[str, Any] = {} if total is not None else {"bar_format": "{desc} [{elapsed}]"}

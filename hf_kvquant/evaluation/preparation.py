@@ -1,8 +1,4 @@
-"""Loads the model that a command names and prepares it for an evaluation.
-
-A model can be made harder to quantise (`injection.py`), calibrated (`hf_kvquant/calibration/`), or left as it is. This
-file decides the order, and what a record says about it.
-"""
+"""Loads the model that a command names and prepares it for an evaluation: injects (`injection.py`), then calibrates."""
 
 from __future__ import annotations
 
@@ -95,27 +91,16 @@ def load_calibration(model: PreTrainedModel, name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What an evaluation measures.
+    """What an evaluation measures."""
 
-    Attributes:
-        name: The model's folder or hub id, as the user typed it.
-        model: On its device; `prepare` writes it in place.
-        tokenizer: The model's.
-        configs: By name. The unquantised cache comes first: the others are compared with it.
-        inject_outliers: The factor of `inject_key_outliers`; `None` injects none.
-        inject_bias: The norm of `inject_key_bias`; `None` injects none.
-        calibrate: A text file to calibrate on.
-        calibrate_for: The preset to calibrate for.
-    """
-
-    name: str
-    model: PreTrainedModel
+    name: str  # the model's folder or hub id, as the user typed it
+    model: PreTrainedModel  # on its device; `prepare` writes it in place
     tokenizer: PreTrainedTokenizerBase
-    configs: Mapping[str, KVQuantConfig]
-    inject_outliers: float | None = None
-    inject_bias: float | None = None
-    calibrate: str | None = None
-    calibrate_for: str | None = None
+    configs: Mapping[str, KVQuantConfig]  # by name, first the unquantised cache, with which the others are compared
+    inject_outliers: float | None = None  # the factor of `inject_key_outliers`
+    inject_bias: float | None = None  # the norm of `inject_key_bias`
+    calibrate: str | None = None  # a text file to calibrate on
+    calibrate_for: str | None = None  # a preset
 
     def prepare(self) -> dict[str, Any]:
         """Make the model ready to be measured: load the calibration that is saved with it, inject, then calibrate.

@@ -1,8 +1,7 @@
 """Where a number comes from: what every results file says about code, machine, model and data.
 
-Every evaluation puts `card` into its results, and so do the scripts of `evals/`. No path of the machine is recorded:
-files appear by name and hash, folders relative to the repository. A copy of the tree without its history can be told
-its commit by the variable `HF_KVQUANT_COMMIT`: the commit, then `clean` or `dirty`.
+No path of the machine is recorded: files appear by name and hash, folders relative to the repository. A copy of the
+tree without its history is told its commit by the variable `HF_KVQUANT_COMMIT`: the commit, then `clean` or `dirty`.
 """
 
 from __future__ import annotations
@@ -77,10 +76,11 @@ def checkout() -> tuple[str | None, bool | None]:
     if given is not None:
         commit, state = given.split()
         return commit, state != "clean"
-    top = _git("rev-parse", "--show-toplevel")
+    git = "git", "-C", str(ROOT)
+    top = _output(*git, "rev-parse", "--show-toplevel")
     if top is None or Path(top) != ROOT:
         return None, None  # an installed package, perhaps in an environment inside another repository
-    head, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    head, status = _output(*git, "rev-parse", "HEAD"), _output(*git, "status", "--porcelain", "--untracked-files=no")
     return head, None if status is None else bool(status)
 
 
@@ -137,10 +137,6 @@ def _nvidia_smi(**fields: str) -> dict[str, str | None]:
     line = _output("nvidia-smi", "--id=0", f"--query-gpu={query}", "--format=csv,noheader,nounits")
     values = [None] * len(fields) if line is None else [word.strip() for word in line.split(",")]
     return dict(zip(fields, values, strict=True))
-
-
-def _git(*arguments: str) -> str | None:
-    return _output("git", "-C", str(ROOT), *arguments)
 
 
 def _output(*command: str) -> str | None:

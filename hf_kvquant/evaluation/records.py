@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -45,11 +44,8 @@ class RunRecord:
     def open(cls, path: Path | None, settings: Mapping[str, Any]) -> RunRecord:
         """Begin a record, or resume the one that the file holds. Without a path, everything is kept in memory.
 
-        `settings` are everything that the results depend on, JSON-serialisable.
-
-        Raises:
-            ValueError: The file is not a record, or comes from other settings, other code or another machine, or cannot
-                be written.
+        `settings` are everything that the results depend on, JSON-serialisable. `ValueError` if the file is not a
+        record, or comes from other settings, other code or another machine, or cannot be written.
         """
         where = {**card(), **(gpu_card() if torch.cuda.is_available() else {})}
         content = {"card": where, "settings": _plain(settings), "parts": {}}
@@ -70,10 +66,9 @@ class RunRecord:
                 )
         return cls(path, earlier)
 
-    def get(self, part: str) -> dict[str, Any] | None:
-        """A part's result; `None` if it has none yet."""
-        found: dict[str, Any] | None = self._content["parts"].get(part)
-        return found
+    def get(self, part: str) -> Any:
+        """A part's result, a dictionary; `None` if it has none yet."""
+        return self._content["parts"].get(part)
 
     def put(self, part: str, result: Mapping[str, Any]) -> None:
         """Keep a part's result, and write the file. If that raises `CannotKeep`, the file holds what it held before."""
@@ -136,20 +131,10 @@ def measuring(
     more: str = "",
     is_shown: bool = True,
 ) -> Iterator[Tell]:
-    """Show the progress of a run. If it ends early, say in one line where, and what was kept.
+    """Show the progress of a run, as `show_progress` does. If it ends early, say in one line where, and what was kept.
 
-    Args:
-        record: The run's record.
-        where: The command.
-        total: Number of steps.
-        unit: Name of a step.
-        lower: The option that takes the most memory, and that the user should lower.
-        value: Its value.
-        more: What else lowers the memory; starts with a comma.
-        is_shown: Whether to show progress.
-
-    Yields:
-        The function that takes the steps just done and, in words, what is measured next.
+    `lower` is the option that takes the most memory, `value` its value, and `more` what else lowers the memory, which
+    starts with a comma.
     """
     part = "the first steps"
     try:
@@ -181,26 +166,19 @@ def _difference(earlier: Mapping[str, Any], now: Mapping[str, Any], allowed: tup
     """The first entry that differs, in words; `None` if none does."""
     for name in dict.fromkeys([*now, *earlier]):
         if name not in allowed and earlier.get(name) != now.get(name):
-            return f"`{name}` was {_short(earlier.get(name))} and is {_short(now.get(name))}"
+            texts = (json.dumps(values.get(name)) for values in (earlier, now))
+            was, is_now = (text if len(text) <= 80 else text[:77] + "..." for text in texts)
+            return f"`{name}` was {was} and is {is_now}"
     return None
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def _plain(value: Any) -> Any:
-    """A value as JSON would return it. Infinity and NaN become `None`, which stands for unknown."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise TypeError(f"RunRecord: results must be JSON-serialisable, got {type(value).__name__}.")
+    """A value as JSON returns it. Infinity and NaN become `None`, which stands for unknown."""
+
+    def refuse(value: Any) -> NoReturn:
+        raise TypeError(f"RunRecord: results must be JSON-serialisable, got {type(value).__name__}.")
+
+    return json.loads(json.dumps(value, default=refuse), parse_constant=lambda name: None)
 
 
 def _spell(content: Mapping[str, Any]) -> str:

@@ -52,10 +52,8 @@ def measure(
 ) -> RunRecord:
     """Ask all prompts of all cells under every preset, and keep the results in the file `output`, or in memory.
 
-    `filler` is the text around what is hidden; `None` for sentences made from a few words.
-
-    Returns:
-        The record: a part per cell, and the part `SUMMARY`.
+    `filler` is the text around what is hidden; `None` for sentences made from a few words. The record has a part per
+    cell, and the part `SUMMARY`.
     """
     context = context_of(subject.model)
     longest = max(cell.length for cell in cells)
@@ -119,15 +117,10 @@ def _sha256(text: str) -> str:
 
 @torch.inference_mode()
 def score(model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[str, KVQuantConfig]) -> dict[str, Scores]:
-    """Ask a model all prompts at once, through one cache per config.
+    """Ask a model, which is left as it was, all prompts, of the same shape, at once, through one cache per config.
 
     The model runs over the contexts once: its keys and values are then written to every cache, each in its own format.
     Models with layers that do not keep everything run over the contexts once per config.
-
-    Args:
-        model: Any model that `patch` accepts, patched or not; left as it was.
-        prompts: Prompts of the same shape.
-        configs: By name.
     """
     context, question, answer = (
         torch.stack([getattr(prompt, part) for prompt in prompts]).to(model.device)
@@ -162,13 +155,9 @@ def score(model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[st
 
 @torch.inference_mode()
 def ask(model: PreTrainedModel, question: Tensor, answer: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
-    """Feed a question and its answer to a cache that holds a context.
+    """Feed a question, as one chunk, and its answer, token by token, to a cache that holds a context.
 
-    Args:
-        model: Patched if `cache` is ours.
-        question: `[batch, tokens]` int64, fed as one chunk.
-        answer: `[batch, tokens]` int64, fed token by token; the last one is only predicted.
-        cache: Holds the contexts; question and answer are appended to it.
+    Both are `[batch, tokens]` int64; the last token is only predicted. The model is patched if the cache is ours.
 
     Returns:
         `[batch]` bool, whether every token of the answer was the most likely one; and `[batch]` float32, the

@@ -81,19 +81,12 @@ _NOUNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt, in token ids.
+    """One prompt, in token ids, `[tokens]` int64."""
 
-    Attributes:
-        context: `[tokens]` int64: the text with the needle in it.
-        question: `[tokens]` int64: everything between context and answer.
-        answer: `[tokens]` int64: the right answer.
-        needle: Positions of the needle in the context.
-    """
-
-    context: Tensor
-    question: Tensor
-    answer: Tensor
-    needle: range
+    context: Tensor  # the text with the needle in it
+    question: Tensor  # everything between context and answer
+    answer: Tensor  # the right one
+    needle: range  # its positions in the context
 
     @property
     def ids(self) -> Tensor:
@@ -112,14 +105,10 @@ class _Task(NamedTuple):
 
 
 class Writer:
-    """Writes prompts with one tokenizer.
+    """Writes prompts with one tokenizer, equal ones for equal seeds and arguments.
 
-    Args:
-        tokenizer: The model's.
-        filler: Text for `needle`, and for the rest of the length in `recall`; `None` for sentences made from a few
-            words. White space in it becomes single spaces.
-        seed: Seed of all random choices. Equal seeds and arguments give equal prompts.
-        is_chat: Whether to wrap prompts with the tokenizer's chat template.
+    `filler` is text for `needle`, and for the rest of the length in `recall`; `None` for sentences made from a few
+    words. White space in it becomes single spaces. `is_chat` wraps prompts with the tokenizer's chat template.
     """
 
     def __init__(
@@ -141,14 +130,10 @@ class Writer:
         self._shapes = {test: self._usual_shape(test) for test in TESTS}
 
     def prompt(self, test: str, length: int, depth: float, sample: int) -> Prompt:
-        """One prompt.
+        """One prompt, the one with the number `sample` of its kind.
 
-        Args:
-            test: One of `TESTS`.
-            length: Tokens of context, question and answer together.
-            depth: Where in the context the needle is, in percent: 0 at the beginning, 100 at the end. It is put at the
-                nearest start of a sentence.
-            sample: Number of the prompt among those of this kind.
+        It has `length` tokens of context, question and answer together. The needle is at the start of a sentence
+        nearest to the `depth`, in percent of the context.
         """
         rng = random.Random(f"{self.seed}/{test}/{length}/{depth:g}/{sample}")
         task = self._drawn(test, rng)

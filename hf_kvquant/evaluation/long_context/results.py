@@ -25,15 +25,10 @@ SUMMARY = "summary"  # the part of a record with all presets
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores(Pairs):
-    """The scores of some prompts under one config.
+    """The scores of some prompts under one config."""
 
-    Attributes:
-        correct: Per prompt, whether greedy decoding gives the answer.
-        log_likelihood: Per prompt, log-likelihood of the whole answer, given context and question, in nats.
-    """
-
-    correct: list[bool]
-    log_likelihood: list[float]
+    correct: list[bool]  # whether greedy decoding gives the answer
+    log_likelihood: list[float]  # of the whole answer, given context and question, in nats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +48,14 @@ class Cell:
 def joined(parts: Sequence[Scores]) -> dict[str, Any]:
     """The batches of one cell, joined into a part of a record."""
     return {
-        "correct": [value for part in parts for value in part.correct],
-        "log_likelihood": [value for part in parts for value in part.log_likelihood],
+        **{name: [each for part in parts for each in getattr(part, name)] for name in ("correct", "log_likelihood")},
         **{name: sum(part.counts[name] for part in parts) for name in parts[0].counts},
     }
 
 
 def summarize(record: RunRecord, cells: Sequence[Cell], presets: Mapping[str, Any]) -> dict[str, Any]:
     """Per preset: accuracy over the scored cells, and the mean change of the log-likelihood over all cells."""
-    results = [_result(record, cell) for cell in cells]
+    results = [record.get(cell.part) for cell in cells]
     scored = [result for result in results if is_scored(result)]
     summary = {}
     for name in presets:
@@ -94,12 +88,6 @@ def changes_of(result: Mapping[str, Any], preset: str) -> list[float]:
     return [after - before for before, after in zip(exact, other, strict=True)]
 
 
-def _result(record: RunRecord, cell: Cell) -> dict[str, Any]:
-    result = record.get(cell.part)
-    assert result is not None
-    return result
-
-
 def show(console: Console, record: RunRecord, cells: Sequence[Cell], *, title: str) -> None:
     """Print a table per test and preset, a summary of all presets, and notes on what they mean."""
     summary = record.get(SUMMARY) or {}
@@ -109,7 +97,7 @@ def show(console: Console, record: RunRecord, cells: Sequence[Cell], *, title: s
     for test in tests:
         for name in summary:
             rows = [
-                [f"{length:,}", *(cell_text(_result(record, Cell(test, length, depth)), name) for depth in depths)]
+                [f"{length:,}", *(cell_text(record.get(Cell(test, length, depth).part), name) for depth in depths)]
                 for length in lengths
             ]
             print_table(console, ["tokens", *(f"{depth:g} %" for depth in depths)], rows, title=f"{test}, {name}")

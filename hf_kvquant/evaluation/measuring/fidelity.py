@@ -35,20 +35,14 @@ UNQUANTIZED = "none"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fidelity(Pairs):
-    """The scores of one text under one config, token by token. All tensors are on the CPU.
+    """The scores of one text under one config, token by token. All tensors are on the CPU."""
 
-    Attributes:
-        kld: `[scored]` float32, nats: KL divergence of the quantised from the unquantised next-token distribution, for
-            every token after the first chunk.
-        agrees: `[scored]` bool: whether the most likely next token is the same.
-        nll: `[tokens - 1]` float32, nats: negative log-likelihood of each token from the second on.
-        reference_nll: `nll` under the unquantised cache.
-    """
-
+    # `[scored]` float32, nats: KL divergence of the quantised from the unquantised next-token distribution, for every
+    # token after the first chunk.
     kld: Tensor
-    agrees: Tensor
-    nll: Tensor
-    reference_nll: Tensor
+    agrees: Tensor  # `[scored]` bool: whether the most likely next token is the same
+    nll: Tensor  # `[tokens - 1]` float32, nats: negative log-likelihood of each token from the second on
+    reference_nll: Tensor  # `nll` under the unquantised cache
 
 
 @torch.inference_mode()
@@ -137,24 +131,14 @@ def divergence(reference: Tensor, log_probs: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """How a text is split into chunks.
+    """How a text is split into chunks."""
 
-    Attributes:
-        first_chunk: Tokens of the first chunk, whose queries see unquantised keys and values.
-        chunk_size: Tokens of each later chunk; the last may have fewer.
-        simulate: Whether to compute all chunks in one forward, without a cache and its kernels (`simulation.py`).
-    """
-
-    first_chunk: int
-    chunk_size: int
-    simulate: bool = False
+    first_chunk: int  # tokens of the first chunk, whose queries see unquantised keys and values
+    chunk_size: int  # tokens of each later chunk; the last may have fewer
+    simulate: bool = False  # whether to compute all chunks in one forward, without a cache and its kernels
 
     def fed(self, input_ids: Tensor) -> list[Tensor]:
-        """What each forward over texts (`[texts, tokens]`) is fed.
-
-        Raises:
-            ValueError: A chunk has no token, or the texts are no longer than the first chunk.
-        """
+        """What each forward over texts (`[texts, tokens]`) is fed. `ValueError` if a chunk or the rest has no token."""
         first, size, tokens = self.first_chunk, self.chunk_size, input_ids.shape[1]
         if first < 1 or size < 1:
             raise ValueError(f"feed: `first_chunk` and `chunk_size` must be positive, got {first} and {size}.")
@@ -174,12 +158,8 @@ def route(model: PreTrainedModel, *, simulate: bool) -> AbstractContextManager[A
 class Stream:
     """Iterates over the log-probabilities of texts under one config: `[texts, q_len, vocab_size]` float32 per chunk.
 
-    Args:
-        model: A model inside `route`.
-        input_ids: `[texts, tokens]` int64.
-        config: The cache's config; `None` for transformers' own cache, unquantised.
-        chunks: How the text is split.
-        name: The config's name.
+    The model is inside `route`, and the texts (`input_ids`) are `[texts, tokens]` int64. Without a config, the cache is
+    transformers' own, unquantised. Errors name the config by `name`.
     """
 
     def __init__(

@@ -55,10 +55,9 @@ class Written:
         self._layers: list[list[tuple[Tensor, Tensor]]] = []
 
     def share(self, stream: Stream) -> None:
-        """Record what the first stream writes, and let later streams write that instead of their own.
+        """Record what the first stream, of single tokens, writes, and let later streams write that instead.
 
-        Args:
-            stream: Not started yet; the same text and config each time. The first one feeds single tokens.
+        They have not started yet, and have the same text and config.
         """
         is_first = not self._layers
         self._layers = self._layers or [[] for _ in stream.layers]
@@ -92,16 +91,10 @@ def log_probs(
     written: Written | None = None,
     on_chunk: Callable[[Stream], Any] = lambda stream: None,
 ) -> Tensor:
-    """Log-probabilities of a whole text (`[1, tokens]`) under one config, `[tokens, vocab_size]`.
+    """Log-probabilities of a whole text (`[1, tokens]`) under one config, `[tokens, vocab_size]`; see `Stream`.
 
-    Args:
-        model: The model; left as it was.
-        ids: The text.
-        name: Name of the config, for messages.
-        config: `None` is transformers' own, unquantised cache.
-        chunks: How the text is fed.
-        written: Keys and values to share with other runs of this text and config; `None` shares nothing.
-        on_chunk: Called with the stream after each chunk.
+    `written` has keys and values to share with other runs of this text and config. `on_chunk` gets the stream after
+    each chunk.
     """
     with route(model, simulate=chunks.simulate):
         stream = Stream(model, ids, config, chunks, name=name)
@@ -152,11 +145,6 @@ def check_modes(
     All modes get the keys and values of decoding (`Written`). The distance between two modes is their mean KL
     divergence; in 16 bits, the difference of their mean KL divergences from the unquantised cache.
 
-    The simulation of chunks is compared with chunks, and the simulation of single tokens with decoding. Chunks are
-    compared with decoding only where both define the same function. They do not with `int4-channel` (a block of tokens
-    can fill within a chunk) or with `residual_length` (the dense tokens are counted from the end of the chunk). If the
-    model cannot be simulated, nothing is compared for those presets, and their `between` is empty.
-
     Returns:
         By preset: `kld`, the mean divergence of decoding from the unquantised cache; `between`, the distance of each
         pair of modes; `bound`, the largest distance allowed. All in nats per token.
@@ -194,7 +182,12 @@ def check_modes(
 def _modes(
     model: PreTrainedModel, ids: Tensor, name: str, config: KVQuantConfig, chunk: int, *, can_simulate: bool
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """Log-probabilities of a text token by token, and pairs of modes that must have the same ones."""
+    """Log-probabilities of a text token by token, and pairs of modes that must have the same ones.
+
+    The simulation of chunks is compared with chunks, and that of single tokens with decoding. Chunks are compared with
+    decoding only where both define the same function. They do not with `int4-channel` (a block of tokens can fill
+    within a chunk) or with `residual_length` (the dense tokens are counted from the end of the chunk).
+    """
     written = Written()
 
     def run(chunk_size: int, *, simulate: bool = False) -> Tensor:
@@ -229,9 +222,8 @@ def _check_model(model: PreTrainedModel, ids: Tensor, reference: Tensor, bound: 
 def run_controls(model: PreTrainedModel, ids: Tensor, configs: Mapping[str, KVQuantConfig]) -> dict[str, Any]:
     """Run the controls on a text (`[1, tokens]`): an exact cache must score as exact, a broken one must score badly.
 
-    Returns:
-        `none`: the divergence of the preset `none`, in nats per token. `permuted_scales`: per other preset, the
-        agreement with the unquantised cache when tokens have the scales of other tokens.
+    Returns the divergence of `none`, in nats per token, and as `permuted_scales` the agreement of each other preset
+    with the unquantised cache when tokens have the scales of other tokens.
     """
     chunks = Chunks(FIRST_CHUNK, 32)
     reference = log_probs(model, ids, "the unquantised cache", None, chunks)

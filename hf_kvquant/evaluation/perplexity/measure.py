@@ -65,8 +65,7 @@ def measure(
 ) -> RunRecord:
     """Measure a text, and keep the results in the file `output`, or in memory.
 
-    Returns:
-        The record. Its part `summary` has aggregates per mode and preset.
+    The record's part `summary` has aggregates per mode and preset.
     """
     started = time.monotonic()
     model, configs = subject.model, subject.configs

@@ -17,9 +17,22 @@ from ..records import Record, RunRecord
 
 # Parts of a segment. In a segment of 2048 tokens, each has 128, the tokens of a block, so that effects of blocks show.
 NUM_PARTS = 16
-DIVERGENCES = ("kld", "kld_median", "kld_p99", "kld_max")
-# Columns of the second table and their formats. A value too large for a float is unknown, shown as a dash.
-LIKELIHOODS = {"perplexity": ".3f", "perplexity_change": "+.2%", "perplexity_per_word": ".1f", "rms_delta_p": ".2%"}
+# The columns of both tables: what they show of a row, and its format. A value too large for a float is unknown, shown
+# as a dash.
+DIVERGENCES = {
+    "bits": ("bits_per_value", ".4g"),
+    "KL, nats/token": ("kld", ".1e"),
+    "median": ("kld_median", ".1e"),
+    "99 %": ("kld_p99", ".1e"),
+    "max": ("kld_max", ".1e"),
+    "agreement": ("agreement", ".2%"),
+}
+LIKELIHOODS = {
+    "perplexity": ("perplexity", ".3f"),
+    "change": ("perplexity_change", "+.2%"),
+    "per word": ("perplexity_per_word", ".1f"),
+    "RMS Δp": ("rms_delta_p", ".2%"),
+}
 
 
 def of_segment(name: str, result: Fidelity, newest: int | None) -> dict[str, Any]:
@@ -79,15 +92,11 @@ def summarize(
 
 
 def by_position(klds: Sequence[Tensor], length: int) -> dict[str, list[float]]:
-    """Mean divergence over each part of a segment.
+    """Mean divergence over each part of a segment of `length` tokens.
 
-    Args:
-        klds: Per segment, `[scored]` float64: the divergence of its last tokens, without the very last one, which is
-            only predicted.
-        length: Tokens of a segment.
-
-    Returns:
-        `begin`: the first position of each part that has scored tokens; `kld`: its mean divergence, nats per token.
+    `klds` has the divergences of each segment's last tokens, `[scored]` float64, without the very last one, which is
+    only predicted. In the result, `begin` is the first position of each part that has scored tokens, and `kld` its mean
+    divergence in nats per token.
     """
     num_parts = min(NUM_PARTS, length)
     begins = [-(-part * length // num_parts) for part in range(num_parts)]
@@ -109,25 +118,10 @@ def show(console: Console, record: Record) -> None:
     settings, summary = record["settings"], record["parts"]["summary"]["modes"]
     for mode, rows in summary.items():
         how = f", chunks of {settings['chunk']}" if mode != "decode" else ""
-        print_table(
-            console,
-            ("preset", "bits", "KL, nats/token", "median", "99 %", "max", "agreement"),
-            [
-                (
-                    name,
-                    f"{row['bits_per_value']:.4g}",
-                    *(f"{row[key]:.1e}" for key in DIVERGENCES),
-                    f"{row['agreement']:.2%}",
-                )
-                for name, row in rows.items()
-            ],
-            title=f"{settings['model']}, {settings['dtype']}, {mode}{how}",
-        )
-        print_table(
-            console,
-            ("preset", "perplexity", "change", "per word", "RMS Δp"),
-            [(name, *(or_dash(row[key], form) for key, form in LIKELIHOODS.items())) for name, row in rows.items()],
-        )
+        title = f"{settings['model']}, {settings['dtype']}, {mode}{how}"
+        for columns in (DIVERGENCES, LIKELIHOODS):
+            cells = ((name, *(or_dash(row[key], form) for key, form in columns.values())) for name, row in rows.items())
+            print_table(console, ("preset", *columns), cells, title=title if columns is DIVERGENCES else None)
     first = next(iter(summary.values()))[UNQUANTIZED]
     console.print(
         f"{first['scored_tokens']:,} tokens in windows of {settings['window']}. Each window starts with an empty cache "
@@ -136,9 +130,6 @@ def show(console: Console, record: Record) -> None:
         f"word: perplexity per white-space word. {passed(record)}",
         style="dim",
     )
-
-
-# --- a finished record ------------------------------------------------------------------------------------------------
 
 
 def is_finished(record: Record) -> bool:

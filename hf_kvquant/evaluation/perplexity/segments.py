@@ -1,8 +1,7 @@
-"""The text that `eval perplexity` measures, and the segments that it is cut into.
+"""The text that `eval perplexity` measures, and the segments that it is cut into, which the options call windows.
 
 A text can be read in two ways: as it is, or as rows joined by two newlines, as papers read WikiText (`--rows`,
-`--dataset`). It is tokenised once. The segments are spread over the whole text, which may be a sequence of articles,
-and each starts with an empty cache. The options call a segment a window.
+`--dataset`). The segments are spread over the whole text, which may be a sequence of articles.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ FIRST_CHUNK = 1  # tokens of each segment that fill the cache before a code is r
 
 
 class Segments(NamedTuple):
-    """Segments of a text: their tokens (`[segments, length]` int64), where each begins, and from one to the next."""
+    """Segments of a text."""
 
-    ids: Tensor
+    ids: Tensor  # `[segments, length]` int64
     begins: list[int]
-    stride: int
+    stride: int  # tokens from one to the next, if all are measured
 
     @property
     def length(self) -> int:
@@ -51,13 +50,11 @@ def read_source(
     if (text is None) == (dataset is None):
         got = "neither" if text is None else "both"
         raise UsageError(f"`--text` or `--dataset` must be given, got {got}. Add --text FILE.")
-    for option, is_given, wanted, remedy in (
-        ("split", split and dataset is None, "dataset", "Leave it out."),
-        ("field", field and dataset is None, "dataset", "Leave it out."),
-        ("rows", rows and text is None, "text", "Rows of a data set are joined without it: leave it out."),
-    ):
-        if is_given:
-            raise UsageError(f"`--{option}` must come with --{wanted}, got it without. {remedy}")
+    for option in (name for name, given in (("split", split), ("field", field)) if given and dataset is None):
+        raise UsageError(f"`--{option}` must come with --dataset, got it without. Leave it out.")
+    if rows and text is None:
+        remedy = "Rows of a data set are joined without it: leave it out."
+        raise UsageError(f"`--rows` must come with --text, got it without. {remedy}")
     if text is not None:
         content = read_text("--text", text, "Name another.")
         source = {"text": Path(text).name, "sha256": sha256(Path(text))}
@@ -103,12 +100,8 @@ def cut(
 ) -> Segments:
     """Cut a tokenised text (`[tokens]` int64) into segments and choose those to measure, spread over the text.
 
-    Args:
-        ids: The text.
-        model: Decides the length if none is given.
-        window: Tokens of a segment.
-        stride: Tokens from one segment to the next; `None` for the length of a segment.
-        tokens: Score at least this many; `None` for `TOKENS`, or all that there are.
+    `window` is the length of a segment, which the model decides if it is left out; `stride` that from one to the next,
+    otherwise the window. At least `tokens` are scored, otherwise `TOKENS` or all that there are.
     """
     context = context_of(model)
     length = window or positions_of(model, WINDOW)

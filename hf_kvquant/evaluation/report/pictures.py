@@ -18,9 +18,6 @@ from . import plots
 Numbers = dict[str, Any]
 
 
-# --- numbers of a record ----------------------------------------------------------------------------------------------
-
-
 def quality_numbers(record: Record) -> Numbers:
     """By preset: bits per cached value, and the mean divergence."""
     return {
@@ -69,9 +66,6 @@ def ratio(values: Sequence[float]) -> float:
     return max(values) / max(statistics.median(values), 1e-12)
 
 
-# --- messages ---------------------------------------------------------------------------------------------------------
-
-
 def quality_message(numbers: Numbers) -> str:
     """Which presets no other beats in both bits and divergence."""
     points = {name: point for name, (point,) in numbers.items()}
@@ -105,22 +99,13 @@ def key_message(numbers: Numbers) -> str:
     return f"Calibration brings {largest} from {before:.1f} to {after:.1f} times the median"
 
 
-# --- the pictures -----------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A picture of the page, whose template has the text around it.
+    """A picture of the page, whose template has the text around it."""
 
-    Attributes:
-        numbers: Takes a record; returns the numbers of its panel, empty if the record has none.
-        message: Takes the numbers of the first panel; returns the title.
-        plot: Takes the path of the SVG, the numbers by the title of a panel, and the title.
-    """
-
-    numbers: Callable[[Record], Numbers]
-    message: Callable[[Numbers], str]
-    plot: Callable[[Path, dict[str, Numbers], str], None]
+    numbers: Callable[[Record], Numbers]  # of the panel of a record; empty if the record has none
+    message: Callable[[Numbers], str]  # the title, from the numbers of the first panel
+    plot: Callable[[Path, dict[str, Numbers], str], None]  # takes the SVG, the numbers by panel, and the title
 
     def panels(self, texts: Mapping[str, Record]) -> dict[str, Numbers]:
         """The panels for which finished records have numbers, by title."""

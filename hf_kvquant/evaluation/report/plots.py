@@ -78,18 +78,9 @@ Points = Sequence[Sequence[float]]
 def picture(
     path: Path, numbers: Mapping[str, Any], title: str, *, rows: int = 1, columns: int = 1, height: float = HEIGHT
 ) -> Iterator[list[list[Any]]]:
-    """Panels to draw into. At the end of the `with` block, labels are placed and the picture is written.
+    """Panels to draw into, by row and column. At the end of the `with` block, labels are placed and the SVG is written.
 
-    Args:
-        path: The SVG file.
-        numbers: The numbers that the picture shows, JSON-serialisable.
-        title: Its message, a sentence.
-        rows: Rows of panels.
-        columns: Columns of panels.
-        height: Height of a row, inches.
-
-    Yields:
-        The axes by row and column.
+    `numbers` are what the picture shows, JSON-serialisable; the title is a sentence; a row has `height` inches.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -126,10 +117,7 @@ def label(axes: Any, text: str, point: Sequence[float], color: str = INK) -> Non
 
 
 def place_labels(figure: Any) -> None:
-    """Put every label of `label` into the first of PLACES where it covers nothing, or else covers least.
-
-    Labels should cover no text, marker, line or axis, and stay inside the figure.
-    """
+    """Put every label of `label` where it covers least text, markers, lines and axes: the first best of PLACES."""
     import numpy as np
     from matplotlib.text import Annotation, Text
 
@@ -144,8 +132,7 @@ def place_labels(figure: Any) -> None:
         dots.append(line.get_transform().transform(path.vertices))
     drawn = np.concatenate(dots)
 
-    def shared(box: Any, low: Any, high: Any) -> Any:
-        """The areas that a box shares with others."""
+    def shared(box: Any, low: Any, high: Any) -> Any:  # the areas that a box shares with others
         return np.clip(np.minimum(box.max, high) - np.maximum(box.min, low), 0, None).prod(-1)
 
     def covered(box: Any) -> float:
@@ -180,10 +167,7 @@ def style_of(name: str, number: int) -> dict[str, Any]:
 
 
 def bars(axes: Any, values: Sequence[tuple[float, float, str, str]]) -> None:
-    """Draw horizontal bars from zero, labelled at their ends, without an axis.
-
-    Each has a place from the top, a length, a label and a colour.
-    """
+    """Draw horizontal bars from zero, without an axis: place from the top, length, label at the end, and colour."""
     for place, length, text, color in values:
         axes.barh(place, length, height=0.76, color=color)
         label(axes, text, (length, place), color)
@@ -197,7 +181,7 @@ def bars(axes: Any, values: Sequence[tuple[float, float, str, str]]) -> None:
 def lines(path: Path, numbers: Mapping[str, Mapping[str, Points]], title: str, *, xlabel: str, ylabel: str) -> None:
     """Draw lines or points, labelled at their right ends, in panels above each other with the same logarithmic y axis.
 
-    `numbers` has points from left to right, by panel and label; both axes are labelled with their units.
+    `numbers` has points from left to right, by panel and label.
     """
     # A logarithmic scale shows only positive numbers.
     shown = {
@@ -224,8 +208,7 @@ def lines(path: Path, numbers: Mapping[str, Mapping[str, Points]], title: str, *
 def keys(path: Path, numbers: Mapping[str, Mapping[str, Any]], title: str) -> None:
     """Draw the channels of one layer before and after calibration, and next to them how uneven every layer is.
 
-    Each panel of `numbers`, a row, has `layer`, `before` and `after` of its channels, and `uneven`: `before` and
-    `after` as points of layer and ratio.
+    Each panel of `numbers`, a row, is what `pictures.key_numbers` returns.
     """
     styles = {"before": {"color": PALETTE[2], "marker": "s"}, "after": {"color": PALETTE[0], "marker": "o"}}
     with picture(path, numbers, title, rows=len(numbers), columns=2) as panels:
