@@ -11,7 +11,7 @@ import torch
 from hf_kvquant import KVQuantConfig, smooth_attention
 from hf_kvquant.calibration.smoothing import CONFIG_KEY
 from hf_kvquant.evaluation.injection import inject_key_outliers
-from hf_kvquant.evaluation.perplexity import keys, measure, results
+from hf_kvquant.evaluation.perplexity import measure, results
 from hf_kvquant.evaluation.perplexity.segments import Segments
 from hf_kvquant.evaluation.preparation import Subject
 from hf_kvquant.evaluation.records import RunRecord
@@ -53,7 +53,7 @@ def test_layers_are_measured_alone_and_once(model: Any) -> None:
     known = {"0": {"int8": {"kld": -1.0}}}
     record.put("layers", known)
     subject = Subject("model", model, tokenizer(), configs)
-    run = measure.Run(record, subject, Segments(ids(), [0], 64), measure.Options(), can_simulate=True)
+    run = measure.Run(record, subject, Segments(ids(), [0], 64), 32, can_simulate=True)
     steps = list(run.details(TEXT))
     assert [what for what, _ in steps] == ["layer 0 alone", "layer 1 alone", "keys"]
     for _, do in steps:
@@ -66,18 +66,18 @@ def test_layers_are_measured_alone_and_once(model: Any) -> None:
 def test_key_magnitudes_are_those_of_calibration(model: Any) -> None:
     """The model stays as it is; one that is calibrated is seen with its own factors, to the same result."""
     before = hash_of(model, model.state_dict())
-    found = keys.key_magnitudes(model, tokenizer(), TEXT, ids())
+    found = measure.key_magnitudes(model, tokenizer(), TEXT, ids())
     assert hash_of(model, model.state_dict()) == before
     assert found["is_calibrated"] is False and list(found["layers"]) == [0, 1]
     for layer in found["layers"].values():
         assert len(layer["before"]) == 2 and max(map(max, layer["after"])) < max(map(max, layer["before"]))
-    smooth_attention(model, tokenizer(), [TEXT], "int4", num_tokens=keys.CALIBRATION_TOKENS, window=64)
-    assert keys.key_magnitudes(model, tokenizer(), TEXT, ids()) == {**found, "is_calibrated": True}
+    smooth_attention(model, tokenizer(), [TEXT], "int4", num_tokens=measure.CALIBRATION_TOKENS, window=64)
+    assert measure.key_magnitudes(model, tokenizer(), TEXT, ids()) == {**found, "is_calibrated": True}
 
 
 def test_why_there_are_no_key_magnitudes(model: Any) -> None:
-    found = keys.key_magnitudes(model, tokenizer(), TEXT[:40], ids())
+    found = measure.key_magnitudes(model, tokenizer(), TEXT[:40], ids())
     assert found["unmeasured"].startswith("smooth_attention: `texts` must have at least 512 tokens")
     setattr(model.config, CONFIG_KEY, {"version": 1})
-    found = keys.key_magnitudes(model, tokenizer(), TEXT, ids())
+    found = measure.key_magnitudes(model, tokenizer(), TEXT, ids())
     assert found == {"unmeasured": "the checkpoint is calibrated, and its factors did not come with it"}

@@ -17,10 +17,8 @@ from transformers import DynamicCache
 from hf_kvquant import KVQuantConfig, cli
 from hf_kvquant.evaluation.errors import Refused
 from hf_kvquant.evaluation.long_context import measure as long_context
-from hf_kvquant.evaluation.long_context import results as long_results
-from hf_kvquant.evaluation.long_context.measure import ask, score
+from hf_kvquant.evaluation.long_context.measure import SUMMARY, Cell, Scores, ask, score
 from hf_kvquant.evaluation.long_context.prompts import Prompt, Writer
-from hf_kvquant.evaluation.long_context.results import SUMMARY, Cell, Scores
 from hf_kvquant.evaluation.measuring.pairs import DEQUANTIZED
 from hf_kvquant.evaluation.records import RunRecord
 
@@ -213,7 +211,7 @@ def test_only_what_the_model_can_do_is_scored(accuracy: float, text: str) -> Non
         "none": {"correct": [index < 10 * accuracy for index in range(10)], "log_likelihood": [-1.0] * 10},
         "int4": {"correct": [index < 8 for index in range(10)], "log_likelihood": [-1.5, -1.0] * 5},
     }
-    assert long_results.cell_text(result, "int4") == f"{text}\n-0.250"
+    assert long_context.cell_text(result, "int4") == f"{text}\n-0.250"
 
 
 def test_the_summary_is_over_what_is_scored() -> None:
@@ -223,7 +221,7 @@ def test_the_summary_is_over_what_is_scored() -> None:
     for cell, is_right in zip(cells, (True, False), strict=True):
         none = {"correct": [is_right] * 2, "log_likelihood": [-1.0, -2.0]}
         record.put(cell.part, {"none": none, "int4": {"correct": [True, False], "log_likelihood": [-1.5, -2.0]}})
-    summary = long_results.summarize(record, cells, ("none", "int4"))
+    summary = long_context.summarize(record, cells, ("none", "int4"))
     assert summary["none"] == {
         "num_cells": 2, "num_scored": 1, "accuracy": 1.0, "log_likelihood_change": 0.0, "standard_error": 0.0,
         "pairs_dequantized": 0,
@@ -232,7 +230,7 @@ def test_the_summary_is_over_what_is_scored() -> None:
     assert summary["int4"]["standard_error"] == pytest.approx(0.5 / 12**0.5)
     file = io.StringIO()
     record.put(SUMMARY, summary)
-    long_results.show(Console(file=file, width=120), record, cells, title="model")
+    long_context.show(Console(file=file, width=120), record, cells, title="model")
     text = " ".join(file.getvalue().split())
     assert "int4 │ 1 of 2 │ 50.0% │ -0.2500 ± 0.1443 │" in text and "fails in every cell" not in text
 

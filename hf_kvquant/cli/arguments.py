@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,17 +24,11 @@ from ..evaluation.measuring.fidelity import UNQUANTIZED
 from ..evaluation.preparation import BIAS_NORM, CALIBRATED_PRESET, OUTLIER_FACTOR, OUTLIER_PAIRS, Subject, load
 from ..patching import patched
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Suffix of a preset's name for its naive baseline, which shows how much transforms and clipping gain.
 UNTRANSFORMED = "-untransformed"
 # What most commands run if no preset is named.
 COMPARED_PRESETS = (UNQUANTIZED, "int8", "int4")
-Options = TypeVar("Options", bound="DataclassInstance")
-# The options of `add_preparation`.
-PREPARATION = ("inject_outliers", "inject_bias", "calibrate", "calibrate_for")
 
 
 class Parser(argparse.ArgumentParser):
@@ -114,9 +108,9 @@ def add_preparation(parser: argparse.ArgumentParser) -> None:
     add("--calibrate-for", choices=tuple(PRESETS), help=preset)
 
 
-def options_of(args: argparse.Namespace, kind: type[Options]) -> Options:
-    """The options of an evaluation, a dataclass whose fields have the names of arguments."""
-    return kind(**{field.name: getattr(args, field.name) for field in dataclasses.fields(kind)})
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The values of some options, as keyword arguments of these names."""
+    return {name: getattr(args, name) for name in names}
 
 
 def option(name: str) -> str:
@@ -266,4 +260,5 @@ def load_subject(
     """Load the model that an evaluation measures, with the configs that fit it. The evaluation prepares it."""
     model, tokenizer = load_placed(args, default_device=default_device)
     fitting = fitting_configs(model, args, configs)
-    return Subject(args.model, model, tokenizer, fitting, **{name: getattr(args, name) for name in PREPARATION})
+    options = given(args, "inject_outliers", "inject_bias", "calibrate", "calibrate_for")
+    return Subject(args.model, model, tokenizer, fitting, **options)

@@ -20,10 +20,9 @@ from typing import Any
 from rich.console import Console
 
 from ..common.errors import did_you_mean
-from ..config import PRESETS
+from ..config import PRESETS, WINDOWS
 from ..evaluation.errors import UsageError, named
 from ..evaluation.long_context import measure as long_context
-from ..evaluation.long_context import results as long_results
 from ..evaluation.long_context.prompts import TESTS
 from ..evaluation.measuring.fidelity import UNQUANTIZED
 from ..evaluation.perplexity import measure as perplexity
@@ -45,8 +44,8 @@ from .arguments import (
     checked_configs,
     checked_output,
     compared_configs,
+    given,
     load_subject,
-    options_of,
 )
 
 # Of the report. A power of two changes no bit of what the model computes, in any dtype.
@@ -137,14 +136,13 @@ def measured(args: argparse.Namespace) -> RunRecord:
     """Measure what the arguments of `perplexity` ask for."""
     configs = compared_configs(args, "chunk", "window", "stride", "tokens")
     source, text = source_of(args)
-    return perplexity.measure(
-        load_subject(args, configs), source, text, options_of(args, perplexity.Options), args.output
-    )
+    options = given(args, "output", "mode", "chunk", "window", "stride", "tokens", "controls", "details")
+    return perplexity.measure(load_subject(args, configs), source, text, **options)
 
 
 def source_of(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """`read_source` with the options of `add_source`."""
-    return read_source(**{name: getattr(args, name) for name in ("text", "rows", "dataset", "split", "field")})
+    return read_source(**given(args, "text", "rows", "dataset", "split", "field"))
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -187,7 +185,8 @@ def run_tasks(args: argparse.Namespace) -> None:
     names = tasks.ready(args.tasks, args.data)
     tasks.tell_one_process()
     subject = load_subject(args, configs, default_device=tasks.this_process_device())
-    parts = tasks.measure(subject, names, options_of(args, tasks.Options), args.output)
+    options = given(args, "output", "data", "mode", "limit", "batch_size", *WINDOWS)
+    parts = tasks.measure(subject, names, **options)
     if parts is not None:
         title = f"{args.model}, {subject.model.dtype} on {subject.model.device}".replace("torch.", "")
         task_results.show(Console(highlight=False), parts, title=title)
@@ -205,7 +204,7 @@ def add_long(evaluations: Any) -> None:
         help="find things in long contexts",
         description="Hide numbers in long contexts and ask for them, under each preset: a pass key in sentences that "
         "repeat themselves (passkey), a sentence in text that does not (needle), one of a list of keys (recall). "
-        f"Accuracy counts only where the unquantised cache finds {long_results.MIN_ACCURACY:.0%} of the numbers; the "
+        f"Accuracy counts only where the unquantised cache finds {long_context.MIN_ACCURACY:.0%} of the numbers; the "
         "log-likelihood of the right answer is compared everywhere.",
     )
     add = parser.add_argument
@@ -231,12 +230,13 @@ def run_long(args: argparse.Namespace) -> None:
     cells = checked_cells(args)
     filler = None if args.filler_file is None else read_text("--filler-file", args.filler_file)
     subject = load_subject(args, configs)
-    record = long_context.measure(subject, cells, filler, options_of(args, long_context.Options), args.output)
+    options = given(args, "output", "samples", "seed", "batch_size", "chat_template")
+    record = long_context.measure(subject, cells, filler, **options)
     title = f"{args.model}, {subject.model.dtype} on {subject.model.device}".replace("torch.", "")
-    long_results.show(Console(highlight=False), record, cells, title=title)
+    long_context.show(Console(highlight=False), record, cells, title=title)
 
 
-def checked_cells(args: argparse.Namespace) -> list[long_results.Cell]:
+def checked_cells(args: argparse.Namespace) -> list[long_context.Cell]:
     """All combinations of `--tests`, `--lengths` and `--depths`."""
 
     def words(name: str) -> list[str]:
@@ -251,7 +251,7 @@ def checked_cells(args: argparse.Namespace) -> list[long_results.Cell]:
             raise UsageError(f"`--tests` must be of {', '.join(TESTS)}, got '{test}'.{did_you_mean(test, TESTS)}")
     lengths, depths = list(map(_length, words("lengths"))), list(map(_depth, words("depths")))
     cells = itertools.product(words("tests"), lengths, depths)
-    return list(dict.fromkeys(long_results.Cell(*cell) for cell in cells))
+    return list(dict.fromkeys(long_context.Cell(*cell) for cell in cells))
 
 
 def _length(word: str) -> int:
@@ -359,11 +359,11 @@ def measure_report(args: argparse.Namespace, folder: Path, kinds: list[str]) -> 
         parser = argparse.ArgumentParser(prog="hf-kvquant")
         add_parser(parser.add_subparsers())
         options = vars(parser.parse_args(["eval", name, args.model]))
-        given = {option: value for option, value in vars(args).items() if option in options}
+        ours = {option: value for option, value in vars(args).items() if option in options}
         kept = {"run": options["run"], "command": options["command"], "output": str(folder / file)}
         try:
             with named(f"eval {name}"):
-                options["run"](argparse.Namespace(**{**options, **given, **more, **kept}))
+                options["run"](argparse.Namespace(**{**options, **ours, **more, **kept}))
         except CannotInject as error:
             # The model was still measured as it is, and the page says what is missing.
             console.print(f"{file} is left out. {error}", soft_wrap=True, markup=False)

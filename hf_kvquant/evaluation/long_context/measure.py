@@ -1,4 +1,4 @@
-"""Runs `eval long`: asks a model all prompts through quantised caches, and keeps how it answers.
+"""Runs `eval long`: asks a model all prompts through quantised caches, keeps how it answers, and shows it.
 
 The context is the first chunk of a cache, which is exact by design. The question follows as a second chunk, and the
 answer token by token, as `generate` decodes it; both read codes, which is counted. The right answer is always fed,
@@ -13,47 +13,75 @@ import dataclasses
 import hashlib
 import inspect
 import math
+import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ...cache.cache import KVQuantCache
 from ...cache.layers import KVQuantLayer
+from ...common.tables import or_dash, print_table, with_error
 from ...config import KVQuantConfig
 from ...models.text_config import context_of
 from ...patching import patched
 from ...transforms.of_model import key_transforms
 from ..errors import Refused, UsageError
 from ..measuring.fidelity import UNQUANTIZED
-from ..measuring.pairs import check_pairs, count_pairs, expected_pairs, pairs_of
+from ..measuring.pairs import DEQUANTIZED, Pairs, check_pairs, count_pairs, expected_pairs, pairs_of
+from ..paired import mean_and_error
 from ..preparation import Subject
 from ..records import RunRecord, measuring, open_record
-from .prompts import Prompt, Writer
-from .results import SUMMARY, Cell, Scores, joined, summarize
+from .prompts import NUM_ANSWERS, Prompt, Writer
 
 WHERE = "eval long"
+# Presets are scored only where the unquantised cache gets this share of answers right. A test that the model fails
+# anyway says nothing about the cache, and right answers by chance would make a preset look better than it is.
+MIN_ACCURACY = 0.9
+SUMMARY = "summary"  # the part of a record with all presets
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores(Pairs):
+    """The scores of some prompts under one config."""
+
+    correct: list[bool]  # whether greedy decoding gives the answer
+    log_likelihood: list[float]  # of the whole answer, given context and question, in nats
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """How the model is asked: the options of `hf-kvquant eval long` with these names."""
+class Cell:
+    """One test at one length and depth."""
 
-    samples: int = 10
-    seed: int = 0
-    batch_size: int = 8
-    chat_template: bool = False
+    test: str
+    length: int
+    depth: float
+
+    @property
+    def part(self) -> str:
+        """Name of its part in a record."""
+        return f"{self.test}/{self.length}/{self.depth:g}"
 
 
 def measure(
-    subject: Subject, cells: Sequence[Cell], filler: str | None, options: Options, output: str | None = None
+    subject: Subject,
+    cells: Sequence[Cell],
+    filler: str | None,
+    *,
+    output: str | None = None,
+    samples: int = 10,
+    seed: int = 0,
+    batch_size: int = 8,
+    chat_template: bool = False,
 ) -> RunRecord:
     """Ask all prompts of all cells under every preset, and keep the results in the file `output`, or in memory.
 
-    `filler` is the text around what is hidden; `None` for sentences made from a few words. The record has a part per
-    cell, and the part `SUMMARY`.
+    `filler` is the text around what is hidden; `None` for sentences made from a few words. The keyword arguments are
+    the options of `hf-kvquant eval long` with these names. The record has a part per cell, and the part `SUMMARY`.
     """
     context = context_of(subject.model)
     longest = max(cell.length for cell in cells)
@@ -62,29 +90,28 @@ def measure(
             f"`--lengths` must be at most {context:,}, the positions of {subject.name}, got {longest:,}. Leave longer "
             "ones out."
         )
-    writer = Writer(subject.tokenizer, filler, seed=options.seed, is_chat=options.chat_template)
+    writer = Writer(subject.tokenizer, filler, seed=seed, is_chat=chat_template)
     for cell in cells:
         writer.prompt(cell.test, cell.length, cell.depth, 0)
     settings = {
         "evaluation": "long",
         **subject.prepare(),
         "presets": {name: config.to_dict() for name, config in subject.configs.items()},
-        "samples": options.samples,
-        "seed": options.seed,
-        "chat_template": _sha256(str(subject.tokenizer.chat_template)) if options.chat_template else None,
+        "samples": samples,
+        "seed": seed,
+        "chat_template": _sha256(str(subject.tokenizer.chat_template)) if chat_template else None,
         "filler": None if filler is None else _sha256(filler),
     }
     record = open_record(output, settings)
     missing = [cell for cell in cells if record.get(cell.part) is None]
-    total, more = options.samples * sum(cell.length for cell in missing), ", or ask for shorter --lengths"
-    size = options.batch_size
-    with measuring(record, WHERE, total, unit="token", lower="--batch-size", value=size, more=more) as tell:
+    total, more = samples * sum(cell.length for cell in missing), ", or ask for shorter --lengths"
+    with measuring(record, WHERE, total, unit="token", lower="--batch-size", value=batch_size, more=more) as tell:
         for number, cell in enumerate(missing, len(cells) - len(missing) + 1):
             tell(doing=f"cell {number} of {len(cells)} ({cell.test} {cell.length:,} at {cell.depth:g} %)")
             parts = []
-            for start in range(0, options.samples, size):
-                samples = range(start, min(start + size, options.samples))
-                prompts = [writer.prompt(cell.test, cell.length, cell.depth, sample) for sample in samples]
+            for start in range(0, samples, batch_size):
+                numbers = range(start, min(start + batch_size, samples))
+                prompts = [writer.prompt(cell.test, cell.length, cell.depth, number) for number in numbers]
                 parts.append(checked_scores(subject.model, prompts, subject.configs))
                 tell(len(prompts) * cell.length)
             record.put(cell.part, {name: joined([part[name] for part in parts]) for name in subject.configs})
@@ -110,9 +137,6 @@ def checked_scores(
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-# --- scores -----------------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -182,3 +206,88 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: Cache) -> None:
     takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
     options = {"logits_to_keep": 1} if takes_count else {}
     model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+
+
+def joined(parts: Sequence[Scores]) -> dict[str, Any]:
+    """The batches of one cell, joined into a part of a record."""
+    return {
+        **{name: [each for part in parts for each in getattr(part, name)] for name in ("correct", "log_likelihood")},
+        **{name: sum(part.counts[name] for part in parts) for name in parts[0].counts},
+    }
+
+
+def summarize(record: RunRecord, cells: Sequence[Cell], presets: Mapping[str, Any]) -> dict[str, Any]:
+    """Per preset: accuracy over the scored cells, and the mean change of the log-likelihood over all cells."""
+    results = [record.get(cell.part) for cell in cells]
+    scored = [result for result in results if is_scored(result)]
+    summary = {}
+    for name in presets:
+        change, error = mean_and_error([change for result in results for change in changes_of(result, name)])
+        correct = [value for result in scored for value in result[name]["correct"]]
+        summary[name] = {
+            "num_cells": len(cells),
+            "num_scored": len(scored),
+            "accuracy": statistics.fmean(correct) if correct else None,
+            "log_likelihood_change": change,
+            "standard_error": error,
+            "pairs_dequantized": sum(result[name].get("pairs_dequantized", 0) for result in results),
+        }
+    return summary
+
+
+def is_scored(result: Mapping[str, Any]) -> bool:
+    """Whether the unquantised cache gets `MIN_ACCURACY` of a cell right, so that presets are scored there."""
+    return statistics.fmean(result[UNQUANTIZED]["correct"]) >= MIN_ACCURACY
+
+
+def changes_of(result: Mapping[str, Any], preset: str) -> list[float]:
+    """By how much a preset changes the log-likelihood of the answer, per prompt, in nats."""
+    exact, other = (result[name]["log_likelihood"] for name in (UNQUANTIZED, preset))
+    return [after - before for before, after in zip(exact, other, strict=True)]
+
+
+def show(console: Console, record: RunRecord, cells: Sequence[Cell], *, title: str) -> None:
+    """Print a table per test and preset, a summary of all presets, and notes on what they mean."""
+    summary = record.get(SUMMARY) or {}
+    depths, lengths, tests = (
+        dict.fromkeys(getattr(cell, name) for cell in cells) for name in ("depth", "length", "test")
+    )
+    for test in tests:
+        for name in summary:
+            rows = [
+                [f"{length:,}", *(cell_text(record.get(Cell(test, length, depth).part), name) for depth in depths)]
+                for length in lengths
+            ]
+            print_table(console, ["tokens", *(f"{depth:g} %" for depth in depths)], rows, title=f"{test}, {name}")
+    rows = [
+        [
+            name,
+            f"{row['num_scored']} of {row['num_cells']}",
+            or_dash(row["accuracy"], ".1%"),
+            with_error(row["log_likelihood_change"], row["standard_error"], "+.4f"),
+        ]
+        for name, row in summary.items()
+    ]
+    notes = [
+        f"Rows: tokens of the prompt; columns: depth of the number. Right: answers whose every token is the most "
+        f"likely one, in cells where '{UNQUANTIZED}' gets {MIN_ACCURACY:.0%} right; cannot: the model itself fails "
+        f"there. Below: log-likelihood of the right answer under '{UNQUANTIZED}', nats (a guess: "
+        f"{-math.log(NUM_ANSWERS):.1f}), and how presets change it on the same prompts, ± one standard error. "
+        "Questions and answers read codes, which was checked by counting."
+    ]
+    if any(row["pairs_dequantized"] for row in summary.values()):
+        notes.append(DEQUANTIZED)
+    if not any(row["num_scored"] for row in summary.values()):
+        notes.append("The model itself fails in every cell, so only the log-likelihoods compare presets.")
+    headings = ("preset", "cells scored", "right", "log-likelihood, nats/answer")
+    print_table(console, headings, rows, title=title, notes=notes)
+
+
+def cell_text(result: Mapping[str, Any], preset: str) -> str:
+    """Accuracy of a preset in a cell, and on a second line the log-likelihood of the answer or its change."""
+    accuracy = f"{statistics.fmean(result[preset]['correct']):.0%}"
+    if preset == UNQUANTIZED:
+        log_likelihood = statistics.fmean(result[preset]["log_likelihood"])
+        return f"{accuracy}{'' if is_scored(result) else ', cannot'}\n{log_likelihood:.2f}"
+    change = statistics.fmean(changes_of(result, preset))
+    return f"{accuracy if is_scored(result) else 'cannot'}\n{change:+.3f}"

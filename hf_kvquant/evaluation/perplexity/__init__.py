@@ -1,1 +1,1 @@
-"""`hf-kvquant eval perplexity`: `segments.py` cuts a text, `gate.py` and `keys.py` check, `measure.py` runs it all."""
+"""`hf-kvquant eval perplexity`: `segments.py` cuts a text, `gate.py` checks how it is fed, `measure.py` runs it all."""

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...cache.cache import KVQuantCache
 from ...cache.layers import KVQuantLayer
+from ...calibration.search import collect
+from ...calibration.smoothing import is_smoothed, smooth_attention, smoothing_of, unsmooth
 from ...common.progress import Tell
 from ...config import KVQuantConfig
 from ...patching import patched
@@ -31,7 +33,6 @@ from ..measuring.simulation import why_not_simulated
 from ..preparation import Subject, source_of
 from ..records import RunRecord, measuring, open_record
 from .gate import check_modes, gate_text, mean, run_controls
-from .keys import key_magnitudes
 from .results import of_segment, summarize
 from .segments import FIRST_CHUNK, Segments, cut
 
@@ -42,38 +43,41 @@ CACHE_BYTES = 2**30
 # Tokens on which one layer at a time is quantised. More are not needed, since the cost of a layer hardly depends on the
 # text (`preflight/divergence.py`), and attention in one forward is quadratic in their number.
 LAYER_TOKENS = 1024
+# The preset that keys are calibrated for here, and on how many tokens. Calibrating on the measured text would flatter a
+# divergence, but none is computed here: only the keys of this text are shown.
+CALIBRATED_FOR = "int4"
+CALIBRATION_TOKENS = 4096
 
 # What is done next, in words, and the function that does it and tells its progress.
 Step = tuple[str, Callable[[Tell], None]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What is measured of a text, and how: the options of `hf-kvquant eval perplexity` with these names."""
-
-    mode: str = "chunked"
-    chunk: int = 32
-    window: int | None = None
-    stride: int | None = None
-    tokens: int | None = None
-    controls: bool = False
-    details: bool = False
-
-
 def measure(
-    subject: Subject, source: Mapping[str, Any], text: str, options: Options, output: str | None = None
+    subject: Subject,
+    source: Mapping[str, Any],
+    text: str,
+    *,
+    output: str | None = None,
+    mode: str = "chunked",
+    chunk: int = 32,
+    window: int | None = None,
+    stride: int | None = None,
+    tokens: int | None = None,
+    controls: bool = False,
+    details: bool = False,
 ) -> RunRecord:
     """Measure a text, and keep the results in the file `output`, or in memory.
 
-    The record's part `summary` has aggregates per mode and preset.
+    The keyword arguments are the options of `hf-kvquant eval perplexity` with these names. The record's part `summary`
+    has aggregates per mode and preset.
     """
     started = time.monotonic()
     model, configs = subject.model, subject.configs
     ids = subject.tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-    segments = cut(ids, model, window=options.window, stride=options.stride, tokens=options.tokens)
+    segments = cut(ids, model, window=window, stride=stride, tokens=tokens)
     prepared = subject.prepare()  # before it runs, since transforms found earlier do not fit changed weights
     unsimulated = why_not_simulated(model)
-    modes = modes_of(options.mode, unsimulated, subject.name)
+    modes = modes_of(mode, unsimulated, subject.name)
     dtype = stored_dtype(model, subject.name)
     settings = {
         "evaluation": "perplexity",
@@ -81,22 +85,22 @@ def measure(
         "tokens_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
         "stored_dtype": str(dtype).removeprefix("torch."),
         "source": source,
-        "mode": options.mode,
-        "chunk": options.chunk,
+        "mode": mode,
+        "chunk": chunk,
         "first_chunk": FIRST_CHUNK,
         "window": segments.length,
         "stride": segments.stride,
         "begins": segments.begins,
         "words_per_token": len(text.split()) / len(ids),
         "presets": {name: config.to_dict() for name, config in configs.items()},
-        "controls": options.controls,
+        "controls": controls,
     }
     record = open_record(output, settings)
     try:
         sizes = sizes_of(model, configs, dtype)
-        run = Run(record, subject, segments, options, can_simulate=unsimulated is None)
-        steps = [*run.checks(), *(step for mode in modes for step in run.segments_in(mode, sizes))]
-        if options.details:
+        run = Run(record, subject, segments, chunk, can_simulate=unsimulated is None)
+        steps = [*run.checks(controls), *(step for mode in modes for step in run.segments_in(mode, sizes))]
+        if details:
             steps += run.details(text)
         more = ", or --chunk, or run fewer presets at once"
         with measuring(record, WHERE, len(steps), lower="--window", value=segments.length, more=more) as tell:
@@ -120,11 +124,11 @@ class Run:
     record: RunRecord
     subject: Subject
     segments: Segments
-    options: Options
+    chunk: int
     can_simulate: bool
 
-    def checks(self) -> Iterator[Step]:
-        """The checks that come before any number."""
+    def checks(self, controls: bool) -> Iterator[Step]:
+        """The checks that come before any number, with the controls or without."""
         model, configs = self.subject.model, self.subject.configs
         text = gate_text(self.segments.ids, configs).to(model.device)
         what = "the check of modes"
@@ -134,12 +138,12 @@ class Run:
                 tell(doing=f"{what}, {name}")
 
             options: dict[str, Any] = {"can_simulate": self.can_simulate, "say": say}
-            self.record.fill("gate", lambda: check_modes(model, text, configs, self.options.chunk, **options))
+            self.record.fill("gate", lambda: check_modes(model, text, configs, self.chunk, **options))
 
         yield what, gate
-        if self.options.controls:
-            controls = functools.partial(run_controls, model, text, configs)
-            yield "the controls", lambda tell: self.record.fill("controls", controls)
+        if controls:
+            control = functools.partial(run_controls, model, text, configs)
+            yield "the controls", lambda tell: self.record.fill("controls", control)
 
     def segments_in(self, mode: str, sizes: Mapping[str, Mapping[str, Any]]) -> Iterator[Step]:
         """The segments to measure in one mode, as many in one step as memory allows."""
@@ -152,7 +156,7 @@ class Run:
 
     def measure_segments(self, mode: str, indices: Sequence[int], tell: Tell) -> None:
         """Measure some segments in one forward per chunk."""
-        size = 1 if mode == "decode" else self.options.chunk
+        size = 1 if mode == "decode" else self.chunk
         compared = self.compare(self.segments.ids[indices], self.subject.configs, size, mode == "simulated", tell)
         for index, results in zip(indices, compared, strict=True):
             begin = self.segments.begins[index]
@@ -182,7 +186,7 @@ class Run:
             if name != UNQUANTIZED
         }
         ids = self.segments.ids[:1, :LAYER_TOKENS]
-        (compared,) = self.compare(ids, configs, self.options.chunk, self.can_simulate, tell)
+        (compared,) = self.compare(ids, configs, self.chunk, self.can_simulate, tell)
         found = {}
         for name, each in compared.items():
             check_pairs(f"preset {name}", each)
@@ -195,6 +199,52 @@ class Run:
         """Compare configs on some segments, `[segments, tokens]` int64."""
         how: dict[str, Any] = {"first_chunk": FIRST_CHUNK, "chunk_size": chunk_size, "simulate": simulate}
         return compare(self.subject.model, ids.to(self.subject.model.device), configs, on_chunk=tell, **how)
+
+
+def key_magnitudes(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, ids: Tensor
+) -> dict[str, Any]:
+    """The largest magnitude of each key channel over some tokens (`[1, tokens]` int64), before and after calibration.
+
+    The model is left as it was. If it is calibrated already, its own centres and factors are used, else those that
+    calibrating on the text finds.
+
+    Returns:
+        `layers`: by index, `before` and `after` (`[num_kv_heads, head_dim]`; after: of the keys minus their centre,
+        divided by their factors), and `choice`, what calibration chose. Or `unmeasured`: why nothing was measured.
+    """
+    is_calibrated = is_smoothed(model)
+    state = smoothing_of(model)
+    if is_calibrated and state is None:
+        return {"unmeasured": "the checkpoint is calibrated, and its factors did not come with it"}
+    options: dict[str, Any] = {"mode": "auto", "num_tokens": CALIBRATION_TOKENS, "window": ids.shape[1]}
+    try:
+        result = (
+            smooth_attention(model, tokenizer, [text], CALIBRATED_FOR, **options) if state is None else state.result
+        )
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        return {"unmeasured": " ".join(str(error).split())}
+    try:
+        keys = collect(model, [(ids.cpu(), torch.ones_like(ids.cpu()))], [layer.layer_idx for layer in result.layers])
+    finally:
+        if not is_calibrated:
+            unsmooth(model)
+
+    def short(values: Tensor) -> list[list[float]]:  # with the four digits that a picture needs
+        return [[float(f"{value:.3e}") for value in row] for row in values.tolist()]
+
+    layers = {}
+    for layer in result.layers:
+        # Factors folded into the weights have already divided the keys, and must divide the centre as well.
+        in_weights = layer.factor if layer.placement == "weights" else torch.ones_like(layer.factor)
+        center = None if layer.center is None else layer.center / in_weights
+        seen = keys[layer.layer_idx]
+        layers[layer.layer_idx] = {
+            "choice": layer.choice,
+            "before": short(seen.largest(None) * in_weights),
+            "after": short(seen.largest(center) / (layer.factor / in_weights)),
+        }
+    return {"preset": CALIBRATED_FOR, "tokens": ids.shape[1], "is_calibrated": is_calibrated, "layers": layers}
 
 
 def segments_at_once(model: PreTrainedModel, length: int, sizes: Mapping[str, Mapping[str, Any]]) -> int:

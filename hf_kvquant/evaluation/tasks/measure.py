@@ -5,7 +5,6 @@ lm-eval is imported inside functions: it is optional and slow to import.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import os
@@ -17,7 +16,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from ...config import WINDOWS
 from ..errors import NothingRead, Refused, UsageError
 from ..preparation import Subject
 from ..provenance import sha256
@@ -47,30 +45,27 @@ def ready(tasks: Sequence[str] | None, data: str | None) -> list[str]:
     return names
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How tasks are run: the options of `hf-kvquant eval tasks` with these names."""
-
-    data: str | None = None
-    mode: str = MODES[0]
-    limit: int | None = None
-    batch_size: int = 8
-    sink_length: int = 0
-    residual_length: int = 0
-
-
 def measure(
-    subject: Subject, names: Sequence[str], options: Options, output: str | None = None
+    subject: Subject,
+    names: Sequence[str],
+    *,
+    output: str | None = None,
+    data: str | None = None,
+    mode: str = MODES[0],
+    limit: int | None = None,
+    batch_size: int = 8,
+    **dense: int,
 ) -> dict[tuple[str, str], Part] | None:
     """Run tasks under every preset, and keep the results in the file `output`, or in memory.
 
-    Returns the results by task and preset; `None` in a process that does not collect the results of the others.
+    The keyword arguments are the options of `hf-kvquant eval tasks` with these names; `dense` are `WINDOWS`. Returns
+    the results by task and preset; `None` in a process that does not collect the results of the others.
     """
     import lm_eval
 
     from .lm_eval_model import CannotScore, KVQuantLM
 
-    tokenizer, configs, data = subject.tokenizer, subject.configs, options.data
+    tokenizer, configs = subject.tokenizer, subject.configs
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise UsageError(
             "`MODEL` must have a tokenizer with a token that begins or ends a text, for lm-eval, got "
@@ -85,21 +80,21 @@ def measure(
             path.name: sha256(path) for path in sorted(Path(subject.name).expanduser().glob("*.safetensors"))
         },
         **subject.prepare(),
-        "mode": options.mode,
-        "limit": options.limit,
+        "mode": mode,
+        "limit": limit,
         "is_offline": data is not None,
-        **{name: getattr(options, name) for name in WINDOWS},  # they change what every preset means
+        **dense,  # they change what every preset means
     }
     record = open_record(output, settings)
     tasks = load_tasks(names, data)
     hashes = {name: None if data is None else sha256(data_file(name, data)) for name in tasks}
     try:
-        lm = KVQuantLM(subject.model, tokenizer=tokenizer, mode=options.mode, batch_size=options.batch_size)
+        lm = KVQuantLM(subject.model, tokenizer=tokenizer, mode=mode, batch_size=batch_size)
     except NotImplementedError as error:
         raise UsageError(f"{subject.name} cannot be evaluated in this mode. {error}") from error
     console = Console(highlight=False, quiet=lm.rank != 0, stderr=True)
     total, started = len(tasks) * len(configs), time.monotonic()
-    with measuring(record, WHERE, total, lower="--batch-size", value=options.batch_size, is_shown=False) as tell:
+    with measuring(record, WHERE, total, lower="--batch-size", value=batch_size, is_shown=False) as tell:
         for number, (name, preset) in enumerate(itertools.product(tasks, configs), 1):
             done = record.get(part_name(name, preset))
             if done is not None:
@@ -113,7 +108,7 @@ def measure(
             console.print(f"{number} of {total}: {name}, {preset} ({time.monotonic() - started:.0f} s so far)")
             lm.use(configs[preset])
             try:
-                result = evaluate(lm, name, tasks[name], options.limit)
+                result = evaluate(lm, name, tasks[name], limit)
             except NothingRead as error:
                 raise Refused(f"{name}, {preset}: {error} {record.kept()}") from error
             except CannotScore as error:
