@@ -6,10 +6,11 @@ look.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_kvquant.evaluation.report.plots import MUTED, PALETTE, bars, label, picture
+from hf_kvquant.evaluation.report.plots import INK, MUTED, PALETTE, label, picture
 
 # What pictures show of decode.json and generate.json, and in which colour. Names are those of decode_cases.py and
 # bench_generate.py. The baseline is grey.
@@ -22,6 +23,18 @@ SYSTEMS = {
     "int4-static": ("int4 compiled", COLOURS["int4"]),
     "int4-capture": ("int4 captured", COLOURS["int4"]),
 }
+
+
+def bars(axes: Any, values: Sequence[tuple[float, float, str, str]]) -> None:
+    """Draw horizontal bars from zero, without an axis: place from the top, length, label at the end, and colour."""
+    for place, length, text, color in values:
+        axes.barh(place, length, height=0.76, color=color)
+        label(axes, text, (length, place), color)
+    axes.set_xlim(0, max(length for _, length, _, _ in values))
+    axes.margins(y=0.01)
+    axes.invert_yaxis()
+    axes.tick_params(left=False, bottom=False, labelbottom=False, labelcolor=INK)
+    axes.spines[["left", "bottom"]].set_visible(False)
 
 
 # --- quality, memory and speed of the presets -------------------------------------------------------------------------

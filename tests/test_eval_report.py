@@ -14,13 +14,14 @@ from typing import Any
 import models
 import pytest
 import torch
+from drawn import described
 
 import hf_kvquant
 from hf_kvquant import cli
 from hf_kvquant.cli import evaluate
 from hf_kvquant.evaluation import paired
 from hf_kvquant.evaluation.perplexity import measure
-from hf_kvquant.evaluation.report import page, pictures, plots
+from hf_kvquant.evaluation.report import page, pictures
 from hf_kvquant.evaluation.tasks.data import AVERAGED
 from hf_kvquant.evaluation.tasks.results import average_lines, averages, by_task_and_preset
 
@@ -189,7 +190,7 @@ def test_page_and_pictures_show_the_records(capsys: pytest.CaptureFixture[str], 
     assert code == 0, error
     texts = page.of_texts(found)
     for name, drawing in pictures.PICTURES.items():
-        assert plots.described(output / name) == drawing.panels(texts)
+        assert described(output / name) == drawing.panels(texts)
         picture = (output / name).read_text(encoding="utf-8")
         assert "<text" in picture and "with injected outliers" in picture
     plain, outliers = texts.values()

@@ -16,10 +16,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from drawn import described
 
 import hf_kvquant
 from hf_kvquant import PRESETS
-from hf_kvquant.evaluation.report.plots import described
 from hf_kvquant.evaluation.tasks.data import AVERAGED
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -232,9 +232,6 @@ def fitting_configs(
     return fitting
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------
-
-
 def load_placed(
     args: argparse.Namespace, *, default_device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

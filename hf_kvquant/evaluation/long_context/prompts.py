@@ -126,8 +126,16 @@ class Writer:
         if is_chat:
             self._start, self._turn = map(self._encode, _parts_of_template(tokenizer))
         self._noise = [self._encode(self._space + sentence) for sentence in _NOISE]
-        self._filler = None if filler is None else self._sentences(filler)
-        self._shapes = {test: self._usual_shape(test) for test in TESTS}
+        self._filler: list[list[int]] | None = None
+        if filler is not None:
+            sentences = re.split(r"(?<=[.!?]) ", " ".join(filler.split()))
+            self._filler = [self._encode(self._space + sentence) for sentence in sentences if sentence]
+        # The most common numbers of tokens of question and answer, the same for every seed.
+        self._shapes = {}
+        for test in TESTS:
+            rng = random.Random(test)
+            shapes = collections.Counter(self._shape(_task(test, rng)) for _ in range(NUM_TRIALS))
+            self._shapes[test] = shapes.most_common(1)[0][0]
 
     def prompt(self, test: str, length: int, depth: float, sample: int) -> Prompt:
         """One prompt, the one with the number `sample` of its kind.
@@ -136,7 +144,12 @@ class Writer:
         nearest to the `depth`, in percent of the context.
         """
         rng = random.Random(f"{self.seed}/{test}/{length}/{depth:g}/{sample}")
-        task = self._drawn(test, rng)
+        for _ in range(MAX_DRAWS):
+            task = _task(test, rng)
+            if self._shape(task) == self._shapes[test]:
+                break
+        else:
+            raise AssertionError(f"no {test} of the usual {self._shapes[test]} tokens")
         question, answer = self._asked(task)
         needle = self._encode(self._space + task.needle)
         room = length - len(self._start) - len(needle) - len(question) - len(answer)
@@ -146,9 +159,11 @@ class Writer:
             )
         if test == "recall":
             before, after = self._pairs(task, room, depth, rng)
+        elif test == "needle":
+            before, after = _split(self._text(room, rng), room, depth)
         else:
-            sentences = self._repeated(rng) if test == "passkey" else self._text(room, rng)
-            before, after = _split(sentences, room, depth)
+            start = rng.randrange(len(self._noise))
+            before, after = _split(itertools.islice(itertools.cycle(self._noise), start, None), room, depth)
         position = len(self._start) + len(before)
         return Prompt(
             context=torch.tensor([*self._start, *before, *needle, *after]),
@@ -170,23 +185,9 @@ class Writer:
         question = self._encode(lead)
         return opening + question, self._encode(f"{lead} {task.answer}")[len(question) :]
 
-    def _usual_shape(self, test: str) -> tuple[int, int]:
-        """The most common numbers of tokens of question and answer, the same for every seed."""
-        rng = random.Random(test)
-        shapes = collections.Counter(self._shape(_task(test, rng)) for _ in range(NUM_TRIALS))
-        return shapes.most_common(1)[0][0]
-
     def _shape(self, task: _Task) -> tuple[int, int]:
         question, answer = self._asked(task)
         return len(question), len(answer)
-
-    def _drawn(self, test: str, rng: random.Random) -> _Task:
-        """A task whose question and answer have the test's usual number of tokens."""
-        for _ in range(MAX_DRAWS):
-            task = _task(test, rng)
-            if self._shape(task) == self._shapes[test]:
-                return task
-        raise AssertionError(f"no {test} of the usual {self._shapes[test]} tokens")
 
     def _pairs(self, task: _Task, room: int, depth: float, rng: random.Random) -> tuple[list[int], list[int]]:
         """What stands before and after the pair that is asked for: other pairs, and filler where no more fit."""
@@ -207,14 +208,11 @@ class Writer:
         # The filler stands at the far end of the list, so that a depth of 0 is the beginning and one of 100 the end.
         return (rest + before, after) if depth > 50 else (before, after + rest)
 
-    def _repeated(self, rng: random.Random) -> Iterator[list[int]]:
-        start = rng.randrange(len(self._noise))
-        return itertools.islice(itertools.cycle(self._noise), start, None)
-
     def _text(self, room: int, rng: random.Random) -> Iterator[list[int]]:
         """Sentences of the filler, from a random one on; without a filler, endless made-up ones."""
         if self._filler is None:
-            return iter(lambda: self._encode(self._space + _sentence(rng)), None)
+            words = (_SUBJECTS, _VERBS, _OBJECTS, _ENDINGS)
+            return iter(lambda: self._encode(f"{self._space}{' '.join(map(rng.choice, words))}."), None)
         num_tokens = sum(map(len, self._filler))
         if num_tokens < room:
             raise UsageError(
@@ -223,10 +221,6 @@ class Writer:
             )
         start = rng.randrange(len(self._filler))
         return iter(self._filler[start:] + self._filler[:start])
-
-    def _sentences(self, text: str) -> list[list[int]]:
-        sentences = re.split(r"(?<=[.!?]) ", " ".join(text.split()))
-        return [self._encode(self._space + sentence) for sentence in sentences if sentence]
 
 
 def _split(sentences: Iterator[list[int]], room: int, depth: float) -> tuple[list[int], list[int]]:
@@ -276,10 +270,6 @@ def _task(test: str, rng: random.Random) -> _Task:
 
 def _number(rng: random.Random) -> str:
     return str(rng.randrange(NUM_ANSWERS // 9, NUM_ANSWERS // 9 * 10))
-
-
-def _sentence(rng: random.Random) -> str:
-    return f"{' '.join(map(rng.choice, (_SUBJECTS, _VERBS, _OBJECTS, _ENDINGS)))}."
 
 
 def _subject(rng: random.Random, used: Collection[str] = ()) -> str:

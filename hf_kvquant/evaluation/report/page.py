@@ -117,9 +117,6 @@ def as_html(markdown: str, folder: Path) -> str:
     )
 
 
-# --- in a folder ------------------------------------------------------------------------------------------------------
-
-
 def read(model: str, folder: Path) -> dict[str, dict[str, Any]]:
     """The records of a model in a folder, by kind."""
     try:

@@ -16,7 +16,6 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from ...config import PRESETS
 
@@ -152,30 +151,11 @@ def place_labels(figure: Any) -> None:
         taken.append(moved(text, best).get_points())
 
 
-def described(path: Path) -> dict[str, Any]:
-    """The numbers in the description of a picture that `picture` wrote."""
-    found = ElementTree.parse(path).find(".//{http://purl.org/dc/elements/1.1/}description")
-    numbers: dict[str, Any] = json.loads("" if found is None or found.text is None else found.text)
-    return numbers
-
-
 def style_of(name: str, number: int) -> dict[str, Any]:
     """Colour and marker of a line: fixed for each preset, otherwise by its number in the picture."""
     known = [preset for preset in PRESETS if preset != "none"]
     place = known.index(name) if name in known else number
     return {"color": PALETTE[place % len(PALETTE)], "marker": MARKERS[place % len(MARKERS)]}
-
-
-def bars(axes: Any, values: Sequence[tuple[float, float, str, str]]) -> None:
-    """Draw horizontal bars from zero, without an axis: place from the top, length, label at the end, and colour."""
-    for place, length, text, color in values:
-        axes.barh(place, length, height=0.76, color=color)
-        label(axes, text, (length, place), color)
-    axes.set_xlim(0, max(length for _, length, _, _ in values))
-    axes.margins(y=0.01)
-    axes.invert_yaxis()
-    axes.tick_params(left=False, bottom=False, labelbottom=False, labelcolor=INK)
-    axes.spines[["left", "bottom"]].set_visible(False)
 
 
 def lines(path: Path, numbers: Mapping[str, Mapping[str, Points]], title: str, *, xlabel: str, ylabel: str) -> None:

@@ -64,12 +64,10 @@ def without_cudnn_attention() -> Iterator[None]:
 class KVQuantLM(HFLM):  # type: ignore[misc]
     """A causal language model with a quantised cache, for lm-eval.
 
-    Scores do not depend on the batch, except through the order of sums: where padding would share a scale with tokens,
-    or count among the newest tokens that stay dense, only rows of equal lengths are batched. A different order of sums
-    can flip a code. On the reference model (float32, PIQA, root mean squares), `int8` moves scores by 0.088 nats,
-    batches of 8 instead of 1 by 0.005, and embeddings changed in their last bit or two by 0.017.
-
-    lm-eval 0.4.13 knows the name once this module is imported; later versions find it by the entry point.
+    Scores do not depend on the batch, except through the order of sums, which can flip a code. On the reference model
+    (float32, PIQA, root mean squares), `int8` moves scores by 0.088 nats, batches of 8 instead of 1 by 0.005, and
+    embeddings changed in their last bit or two by 0.017. lm-eval 0.4.13 knows the name once this module is imported;
+    later versions find it by the entry point.
 
     Args:
         pretrained: A folder, a hub id or a model; it stays patched.
@@ -127,8 +125,6 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
     def _unsimulated(self) -> str | None:
         """Why the model cannot be simulated, whatever the preset; `None` if it can. Asked once."""
         return why_not_simulated(self.model)
-
-    # --- log-likelihood -----------------------------------------------------------------------------------------------
 
     def _loglikelihood_tokens(
         self,
@@ -224,10 +220,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         return self._scores(iter([logits]), [len(row.context) - 1 for row in rows], rows)
 
     def _table(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Rows on the device, short ones padded with zeros on the right: `[rows, longest]` int64.
-
-        The copy waits for the device, so it is made before the forwards of a batch.
-        """
+        """Rows on the device, padded with zeros on the right: `[rows, longest]` int64. The copy waits for the device."""
         longest = max(map(len, rows))
         filled = [(*row, *(0,) * (longest - len(row))) for row in rows]
         return torch.tensor(filled, dtype=torch.int64, device=self.device)
@@ -294,8 +287,6 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         self.pairs_read += pairs.pairs_read
         self.pairs_expected += expected
         self.pairs_dequantized += pairs.pairs_dequantized
-
-    # --- generation ---------------------------------------------------------------------------------------------------
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
         """Generate through the quantised cache, and check that its codes were read."""

@@ -144,9 +144,6 @@ def standard_error(metric: str, value: float, items: Mapping[str, Sequence[Any]]
     return None
 
 
-# --- averages ---------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Average:
     """The zero-shot average of a preset, with 95 % intervals from resampling items within tasks. All from 0 to 1."""
@@ -189,9 +186,6 @@ def average_lines(parts: Mapping[tuple[str, str], Part]) -> list[str]:
             line += f", change {change:+.2f} points ({low:+.2f} to {high:+.2f})"
         lines.append(line)
     return [*lines, f"Average: of {', '.join(AVERAGED)}, with 95 % intervals by resampling items within tasks."]
-
-
-# --- what is shown ----------------------------------------------------------------------------------------------------
 
 
 def show(console: Console, parts: Mapping[tuple[str, str], Part], *, title: str) -> None:
