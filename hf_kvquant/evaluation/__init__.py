@@ -1,9 +1,7 @@
 """Measures what quantised caches cost in quality, through the caches themselves. `hf_kvquant/cli/` has the commands.
 
-- `measuring/`: how far the next-token distribution under a quantised cache is from that under an unquantised one, and
-  whether a result was computed from codes.
-- `perplexity/`, `tasks/` and `long_context/`: one evaluation each. `report/` makes a page with pictures from records of
-  the first two.
+- `measuring/`: how far next-token distributions under two caches are apart, and whether they come from codes.
+- `perplexity/`, `tasks/` and `long_context/`: one evaluation each. `report/` makes a page from their records.
 - `preparation.py` loads a model and makes it ready; `injection.py` makes its keys harder to quantise.
 - `records.py` keeps results in a file that a second run resumes; `provenance.py` says where they come from;
   `paired.py` has statistics of two runs over the same items.

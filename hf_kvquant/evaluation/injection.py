@@ -8,13 +8,14 @@ learned large biases. `layout.py` finds the layers; `folding.py` scales the chan
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..calibration.folding import scale_keys
 from ..calibration.layout import find_layouts
-from ..calibration.origins import Scalable
 
 
 def inject_key_outliers(
@@ -83,18 +84,12 @@ def inject_key_bias(model: PreTrainedModel, norm: float = 100.0) -> dict[int, Te
         slowest = layout.ties.gather(1, layout.turn.argmin(1, keepdim=True))
         added = (layout.ties == slowest) * torch.randn(layout.ties.shape, generator=generator)
         injected[index] = norm * nn.functional.normalize(added, dim=1)
-        _add_bias(model.get_submodule(layout.key.name), layout.key, injected[index])
+        module: Any = model.get_submodule(layout.key.name)
+        if module.bias is None:
+            num_features = module.weight.shape[0 if layout.key.rule == "rows" else 1]
+            zeros = module.weight.new_zeros(num_features)
+            module.bias = nn.Parameter(zeros, requires_grad=module.weight.requires_grad)
+        features, values = layout.key.per_feature(injected[index])
+        with torch.no_grad():
+            module.bias[features.to(module.bias.device)] += values.to(module.bias)
     return injected
-
-
-def _add_bias(module: nn.Module, scalable: Scalable, added: Tensor) -> None:
-    weight, bias = module.weight, module.bias
-    assert isinstance(weight, Tensor)
-    if bias is None:
-        num_features = weight.shape[0 if scalable.rule == "rows" else 1]
-        module.bias = nn.Parameter(weight.new_zeros(num_features), requires_grad=weight.requires_grad)
-        bias = module.bias
-    assert isinstance(bias, Tensor)
-    features, values = scalable.per_feature(added)
-    with torch.no_grad():
-        bias[features.to(bias.device)] += values.to(bias)

@@ -57,13 +57,16 @@ class RunRecord:
         if not path.exists():
             return cls(path, content)
         earlier = read_record(path)
-        for kind, allowed in (("settings", ()), ("card", _FREE)):
-            difference = _difference(earlier[kind], content[kind], allowed)
-            if difference is not None:
-                raise ValueError(
-                    f"RunRecord: `path` must be new or hold results of the same {kind}, got {path}: {difference}. "
-                    f"{_REMEDY}"
-                )
+        for kind, free in (("settings", ()), ("card", _FREE)):
+            for name in (name for name in {**content[kind], **earlier[kind]} if name not in free):
+                values = [each[kind].get(name) for each in (earlier, content)]
+                if values[0] != values[1]:
+                    texts = map(json.dumps, values)
+                    was, now = (text if len(text) <= 80 else text[:77] + "..." for text in texts)
+                    raise ValueError(
+                        f"RunRecord: `path` must be new or hold results of the same {kind}, got {path}: `{name}` was "
+                        f"{was} and is {now}. {_REMEDY}"
+                    )
         return cls(path, earlier)
 
     def get(self, part: str) -> Any:
@@ -75,8 +78,11 @@ class RunRecord:
         self._content["parts"][part] = _plain(result)
         if self._path is not None:
             try:
+                # One entry per line, and each list of numbers on one line.
+                text = json.dumps(self._content, indent=1, allow_nan=False)
+                text = re.sub(r"\[\n[^\[\]{}\"]*\]", lambda match: re.sub(r"\s+", " ", match[0]), text) + "\n"
                 with written(self._path) as path:
-                    path.write_text(_spell(self._content), encoding="utf-8")
+                    path.write_text(text, encoding="utf-8")
             except OSError as error:
                 raise CannotKeep(error.strerror or str(error)) from error
 
@@ -162,16 +168,6 @@ def measuring(
         ) from error
 
 
-def _difference(earlier: Mapping[str, Any], now: Mapping[str, Any], allowed: tuple[str, ...]) -> str | None:
-    """The first entry that differs, in words; `None` if none does."""
-    for name in dict.fromkeys([*now, *earlier]):
-        if name not in allowed and earlier.get(name) != now.get(name):
-            texts = (json.dumps(values.get(name)) for values in (earlier, now))
-            was, is_now = (text if len(text) <= 80 else text[:77] + "..." for text in texts)
-            return f"`{name}` was {was} and is {is_now}"
-    return None
-
-
 def _plain(value: Any) -> Any:
     """A value as JSON returns it. Infinity and NaN become `None`, which stands for unknown."""
 
@@ -179,9 +175,3 @@ def _plain(value: Any) -> Any:
         raise TypeError(f"RunRecord: results must be JSON-serialisable, got {type(value).__name__}.")
 
     return json.loads(json.dumps(value, default=refuse), parse_constant=lambda name: None)
-
-
-def _spell(content: Mapping[str, Any]) -> str:
-    """JSON with one entry per line, and each list of numbers on one line."""
-    text = json.dumps(content, indent=1, allow_nan=False)
-    return re.sub(r"\[\n[^\[\]{}\"]*\]", lambda match: re.sub(r"\s+", " ", match[0]), text) + "\n"

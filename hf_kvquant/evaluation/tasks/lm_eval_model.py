@@ -220,7 +220,7 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         return self._scores(iter([logits]), [len(row.context) - 1 for row in rows], rows)
 
     def _table(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Rows on the device, padded with zeros on the right: `[rows, longest]` int64. The copy waits for the device."""
+        """Rows, padded with zeros on the right: `[rows, longest]` int64. The copy to the device waits for it."""
         longest = max(map(len, rows))
         filled = [(*row, *(0,) * (longest - len(row))) for row in rows]
         return torch.tensor(filled, dtype=torch.int64, device=self.device)
