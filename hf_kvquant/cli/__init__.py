@@ -1,9 +1,6 @@
 """The command `hf-kvquant`: one file a sub-command, which has its options and prints its results.
 
-`generate` continues prompts under one or more presets and prints a table. `calibrate` finds centres and smoothing
-factors of keys and saves the model with them; with `--check` it only says which preset each layer tolerates. `eval`
-measures quality. `env` says what is installed, what is missing and how to get it. `arguments.py` has what commands
-share.
+`arguments.py` has what commands share.
 
 A mistake in the arguments ends with one line on stderr and exit code 2; a refused preset, or a measurement that fails
 its own checks, with exit code 1; an interruption with 130. A bug ends with a traceback.

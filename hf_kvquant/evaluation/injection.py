@@ -1,9 +1,8 @@
 """Makes a model's keys harder to quantise, for evaluations: adds outlier channels or large biases through its weights.
 
-Small test models then have keys as hard as those of large models. Outliers are the inverse of smoothing: key channels
-are multiplied, query channels divided, and attention stays the same. A bias is added to the channels that RoPE turns
-slowest, or not at all. There it is nearly the same for every key, so softmax nearly ignores it, as in models that
-learned large biases. `layout.py` finds the layers; `folding.py` scales the channels.
+Small test models then have keys as hard as those of large models. Outliers are the inverse of smoothing. A bias is
+added to the channels that RoPE turns slowest, or not at all. There it is nearly the same for every key, so softmax
+nearly ignores it, as in models that learned large biases.
 """
 
 from __future__ import annotations

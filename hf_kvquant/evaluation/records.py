@@ -1,8 +1,7 @@
 """What a run has measured so far: one JSON file, written after every part and resumed by a second run.
 
 A record holds the card of the run (`provenance.py`), its settings, and its parts: results by name. The evaluation
-decides what a part is. A file is resumed only if its settings, code and machine are those of the new run; this file
-decides that, and what the user is told if a run ends early.
+decides what a part is. A file is resumed only if its settings, code and machine are those of the new run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Runs `eval long`: asks a model all prompts through quantised caches, keeps how it answers, and shows it.
 
 The context is the first chunk of a cache, which is exact by design. The question follows as a second chunk, and the
-answer token by token, as `generate` decodes it; both read codes, which is counted. The right answer is always fed,
-whatever the model would say. Up to its first mistake, greedy decoding feeds the same tokens, so an answer is right if
-each of its tokens was the most likely one. The log-likelihood of the answer tells presets apart even on models that are
-never right.
+answer token by token; both read codes, which is counted. The right answer is always fed. Up to its first mistake,
+greedy decoding feeds the same tokens, so an answer is right if each of its tokens was the most likely one. The
+log-likelihood of the answer tells presets apart even on models that are never right.
 """
 
 from __future__ import annotations
@@ -179,13 +178,10 @@ def score(model: PreTrainedModel, prompts: Sequence[Prompt], configs: Mapping[st
 
 @torch.inference_mode()
 def ask(model: PreTrainedModel, question: Tensor, answer: Tensor, cache: Cache) -> tuple[Tensor, Tensor]:
-    """Feed a question, as one chunk, and its answer, token by token, to a cache that holds a context.
+    """Feed a question, as one chunk, and its answer, token by token, both `[batch, tokens]` int64, to a cache.
 
-    Both are `[batch, tokens]` int64; the last token is only predicted. The model is patched if the cache is ours.
-
-    Returns:
-        `[batch]` bool, whether every token of the answer was the most likely one; and `[batch]` float32, the
-        log-likelihood of the answer, nats.
+    Returns `[batch]` bool, whether every token of the answer was the most likely one; and `[batch]` float32, the
+    log-likelihood of the answer, nats. The last token is only predicted.
     """
     correct = torch.ones(len(answer), dtype=torch.bool, device=answer.device)
     log_likelihood = torch.zeros(len(answer), device=answer.device)

@@ -1,10 +1,9 @@
 """Measures how far the next-token distribution under a quantised cache is from that under the unquantised cache.
 
 A forward over a whole text never reads a cache, and the first chunk of a cache is exact by design. So a text is fed in
-chunks: a first one of `first_chunk` tokens that fills the cache, then chunks that attend to codes, as in `generate` or
-a continued chat. The unquantised cache (transformers' `DynamicCache`) gets the same chunks in the same run.
-`simulation.py` computes the same in one forward, which is faster. Reads of codes are counted where attention reads
-them (`pairs.py`), so a result that never read a code cannot pass for a good one.
+chunks: a first one that fills the cache, then chunks that attend to codes, as in `generate` or a continued chat. The
+unquantised cache (transformers' `DynamicCache`) gets the same chunks in the same run. `simulation.py` computes the same
+in one forward, which is faster. `pairs.py` counts what was read from codes.
 """
 
 from __future__ import annotations
@@ -58,20 +57,12 @@ def compare(
 ) -> list[dict[str, Fidelity]]:
     """Feed texts through the unquantised cache and through one cache per config, and compare the distributions.
 
-    All caches advance together, chunk by chunk, so memory holds logits of one chunk instead of a whole text. The texts
-    of a call do not influence each other unless a format has one scale per tensor.
+    All caches advance together, chunk by chunk, so memory holds logits of one chunk instead of a whole text, unless the
+    chunks are simulated. The texts of a call do not influence each other unless a format has one scale per tensor. The
+    model, any that `patch` accepts, is left unchanged.
 
-    Args:
-        model: Any model that `patch` accepts, patched or not; left unchanged.
-        input_ids: `[texts, tokens]` int64. The last token is only predicted, never fed.
-        configs: By name.
-        first_chunk: See `Chunks`. Its tokens are not scored.
-        chunk_size: See `Chunks`; 1 as in `generate`.
-        simulate: See `Chunks`. Simulating holds all logits of the texts in memory.
-        on_chunk: Called after each chunk.
-
-    Returns:
-        Per text, one result per name.
+    The texts (`input_ids`) are `[texts, tokens]` int64; the last token is only predicted, never fed. See `Chunks` for
+    how they are split: tokens of the first chunk are not scored. Per text, there is one result per name of a config.
 
     Raises:
         NotImplementedError: The model's attention cannot be simulated.

@@ -55,16 +55,9 @@ def run_presets(
 ) -> list[Summary]:
     """Continue every prompt under every preset, then compare with the unquantised cache if it is among them.
 
-    Args:
-        model: The model, on its device.
-        tokenizer: Its tokenizer.
-        prompts: `[1, tokens]` int64 each, on the model's device.
-        presets: Configs by name, in the order of the result.
-        max_new_tokens: Per prompt.
-        sampling: Further arguments of `generate`, such as `do_sample`.
-        seed: Set before each continuation, so that sampling presets draw the same numbers.
-        on_start: Called with a prompt's index and a preset before its text.
-        on_text: Called with each piece of text as it is written, and with a new line at its end.
+    Prompts are `[1, tokens]` int64 each, on the model's device. `sampling` has further arguments of `generate`, such as
+    `do_sample`; the seed is set before each continuation, so that presets draw the same numbers. `on_start` is called
+    with a prompt's index and a preset before its text, `on_text` with each piece of text and a new line at its end.
     """
     for config in presets.values():
         continue_prompt(model, tokenizer, prompts[0], config, max_new_tokens=WARM_UP_TOKENS)

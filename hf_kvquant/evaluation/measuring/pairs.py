@@ -2,9 +2,8 @@
 
 An evaluation that never reads a code looks lossless. So storages (`LayerStore.attend`) and simulated layers count the
 pairs that attend to codes, and the count is compared with the expected number, which has a closed form. With fewer,
-some layer attended to something else; with more, our picture of the model is wrong. Neither measures the quantised
-cache. `PairCounter` proves that storages count what the op serves: it intercepts the op's own calls, which is slower,
-as it sees every op of the model.
+some layer attended to something else; with more, our picture of the model is wrong. `PairCounter`, which is slower,
+proves that storages count what the op serves.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Checks that `eval perplexity` must pass before it writes a number: the gate, a check of the counter, and controls.
 
-A text can be fed in three modes: in one simulated forward, in chunks through the cache, or token by token. All compute
-the same function; if two disagree, one is wrong, and no number of either can be trusted. The gate compares them. A
-model that cannot be simulated has only the last two modes. Results that did not read codes are refused by a count of
-those reads (`pairs.py`); here the count is checked against the calls of the op itself. The controls break the cache on
+A text can be fed in three modes: in one simulated forward, if the model can be simulated, in chunks through the cache,
+or token by token. All compute the same function; if two disagree, no number of either can be trusted. The gate compares
+them. The counter of pairs (`pairs.py`) is checked against the calls of the op itself. The controls break the cache on
 purpose and check that it shows.
 """
 

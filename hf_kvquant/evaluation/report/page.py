@@ -86,12 +86,7 @@ TEMPLATES.globals |= {"is_finished": is_finished, "passed": passed, "quality_tab
 
 
 def page(records: Mapping[str, Record], pictures: Sequence[str]) -> str:
-    """The page, in Markdown.
-
-    Args:
-        records: By kind; at least one of `eval perplexity` is finished.
-        pictures: Names of the files that `draw` has drawn.
-    """
+    """The page, in Markdown, with the pictures of these names. At least one record of `eval perplexity` is finished."""
     parts = by_task_and_preset(records[TASKS]["parts"]) if TASKS in records else {}
     return TEMPLATES.get_template(f"{PAGE}.jinja").render(
         records=records,

@@ -1,10 +1,9 @@
 """Draws pictures of results as SVG, with text as text, and the same bytes for the same numbers.
 
 Every picture is as wide as a README shows it, says its message in its title, and labels points, bars and lines directly
-instead of in a legend. It follows the reader's light or dark theme and has its own background, so it can be read on any
-page. Presets differ by colour and by marker. A picture's description holds the numbers that it shows, so that a test
-can compare them with the results under any version of matplotlib. `pictures.py` decides which numbers those are;
-`evals/pictures.py` does for the README and `docs/`. matplotlib is optional and imported inside functions.
+instead of in a legend. It has its own background and follows the reader's light or dark theme. Presets differ by colour
+and by marker. A picture's description holds the numbers that it shows, so that a test can compare them with the results
+under any version of matplotlib, which is optional and imported inside functions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Groups the rows of a task into batches, as large as allowed, without padding that would change a score.
 
-Shorter contexts are padded on the left, shorter continuations on the right. Whether that changes a score depends on the
-formats of the cache, which is decided here. `lm_eval_model.py` runs the batches.
+Shorter contexts are padded on the left, shorter continuations on the right.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ class Row(NamedTuple):
 def max_padded_length(formats: Sequence[LayerFormats]) -> float:
     """The most tokens per row, padding included, that a padded batch may hold before padding changes scores.
 
-    - 0 if any padding changes scores. With granularity `tensor`, padding shares the scale of the whole sequence; with
-      `residual_length`, it takes the place of the newest tokens of a shorter row.
-    - One token less than a block for keys of granularity `channel`, which stay dense until the block is full.
-    - Otherwise infinity.
+    None with granularity `tensor`, where padding shares the scale of the whole sequence, or with `residual_length`,
+    where it takes the place of the newest tokens of a shorter row. Keys of granularity `channel` stay dense until a
+    block is full. With other formats, infinitely many.
     """
     sides = [side for layer in formats for side in (layer.key, layer.value)]
     if any(layer.residual_length > 0 for layer in formats) or any(side.granularity == "tensor" for side in sides):
@@ -47,8 +45,8 @@ def max_padded_length(formats: Sequence[LayerFormats]) -> float:
 def batches(rows: Iterable[Row], batch_size: int, max_padded: float) -> Iterator[list[Row]]:
     """Yield the rows of each batch: longest contexts first, so that memory runs out early if it does at all.
 
-    Rows that are too long for padding (`max_padded_length`) come before all others, in batches of rows of the same
-    lengths. The batches do not depend on the order of the rows.
+    Rows that are too long for padding (`max_padded_length`) come before all others, with rows of the same lengths. The
+    batches do not depend on the order of the rows.
     """
     ordered = sorted(rows, key=lambda row: (-len(row.context), row.context, -len(row.fed), row.fed))
     by_lengths = sorted(ordered, key=lambda row: row.lengths, reverse=True)  # stable: ties keep the order above

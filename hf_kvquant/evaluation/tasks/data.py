@@ -1,9 +1,8 @@
 """The zero-shot tasks: lm-eval's own by name, or some of them from JSON lines, for machines without a network.
 
-The offline tasks are the task files in `offline/`, package data in lm-eval's own format (`dataset_path: json`);
-the user gives the folder with their data. Data are checked here, line by line, before a model is loaded, because errors
-of the `datasets` library name neither the file nor the line. lm-eval is imported inside functions: it is optional and
-slow to import.
+The offline tasks are the task files in `offline/`, in lm-eval's own format; the user gives the folder with their data.
+Data are checked before a model is loaded, because errors of the `datasets` library name neither the file nor the line.
+lm-eval is imported inside functions: it is optional and slow to import.
 """
 
 from __future__ import annotations

@@ -3,15 +3,13 @@
 lm-eval's own class scores a text in one forward without a cache, so every preset looks lossless. Here a text is scored
 in one of two modes. *decode*: the context without its last token fills the cache; that token and the continuation then
 come in later chunks, through append and the decode kernel, as in a chat. *simulated*: one forward computes the same
-function without cache and kernels (`simulation.py`). For every batch, the (query, token) pairs read from codes are
-counted and compared with the expected number; pairs read dequantised, for lack of a kernel, are counted separately.
+function without cache and kernels (`simulation.py`). The pairs read from codes are counted for every batch.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,22 +107,18 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             atexit.register(self.accelerator.end_training)
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self._takes = frozenset(inspect.signature(type(self.model).forward).parameters)
+        self._unsimulated = why_not_simulated(self.model) if mode == "simulated" else None
         self.use(preset)
 
     def use(self, preset_or_config: str | KVQuantConfig | Mapping[str, Any]) -> None:
         """Score with another preset from now on. If that raises, as for `patch`, nothing has changed."""
         config = KVQuantConfig.resolve(preset_or_config)
-        if self.mode == "simulated" and self._unsimulated is not None:
+        if self._unsimulated is not None:
             raise NotImplementedError(self._unsimulated)
         patch(self.model, config)
         self.quant_config = config
         self._transforms = key_transforms(self.model, config)
         self.pairs_read = self.pairs_expected = self.pairs_dequantized = 0
-
-    @functools.cached_property
-    def _unsimulated(self) -> str | None:
-        """Why the model cannot be simulated, whatever the preset; `None` if it can. Asked once."""
-        return why_not_simulated(self.model)
 
     def _loglikelihood_tokens(
         self,
