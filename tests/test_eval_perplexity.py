@@ -245,7 +245,7 @@ def test_the_gate_lets_flipped_codes_pass() -> None:
     inject_key_outliers(model, 3, 100.0)
     ids = torch.randint(3, models.VOCAB_SIZE, (1, gate.GATE_TOKENS))
     for name in ("int8", "int4", "int4-g32"):
-        (found,) = gate.check_modes(model, ids, {name: KVQuantConfig.from_preset(name)}, 32).values()
+        (found,) = gate.Gate(model, ids, {name: KVQuantConfig.from_preset(name)}).check_modes(32).values()
         assert max(found["between"].values()) < 1e-5 * found["kld"]
 
 
@@ -260,7 +260,7 @@ def test_the_gate_sees_one_token_that_is_exact_in_one_mode_only(monkeypatch: pyt
     ids = torch.randint(3, models.VOCAB_SIZE, (1, gate.GATE_TOKENS))
     config = KVQuantConfig.from_preset("int4", sink_length=1, residual_length=9)
     with pytest.raises(Refused, match="preset int4 must give the same distribution simulated and decode within "):
-        gate.check_modes(models.llama(), ids, {"int4": config}, 32)
+        gate.Gate(models.llama(), ids, {"int4": config}).check_modes(32)
 
 
 def test_the_gate_says_when_the_model_is_wrong_by_itself() -> None:
@@ -268,11 +268,11 @@ def test_the_gate_says_when_the_model_is_wrong_by_itself() -> None:
     ids = torch.randint(3, models.VOCAB_SIZE, (1, gate.GATE_TOKENS))
     message = r"JambaForCausalLM must give the same distribution for chunks and for single tokens within 1\.0e-06"
     with pytest.raises(Refused, match=message):
-        gate.check_modes(models.family("jamba"), ids, {"none": KVQuantConfig.from_preset("none")}, 32)
+        gate.Gate(models.family("jamba"), ids, {"none": KVQuantConfig.from_preset("none")}).check_modes(32)
 
 
 def test_an_inexact_control_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "GATE_FLOAT32", -1.0)
     ids = torch.randint(3, models.VOCAB_SIZE, (1, 12))
     with pytest.raises(Refused, match=r"control: `none` must be within -1\.0 nats of the unquantised cache, got "):
-        gate.run_controls(models.llama(), ids, {"none": KVQuantConfig.from_preset("none")})
+        gate.Gate(models.llama(), ids, {"none": KVQuantConfig.from_preset("none")}).run_controls()

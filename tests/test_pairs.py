@@ -146,7 +146,7 @@ def test_a_counter_that_runs_without_the_op_is_found_out(monkeypatch: pytest.Mon
         return result
 
     model, configs = models.llama(), {"int8": KVQuantConfig.from_preset("int8")}
-    gate.check_counting(model, ids(), configs)
+    gate.Gate(model, ids(), configs).check_counting()
     monkeypatch.setattr(LayerStore, "attend", doubled)
     with pytest.raises(Refused, match=r"int8 must count the 108 .* pairs that the op serves, got 114\. A bug, please"):
-        gate.check_counting(model, ids(), configs)
+        gate.Gate(model, ids(), configs).check_counting()

@@ -32,7 +32,7 @@ from ..measuring.pairs import check_pairs
 from ..measuring.simulation import why_not_simulated
 from ..preparation import Subject, source_of
 from ..records import RunRecord, measuring, open_record
-from .gate import check_modes, gate_text, mean, run_controls
+from .gate import Gate, mean
 from .results import of_segment, summarize
 from .segments import FIRST_CHUNK, Segments, cut
 
@@ -129,21 +129,19 @@ class Run:
 
     def checks(self, controls: bool) -> Iterator[Step]:
         """The checks that come before any number, with the controls or without."""
-        model, configs = self.subject.model, self.subject.configs
-        text = gate_text(self.segments.ids, configs).to(model.device)
+        gate = Gate(self.subject.model, self.segments.ids, self.subject.configs)
         what = "the check of modes"
 
-        def gate(tell: Tell) -> None:
+        def check(tell: Tell) -> None:
             def say(name: str) -> None:
                 tell(doing=f"{what}, {name}")
 
-            options: dict[str, Any] = {"can_simulate": self.can_simulate, "say": say}
-            self.record.fill("gate", lambda: check_modes(model, text, configs, self.chunk, **options))
+            check = functools.partial(gate.check_modes, self.chunk, can_simulate=self.can_simulate, say=say)
+            self.record.fill("gate", check)
 
-        yield what, gate
+        yield what, check
         if controls:
-            control = functools.partial(run_controls, model, text, configs)
-            yield "the controls", lambda tell: self.record.fill("controls", control)
+            yield "the controls", lambda tell: self.record.fill("controls", gate.run_controls)
 
     def segments_in(self, mode: str, sizes: Mapping[str, Mapping[str, Any]]) -> Iterator[Step]:
         """The segments to measure in one mode, as many in one step as memory allows."""
