@@ -21,7 +21,7 @@ from hf_kvquant import cli
 from hf_kvquant.cli import evaluate
 from hf_kvquant.evaluation import paired
 from hf_kvquant.evaluation.perplexity import measure
-from hf_kvquant.evaluation.report import page, pictures
+from hf_kvquant.evaluation.report import page
 from hf_kvquant.evaluation.tasks.data import AVERAGED
 from hf_kvquant.evaluation.tasks.results import average_lines, averages, by_task_and_preset
 
@@ -154,7 +154,7 @@ def test_a_report_is_run_interrupted_and_resumed(
     grown = (injected / before - evaluate.OUTLIER_FACTOR).abs() < 0.1
     assert (grown.sum(1) == 6).all() and ((injected / before)[~grown] - 1).abs().max() < 0.01
     after = torch.tensor(outliers["parts"]["keys"]["layers"]["0"]["after"])
-    assert pictures.ratio(after.flatten().tolist()) < pictures.ratio(injected.flatten().tolist())
+    assert page.ratio(after.flatten().tolist()) < page.ratio(injected.flatten().tolist())
 
 
 @needs_matplotlib
@@ -189,14 +189,14 @@ def test_page_and_pictures_show_the_records(capsys: pytest.CaptureFixture[str], 
     code, _, error = run(capsys, "somewhere/model", output, "--render")
     assert code == 0, error
     texts = page.of_texts(found)
-    for name, drawing in pictures.PICTURES.items():
+    for name, drawing in page.PICTURES.items():
         assert described(output / name) == drawing.panels(texts)
         picture = (output / name).read_text(encoding="utf-8")
         assert "<text" in picture and "with injected outliers" in picture
     plain, outliers = texts.values()
-    assert pictures.quality_numbers(plain) == {"int8": [[8.5, 1e-4]], "int4": [[4.5, 1e-2]]}
-    assert pictures.layer_numbers(plain)["int4"] == [[0, 0.005], [1, 1.005]]
-    keys = pictures.key_numbers(outliers)
+    assert page.quality_numbers(plain) == {"int8": [[8.5, 1e-4]], "int4": [[4.5, 1e-2]]}
+    assert page.layer_numbers(plain)["int4"] == [[0, 0.005], [1, 1.005]]
+    keys = page.key_numbers(outliers)
     assert keys["before"] == [1.0, 2.0, 27.0, 2.0] and keys["uneven"]["after"] == [[0, 1.5], [1, 1.5]]
     shown = (output / page.PAGE).read_text(encoding="utf-8")
     assert "| `int4` | 4.5 | 1.0·10⁻² ± 1.0·10⁻³ | 5.0·10⁻³ | 9.0·10⁻² | 90.0% | 30.00 | +1.00% | 25.0 (" in shown
@@ -234,7 +234,7 @@ def test_the_page_in_html_needs_nothing_else(capsys: pytest.CaptureFixture[str],
     assert shown.count("<table>") == 2 + len(AVERAGED) and "http" not in re.sub(r"base64,[^\"]*", "", shown)
     sources = re.findall(r'<img src="([^"]*)"', shown)
     pictured = [base64.b64decode(source.removeprefix("data:image/svg+xml;base64,")) for source in sources]
-    assert pictured == [(output / name).read_bytes() for name in pictures.PICTURES]
+    assert pictured == [(output / name).read_bytes() for name in page.PICTURES]
 
 
 @needs_matplotlib
@@ -251,7 +251,7 @@ def test_a_killed_run_leaves_the_page_and_the_pictures_whole(
 
     for name in ("quality.svg", "keys.svg"):
         with monkeypatch.context() as patch:
-            patch.setitem(pictures.PICTURES, name, dataclasses.replace(pictures.PICTURES[name], plot=torn))
+            patch.setitem(page.PICTURES, name, dataclasses.replace(page.PICTURES[name], plot=torn))
             assert run(capsys, "somewhere/model", output, "--render")[0] == 130
         assert {path.name: path.read_bytes() for path in output.iterdir()} == before
 

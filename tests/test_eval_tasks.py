@@ -551,7 +551,7 @@ def test_what_is_declared_is_there() -> None:
         assert yaml.safe_load(path.read_text(encoding="utf-8"))["task"] == path.stem
     project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     assert f'hf_kvquant = "{KVQuantLM.__module__}:{KVQuantLM.__name__}"' in project
-    assert "evaluation/tasks/offline/*.yaml" in project and "evaluation/report/*.jinja" in project
+    assert "evaluation/**/*.yaml" in project and "evaluation/**/*.jinja" in project
 
 
 def test_lm_eval_that_is_not_installed(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hf_kvquant.evaluation.report import pictures, plots
+from hf_kvquant.evaluation.report import page, plots
 
 if importlib.util.find_spec("matplotlib") is None:
     pytest.skip("matplotlib is optional", allow_module_level=True)
@@ -150,14 +150,14 @@ def report_numbers() -> dict[str, dict[str, Any]]:
 
 def draw_report(name: str, path: Path, num_panels: int = 2) -> None:
     numbers = dict(list(report_numbers()[name].items())[:num_panels])
-    pictures.PICTURES[name].draw(path, numbers)
+    page.PICTURES[name].draw(path, numbers)
 
 
 @pytest.mark.parametrize("name", ["presets", "decode", "generate", *report_numbers()])
 def test_a_picture_can_be_read(renderer: ModuleType, figures: list[Any], tmp_path: Path, name: str) -> None:
     paths = [tmp_path / "one.svg", tmp_path / "two.svg"]
     for path in paths:
-        if name in pictures.PICTURES:
+        if name in page.PICTURES:
             draw_report(name, path)
         else:
             readme_pictures(renderer)[name](path)
@@ -195,7 +195,7 @@ def test_titles_of_the_readme_follow_the_numbers(renderer: ModuleType, figures: 
     assert not any(map(faults, figures))
 
 
-@pytest.mark.parametrize("name", pictures.PICTURES)
+@pytest.mark.parametrize("name", page.PICTURES)
 def test_one_panel_is_enough(figures: list[Any], tmp_path: Path, name: str) -> None:
     draw_report(name, tmp_path / name, num_panels=1)
     assert not faults(figures[0])
@@ -209,7 +209,7 @@ def test_what_is_zero_has_no_place_on_a_logarithmic_scale(figures: list[Any], tm
 
 def test_messages_follow_the_numbers() -> None:
     numbers = {name: next(iter(panels.values())) for name, panels in report_numbers().items()}
-    found = {name: pictures.PICTURES[name].message(each) for name, each in numbers.items()}
+    found = {name: page.PICTURES[name].message(each) for name, each in numbers.items()}
     assert found == {
         "quality.svg": f"int4, int4-channel, int4-g32, {LONG}, k8v4, int8 and int8:0+32 diverge least for their size",
         "positions.svg": "int8:0+32 diverges most in the part from token 2 on",
@@ -217,7 +217,7 @@ def test_messages_follow_the_numbers() -> None:
         "keys.svg": "Calibration brings layer 31's largest key channel from 6.0 to 1.3 times the median",
     }
     alone = {"int8": [[8.125, 1e-4]], "fp8": [[8.125, 1e-3]]}
-    assert pictures.quality_message(alone) == "int8 is smallest and diverges least"
+    assert page.quality_message(alone) == "int8 is smallest and diverges least"
 
 
 def luminance(colour: str) -> float:

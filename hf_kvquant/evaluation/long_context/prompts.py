@@ -17,9 +17,11 @@ import itertools
 import random
 import re
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import yaml
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -34,49 +36,8 @@ NUM_TRIALS = 64
 # Draws after which something must be wrong, since those numbers were the most common among `NUM_TRIALS`.
 MAX_DRAWS = 100 * NUM_TRIALS
 
-_NOISE = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
-_SUBJECTS = (
-    *("The baker", "An old sailor", "The teacher", "A young doctor", "The painter", "My neighbour", "The farmer"),
-    *("A tired clerk", "The captain", "Her brother", "The gardener", "A famous singer", "The engineer", "His aunt"),
-    *("The librarian", "A local guide", "The mayor", "A quiet student", "The postman", "The chemist"),
-)
-_VERBS = (
-    *("carried", "forgot", "painted", "found", "sold", "described", "repaired", "borrowed", "lost", "admired"),
-    *("measured", "hid", "bought", "studied", "moved", "cleaned", "photographed", "returned", "counted", "kept"),
-)
-_OBJECTS = (
-    *("a wooden chair", "the long letter", "two small boats", "an iron gate", "the heavy book", "a broken clock"),
-    *("the red lantern", "some fresh bread", "a map of the coast", "the garden tools", "an empty bottle"),
-    *("the church bell", "a basket of apples", "the old piano", "three silver spoons", "a pair of boots"),
-    *("the kitchen table", "a bundle of ropes", "the winter coat", "an unfinished portrait"),
-)
-_ENDINGS = (
-    *("before the rain began", "near the river", "on a cold morning", "without saying a word", "after the meeting"),
-    *("at the end of the street", "during the summer", "in front of the station", "as the train arrived"),
-    *("because nobody else would", "behind the town hall", "late in the evening", "with great care"),
-    *("while the children slept", "for the second time", "under the bridge", "in a small village by the sea"),
-    *("when the war was over", "and never spoke of it again", "to the surprise of everyone"),
-)
-_CITIES = (
-    *("London", "Paris", "Berlin", "Madrid", "Vienna", "Dublin", "Moscow", "Tokyo", "Chicago", "Boston"),
-    *("Sydney", "Cairo", "Rome", "Athens", "Toronto", "Houston", "Mumbai", "Lisbon", "Prague", "Oslo"),
-)
-_ADJECTIVES = (
-    *("red", "blue", "green", "white", "black", "yellow", "brown", "grey", "old", "new", "big", "small", "tall"),
-    *("short", "young", "fast", "slow", "loud", "quiet", "wild", "dark", "bright", "cold", "warm", "golden", "silver"),
-    *("happy", "lonely", "strong", "lucky"),
-)
-_NOUNS = (
-    *("horse", "dog", "cat", "bird", "fish", "lion", "bear", "wolf", "tree", "flower", "house", "bridge", "tower"),
-    *("ship", "train", "car", "boat", "river", "lake", "mountain", "island", "king", "queen", "soldier", "farmer"),
-    *("doctor", "teacher", "child", "star", "stone"),
-)
+# What texts are made of, by kind.
+WORDS: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +86,7 @@ class Writer:
         self._turn: list[int] | None = None  # ids between the user's message and the answer
         if is_chat:
             self._start, self._turn = map(self._encode, _parts_of_template(tokenizer))
-        self._noise = [self._encode(self._space + sentence) for sentence in _NOISE]
+        self._noise = [self._encode(self._space + sentence) for sentence in WORDS["noise"]]
         self._filler: list[list[int]] | None = None
         if filler is not None:
             sentences = re.split(r"(?<=[.!?]) ", " ".join(filler.split()))
@@ -211,7 +172,7 @@ class Writer:
     def _text(self, room: int, rng: random.Random) -> Iterator[list[int]]:
         """Sentences of the filler, from a random one on; without a filler, endless made-up ones."""
         if self._filler is None:
-            words = (_SUBJECTS, _VERBS, _OBJECTS, _ENDINGS)
+            words = [WORDS[kind] for kind in ("subjects", "verbs", "objects", "endings")]
             return iter(lambda: self._encode(f"{self._space}{' '.join(map(rng.choice, words))}."), None)
         num_tokens = sum(map(len, self._filler))
         if num_tokens < room:
@@ -263,7 +224,7 @@ def _task(test: str, rng: random.Random) -> _Task:
     if test == "passkey":
         needle = f"The pass key is {number}. Remember it. {number} is the pass key."
         return _Task("", needle, "What is the pass key?", "The pass key is", number)
-    subject = rng.choice(_CITIES) if test == "needle" else _subject(rng)
+    subject = rng.choice(WORDS["cities"]) if test == "needle" else _subject(rng)
     what = f"secret number of {subject}" if test == "needle" else f"number of the {subject}"
     return _Task(subject, f"The {what} is {number}.", f"What is the {what}?", f"The {what} is", number)
 
@@ -277,7 +238,7 @@ def _subject(rng: random.Random, used: Collection[str] = ()) -> str:
     num_adjectives = 1
     while True:
         for _ in range(NUM_TRIALS):
-            subject = " ".join((*rng.sample(_ADJECTIVES, num_adjectives), rng.choice(_NOUNS)))
+            subject = " ".join((*rng.sample(WORDS["adjectives"], num_adjectives), rng.choice(WORDS["nouns"])))
             if subject not in used:
                 return subject
         num_adjectives += 1

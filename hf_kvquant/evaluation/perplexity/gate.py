@@ -55,7 +55,7 @@ class Gate:
     def __init__(self, model: PreTrainedModel, segments: Tensor, configs: Mapping[str, KVQuantConfig]) -> None:
         self.model, self.configs = model, configs
         dense = max(config.sink_length + config.residual_length for config in configs.values())
-        self.ids = segments[:1, : GATE_TOKENS + dense].to(model.device)
+        self.ids = segments[:1, : GATE_TOKENS + dense]
 
     @torch.inference_mode()
     def log_probs(
@@ -100,9 +100,9 @@ class Gate:
                 )
 
     def check_modes(
-        self, chunk: int, *, can_simulate: bool = True, say: Callable[[str], Any] = lambda name: None
+        self, chunk: int, *, can_simulate: bool = True, tell: Callable[..., Any] = lambda **doing: None
     ) -> dict[str, Any]:
-        """Compare the modes for every preset.
+        """Compare the modes for every preset, and tell which is next (`Tell`).
 
         All modes get the keys and values of decoding (`share`). The distance between two modes is their mean KL
         divergence; in 16 bits, the difference of their mean KL divergences from the unquantised cache.
@@ -115,7 +115,7 @@ class Gate:
         reference = self.reference(chunk)
         found: dict[str, Any] = {}
         for name, config in self.configs.items():
-            say(name)
+            tell(doing=f"the check of modes, {name}")
             decode, pairs = self._modes(name, config, chunk, can_simulate)
             kld = mean(divergence(reference, decode))
             is_exact = name == UNQUANTIZED

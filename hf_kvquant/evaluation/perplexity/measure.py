@@ -27,7 +27,7 @@ from ...config import KVQuantConfig
 from ...patching import patched
 from ...preflight.divergence import alone
 from ..errors import UsageError
-from ..measuring.fidelity import UNQUANTIZED, Fidelity, compare
+from ..measuring.fidelity import UNQUANTIZED, compare
 from ..measuring.pairs import check_pairs
 from ..measuring.simulation import why_not_simulated
 from ..preparation import Subject, source_of
@@ -74,7 +74,7 @@ def measure(
     started = time.monotonic()
     model, configs = subject.model, subject.configs
     ids = subject.tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-    segments = cut(ids, model, window=window, stride=stride, tokens=tokens)
+    segments = cut(ids.to(model.device), model, window=window, stride=stride, tokens=tokens)
     prepared = subject.prepare()  # before it runs, since transforms found earlier do not fit changed weights
     unsimulated = why_not_simulated(model)
     modes = modes_of(mode, unsimulated, subject.name)
@@ -130,16 +130,8 @@ class Run:
     def checks(self, controls: bool) -> Iterator[Step]:
         """The checks that come before any number, with the controls or without."""
         gate = Gate(self.subject.model, self.segments.ids, self.subject.configs)
-        what = "the check of modes"
-
-        def check(tell: Tell) -> None:
-            def say(name: str) -> None:
-                tell(doing=f"{what}, {name}")
-
-            check = functools.partial(gate.check_modes, self.chunk, can_simulate=self.can_simulate, say=say)
-            self.record.fill("gate", check)
-
-        yield what, check
+        check = functools.partial(gate.check_modes, self.chunk, can_simulate=self.can_simulate)
+        yield "the check of modes", lambda tell: self.record.fill("gate", lambda: check(tell=tell))
         if controls:
             yield "the controls", lambda tell: self.record.fill("controls", gate.run_controls)
 
@@ -154,8 +146,9 @@ class Run:
 
     def measure_segments(self, mode: str, indices: Sequence[int], tell: Tell) -> None:
         """Measure some segments in one forward per chunk."""
-        size = 1 if mode == "decode" else self.chunk
-        compared = self.compare(self.segments.ids[indices], self.subject.configs, size, mode == "simulated", tell)
+        how: dict[str, Any] = {"first_chunk": FIRST_CHUNK, "chunk_size": 1 if mode == "decode" else self.chunk}
+        how["simulate"] = mode == "simulated"
+        compared = compare(self.subject.model, self.segments.ids[indices], self.subject.configs, on_chunk=tell, **how)
         for index, results in zip(indices, compared, strict=True):
             begin = self.segments.begins[index]
             # A segment that overlaps the previous one scores only its new tokens.
@@ -169,8 +162,7 @@ class Run:
         for index, layer in enumerate(KVQuantCache(model.config, UNQUANTIZED).layers):
             if isinstance(layer, KVQuantLayer):
                 yield f"layer {index} alone", functools.partial(self.measure_layer, index)
-        ids = self.segments.ids[:1].to(model.device)
-        keys = functools.partial(key_magnitudes, model, self.subject.tokenizer, text, ids)
+        keys = functools.partial(key_magnitudes, model, self.subject.tokenizer, text, self.segments.ids[:1])
         yield "keys", lambda tell: self.record.fill("keys", keys)
 
     def measure_layer(self, index: int, tell: Tell) -> None:
@@ -184,19 +176,13 @@ class Run:
             if name != UNQUANTIZED
         }
         ids = self.segments.ids[:1, :LAYER_TOKENS]
-        (compared,) = self.compare(ids, configs, self.chunk, self.can_simulate, tell)
+        how: dict[str, Any] = {"first_chunk": FIRST_CHUNK, "chunk_size": self.chunk, "simulate": self.can_simulate}
+        (compared,) = compare(self.subject.model, ids, configs, on_chunk=tell, **how)
         found = {}
         for name, each in compared.items():
             check_pairs(f"preset {name}", each)
             found[name] = {"kld": mean(each.kld), "tokens": len(each.kld)}
         self.record.put("layers", {**known, str(index): found})
-
-    def compare(
-        self, ids: Tensor, configs: Mapping[str, KVQuantConfig], chunk_size: int, simulate: bool, tell: Tell
-    ) -> list[dict[str, Fidelity]]:
-        """Compare configs on some segments, `[segments, tokens]` int64."""
-        how: dict[str, Any] = {"first_chunk": FIRST_CHUNK, "chunk_size": chunk_size, "simulate": simulate}
-        return compare(self.subject.model, ids.to(self.subject.model.device), configs, on_chunk=tell, **how)
 
 
 def key_magnitudes(

@@ -187,7 +187,7 @@ def lines(path: Path, numbers: Mapping[str, Mapping[str, Points]], title: str, *
 def keys(path: Path, numbers: Mapping[str, Mapping[str, Any]], title: str) -> None:
     """Draw the channels of one layer before and after calibration, and next to them how uneven every layer is.
 
-    Each panel of `numbers`, a row, is what `pictures.key_numbers` returns.
+    Each panel of `numbers`, a row, is what `page.key_numbers` returns.
     """
     styles = {"before": {"color": PALETTE[2], "marker": "s"}, "after": {"color": PALETTE[0], "marker": "o"}}
     with picture(path, numbers, title, rows=len(numbers), columns=2) as panels:
