@@ -170,7 +170,7 @@ def test_what_fails_the_run(
     folder: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(measure, "check_modes", lambda *_, **__: {})  # which would see it first
+        patch.setattr(gate.Gate, "check_modes", lambda *_, **__: {})  # which would see it first
         models.read_nothing(patch)
         code, found, error = run(capsys, folder, tmp_path)
     assert code == 1 and "preset int8 must read 550 (query, token) pairs from codes, got 0. Some layer" in error

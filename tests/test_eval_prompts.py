@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import models
 import pytest
+import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from hf_kvquant.evaluation.errors import UsageError
-from hf_kvquant.evaluation.long_context.prompts import TESTS, Writer
+from hf_kvquant.evaluation.long_context.prompts import TESTS, Prompt, Writer
 
 FILLER = " ".join(f"Sentence {number} says nothing." for number in range(40))
+
+
+def ids_of(prompt: Prompt) -> torch.Tensor:
+    return torch.cat((prompt.context, prompt.question, prompt.answer))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,7 @@ def test_lengths_are_exact_and_needles_where_they_should_be(
     for depth in (0, 30, 50, 100):
         prompts = [writer.prompt(test, length, depth, sample) for sample in range(3)]
         for prompt in prompts:
-            assert prompt.ids.shape == (length,)
+            assert ids_of(prompt).shape == (length,)
             answer = tokenizer.decode(prompt.answer).strip()
             needle = tokenizer.decode(prompt.context[list(prompt.needle)])
             assert answer.isdigit() and answer in needle
@@ -37,7 +42,7 @@ def test_lengths_are_exact_and_needles_where_they_should_be(
             room = len(prompt.context) - len(prompt.needle)
             assert abs(prompt.needle.start - depth / 100 * room) <= (0 if depth in (0, 100) else 50)
         assert len({(len(prompt.context), len(prompt.question)) for prompt in prompts}) == 1
-        assert len({tuple(prompt.ids.tolist()) for prompt in prompts}) == len(prompts)
+        assert len({tuple(ids_of(prompt).tolist()) for prompt in prompts}) == len(prompts)
 
 
 def test_the_number_that_is_asked_for_is_the_subjects(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -49,7 +54,7 @@ def test_the_number_that_is_asked_for_is_the_subjects(tokenizer: PreTrainedToken
 
 
 def test_seeds_repeat(tokenizer: PreTrainedTokenizerFast) -> None:
-    prompts = [Writer(tokenizer, seed=seed).prompt("needle", 300, 50, 1).ids for seed in (3, 3, 4)]
+    prompts = [ids_of(Writer(tokenizer, seed=seed).prompt("needle", 300, 50, 1)) for seed in (3, 3, 4)]
     assert prompts[0].equal(prompts[1]) and not prompts[0].equal(prompts[2])
 
 
@@ -59,7 +64,7 @@ def test_a_text_begins_as_the_tokenizer_says() -> None:
     template.backend_tokenizer.post_processor = TemplateProcessing("~ $A", special_tokens=[("~", plain.bos_token_id)])
     prompts = [Writer(tokenizer).prompt("needle", 300, 0, 0) for tokenizer in (plain, template)]
     assert prompts[1].context[0] == template.bos_token_id != prompts[0].context[0]
-    assert len(prompts[1].ids) == 300 and prompts[1].needle.start == prompts[0].needle.start + 1
+    assert len(ids_of(prompts[1])) == 300 and prompts[1].needle.start == prompts[0].needle.start + 1
 
 
 @pytest.mark.parametrize("test", TESTS)
@@ -68,7 +73,7 @@ def test_chat_templates_wrap_prompts(test: str) -> None:
     plain = Writer(tokenizer).prompt(test, 300, 50, 1)
     tokenizer.chat_template = models.CHAT_TEMPLATE
     prompt = Writer(tokenizer, is_chat=True).prompt(test, 300, 50, 1)
-    assert prompt.ids.shape == (300,)
+    assert ids_of(prompt).shape == (300,)
     context, question, answer = map(tokenizer.decode, (prompt.context, prompt.question, prompt.answer))
     said, lead = tokenizer.decode(plain.question).split("? ")
     assert context.startswith("<user>") and question == f"{said}?</><assistant>{lead}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Console
@@ -60,9 +59,8 @@ def add_parser(commands: Any) -> None:
     )
     add("--no-centers", action="store_true", help="leave centres as they are")
     add("--no-factors", action="store_true", help="find centres only")
-    add(
-        "--rotate-values", action="store_true", help="first rotate values, through the weights, which rounds these once"
-    )
+    rotating = "first rotate values, through the weights, which rounds these once"
+    add("--rotate-values", action="store_true", help=rotating)
     add("--tokens", type=int, metavar="N", help="most tokens to calibrate on (default: %(default)s)")
     add("--window", type=int, metavar="N", help="tokens per forward (default: %(default)s)")
     add("--batch-size", type=int, metavar="N", help="windows per forward (default: %(default)s)")
@@ -94,7 +92,12 @@ def run(args: argparse.Namespace) -> None:
 def calibrate(args: argparse.Namespace, preset: str) -> None:
     """Calibrate a model and save it."""
     texts = checked_texts(args.text_file)
-    output = new_folder(args.output)
+    if args.output is None:
+        raise UsageError("`--output` must be given, got none. Name a new folder, or add --check to look only.")
+    expected = "a new or an empty folder"
+    output = checked_output(args.output, expected=expected, is_folder=True, with_parents=True)
+    if output.exists() and any(output.iterdir()):
+        raise UsageError(f"`--output` must be {expected}, got {args.output}: a folder that is not empty. Name another.")
     model, tokenizer = load_placed(args)
     try:
         if args.rotate_values:
@@ -171,14 +174,3 @@ def checked_texts(names: Sequence[str]) -> list[str]:
     if not names:
         raise UsageError("`--text-file` must be given, got none. Name a file of a few thousand words.")
     return [read_text("--text-file", name) for name in names]
-
-
-def new_folder(name: str | None) -> Path:
-    """The folder of `--output`, which must not hold anything yet."""
-    if name is None:
-        raise UsageError("`--output` must be given, got none. Name a new folder, or add --check to look only.")
-    expected = "a new or an empty folder"
-    path = checked_output(name, expected=expected, is_folder=True, with_parents=True)
-    if path.exists() and any(path.iterdir()):
-        raise UsageError(f"`--output` must be {expected}, got {name}: a folder that is not empty. Name another.")
-    return path

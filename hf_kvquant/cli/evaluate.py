@@ -34,19 +34,7 @@ from ..evaluation.report import page
 from ..evaluation.tasks import data
 from ..evaluation.tasks import measure as tasks
 from ..evaluation.tasks import results as task_results
-from .arguments import (
-    COMPARED_PRESETS,
-    add_command,
-    add_placement,
-    add_preparation,
-    add_presets,
-    check_counts,
-    checked_configs,
-    checked_output,
-    compared_configs,
-    given,
-    load_subject,
-)
+from . import arguments
 
 # Of the report. A power of two changes no bit of what the model computes, in any dtype.
 OUTLIER_FACTOR = 8.0
@@ -72,7 +60,7 @@ def add_parser(commands: Any) -> None:
 
 def add_perplexity(evaluations: Any) -> None:
     """Add `perplexity` to the evaluations."""
-    parser = add_command(
+    parser = arguments.add_command(
         evaluations,
         "perplexity",
         run_perplexity,
@@ -106,7 +94,7 @@ def add_amount(parser: argparse.ArgumentParser) -> None:
 def add_perplexity_options(parser: argparse.ArgumentParser) -> None:
     """Add all options of `perplexity` except the model and the text."""
     add_amount(parser)
-    add_presets(parser, PRESETS, f"; '{UNQUANTIZED}' is always there")
+    arguments.add_presets(parser, PRESETS, f"; '{UNQUANTIZED}' is always there")
     add = parser.add_argument
     add(
         "--mode",
@@ -116,14 +104,14 @@ def add_perplexity_options(parser: argparse.ArgumentParser) -> None:
         "cache; decode: token by token; all: every mode that the model supports (default: chunked)",
     )
     add("--chunk", type=int, default=32, metavar="N", help="tokens of a chunk (default: 32)")
-    add_preparation(parser)
+    arguments.add_preparation(parser)
     add("--controls", action="store_true", help="also check that an exact cache scores as exact and a broken one fails")
     add(
         "--details",
         action="store_true",
         help="also quantise one layer at a time, and measure the keys channel by channel",
     )
-    add_placement(parser)
+    arguments.add_placement(parser)
     add("--output", metavar="FILE", help="write results as JSON; run again to resume")
 
 
@@ -134,15 +122,15 @@ def run_perplexity(args: argparse.Namespace) -> None:
 
 def measured(args: argparse.Namespace) -> RunRecord:
     """Measure what the arguments of `perplexity` ask for."""
-    configs = compared_configs(args, "chunk", "window", "stride", "tokens")
+    configs = arguments.compared_configs(args, "chunk", "window", "stride", "tokens")
     source, text = source_of(args)
-    options = given(args, "output", "mode", "chunk", "window", "stride", "tokens", "controls", "details")
-    return perplexity.measure(load_subject(args, configs), source, text, **options)
+    options = arguments.given(args, "output", "mode", "chunk", "window", "stride", "tokens", "controls", "details")
+    return perplexity.measure(arguments.load_subject(args, configs), source, text, **options)
 
 
 def source_of(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """`read_source` with the options of `add_source`."""
-    return read_source(**given(args, "text", "rows", "dataset", "split", "field"))
+    return read_source(**arguments.given(args, "text", "rows", "dataset", "split", "field"))
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -150,7 +138,7 @@ def source_of(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def add_tasks(evaluations: Any) -> None:
     """Add `tasks` to the evaluations."""
-    parser = add_command(
+    parser = arguments.add_command(
         evaluations,
         "tasks",
         run_tasks,
@@ -164,7 +152,7 @@ def add_tasks(evaluations: Any) -> None:
     add("--tasks", nargs="+", metavar="NAME", help="tasks to run (default with --data: all that it has files for)")
     fields = data.described_fields()
     add("--data", metavar="DIR", help=f"a folder with NAME.jsonl for every task, JSON objects with {fields}")
-    add_presets(parser, COMPARED_PRESETS)
+    arguments.add_presets(parser, arguments.COMPARED_PRESETS)
     add(
         "--mode",
         choices=data.MODES,
@@ -174,18 +162,18 @@ def add_tasks(evaluations: Any) -> None:
     )
     add("--limit", type=int, metavar="N", help="run only the first N items of each task")
     add("--batch-size", type=int, default=8, metavar="N", help="texts per forward (default: 8)")
-    add_preparation(parser)
-    add_placement(parser, "; float32 avoids the noise of 16-bit sums, which depend on the batch")
+    arguments.add_preparation(parser)
+    arguments.add_placement(parser, "; float32 avoids the noise of 16-bit sums, which depend on the batch")
     add("--output", metavar="FILE", help="write results as JSON after each task and preset; run again to resume")
 
 
 def run_tasks(args: argparse.Namespace) -> None:
     """Run `hf-kvquant eval tasks`."""
-    configs = compared_configs(args, "limit", "batch_size")
+    configs = arguments.compared_configs(args, "limit", "batch_size")
     names = tasks.ready(args.tasks, args.data)
     tasks.tell_one_process()
-    subject = load_subject(args, configs, default_device=tasks.this_process_device())
-    options = given(args, "output", "data", "mode", "limit", "batch_size", *WINDOWS)
+    subject = arguments.load_subject(args, configs, default_device=tasks.this_process_device())
+    options = arguments.given(args, "output", "data", "mode", "limit", "batch_size", *WINDOWS)
     parts = tasks.measure(subject, names, **options)
     if parts is not None:
         title = f"{args.model}, {subject.model.dtype} on {subject.model.device}".replace("torch.", "")
@@ -197,7 +185,7 @@ def run_tasks(args: argparse.Namespace) -> None:
 
 def add_long(evaluations: Any) -> None:
     """Add `long` to the evaluations."""
-    parser = add_command(
+    parser = arguments.add_command(
         evaluations,
         "long",
         run_long,
@@ -208,7 +196,7 @@ def add_long(evaluations: Any) -> None:
         "log-likelihood of the right answer is compared everywhere.",
     )
     add = parser.add_argument
-    add_presets(parser, COMPARED_PRESETS, f"; '{UNQUANTIZED}' is always there")
+    arguments.add_presets(parser, arguments.COMPARED_PRESETS, f"; '{UNQUANTIZED}' is always there")
     add("--tests", default=",".join(TESTS), metavar="LIST", help=f"some of {', '.join(TESTS)} (default: all)")
     help_of_lengths = "tokens of context, question and answer; 1k is 1024 (default: 1k,4k)"
     add("--lengths", default="1k,4k", metavar="LIST", help=help_of_lengths)
@@ -220,17 +208,17 @@ def add_long(evaluations: Any) -> None:
     add("--filler-file", metavar="FILE", help="text for needle and recall (default: sentences from a few words)")
     add("--chat-template", action="store_true", help="wrap prompts with the tokenizer's chat template, for chat models")
     add("--output", metavar="FILE", help="write results as JSON after each cell; run again to resume")
-    add_preparation(parser)
-    add_placement(parser)
+    arguments.add_preparation(parser)
+    arguments.add_placement(parser)
 
 
 def run_long(args: argparse.Namespace) -> None:
     """Run `hf-kvquant eval long`."""
-    configs = compared_configs(args, "samples", "batch_size")
+    configs = arguments.compared_configs(args, "samples", "batch_size")
     cells = checked_cells(args)
     filler = None if args.filler_file is None else read_text("--filler-file", args.filler_file)
-    subject = load_subject(args, configs)
-    options = given(args, "output", "samples", "seed", "batch_size", "chat_template")
+    subject = arguments.load_subject(args, configs)
+    options = arguments.given(args, "output", "samples", "seed", "batch_size", "chat_template")
     record = long_context.measure(subject, cells, filler, **options)
     title = f"{args.model}, {subject.model.dtype} on {subject.model.device}".replace("torch.", "")
     long_context.show(Console(highlight=False), record, cells, title=title)
@@ -276,7 +264,7 @@ def _depth(word: str) -> float:
 
 def add_report(evaluations: Any) -> None:
     """Add `report` to the evaluations."""
-    parser = add_command(
+    parser = arguments.add_command(
         evaluations,
         "report",
         run_report,
@@ -290,22 +278,33 @@ def add_report(evaluations: Any) -> None:
     add("--render", action="store_true", help="only make page and pictures from the records in DIR; measure nothing")
     skippable = (page.OUTLIERS, page.TASKS)
     add("--skip", action="append", choices=skippable, default=[], help="leave out an evaluation; repeatable")
-    add_presets(parser, PRESETS)
+    arguments.add_presets(parser, PRESETS)
     add_source(parser)
     add_amount(parser)
     add("--data", metavar="DIR", help="folder with JSON lines of the tasks (default: lm-eval downloads its own)")
     add("--limit", type=int, default=LIMIT, metavar="N", help=f"the first N items of each task (default: {LIMIT})")
     add("--batch-size", type=int, default=8, metavar="N", help="texts per forward of the tasks (default: 8)")
-    add_placement(parser)
+    arguments.add_placement(parser)
 
 
 def run_report(args: argparse.Namespace) -> None:
     """Run `hf-kvquant eval report`."""
     check_installed("matplotlib", "pictures")
-    folder = checked_output(args.output, expected="a folder or a new one in a folder that is there", is_folder=True)
+    expected = "a folder or a new one in a folder that is there"
+    folder = arguments.checked_output(args.output, expected=expected, is_folder=True)
     if not args.render:
         kinds = [kind for kind in page.FILES if kind not in args.skip]
-        check_report(args, kinds)
+        # Mistakes that would otherwise stop the run hours later.
+        arguments.checked_configs(args)
+        arguments.check_counts(args, "window", "stride", "tokens", "limit", "batch_size")
+        if args.dataset is None:
+            with named("eval perplexity"):
+                source_of(args)
+        if page.TASKS in kinds:
+            check_installed("lm-eval", "zero-shot tasks", ", or add --skip tasks")
+            if args.data is not None:
+                with named("eval tasks"):
+                    data.check_data(data.AVERAGED, args.data)
         page.read(args.model, folder)
         is_new = not folder.exists()
         folder.mkdir(exist_ok=True)
@@ -318,20 +317,6 @@ def run_report(args: argparse.Namespace) -> None:
     drawn = page.render(args.model, folder)
     shown = f"{folder / page.HTML}\n{folder / page.PAGE}, with {', '.join(drawn)}"
     Console(highlight=False).print(shown, soft_wrap=True)
-
-
-def check_report(args: argparse.Namespace, kinds: list[str]) -> None:
-    """Refuse mistakes at once that would otherwise stop the run hours later."""
-    checked_configs(args)
-    check_counts(args, "window", "stride", "tokens", "limit", "batch_size")
-    if args.dataset is None:
-        with named("eval perplexity"):
-            source_of(args)
-    if page.TASKS in kinds:
-        check_installed("lm-eval", "zero-shot tasks", ", or add --skip tasks")
-        if args.data is not None:
-            with named("eval tasks"):
-                data.check_data(data.AVERAGED, args.data)
 
 
 def check_installed(package: str, purpose: str, more: str = "") -> None:

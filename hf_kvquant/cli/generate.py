@@ -19,22 +19,12 @@ from ..evaluation.measuring.generation import Summary, run_presets
 from ..evaluation.preparation import load, load_calibration, read_text
 from ..models.text_config import context_of
 from ..storage.offloading import HOMES
-from .arguments import (
-    COMPARED_PRESETS,
-    add_command,
-    add_placement,
-    add_presets,
-    check_counts,
-    checked_configs,
-    checked_device,
-    fitting_configs,
-    option,
-)
+from . import arguments
 
 
 def add_parser(commands: Any) -> None:
     """Add `generate` to the commands, the sub-parsers of argparse."""
-    parser = add_command(
+    parser = arguments.add_command(
         commands,
         "generate",
         run,
@@ -46,9 +36,9 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; repeatable")
     add("--prompt-file", action="append", default=[], metavar="FILE", help="a file that holds one prompt; repeatable")
-    add_presets(parser, COMPARED_PRESETS)
+    arguments.add_presets(parser, arguments.COMPARED_PRESETS)
     add("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (default: 128)")
-    add_placement(parser)
+    arguments.add_placement(parser)
     add("--sample", action="store_true", help="sample instead of taking the most likely token")
     add("--temperature", type=float, metavar="X", help="with --sample (default: 1)")
     add("--top-p", type=float, metavar="X", help="with --sample (default: 1)")
@@ -60,11 +50,11 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run `hf-kvquant generate`."""
-    presets = checked_configs(args)
+    presets = arguments.checked_configs(args)
     texts = checked_prompts(args)
     sampling = checked_sampling(args)
-    check_counts(args, "max_new_tokens")
-    device = checked_device(args.device)
+    arguments.check_counts(args, "max_new_tokens")
+    device = arguments.checked_device(args.device)
     if args.offloading:
         if device.type not in HOMES:
             raise UsageError(
@@ -75,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model, args.dtype, device)
     load_calibration(model, args.model)
     prompts = tokenize(model, tokenizer, texts, args.max_new_tokens)
-    presets = fitting_configs(model, args, presets)
+    presets = arguments.fitting_configs(model, args, presets)
     console = Console(highlight=False)
 
     def start(index: int, preset: str) -> None:
@@ -148,14 +138,14 @@ def checked_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `model.generate` that say how the next token is chosen."""
     given = [name for name in ("temperature", "top_p", "seed") if getattr(args, name) is not None]
     if given and not args.sample:
-        raise UsageError(f"`{option(given[0])}` must come with --sample, got it alone. Add --sample.")
+        raise UsageError(f"`{arguments.option(given[0])}` must come with --sample, got it alone. Add --sample.")
     chosen = {name: getattr(args, name) for name in given if name != "seed"}
     if args.repetition_penalty is not None:
         chosen["repetition_penalty"] = args.repetition_penalty
     for name, value in chosen.items():
         if value <= 0 or (name == "top_p" and value > 1):
             expected = "above 0 and at most 1" if name == "top_p" else "positive"
-            raise UsageError(f"`{option(name)}` must be {expected}, got {value}.")
+            raise UsageError(f"`{arguments.option(name)}` must be {expected}, got {value}.")
     return {"do_sample": args.sample, **chosen}
 
 

@@ -50,24 +50,21 @@ def card() -> dict[str, Any]:
 def gpu_card() -> dict[str, Any]:
     """Name, memory, driver and software of the first GPU. Unknown entries are `None`."""
     properties = torch.cuda.get_device_properties(0)
-    smi = _nvidia_smi(driver="driver_version", max_sm_mhz="clocks.max.sm", max_memory_mhz="clocks.max.mem")
     return {
         "gpu": properties.name,
         "gpu_gb": round(properties.total_memory / 1e9, 1),
         "multiprocessors": properties.multi_processor_count,
         "l2_mb": round(properties.L2_cache_size / 1e6, 1),
-        "driver": smi["driver"],
-        "max_sm_mhz": _number(smi["max_sm_mhz"]),
-        "max_memory_mhz": _number(smi["max_memory_mhz"]),
+        "driver": _output("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"),
+        **_nvidia_smi(max_sm_mhz="clocks.max.sm", max_memory_mhz="clocks.max.mem"),
         "cuda": torch.version.cuda,
         "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
     }
 
 
-def gpu_state() -> dict[str, Any]:
+def gpu_state() -> dict[str, float | None]:
     """Clocks, temperature and power of the first GPU right now; `None` for what nvidia-smi does not report."""
-    smi = _nvidia_smi(sm_mhz="clocks.sm", memory_mhz="clocks.mem", celsius="temperature.gpu", watts="power.draw")
-    return {key: _number(text) for key, text in smi.items()}
+    return _nvidia_smi(sm_mhz="clocks.sm", memory_mhz="clocks.mem", celsius="temperature.gpu", watts="power.draw")
 
 
 def checkout() -> tuple[str | None, bool | None]:
@@ -112,9 +109,9 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}{cause}"
 
 
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def sha256(content: Path | bytes) -> str:
+    """The SHA-256 of a file or of bytes, hexadecimal."""
+    return hashlib.sha256(content if isinstance(content, bytes) else content.read_bytes()).hexdigest()
 
 
 def cpu_name() -> str | None:
@@ -124,19 +121,13 @@ def cpu_name() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
-def _number(text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:  # "[N/A]"
-        return None
-
-
-def _nvidia_smi(**fields: str) -> dict[str, str | None]:
-    """What nvidia-smi says of the first GPU in some of its fields, under the names of the arguments."""
+def _nvidia_smi(**fields: str) -> dict[str, float | None]:
+    """The numbers of nvidia-smi for the first GPU in some of its fields, under the names of the arguments."""
     query = ",".join(fields.values())
     line = _output("nvidia-smi", "--id=0", f"--query-gpu={query}", "--format=csv,noheader,nounits")
-    values = [None] * len(fields) if line is None else [word.strip() for word in line.split(",")]
-    return dict(zip(fields, values, strict=True))
+    words = [""] * len(fields) if line is None else line.split(",")
+    numbers = (re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*", word) for word in words)  # or "[N/A]"
+    return {name: float(number[1]) if number else None for name, number in zip(fields, numbers, strict=True)}
 
 
 def _output(*command: str) -> str | None:

@@ -9,7 +9,6 @@ log-likelihood of the answer tells presets apart even on models that are never r
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 import math
 import statistics
@@ -34,6 +33,7 @@ from ..measuring.fidelity import UNQUANTIZED
 from ..measuring.pairs import DEQUANTIZED, Pairs, check_pairs, count_pairs, expected_pairs, pairs_of
 from ..paired import mean_and_error
 from ..preparation import Subject
+from ..provenance import sha256
 from ..records import RunRecord, measuring, open_record
 from .prompts import NUM_ANSWERS, Prompt, Writer
 
@@ -98,8 +98,8 @@ def measure(
         "presets": {name: config.to_dict() for name, config in subject.configs.items()},
         "samples": samples,
         "seed": seed,
-        "chat_template": _sha256(str(subject.tokenizer.chat_template)) if chat_template else None,
-        "filler": None if filler is None else _sha256(filler),
+        "chat_template": sha256(str(subject.tokenizer.chat_template).encode()) if chat_template else None,
+        "filler": None if filler is None else sha256(filler.encode()),
     }
     record = open_record(output, settings)
     missing = [cell for cell in cells if record.get(cell.part) is None]
@@ -132,10 +132,6 @@ def checked_scores(
                 "bfloat16."
             )
     return results
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @torch.inference_mode()

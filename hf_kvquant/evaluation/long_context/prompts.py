@@ -49,11 +49,6 @@ class Prompt:
     answer: Tensor  # the right one
     needle: range  # its positions in the context
 
-    @property
-    def ids(self) -> Tensor:
-        """`[length]` int64: context, question and answer."""
-        return torch.cat((self.context, self.question, self.answer))
-
 
 class _Task(NamedTuple):
     """What is hidden and asked, and the words (`lead`) that come right before the answer, a number."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from ..measuring.fidelity import UNQUANTIZED, compare
 from ..measuring.pairs import check_pairs
 from ..measuring.simulation import why_not_simulated
 from ..preparation import Subject, source_of
+from ..provenance import sha256
 from ..records import RunRecord, measuring, open_record
 from .gate import Gate, mean
 from .results import of_segment, summarize
@@ -82,7 +82,7 @@ def measure(
     settings = {
         "evaluation": "perplexity",
         **prepared,
-        "tokens_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+        "tokens_sha256": sha256(ids.numpy().tobytes()),
         "stored_dtype": str(dtype).removeprefix("torch."),
         "source": source,
         "mode": mode,

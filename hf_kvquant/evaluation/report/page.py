@@ -194,16 +194,6 @@ PICTURES = {
 }
 
 
-def draw(texts: Mapping[str, Record], folder: Path) -> list[str]:
-    """Draw the pictures for which finished records, by the title of a panel, have numbers. Returns their file names."""
-    drawn = []
-    for name, picture in PICTURES.items():
-        if panels := picture.panels(texts):
-            picture.draw(folder / name, panels)
-            drawn.append(name)
-    return drawn
-
-
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, keep_trailing_newline=True, autoescape=False
 )
@@ -267,7 +257,11 @@ def render(model: str, folder: Path) -> list[str]:
     try:
         with tempfile.TemporaryDirectory(prefix=".", dir=folder) as name:
             drafts = Path(name)
-            drawn = draw(texts, drafts)
+            drawn = []
+            for file, picture in PICTURES.items():
+                if panels := picture.panels(texts):
+                    picture.draw(drafts / file, panels)
+                    drawn.append(file)
             text = page(records, drawn)
             (drafts / PAGE).write_text(text, encoding="utf-8")
             (drafts / HTML).write_text(as_html(text, drafts), encoding="utf-8")
