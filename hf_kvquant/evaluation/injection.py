@@ -24,10 +24,7 @@ def inject_key_outliers(
 
     If `factor` is a power of two, logits stay the same to the bit, else nearly. Per key-value head, `pairs_per_head`
     groups of channels are drawn. A group is a RoPE pair, or one channel where nothing is rotated. Heads that share a
-    norm get the same groups.
-
-    Returns:
-        Per layer, `[num_kv_heads, head_dim]` float32: the multiplier of each key channel.
+    norm get the same groups. Returns each layer's multiplier of key channels, `[num_kv_heads, head_dim]` float32.
 
     Raises:
         TypeError, NotImplementedError: As for `smooth_attention`.
@@ -62,10 +59,7 @@ def inject_key_bias(model: PreTrainedModel, norm: float = 100.0) -> dict[int, Te
 
     The logits change a little, since even a slow pair turns. If some channels are not rotated, one of them gets the
     bias instead, and only rounding changes. A projection without a bias gets one, so the model no longer fits the
-    config that `save_pretrained` would write.
-
-    Returns:
-        Per layer, `[num_kv_heads, head_dim]` float32: the added bias, before RoPE.
+    config that `save_pretrained` would write. Returns each layer's bias, `[num_kv_heads, head_dim]` float32.
 
     Raises:
         TypeError, NotImplementedError: As for `smooth_attention`. Also refuses a layer whose keys come out of a norm.

@@ -16,14 +16,11 @@ LEVEL = 0.95  # confidence of intervals
 
 
 class PairedAccuracy(NamedTuple):
-    """How the accuracy of one run differs from that of another on the same items, with its standard error.
-
-    The p-value is that of the exact McNemar test: how likely a change this uneven is if neither run is better.
-    """
+    """How the accuracy of one run differs from that of another on the same items."""
 
     difference: float
     standard_error: float
-    p_value: float
+    p_value: float  # of the exact McNemar test
 
 
 def paired_accuracy(correct: Sequence[float], reference: Sequence[float]) -> PairedAccuracy:

@@ -169,7 +169,7 @@ def window_of(storage: LayerStore) -> int:
 
 @contextlib.contextmanager
 def simulated(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Let a model attend to simulated caches for the duration of a `with` block. Other caches work as before.
+    """Let a model attend to simulated caches, besides others, for the duration of a `with` block.
 
     Raises `NotImplementedError` if the model's attention is not one of transformers' own that take a mask.
     """

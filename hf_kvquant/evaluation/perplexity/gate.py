@@ -172,10 +172,9 @@ class Gate:
             )
 
     def run_controls(self) -> dict[str, Any]:
-        """Run the controls: an exact cache must score as exact, a broken one must score badly.
+        """Run the controls: `none` must score as exact, and other presets badly with the scales of other tokens.
 
-        Returns the divergence of `none`, in nats per token, and as `permuted_scales` the agreement of each other preset
-        with the unquantised cache when tokens have the scales of other tokens.
+        Returns a divergence, in nats per token, and agreements with the unquantised cache.
         """
         reference = self.reference(32)
         exact = mean(divergence(reference, self.log_probs(UNQUANTIZED, self.configs[UNQUANTIZED], 32)))

@@ -92,11 +92,10 @@ def summarize(
 
 
 def by_position(klds: Sequence[Tensor], length: int) -> dict[str, list[float]]:
-    """Mean divergence over each part of a segment of `length` tokens.
+    """The first position of each part of a segment that has scored tokens (`begin`), and its mean divergence (`kld`).
 
     `klds` has the divergences of each segment's last tokens, `[scored]` float64, without the very last one, which is
-    only predicted. In the result, `begin` is the first position of each part that has scored tokens, and `kld` its mean
-    divergence in nats per token.
+    only predicted.
     """
     num_parts = min(NUM_PARTS, length)
     begins = [-(-part * length // num_parts) for part in range(num_parts)]

@@ -158,10 +158,7 @@ def style_of(name: str, number: int) -> dict[str, Any]:
 
 
 def lines(path: Path, numbers: Mapping[str, Mapping[str, Points]], title: str, *, xlabel: str, ylabel: str) -> None:
-    """Draw lines or points, labelled at their right ends, in panels above each other with the same logarithmic y axis.
-
-    `numbers` has points from left to right, by panel and label.
-    """
+    """Draw lines or points, by panel and by the label at their right ends, all on the same logarithmic y axis."""
     # A logarithmic scale shows only positive numbers.
     shown = {
         heading: {
@@ -185,10 +182,7 @@ def lines(path: Path, numbers: Mapping[str, Mapping[str, Points]], title: str, *
 
 
 def keys(path: Path, numbers: Mapping[str, Mapping[str, Any]], title: str) -> None:
-    """Draw the channels of one layer before and after calibration, and next to them how uneven every layer is.
-
-    Each panel of `numbers`, a row, is what `page.key_numbers` returns.
-    """
+    """Draw the channels of one layer before and after calibration, and how uneven every layer is (`key_numbers`)."""
     styles = {"before": {"color": PALETTE[2], "marker": "s"}, "after": {"color": PALETTE[0], "marker": "o"}}
     with picture(path, numbers, title, rows=len(numbers), columns=2) as panels:
         for (channels, layers), (heading, panel) in zip(panels, numbers.items(), strict=True):

@@ -245,11 +245,9 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
     ) -> list[tuple[Tensor, bool, Tensor]]:
         """Reduce logits that come in pieces, `[rows, columns, vocab_size]` with consecutive columns.
 
-        `begins` has the column of each row that predicts the first token of its continuation.
-
-        Returns:
-            Per row, in float32: the log-probabilities of the continuation's tokens without the last, `[fed]`; whether
-            each of these tokens is the most likely one; and the log-probabilities for the last token, `[vocab_size]`.
+        `begins` has the column of each row that predicts the first token of its continuation. Returns, per row and in
+        float32: the log-probabilities of the continuation's tokens without the last, `[fed]`; whether each of these
+        tokens is the most likely one; and the log-probabilities for the last token, `[vocab_size]`.
         """
         ends = [begin + len(row.fed) for begin, row in zip(begins, rows, strict=True)]
         # The token that each column predicts, where the row was fed that token. Other columns are not used.
