@@ -22,8 +22,7 @@ from .attention.registry import NOT_QUANTIZED
 from .cache.cache import KVQuantCache
 from .cache.handle import LOOKED_INSIDE
 from .cache.layers import KVQuantLayer
-from .cache.support import check_layers
-from .calibration.checks import other_caches
+from .cache.support import check_layers, other_caches
 from .config import KVQuantConfig
 from .environment import environment
 from .generate.encoder_decoder import decoder_cache

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import KVQuantConfig, LayerFormats
-from ..models.text_config import head_dim_of
+from ..models.layers import layers_of
+from ..models.text_config import head_dim_of, text_config_of
 
 # Layers that keep transformers' own cache layers: they do not grow with the sequence, or hold no keys and values.
 # Sliding windows are among them only where `quantized_layers` leaves them out.
@@ -75,6 +76,17 @@ def quantized_layers(layer_types: Sequence[str], quant_config: KVQuantConfig) ->
     """
     kinds = (*_FULL_ATTENTION, "sliding_attention") if quant_config.sliding else _FULL_ATTENTION
     return [index for index, layer_type in enumerate(layer_types) if layer_type in kinds]
+
+
+def other_caches(model: PreTrainedModel, config: KVQuantConfig | None = None) -> dict[int, str]:
+    """The layers whose cache is left to transformers, each with the reason; without a config, as few as possible."""
+    layer_types, _ = layers_of(text_config_of(model))
+    quantized = quantized_layers(layer_types, config or KVQuantConfig())
+    return {
+        index: f"its cache ({layer_type}) is not quantised"
+        for index, layer_type in enumerate(layer_types)
+        if index not in quantized
+    }
 
 
 def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_config: KVQuantConfig) -> None:

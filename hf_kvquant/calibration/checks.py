@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cache.support import check_model, quantized_layers
+from ..cache.support import check_model
 from ..config import KVQuantConfig
 from ..models.layers import keeps_cache, layers_of
 from ..models.sharding import check_whole
@@ -48,17 +48,6 @@ def check_decoder(model: PreTrainedModel, where: str) -> None:
     text_config = text_config_of(model)
     check_model(text_config, layers_of(text_config)[0], KVQuantConfig.from_preset("none"))
     check_whole(model, where)
-
-
-def other_caches(model: PreTrainedModel, config: KVQuantConfig | None = None) -> dict[int, str]:
-    """The layers whose cache is left to transformers, each with the reason; without a config, as few as possible."""
-    layer_types, _ = layers_of(text_config_of(model))
-    quantized = quantized_layers(layer_types, config or KVQuantConfig())
-    return {
-        index: f"its cache ({layer_type}) is not quantised"
-        for index, layer_type in enumerate(layer_types)
-        if index not in quantized
-    }
 
 
 def check_own_keys(model: PreTrainedModel, where: str) -> None:

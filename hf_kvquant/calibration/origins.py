@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..cache.support import other_caches
 from ..models.probing import arbitrary_ids, forward, hooked
 from ..models.text_config import positions_of
-from .checks import Edit, check_decoder, check_editable, check_own_keys, other_caches
+from .checks import Edit, check_decoder, check_editable, check_own_keys
 from .observation import Observation, not_observed, observed
 
 # Which parameters scale features: the rows of a weight, its columns (GPT-2's Conv1D), the gain of a norm, or a gain

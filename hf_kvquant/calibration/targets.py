@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..cache.support import other_caches
 from ..config import KVQuantConfig
 from ..models.layers import layers_of
 from ..models.probing import arbitrary_ids, forward, whole_cache
@@ -23,7 +24,7 @@ from ..models.text_config import text_config_of
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
 from ..transforms.of_model import key_transforms
-from .checks import check_decoder, other_caches
+from .checks import check_decoder
 from .layout import LayerLayout, find_layouts
 from .observation import Observation, not_observed, observed
 from .smoothing_file import Placement

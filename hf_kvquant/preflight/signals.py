@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..calibration.checks import other_caches
+from ..cache.support import other_caches
 from ..calibration.layout import find_layouts
 from ..calibration.observation import Observation, observed
 from ..calibration.origins import Scalable
