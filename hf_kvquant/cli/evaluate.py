@@ -106,11 +106,8 @@ def add_perplexity_options(parser: argparse.ArgumentParser) -> None:
     add("--chunk", type=int, default=32, metavar="N", help="tokens of a chunk (default: 32)")
     arguments.add_preparation(parser)
     add("--controls", action="store_true", help="also check that an exact cache scores as exact and a broken one fails")
-    add(
-        "--details",
-        action="store_true",
-        help="also quantise one layer at a time, and measure the keys channel by channel",
-    )
+    detailed = "also quantise one layer at a time, and measure the keys channel by channel"
+    add("--details", action="store_true", help=detailed)
     arguments.add_placement(parser)
     add("--output", metavar="FILE", help="write results as JSON; run again to resume")
 
@@ -198,10 +195,10 @@ def add_long(evaluations: Any) -> None:
     add = parser.add_argument
     arguments.add_presets(parser, arguments.COMPARED_PRESETS, f"; '{UNQUANTIZED}' is always there")
     add("--tests", default=",".join(TESTS), metavar="LIST", help=f"some of {', '.join(TESTS)} (default: all)")
-    help_of_lengths = "tokens of context, question and answer; 1k is 1024 (default: 1k,4k)"
-    add("--lengths", default="1k,4k", metavar="LIST", help=help_of_lengths)
-    help_of_depths = "hidden at these percentages of the context (default: 0,25,50,75,100)"
-    add("--depths", default="0,25,50,75,100", metavar="LIST", help=help_of_depths)
+    lengths = "tokens of context, question and answer; 1k is 1024 (default: 1k,4k)"
+    add("--lengths", default="1k,4k", metavar="LIST", help=lengths)
+    depths = "hidden at these percentages of the context (default: 0,25,50,75,100)"
+    add("--depths", default="0,25,50,75,100", metavar="LIST", help=depths)
     add("--samples", type=int, default=10, metavar="N", help="prompts per cell (default: 10)")
     add("--seed", type=int, default=0, metavar="N", help="seed of all prompts (default: 0)")
     add("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default: 8)")

@@ -68,9 +68,10 @@ class RunRecord:
                     )
         return cls(path, earlier)
 
-    def get(self, part: str) -> Any:
-        """A part's result, a dictionary; `None` if it has none yet."""
-        return self._content["parts"].get(part)
+    def get(self, part: str) -> dict[str, Any] | None:
+        """A part's result; `None` if it has none yet."""
+        found: dict[str, Any] | None = self._content["parts"].get(part)
+        return found
 
     def put(self, part: str, result: Mapping[str, Any]) -> None:
         """Keep a part's result, and write the file. If that raises `CannotKeep`, the file holds what it held before."""

@@ -210,7 +210,7 @@ def joined(parts: Sequence[Scores]) -> dict[str, Any]:
 
 def summarize(record: RunRecord, cells: Sequence[Cell], presets: Mapping[str, Any]) -> dict[str, Any]:
     """Per preset: accuracy over the scored cells, and the mean change of the log-likelihood over all cells."""
-    results = [record.get(cell.part) for cell in cells]
+    results = [record.to_dict()["parts"][cell.part] for cell in cells]
     scored = [result for result in results if is_scored(result)]
     summary = {}
     for name in presets:
@@ -240,14 +240,15 @@ def changes_of(result: Mapping[str, Any], preset: str) -> list[float]:
 
 def show(console: Console, record: RunRecord, cells: Sequence[Cell], *, title: str) -> None:
     """Print a table per test and preset, a summary of all presets, and notes on what they mean."""
-    summary = record.get(SUMMARY) or {}
+    parts = record.to_dict()["parts"]
+    summary = parts[SUMMARY]
     depths, lengths, tests = (
         dict.fromkeys(getattr(cell, name) for cell in cells) for name in ("depth", "length", "test")
     )
     for test in tests:
         for name in summary:
             rows = [
-                [f"{length:,}", *(cell_text(record.get(Cell(test, length, depth).part), name) for depth in depths)]
+                [f"{length:,}", *(cell_text(parts[Cell(test, length, depth).part], name) for depth in depths)]
                 for length in lengths
             ]
             print_table(console, ["tokens", *(f"{depth:g} %" for depth in depths)], rows, title=f"{test}, {name}")
