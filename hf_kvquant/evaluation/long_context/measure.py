@@ -25,6 +25,7 @@ from ...cache.cache import KVQuantCache
 from ...cache.layers import KVQuantLayer
 from ...common.tables import or_dash, print_table, with_error
 from ...config import KVQuantConfig
+from ...models.probing import forward
 from ...models.text_config import context_of
 from ...patching import patched
 from ...transforms.of_model import key_transforms
@@ -184,8 +185,7 @@ def ask(model: PreTrainedModel, question: Tensor, answer: Tensor, cache: Cache) 
     for index, chunk in enumerate((question, *answer[:, :-1].split(1, dim=1))):
         # All logits of the question, although only the last are used. If only those were asked for, layers that share
         # the keys and values of others (Gemma 4) would skip the other queries, and the pairs read could not be checked.
-        logits: Tensor = model(input_ids=chunk, past_key_values=cache, use_cache=True).logits
-        log_probs = logits[:, -1].float().log_softmax(-1)
+        log_probs = forward(model, chunk, cache=cache)[:, -1].float().log_softmax(-1)
         token = answer[:, index]
         correct &= log_probs.argmax(-1) == token
         log_likelihood += log_probs.gather(1, token[:, None])[:, 0]

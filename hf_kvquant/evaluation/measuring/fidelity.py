@@ -21,7 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from ...cache.cache import KVQuantCache
 from ...cache.layers import KVQuantLayer
 from ...config import KVQuantConfig
-from ...models.probing import chunks_of
+from ...models.probing import chunks_of, forward
 from ...patching import patched
 from ...transforms.of_model import key_transforms
 from ..errors import OutOfMemory, is_out_of_memory
@@ -213,5 +213,4 @@ def feed(model: PreTrainedModel, input_ids: Tensor, cache: Cache, chunks: Chunks
         `[texts, q_len, vocab_size]` float32 per forward: log-probabilities of the next token, new memory.
     """
     for chunk in chunks.fed(input_ids):
-        output = model(input_ids=chunk, past_key_values=cache, use_cache=True)
-        yield output.logits.float().log_softmax(-1)
+        yield forward(model, chunk, cache=cache).float().log_softmax(-1)

@@ -29,6 +29,7 @@ from ...cache.cache import KVQuantCache
 from ...cache.handle import KVHandle, KVStep
 from ...cache.layers import KVQuantLayer
 from ...config import KVQuantConfig
+from ...models.probing import arbitrary_ids, forward
 from ...models.text_config import text_config_of
 from ...spec.formats import KVFormat
 from ...state import patch_of
@@ -207,8 +208,7 @@ def why_not_simulated(model: PreTrainedModel) -> str | None:
     """Why a model cannot attend to simulated caches, or `None` if it can. Runs the model on two tokens."""
     try:
         with simulated(model):
-            ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
-            model(input_ids=ids, past_key_values=simulated_cache(model, "int8"), use_cache=True)
+            forward(model, arbitrary_ids(model, 2), cache=simulated_cache(model, "int8"))
     except NotImplementedError as error:
         return str(error)
     return None

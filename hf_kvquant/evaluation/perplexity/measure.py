@@ -23,6 +23,7 @@ from ...calibration.search import collect
 from ...calibration.smoothing import is_smoothed, smooth_attention, smoothing_of, unsmooth
 from ...common.progress import Tell
 from ...config import KVQuantConfig
+from ...models.probing import arbitrary_ids, forward
 from ...patching import patched
 from ...preflight.divergence import alone
 from ..errors import UsageError
@@ -273,7 +274,7 @@ def sizes_of(
     """
     cache = KVQuantCache(model.config, UNQUANTIZED)
     with patched(model, UNQUANTIZED):
-        model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
+        forward(model, arbitrary_ids(model, 1), cache=cache)
     shapes = [storage.shape for storage in cache.storages]  # of keys and values: batch, num_kv_heads, head_dims
     num_values = sum(num_kv_heads * sum(head_dims) for _, num_kv_heads, *head_dims in shapes)
     sizes = {}
