@@ -18,7 +18,7 @@ from .common.version import __version__
 from .ops import kernels
 
 # The packages of the extra `eval` in pyproject.toml.
-EVALUATION = ("lm-eval", "accelerate", "markdown-it-py", "matplotlib", "numpy", "PyYAML")
+EVALUATION = ("lm-eval", "accelerate", "Jinja2", "markdown-it-py", "matplotlib", "numpy", "PyYAML")
 
 
 def environment() -> dict[str, str]:
