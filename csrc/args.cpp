@@ -469,6 +469,20 @@ DecodeParams decode_params(const CacheArgs& args, const CacheParams& cache, cons
   return params;
 }
 
+DequantizeParams dequantize_params(const CacheParams& cache, int64_t begin, int64_t num_tokens, int64_t num_seen,
+                                   int64_t dtype) {
+  DequantizeParams params{};
+  static_cast<CacheParams&>(params) = cache;
+  params.begin = to_int("dequantize", "begin", begin);
+  params.num_tokens = to_int("dequantize", "num_tokens", num_tokens);
+  to_int("dequantize", "num_tokens", begin + num_tokens);  // positions fit an int
+  params.num_seen = to_int("dequantize", "num_seen", num_seen);
+  KVQ_CHECK(dtype >= 0 && dtype <= 2, Subject{"dequantize", "dtype"}, "be 0 (float32), 1 (float16) or 2 (bfloat16), ",
+            "got ", dtype, ".");
+  params.dtype = static_cast<Dtype>(dtype);
+  return params;
+}
+
 void check_new_tokens(const std::optional<Tensor>& key, const std::optional<Tensor>& value, const Tensor& query) {
   KVQ_CHECK(key.has_value() == value.has_value(), "decode: `value` must be ", key.has_value() ? "given" : "None",
             " like `key`, got ", value.has_value() ? "a tensor" : "None", ". Give both or neither.");

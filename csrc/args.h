@@ -44,6 +44,10 @@ DecodeParams decode_params(const CacheArgs& args, const CacheParams& cache, cons
                            const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap,
                            int64_t sliding_window, int64_t num_splits);
 
+// Leaves `key` and `value` for the caller to allocate. `dtype` is a number of Dtype.
+DequantizeParams dequantize_params(const CacheParams& cache, int64_t begin, int64_t num_tokens, int64_t num_seen,
+                                   int64_t dtype);
+
 // New keys and values of a decode: both or neither, as many tokens as the query has.
 void check_new_tokens(const std::optional<Tensor>& key, const std::optional<Tensor>& value, const Tensor& query);
 

@@ -17,7 +17,7 @@
 namespace hf_kvquant {
 
 // Raised together with OPS_VERSION in ops/kernels.py whenever a schema or the meaning of an argument changes.
-constexpr int kOpsVersion = 9;
+constexpr int kOpsVersion = 10;
 constexpr int kTokenAlignment = 64;  // capacities are multiples of this many tokens
 constexpr int kNumCounters = 4096;   // see DecodeParams::counters
 constexpr int kBlockSize = 128;      // tokens that share the scale of a channel; see Side::has_channel_scales
@@ -203,6 +203,15 @@ struct DecodeParams : CacheParams {
   int num_splits;             // 0: the plan chooses
   void* out;                  // [batch, q_len, num_q_heads, value head_dim], contiguous, dtype of the query
   float* lse;                 // [batch, num_q_heads, q_len], contiguous, natural log
+};
+
+// Dense keys and values of the positions begin ... begin + num_tokens - 1, in the model's basis; zero where no token is
+// held. reference.dequantize_tokens defines the result.
+struct DequantizeParams : CacheParams {
+  int begin, num_tokens;
+  int num_seen;       // of a sequence's tokens, only the newest num_seen count as held; 0: all
+  Dtype dtype;        // of the results
+  void *key, *value;  // [batch, num_kv_heads, num_tokens, head_dim], contiguous
 };
 
 }  // namespace hf_kvquant

@@ -152,6 +152,28 @@ std::tuple<Tensor, Tensor> decode(
 }
 
 #ifdef HF_KVQUANT_CUDA_ARCHS
+std::tuple<Tensor, Tensor> dequantize(const std::vector<Tensor>& key_planes, const std::vector<Tensor>& value_planes,
+                                      const Tensor& lengths, const std::optional<Tensor>& starts, int64_t begin,
+                                      int64_t num_tokens, int64_t num_seen, int64_t dtype,
+                                      const std::optional<Tensor>& key_center,
+                                      const std::optional<Tensor>& key_smoothing, bool rotates_key,
+                                      const std::vector<int64_t>& layout) {
+  const CacheArgs args{"dequantize", key_planes, value_planes, lengths, starts, key_center, key_smoothing, rotates_key,
+                       layout};
+  DequantizeParams params = dequantize_params(cache_params(args), begin, num_tokens, num_seen, dtype);
+  const CudaDevice device(key_planes[0]);
+  device.check("dequantize", params);
+  const int32_t types[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float16(), aoti_torch_dtype_bfloat16()};
+  const auto result = [&](const Side& side) {
+    return empty_beside(key_planes[0], types[dtype], {params.batch, params.num_kv_heads, num_tokens, side.head_dim});
+  };
+  const Tensor key = result(params.key_side), value = result(params.value_side);
+  params.key = key.data_ptr();
+  params.value = value.data_ptr();
+  if (params.batch > 0 && num_tokens > 0) cuda::dequantize(params, device.stream);
+  return {key, value};
+}
+
 Tensor rms_norm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& mean, double eps) {
   RmsNormParams params = rms_norm_params("rms_norm", x, nullptr, weight, mean, eps);
   const CudaDevice device(x);
@@ -234,6 +256,7 @@ KVQ_OPS(KVQ_NAMESPACE, CPU, library) {
 KVQ_OPS(KVQ_NAMESPACE, CUDA, library) {
   library.impl("append", TORCH_BOX(&hf_kvquant::append<hf_kvquant::CudaDevice>));
   library.impl("decode", TORCH_BOX(&hf_kvquant::decode<hf_kvquant::CudaDevice>));
+  library.impl("dequantize", TORCH_BOX(&hf_kvquant::dequantize));
   library.impl("rms_norm", TORCH_BOX(&hf_kvquant::rms_norm));
   library.impl("add_rms_norm", TORCH_BOX(&hf_kvquant::add_rms_norm));
   library.impl("rotary", TORCH_BOX(&hf_kvquant::rotary));

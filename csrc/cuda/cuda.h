@@ -142,6 +142,8 @@ void append(const AppendParams& params, void* stream);
 void decode(const DecodeParams& params, const AppendParams* new_tokens, const DecodePlan& plan, float* workspace,
             void* stream);
 
+void dequantize(const DequantizeParams& params, void* stream);
+
 // The kernel for all calls that no other kernel serves: float32 queries, storage type `none`, mixtures of formats.
 void decode_general(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream);
 

@@ -15,6 +15,7 @@ from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout
 from ..spec.planes import Planes
 from . import kernels
+from .schemas import DTYPES, dequantize_reference
 
 
 class Operands:
@@ -35,6 +36,7 @@ class Operands:
         layout: KVLayout,
         key_transform: KeyTransform | None = None,
     ) -> None:
+        self._reference = layout, (key_planes, value_planes), key_transform
         self._planes = key_planes.tensors(), value_planes.tensors()
         transform = KeyTransform() if key_transform is None else key_transform
         self._kinds = transform.center, transform.smoothing, transform.is_rotated, layout.packed
@@ -44,6 +46,7 @@ class Operands:
         )
         # Overloads: looking up a name in every call would take 2 of 17 us on a CPU.
         self._append = (torch_ops.append if serves else torch_ops.append_reference).default
+        self._dequantize = torch_ops.dequantize.default if serves and codes.device.type == "cuda" else None
         self._decode = (torch_ops.decode if serves else torch_ops.decode_reference).default
 
     def append(self, key: Tensor, value: Tensor, lengths: Tensor, starts: Tensor | None = None) -> None:
@@ -134,6 +137,30 @@ class Operands:
             *self._kinds,
         )
         return result
+
+    def dequantize(
+        self,
+        lengths: Tensor,
+        starts: Tensor | None,
+        *,
+        begin: int,
+        num_tokens: int,
+        dtype: torch.dtype,
+        num_seen: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """Dense keys and values, in the model's basis: see `reference.dequantize_tokens`.
+
+        Returns:
+            `[batch, num_kv_heads, num_tokens, head_dim]` each.
+        """
+        if self._dequantize is not None:
+            number = DTYPES.index(dtype)
+            result: tuple[Tensor, Tensor] = self._dequantize(
+                *self._planes, lengths, starts, begin, num_tokens, num_seen, number, *self._kinds
+            )
+            return result
+        options: dict[str, Any] = {"begin": begin, "num_tokens": num_tokens, "dtype": dtype, "num_seen": num_seen}
+        return dequantize_reference(*self._reference, lengths=lengths, starts=starts, **options)
 
 
 def append(

@@ -1,11 +1,11 @@
 """The ops: their schemas, the reference under their names, and their fakes.
 
 `append` quantises new tokens into planes. `decode` does the same with new tokens, if it is given any, and then attends
-to everything stored. The schemas are defined here and nowhere else; `csrc/` registers kernels for them under the CPU
-and CUDA keys. Where there is no kernel, `reference.py` runs instead: under the same op names if the build has no
-kernels for the device type, and as `append_reference` and `decode_reference` if its kernels do not fit the GPU or the
-head_dim. `kernels.py` decides that. The planes of a side are one list, in the order of `Planes.tensors`; the integers
-of `layout` are `KVLayout.packed`.
+to everything stored. `dequantize` returns stored tokens as dense tensors. The schemas are defined here and nowhere
+else; `csrc/` registers kernels for them under the CPU and CUDA keys. Where there is no kernel, `reference.py` runs
+instead: under the same op names if the build has no kernels for the device type, and as `append_reference` and
+`decode_reference` if its kernels do not fit the GPU or the head_dim. `kernels.py` decides that. The planes of a side
+are one list, in the order of `Planes.tensors`; the integers of `layout` are `KVLayout.packed`.
 
 `rms_norm`, `add_rms_norm`, `rotary` and `silu_mul` compute what lies between a model's linear layers, in one CUDA
 kernel each, rounding exactly like the kernels they replace. Only `fusion.py` calls them. `prefetch` loads weights into
@@ -40,6 +40,10 @@ DECODE_SCHEMA = (
     "Tensor? starts, Tensor? sinks, Tensor? alibi_slopes, float softmax_scale, float softcap, int sliding_window, "
     f"int num_splits, {_KINDS}) -> (Tensor out, Tensor lse)"
 )
+DEQUANTIZE_SCHEMA = (
+    "dequantize(Tensor[] key_planes, Tensor[] value_planes, Tensor lengths, Tensor? starts, SymInt begin, "
+    f"SymInt num_tokens, int num_seen, int dtype, {_KINDS}) -> (Tensor key, Tensor value)"
+)
 FUSED_SCHEMAS = (
     "rms_norm(Tensor x, Tensor weight, Tensor? mean, float eps) -> Tensor",
     "add_rms_norm(Tensor x, Tensor other, Tensor weight, float eps) -> (Tensor total, Tensor normed)",
@@ -48,6 +52,8 @@ FUSED_SCHEMAS = (
 )
 PREFETCH_SCHEMA = "prefetch(Tensor weight, int num_bytes) -> ()"
 
+# The dtypes of results, by their number in csrc/format.h.
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DENSE = (torch.float32, torch.float16, torch.bfloat16)
 
 Arguments = Mapping[str, Any]
@@ -120,6 +126,26 @@ def _decode_reference(arguments: Arguments, cache: _Cache) -> tuple[Tensor, Tens
         is_dense=reference.dense_tokens(planes[0], layout.key, **held)[0],
         key_position=position,
     )
+
+
+def dequantize_reference(
+    layout: KVLayout, sides: tuple[Planes, Planes], key_transform: KeyTransform | None, *args: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Dense keys and values; further arguments are those of `reference.dequantize_tokens`."""
+    options |= {**layout.windows, "is_ring": layout.is_ring}
+    key, value = (
+        reference.dequantize_tokens(planes, kv_format, *args, **{**options, "key_transform": transform})
+        for planes, kv_format, transform in zip(sides, layout.formats, (key_transform, None), strict=True)
+    )
+    return key, value
+
+
+def _dequantize(*args: Any) -> tuple[Tensor, Tensor]:
+    arguments = _arguments_of("dequantize", args)
+    cache = _Cache.of("dequantize", arguments)
+    options = {name: arguments[name] for name in ("begin", "num_tokens", "lengths", "starts", "num_seen")}
+    options["dtype"] = DTYPES[arguments["dtype"]]
+    return dequantize_reference(cache.layout, cache.planes, cache.key_transform, **options)
 
 
 def _arguments_of(op: str, args: Sequence[object]) -> dict[str, Any]:
@@ -285,6 +311,18 @@ def _decode_fake(*args: object) -> tuple[Tensor, Tensor]:
     return out, query.new_empty((batch, num_q_heads, q_len), dtype=torch.float32)
 
 
+def _dequantize_fake(*args: object) -> tuple[Tensor, Tensor]:
+    arguments = _arguments_of("dequantize", args)
+    _check_tensors("dequantize", arguments)
+    _check_ranks("dequantize", arguments)
+    batch, heads, _, _ = arguments["key_planes"][0].shape
+    key, value = (
+        arguments["lengths"].new_empty((batch, heads, arguments["num_tokens"], dim), dtype=DTYPES[arguments["dtype"]])
+        for dim in _Cache.of("dequantize", arguments).head_dims
+    )
+    return key, value
+
+
 def _fake_like(op: str, *like: str) -> Callable[..., Any]:
     """The fake of an op whose results have the shapes and dtypes of some of its arguments."""
 
@@ -326,7 +364,7 @@ def _resolving(op: str) -> Callable[..., Any]:
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library(torch_ops.name, "DEF")
-for _schema in (APPEND_SCHEMA, DECODE_SCHEMA, *FUSED_SCHEMAS, PREFETCH_SCHEMA):
+for _schema in (APPEND_SCHEMA, DECODE_SCHEMA, DEQUANTIZE_SCHEMA, *FUSED_SCHEMAS, PREFETCH_SCHEMA):
     _library.define(_schema)
 # These are ops, not Python functions, so that the compiler sees a call instead of a data-dependent branch.
 for _schema in (APPEND_SCHEMA, DECODE_SCHEMA):
@@ -336,6 +374,7 @@ for _name, _kernel, _fake in (
     ("append_reference", _append, _append_fake),
     ("decode", _decode, _decode_fake),
     ("decode_reference", _decode, _decode_fake),
+    ("dequantize", _dequantize, _dequantize_fake),
     ("rms_norm", reference.rms_norm, _fake_like("rms_norm", "x")),
     ("add_rms_norm", reference.add_rms_norm, _fake_like("add_rms_norm", "x", "other")),
     ("rotary", reference.rotary, _fake_like("rotary", "query", "key")),
@@ -344,5 +383,5 @@ for _name, _kernel, _fake in (
 ):
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(add_op_namespace_prefix(_name), _fake, lib=_library)
-    if _name.startswith(("append", "decode")):
+    if _name.startswith(("append", "decode", "dequantize")):
         _library.impl(_name, _resolving(_name), "Negative")

@@ -39,6 +39,7 @@ Dense tokens are not transformed; they are multiplied with plain queries.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -340,6 +341,64 @@ def dequantize(
     is_dense, row = dense_tokens(planes, kv_format, lengths, starts, sink_length, residual_length, position)
     tail = planes.tail.take_along_dim(row[:, None, :, None], 2)
     return torch.where(is_dense[:, None, :, None], tail.to(dtype), x.to(dtype))
+
+
+def dequantize_tokens(
+    planes: Planes,
+    kv_format: KVFormat,
+    begin: int,
+    num_tokens: int,
+    dtype: torch.dtype,
+    lengths: Tensor,
+    starts: Tensor | None = None,
+    sink_length: int = 0,
+    residual_length: int = 0,
+    key_transform: KeyTransform | None = None,
+    is_ring: bool = False,
+    num_seen: int = 0,
+) -> Tensor:
+    """Dequantise the tokens at positions `begin … begin + num_tokens - 1`; zeros where no token is held.
+
+    Args:
+        planes: Of a layer; without a ring they have room for `begin + num_tokens` tokens.
+        kv_format: Their format.
+        begin: First position.
+        num_tokens: Positions.
+        dtype: Of the result.
+        lengths: See `dequantize`.
+        starts: See `dequantize`.
+        sink_length: See `dequantize`.
+        residual_length: See `dequantize`.
+        key_transform: See `dequantize`.
+        is_ring: Whether rows are a ring.
+        num_seen: Only so many of the newest tokens count as held; 0 for all that there are rows for.
+
+    Returns:
+        `[batch, num_kv_heads, num_tokens, head_dim]`, new memory.
+    """
+    capacity = planes.codes.shape[2]
+    dense = functools.partial(
+        dequantize,
+        kv_format=kv_format,
+        dtype=dtype,
+        lengths=lengths,
+        starts=starts,
+        sink_length=sink_length,
+        residual_length=residual_length,
+        key_transform=key_transform,
+    )
+    position = begin + torch.arange(num_tokens, device=lengths.device)
+    if is_ring:
+        num_seen = num_seen or capacity
+        at = None if planes.tail is None else ring_positions(lengths, capacity)
+        x = dense(planes, position=at).index_select(2, position % capacity)
+    else:
+        x = dense(planes.narrow(begin + num_tokens, kv_format.block_size))[:, :, begin:]
+    end = lengths.unsqueeze(1)
+    is_absent = position >= end  # [batch, num_tokens]
+    if num_seen:
+        is_absent = is_absent | (position < end - num_seen)
+    return x.masked_fill(is_absent[:, None, :, None], 0.0)
 
 
 def append(

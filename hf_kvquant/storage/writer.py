@@ -56,6 +56,11 @@ class Writer:
         self.pending = None  # only now: a refused query must not lose tokens that `lengths` already counts
         return result
 
+    def dequantize(self, lengths: Tensor, starts: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+        """Dense keys and values of what is written. See `ops.Operands.dequantize`."""
+        assert self._operands is not None
+        return self._operands.dequantize(lengths, starts, **options)
+
 
 def new_counters(device: torch.device) -> Tensor | None:
     """Scratch of the CUDA kernel. See `ops.Operands.decode`."""

@@ -93,16 +93,8 @@ __device__ void store_values(uint8_t* row, Dtype target, int chunk, const Values
     *words = {x.words[0], x.words[1], x.words[2], x.words[3]};
     return;
   }
-  uint32_t pairs[kChunk / 2];
-#pragma unroll
-  for (int w = 0; w < kChunk / 2; ++w) {
-    const float low = x[2 * w], high = x[2 * w + 1];
-    const uint32_t fp16 = float_to_half(low) | static_cast<uint32_t>(float_to_half(high)) << 16;
-    const uint32_t bf16 = __bfloat16_as_ushort(__float2bfloat16_rn(low)) |
-                          static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(high))) << 16;
-    pairs[w] = target == Dtype::fp16 ? fp16 : bf16;
-  }
-  *words = {pairs[0], pairs[1], pairs[2], pairs[3]};
+  *words = {narrow(target, x[0], x[1]), narrow(target, x[2], x[3]), narrow(target, x[4], x[5]),
+            narrow(target, x[6], x[7])};
 }
 
 // --- scales of rows

@@ -37,6 +37,25 @@ __device__ inline void store_value(void* data, Dtype dtype, int64_t index, float
   }
 }
 
+// Two values rounded to 16 bits, the first in the low half.
+__device__ inline uint32_t narrow(Dtype dtype, float low, float high) {
+  if (dtype == Dtype::fp16) return float_to_half(low) | static_cast<uint32_t>(float_to_half(high)) << 16;
+  return __bfloat16_as_ushort(__float2bfloat16_rn(low)) |
+         static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(high))) << 16;
+}
+
+// Stores eight values from element `first` on, a multiple of 16 bytes.
+__device__ inline void store_values(void* data, Dtype dtype, int64_t first, const float (&x)[kChunk]) {
+  if (dtype == Dtype::fp32) {
+    float4* words = reinterpret_cast<float4*>(static_cast<float*>(data) + first);
+    words[0] = {x[0], x[1], x[2], x[3]};
+    words[1] = {x[4], x[5], x[6], x[7]};
+    return;
+  }
+  *reinterpret_cast<uint4*>(static_cast<uint16_t*>(data) + first) = {narrow(dtype, x[0], x[1]), narrow(dtype, x[2], x[3]),
+                                                                     narrow(dtype, x[4], x[5]), narrow(dtype, x[6], x[7])};
+}
+
 // Eight numbers of 16 bits.
 __device__ inline void widen(const uint4& words, Dtype dtype, float (&x)[kChunk]) {
   const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
@@ -177,6 +196,28 @@ __device__ inline void load_channels(const Side& side, int64_t b, int64_t h, int
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) x[i] = x[i] * scale + zero;
 }
+
+// Which tokens of a sequence attention reads from the tail of a side.
+struct Tail {
+  int start, dense_first, begin;
+
+  // `length` and `start` are clamped to what there is room for.
+  __device__ Tail(const CacheParams& params, const Side& side, int length, int start)
+      : start(max(start, 0)),
+        dense_first(params.sink_length),
+        begin(side.tail == nullptr ? length : tail_begin(side, length, params.residual_length)) {}
+
+  __device__ bool has(const Side& side, int token) const {
+    return side.tail != nullptr && (token >= begin || is_sink(token, start, dense_first));
+  }
+
+  // Loads eight channels of a token that the tail has.
+  __device__ void load(const Side& side, int64_t b, int64_t h, int token, int c, float (&x)[kChunk]) const {
+    const int64_t row = tail_row(side, token, start, dense_first);
+    load_values(side.tail, side.tail_dtype,
+                b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c, x);
+  }
+};
 
 // cap · tanh(x / cap), as cap · (1 - 2 / (exp(2x / cap) + 1)). Far below the cap this is a difference of numbers near
 // 1, whose error is in the last bits of the cap, however small x is. There a polynomial is used (relative error 2^-21).

@@ -51,28 +51,6 @@ struct Output {
   }
 };
 
-// Which tokens of a sequence attention reads from the tail of a side.
-struct Tail {
-  int start, dense_first, begin;
-
-  // `length` and `start` are clamped to what there is room for.
-  __device__ Tail(const DecodeParams& params, const Side& side, int length, int start)
-      : start(max(start, 0)),
-        dense_first(params.sink_length),
-        begin(side.tail == nullptr ? length : tail_begin(side, length, params.residual_length)) {}
-
-  __device__ bool has(const Side& side, int token) const {
-    return side.tail != nullptr && (token >= begin || is_sink(token, start, dense_first));
-  }
-
-  // Loads eight channels of a token that the tail has.
-  __device__ void load(const Side& side, int64_t b, int64_t h, int token, int c, float (&x)[kChunk]) const {
-    const int64_t row = tail_row(side, token, start, dense_first);
-    load_values(side.tail, side.tail_dtype,
-                b * side.tail_stride_b + h * side.tail_stride_h + row * side.tail_stride_t + c, x);
-  }
-};
-
 // The place of one row's result of one split: head_dim sums, then m and l.
 __device__ float* partial_row(const DecodeParams& params, float* workspace, int64_t split, int64_t b, int64_t head,
                               int64_t i) {
