@@ -39,9 +39,12 @@ __device__ inline void store_value(void* data, Dtype dtype, int64_t index, float
 
 // Two values rounded to 16 bits, the first in the low half.
 __device__ inline uint32_t narrow(Dtype dtype, float low, float high) {
-  if (dtype == Dtype::fp16) return float_to_half(low) | static_cast<uint32_t>(float_to_half(high)) << 16;
-  return __bfloat16_as_ushort(__float2bfloat16_rn(low)) |
-         static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(high))) << 16;
+  if (dtype == Dtype::fp16) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
 }
 
 // Stores eight values from element `first` on, a multiple of 16 bytes.

@@ -1,5 +1,5 @@
 // Dense keys and values for attention that no kernel serves, bit for bit as reference.dequantize_tokens. A lane has
-// eight channels of a few tokens, so a warp has several rows side by side, and writes them without gaps.
+// eight channels of a few tokens at a time, so a warp has several rows side by side, and writes them without gaps.
 #include <algorithm>
 
 #include "../common/codes.cuh"
@@ -11,79 +11,193 @@ namespace hf_kvquant::cuda {
 namespace {
 
 constexpr int kNumWarps = 4;
-constexpr int kTokens = 4;  // of a lane, whose loads overlap
+constexpr int kTokens = 8;   // of a lane, loaded together: the kernel waits for memory, so much has to be under way
+constexpr int kMinCtas = 8;  // on a multiprocessor
 
-// Undoes transform_keys. All lanes of the warp call this together.
-__device__ void undo_transform(const KeyTransform& transform, const LaneTransform<kChunk>& own, int head_dim,
-                               int position, float (&x)[kTokens][kChunk]) {
-  if (transform.is_rotated) rotate(x, head_dim, threadIdx.x % kLanes, position);
-  if (transform.smoothing != nullptr) {
-    for_all<kTokens, kChunk>([&](int r, int k) { x[r][k] = __fmul_rn(x[r][k], own.smoothing[k]); });
-  }
-  if (transform.center != nullptr) {
-    for_all<kTokens, kChunk>([&](int r, int k) { x[r][k] = __fadd_rn(x[r][k], own.center[k]); });
+// Four unsigned bytes as float32, less an offset. A byte in the lowest bits of 2^23 is that number more.
+__device__ __forceinline__ void widen_bytes(uint32_t word, float offset, float* x, int stride) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    x[i * stride] = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u + i)) - (8388608.f + offset);
   }
 }
 
-// blockIdx.y: keys or values; blockIdx.x: head and part of its tokens.
-__global__ void __launch_bounds__(kNumWarps* kLanes)
-    dequantize_rows(const __grid_constant__ DequantizeParams params, unsigned ctas_of_head, Laps laps, int max_length) {
-  const bool is_value = blockIdx.y == 1;
-  const Side& side = is_value ? params.value_side : params.key_side;
-  const unsigned head = blockIdx.x / ctas_of_head, part = blockIdx.x - head * ctas_of_head;
-  const unsigned b = head / params.num_kv_heads, h = head - b * params.num_kv_heads;
+// Eight channels of a row as loaded.
+template <Storage kStorage>
+struct Raw {
+  static constexpr int kNumWords = kStorage == Storage::none ? 4 : kStorage == Storage::int4 ? 1 : 2;
+  uint32_t words[kNumWords];
+  half_bits scale, zero;  // where a token has its own
+
+  // The codes as float32.
+  __device__ __forceinline__ void widen(Dtype dtype, float offset, float (&x)[kChunk]) const {
+    if constexpr (kStorage == Storage::none) {
+      cuda::widen({words[0], words[1], words[2], words[3]}, dtype, x);
+    } else if constexpr (kStorage == Storage::int4) {
+      widen_bytes(words[0] & 0x0f0f0f0fu, offset, x, 2);
+      widen_bytes(words[0] >> 4 & 0x0f0f0f0fu, offset, x + 1, 2);
+    } else if constexpr (kStorage == Storage::int8) {
+      widen_bytes(words[0], offset, x, 1);
+      widen_bytes(words[1], offset, x + 4, 1);
+    } else {
+      for_all<4>([&](int i) {
+        const float2 pair = __half22float2(
+            __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2))), __NV_E4M3)));
+        x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+      });
+    }
+  }
+};
+
+// The rows of one head, for the eight channels of a lane from `c` on.
+template <Storage kStorage, bool kHasBlocks>
+struct Head {
+  const Side& side;
+  const uint8_t* codes;
+  const half_bits *scale, *zero;  // of the lane's group; with channel scales, of its channels
+  int c, block = -1;              // the block of tokens whose scales are here:
+  half_bits scales[kChunk], zeros[kChunk];
+
+  __device__ Head(const Side& side, int64_t b, int64_t h, int c) : side(side), codes(code_row(side, b, h, 0)), c(c) {
+    if (kStorage == Storage::none) return;
+    const int group = kHasBlocks ? 0 : c / (side.head_dim / side.num_groups);
+    scale = scale_at(side, b, h, group, 0) + (kHasBlocks ? c : 0);
+    zero = side.is_symmetric ? nullptr : zero_at(side, b, h, group, 0) + (kHasBlocks ? c : 0);
+  }
+
+  __device__ __forceinline__ Raw<kStorage> load(int row) const {
+    Raw<kStorage> raw = {};
+    const uint8_t* const from = codes + row * side.codes_stride_t;
+    if constexpr (kStorage == Storage::none) {
+      if (side.dense_dtype == Dtype::fp32) return raw;  // too wide to wait in registers; see `finish`
+      const uint4 words = reinterpret_cast<const uint4*>(from)[c / kChunk];
+      return {{words.x, words.y, words.z, words.w}, 0, 0};
+    } else if constexpr (kStorage == Storage::int4) {
+      raw.words[0] = reinterpret_cast<const uint32_t*>(from)[c / kChunk];
+    } else {
+      const uint2 words = reinterpret_cast<const uint2*>(from)[c / kChunk];
+      raw.words[0] = words.x, raw.words[1] = words.y;
+    }
+    if (!kHasBlocks) {
+      raw.scale = scale[row * side.scale_stride_t];
+      if (zero != nullptr) raw.zero = zero[row * side.zero_stride_t];
+    }
+    return raw;
+  }
+
+  // code · scale + zero. A product of a code and a float16 number is exact in float32, so one rounding is left.
+  __device__ __forceinline__ void finish(const Raw<kStorage>& raw, int row, float (&x)[kChunk]) {
+    if (kStorage == Storage::none && side.dense_dtype == Dtype::fp32) {
+      load_values(codes + row * side.codes_stride_t, Dtype::fp32, c, x);
+      return;
+    }
+    raw.widen(side.dense_dtype, code_offset(side), x);
+    if (kStorage == Storage::none) return;
+    if (kHasBlocks) {
+      if (row / kBlockSize != block) {
+        block = row / kBlockSize;
+        for_all<kChunk>([&](int k) {
+          scales[k] = scale[block * side.scale_stride_g + k];
+          zeros[k] = zero[block * side.zero_stride_g + k];
+        });
+      }
+      for_all<kChunk>([&](int k) { x[k] = x[k] * half_to_float(scales[k]) + half_to_float(zeros[k]); });
+      return;
+    }
+    const float factor = half_to_float(raw.scale), summand = half_to_float(raw.zero);
+    for_all<kChunk>([&](int k) { x[k] = x[k] * factor + summand; });
+  }
+};
+
+// Undoes transform_keys. All lanes of the warp call this together.
+__device__ __forceinline__ void undo_transform(const KeyTransform& transform, const LaneTransform<kChunk>& own,
+                                               int head_dim, int position, float (&x)[kChunk]) {
+  if (transform.is_rotated) rotate(x, head_dim, threadIdx.x % kLanes, position);
+  if (transform.smoothing != nullptr) for_all<kChunk>([&](int k) { x[k] = __fmul_rn(x[k], own.smoothing[k]); });
+  if (transform.center != nullptr) for_all<kChunk>([&](int k) { x[k] = __fadd_rn(x[k], own.center[k]); });
+}
+
+// One side. A warp takes kTokens tokens in each of its rows.
+template <Storage kStorage, bool kHasBlocks, bool kIsTransformed>
+__global__ void __launch_bounds__(kNumWarps* kLanes, kMinCtas)
+    dequantize_side(const __grid_constant__ DequantizeParams params, bool is_key, unsigned ctas_of_head, Laps laps,
+                    int max_length) {
+  const Side& side = is_key ? params.key_side : params.value_side;
+  const unsigned head_number = blockIdx.x / ctas_of_head, part = blockIdx.x - head_number * ctas_of_head;
+  const unsigned b = head_number / params.num_kv_heads, h = head_number - b * params.num_kv_heads;
   const int lanes_per_row = static_cast<unsigned>(side.head_dim) / kChunk, rows = kLanes / lanes_per_row;
   const int lane = threadIdx.x % kLanes, row = lane / lanes_per_row, chunk = lane - row * lanes_per_row;
   const int c = chunk * kChunk;
+  Head<kStorage, kHasBlocks> head(side, b, h, row < rows ? c : 0);
 
   const int length = min(max(params.lengths[b], 0), max_length);
   int first_held = params.is_ring ? length - params.capacity : 0;
   if (params.num_seen > 0) first_held = max(first_held, length - params.num_seen);
-  const int start = params.starts == nullptr ? 0 : min(params.starts[b], max_length);
-  const Tail tail(params, side, length, start);
-  const auto token_of = [&](int r) {
-    return ((static_cast<int>(part) * kNumWarps + static_cast<int>(threadIdx.x) / kLanes) * kTokens + r) * rows + row;
-  };
+  const int first = (static_cast<int>(part) * kNumWarps + static_cast<int>(threadIdx.x) / kLanes) * kTokens * rows + row;
+  const int end = row < rows ? params.num_tokens : 0;
   const auto is_held = [&](int position) { return position < length && position >= first_held; };
+  Raw<kStorage> raw[kTokens];
+#pragma unroll
+  for (int r = 0; r < kTokens; ++r) {
+    const int i = first + r * rows, position = params.begin + i;
+    raw[r] = {};
+    if (i < end && is_held(position)) raw[r] = head.load(laps.row(position));
+  }
+  LaneTransform<kChunk> own;
+  if constexpr (kIsTransformed) own = {params.key_transform, side.head_dim, static_cast<int>(h), c};
+  void* const out = is_key ? params.key : params.value;
+  const int64_t out_first = int64_t{head_number} * params.num_tokens * side.head_dim + c;
+#pragma unroll
+  for (int r = 0; r < kTokens; ++r) {
+    const int i = first + r * rows, position = params.begin + i;
+    const bool is_there = i < end && is_held(position);
+    float x[kChunk] = {};
+    if (is_there) head.finish(raw[r], laps.row(position), x);
+    if constexpr (kIsTransformed) {
+      undo_transform(params.key_transform, own, side.head_dim, chunk, x);
+      if (!is_there) for_all<kChunk>([&](int k) { x[k] = 0.f; });
+    }
+    if (i < end) store_values(out, params.dtype, out_first + int64_t{i} * side.head_dim, x);
+  }
+  if (side.tail == nullptr) return;
+  // Dense tokens, over what their codes gave.
+  const Tail tail(params, side, length, params.starts == nullptr ? 0 : min(params.starts[b], max_length));
+#pragma unroll 1
+  for (int r = 0; r < kTokens; ++r) {
+    const int i = first + r * rows, position = params.begin + i;
+    if (i >= end || !is_held(position) || !tail.has(side, position)) continue;
+    float x[kChunk];
+    tail.load(side, b, h, position, c, x);
+    store_values(out, params.dtype, out_first + int64_t{i} * side.head_dim, x);
+  }
+}
 
-  float x[kTokens][kChunk] = {};
-#pragma unroll
-  for (int r = 0; r < kTokens; ++r) {
-    const int position = params.begin + token_of(r);
-    if (row < rows && token_of(r) < params.num_tokens && is_held(position) && !tail.has(side, position)) {
-      load_channels(side, b, h, laps.row(position), c, x[r]);
-    }
-  }
-  if (!is_value && !is_identity(params.key_transform)) {
-    const LaneTransform<kChunk> own(params.key_transform, side.head_dim, h, c);
-    undo_transform(params.key_transform, own, side.head_dim, chunk, x);
-  }
-#pragma unroll
-  for (int r = 0; r < kTokens; ++r) {
-    const int i = token_of(r), position = params.begin + i;
-    if (row >= rows || i >= params.num_tokens) continue;
-    if (!is_held(position)) {
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) x[r][k] = 0.f;
-    } else if (tail.has(side, position)) {
-      tail.load(side, b, h, position, c, x[r]);
-    }
-    const int64_t first = (int64_t{head} * params.num_tokens + i) * side.head_dim + c;
-    store_values(is_value ? params.value : params.key, params.dtype, first, x[r]);
+using DequantizeKernel = void (*)(DequantizeParams, bool, unsigned, Laps, int);
+
+template <bool kIsTransformed>
+DequantizeKernel kernel_of(const Side& side) {
+  switch (side.storage) {
+    case Storage::none: return dequantize_side<Storage::none, false, kIsTransformed>;
+    case Storage::int8: return dequantize_side<Storage::int8, false, kIsTransformed>;
+    case Storage::int4: return dequantize_side<Storage::int4, false, kIsTransformed>;
+    default: return dequantize_side<Storage::fp8, false, kIsTransformed>;
   }
 }
 
 }  // namespace
 
 void dequantize(const DequantizeParams& params, void* stream) {
-  const int most_channels = std::max(params.key_side.head_dim, params.value_side.head_dim);
-  const int64_t tokens_of_cta = int64_t{kNumWarps} * kTokens * (kLanes / (most_channels / kChunk));
-  const int64_t ctas_of_head = (params.num_tokens + tokens_of_cta - 1) / tokens_of_cta;
-  dim3 grid = grid_of("dequantize", ctas_of_head * params.num_kv_heads * params.batch);
-  grid.y = 2;
-  launch("dequantize", dequantize_rows, {grid, kNumWarps * kLanes, 0, stream, false}, params,
-         static_cast<unsigned>(ctas_of_head), laps_of(params.capacity, params.is_ring),
-         max_length_of(params.capacity, params.is_ring));
+  for (const bool is_key : {true, false}) {
+    const Side& side = is_key ? params.key_side : params.value_side;
+    DequantizeKernel kernel = kernel_of<false>(side);
+    if (side.has_channel_scales) kernel = dequantize_side<Storage::int4, true, false>;
+    if (is_key && !is_identity(params.key_transform)) kernel = kernel_of<true>(side);
+    const int64_t tokens_of_cta = int64_t{kNumWarps} * kTokens * (kLanes / (side.head_dim / kChunk));
+    const int64_t ctas_of_head = (params.num_tokens + tokens_of_cta - 1) / tokens_of_cta;
+    launch("dequantize", kernel, ctas_of_head * params.num_kv_heads * params.batch, kNumWarps * kLanes, 0, stream,
+           params, is_key, static_cast<unsigned>(ctas_of_head), laps_of(params.capacity, params.is_ring),
+           max_length_of(params.capacity, params.is_ring));
+  }
 }
 
 }  // namespace hf_kvquant::cuda
