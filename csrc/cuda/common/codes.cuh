@@ -55,8 +55,8 @@ __device__ inline void store_values(void* data, Dtype dtype, int64_t first, cons
     words[1] = {x[4], x[5], x[6], x[7]};
     return;
   }
-  *reinterpret_cast<uint4*>(static_cast<uint16_t*>(data) + first) = {narrow(dtype, x[0], x[1]), narrow(dtype, x[2], x[3]),
-                                                                     narrow(dtype, x[4], x[5]), narrow(dtype, x[6], x[7])};
+  *reinterpret_cast<uint4*>(static_cast<uint16_t*>(data) + first) = {
+      narrow(dtype, x[0], x[1]), narrow(dtype, x[2], x[3]), narrow(dtype, x[4], x[5]), narrow(dtype, x[6], x[7])};
 }
 
 // Eight numbers of 16 bits.

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kNumWarps* kLanes, kMinCtas)
   const int length = min(max(params.lengths[b], 0), max_length);
   int first_held = params.is_ring ? length - params.capacity : 0;
   if (params.num_seen > 0) first_held = max(first_held, length - params.num_seen);
-  const int first = (static_cast<int>(part) * kNumWarps + static_cast<int>(threadIdx.x) / kLanes) * kTokens * rows + row;
+  const int warp = static_cast<int>(part * kNumWarps + threadIdx.x / kLanes), first = warp * kTokens * rows + row;
   const int end = row < rows ? params.num_tokens : 0;
   const auto is_held = [&](int position) { return position < length && position >= first_held; };
   Raw<kStorage> raw[kTokens];
