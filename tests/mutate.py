@@ -118,12 +118,12 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/storage/dense.py",
+        "hf_kvquant/spec/reference.py",
         (
-            "device=store.device) >= store.lengths",
-            "device=store.device) > store.lengths",
+            "is_absent = position >= end",
+            "is_absent = position > end",
             "a static cache shows one token that was cropped",
-            "storage",
+            "storage dequantize",
         ),
     ),
     *of(
