@@ -14,46 +14,23 @@ constexpr int kNumWarps = 4;
 constexpr int kTokens = 8;   // of a lane, loaded together: the kernel waits for memory, so much has to be under way
 constexpr int kMinCtas = 8;  // on a multiprocessor
 
-// Four unsigned bytes as float32, less an offset. A byte in the lowest bits of 2^23 is that number more.
-__device__ __forceinline__ void widen_bytes(uint32_t word, float offset, float* x, int stride) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    x[i * stride] = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u + i)) - (8388608.f + offset);
-  }
-}
-
 // Eight channels of a row as loaded.
 template <Storage kStorage>
 struct Raw {
-  static constexpr int kNumWords = kStorage == Storage::none ? 4 : kStorage == Storage::int4 ? 1 : 2;
-  uint32_t words[kNumWords];
+  Codes<kStorage> codes;
   half_bits scale, zero;  // where a token has its own
+};
 
-  // The codes as float32.
-  __device__ __forceinline__ void widen(Dtype dtype, float offset, float (&x)[kChunk]) const {
-    if constexpr (kStorage == Storage::none) {
-      cuda::widen({words[0], words[1], words[2], words[3]}, dtype, x);
-    } else if constexpr (kStorage == Storage::int4) {
-      widen_bytes(words[0] & 0x0f0f0f0fu, offset, x, 2);
-      widen_bytes(words[0] >> 4 & 0x0f0f0f0fu, offset, x + 1, 2);
-    } else if constexpr (kStorage == Storage::int8) {
-      widen_bytes(words[0], offset, x, 1);
-      widen_bytes(words[1], offset, x + 4, 1);
-    } else {
-      for_all<4>([&](int i) {
-        const float2 pair = __half22float2(
-            __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2))), __NV_E4M3)));
-        x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-      });
-    }
-  }
+template <>
+struct Raw<Storage::none> {
+  uint4 words;
 };
 
 // The rows of one head, for the eight channels of a lane from `c` on.
 template <Storage kStorage, bool kHasBlocks>
 struct Head {
   const Side& side;
-  const uint8_t* codes;
+  uint8_t* codes;
   const half_bits *scale, *zero;  // of the lane's group; with channel scales, of its channels
   int c, block = -1;              // the block of tokens whose scales are here:
   half_bits scales[kChunk], zeros[kChunk];
@@ -66,46 +43,38 @@ struct Head {
   }
 
   __device__ __forceinline__ Raw<kStorage> load(int row) const {
+    uint8_t* const from = codes + row * side.codes_stride_t;
     Raw<kStorage> raw = {};
-    const uint8_t* const from = codes + row * side.codes_stride_t;
     if constexpr (kStorage == Storage::none) {
-      if (side.dense_dtype == Dtype::fp32) return raw;  // too wide to wait in registers; see `finish`
-      const uint4 words = reinterpret_cast<const uint4*>(from)[c / kChunk];
-      return {{words.x, words.y, words.z, words.w}, 0, 0};
-    } else if constexpr (kStorage == Storage::int4) {
-      raw.words[0] = reinterpret_cast<const uint32_t*>(from)[c / kChunk];
+      // float32 is too wide to wait in registers; see `finish`.
+      if (side.dense_dtype != Dtype::fp32) raw.words = reinterpret_cast<const uint4*>(from)[c / kChunk];
     } else {
-      const uint2 words = reinterpret_cast<const uint2*>(from)[c / kChunk];
-      raw.words[0] = words.x, raw.words[1] = words.y;
-    }
-    if (!kHasBlocks) {
-      raw.scale = scale[row * side.scale_stride_t];
-      if (zero != nullptr) raw.zero = zero[row * side.zero_stride_t];
+      raw.codes = Codes<kStorage>::load(Codes<kStorage>::at(from, c));
+      if (!kHasBlocks) raw.scale = scale[row * side.scale_stride_t];
+      if (!kHasBlocks && zero != nullptr) raw.zero = zero[row * side.zero_stride_t];
     }
     return raw;
   }
 
   // code · scale + zero. A product of a code and a float16 number is exact in float32, so one rounding is left.
   __device__ __forceinline__ void finish(const Raw<kStorage>& raw, int row, float (&x)[kChunk]) {
-    if (kStorage == Storage::none && side.dense_dtype == Dtype::fp32) {
-      load_values(codes + row * side.codes_stride_t, Dtype::fp32, c, x);
-      return;
-    }
-    raw.widen(side.dense_dtype, code_offset(side), x);
-    if (kStorage == Storage::none) return;
-    if (kHasBlocks) {
-      if (row / kBlockSize != block) {
+    if constexpr (kStorage == Storage::none) {
+      if (side.dense_dtype == Dtype::fp32) return load_values(codes + row * side.codes_stride_t, Dtype::fp32, c, x);
+      widen(raw.words, side.dense_dtype, x);
+    } else {
+      if (kHasBlocks && row / kBlockSize != block) {
         block = row / kBlockSize;
         for_all<kChunk>([&](int k) {
           scales[k] = scale[block * side.scale_stride_g + k];
           zeros[k] = zero[block * side.zero_stride_g + k];
         });
       }
-      for_all<kChunk>([&](int k) { x[k] = x[k] * half_to_float(scales[k]) + half_to_float(zeros[k]); });
-      return;
+      const float offset = code_offset(kStorage, side.is_symmetric);
+      for_all<kChunk>([&](int k) {
+        const half_bits own_scale = kHasBlocks ? scales[k] : raw.scale, own_zero = kHasBlocks ? zeros[k] : raw.zero;
+        x[k] = raw.codes.value(k, offset) * half_to_float(own_scale) + half_to_float(own_zero);
+      });
     }
-    const float factor = half_to_float(raw.scale), summand = half_to_float(raw.zero);
-    for_all<kChunk>([&](int k) { x[k] = x[k] * factor + summand; });
   }
 };
 
@@ -180,8 +149,9 @@ DequantizeKernel kernel_of(const Side& side) {
     case Storage::none: return dequantize_side<Storage::none, false, kIsTransformed>;
     case Storage::int8: return dequantize_side<Storage::int8, false, kIsTransformed>;
     case Storage::int4: return dequantize_side<Storage::int4, false, kIsTransformed>;
-    default: return dequantize_side<Storage::fp8, false, kIsTransformed>;
+    case Storage::fp8: return dequantize_side<Storage::fp8, false, kIsTransformed>;
   }
+  return nullptr;
 }
 
 }  // namespace
