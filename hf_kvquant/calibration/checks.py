@@ -1,7 +1,4 @@
-"""Refuses what calibration cannot work with: models without keys of their own, and weights that cannot be edited.
-
-All checks come before anything is changed. They are worded for the edit at hand: smoothing or rotation.
-"""
+"""Refuses models without keys of their own and weights that cannot be edited, before anything is changed."""
 
 from __future__ import annotations
 
@@ -24,10 +21,14 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclasses.dataclass(frozen=True)
 class Edit:
-    """An edit of weights, as error messages name it."""
+    """An edit of weights, as error messages name it: the tensors that they make or take, and what it does to them."""
 
-    what: str  # the tensors that the weights make or take
-    verb: str  # what the edit does to them
+    what: str
+    verb: str
+
+
+SMOOTHING = Edit("keys and queries", "smooth")
+ROTATION = Edit("values and attention's output", "rotate")
 
 
 def check_decoder(model: PreTrainedModel, where: str) -> None:

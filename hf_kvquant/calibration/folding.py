@@ -5,7 +5,7 @@ every product of query and key stays the same. Factors that are powers of two ch
 no value leaves the range of its dtype. Three checks see to that, each before the next: `exact_exponents` shrinks
 factors that would round a weight, `settled_exponents` those that would change a layer's attention (float16 has few
 exponents), and `fold` rolls everything back if the logits change. So every wrong conclusion about where keys come from
-is caught here. `layout.py` says which parameters make which channel; `search.py` decides which factors are worth it.
+is caught here.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ def scale_all(model: PreTrainedModel, layouts: Mapping[int, LayerLayout], factor
 
 
 def exact_exponents(model: PreTrainedModel, layout: LayerLayout, exponents: Tensor) -> Tensor:
-    """Shrink the exponents of factors `2 ** exponents` until the weights can be scaled without rounding.
-
-    They are `[num_kv_heads, head_dim]` int64 and equal where `layout.ties` is, and so are the result's.
-    """
+    """Shrink exponents of factors, equal where `layout.ties` is, until the weights can be scaled without rounding."""
     while exponents.any():
         is_bad = torch.zeros_like(exponents, dtype=torch.bool)
         for part in _parts(model, layout, torch.exp2(exponents.float())):
@@ -109,23 +106,18 @@ def fold(
     model: PreTrainedModel,
     layouts: Mapping[int, LayerLayout],
     factors: Mapping[int, Tensor],
-    originals: Mapping[str, Tensor],
     input_ids: Tensor,
     where: str,
-) -> None:
-    """Fold factors into the weights, and roll back unless all logits stay the same to the bit.
+) -> dict[str, Tensor]:
+    """Fold factors, powers of two, into the weights, and roll back unless all logits stay the same to the bit.
 
-    Args:
-        model: Written in place.
-        layouts: Per layer index, the layout.
-        factors: Per layer index, `[num_kv_heads, head_dim]` float32, powers of two.
-        originals: Weights that scaling back would round (`gains_plus_one`).
-        input_ids: `[rows, tokens]` int64, the text on which logits are compared.
-        where: Opens error messages.
+    Logits are compared on `input_ids`, `[rows, tokens]` int64. Returns copies of the weights that scaling back would
+    round.
 
     Raises:
         RuntimeError: The logits change.
     """
+    originals = gains_plus_one(model, layouts.values())
     before = check_logits(model, input_ids)
     scale_all(model, layouts, factors)
     try:
@@ -139,6 +131,7 @@ def fold(
     except BaseException:  # the logits changed, memory ran out, or the user interrupted
         scale_back(model, layouts, factors, originals)
         raise
+    return originals
 
 
 _UNSUPPORTED = (
@@ -179,14 +172,13 @@ def gains_plus_one(model: PreTrainedModel, layouts: Iterable[LayerLayout]) -> di
 class _Part:
     """The part of a parameter that a factor scales."""
 
-    scalable: Scalable  # the channels that the parameter makes
+    scalable: Scalable
     rows: Tensor  # a view of the whole parameter, `[features, ...]`
     offset: int  # what the module adds to the parameter before use
     features: Tensor  # `[scaled]` int64: the features whose factor is not 1
     factors: Tensor  # `[scaled, 1]` float32: what their effect is multiplied by
 
     def scaled(self) -> Tensor:
-        """The features' rows, scaled, in their dtype."""
         scaled = self._wide(self.rows[self.features]) * self.factors
         return (scaled - self.offset if self.offset else scaled).to(self.rows.dtype)
 

@@ -1,9 +1,7 @@
 """Watches a model's attention: which module attends, with which queries, keys and values, and how to attend again.
 
-Calibration learns all it needs about a model here, by running it and looking at what reaches attention after RoPE.
 Models whose attention goes through transformers' registry are watched there, under a name that is registered only while
-they are watched. The others (Falcon) are watched where they call PyTorch's `scaled_dot_product_attention`. The callers
-decide which tokens the model runs on, and what to do with what they see.
+they are watched. The others (Falcon) are watched where they call PyTorch's `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -69,7 +67,7 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
             if model._can_set_attn_implementation():
                 set_attention(model, NAME)
             else:
-                stack.enter_context(_sdpa_calls_observed(model, observer))
+                stack.enter_context(_SdpaCalls(model, observer, stack))
             yield
     finally:
         if text_config._attn_implementation != before:
@@ -105,16 +103,8 @@ def _attention(
     return _observe(observer, module, query, key, value, attend), None
 
 
-def _observe(
-    observer: Observer,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> Tensor:
-    """Attention's output, after the observer has seen what goes into it."""
-    observation = Observation(_layer_idx(module), module, query, key, value, attend)
+def _observe(observer: Observer, module: nn.Module, *args: Any) -> Tensor:
+    observation = Observation(_layer_idx(module), module, *args)
     out = observer(observation)
     return observation.attended() if out is None else out
 
@@ -129,32 +119,22 @@ def _layer_idx(module: nn.Module) -> int:
     return index if isinstance(index, int) else -1
 
 
-@contextlib.contextmanager
-def _sdpa_calls_observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
-    """Intercept calls of `scaled_dot_product_attention`. Hooks tell which layer's module makes each call."""
-    active: list[nn.Module] = []
-
-    def enter(module: nn.Module, args: Any) -> None:
-        active.append(module)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        active.pop()
-
-    layers = [module for module in model.modules() if _layer_idx(module) >= 0]
-    with (
-        hooked(((module, enter) for module in layers), before=True),
-        hooked((module, leave) for module in layers),
-        _SdpaCalls(active, observer),
-    ):
-        yield
-
-
 class _SdpaCalls(TorchFunctionMode):
-    """Passes calls of `scaled_dot_product_attention` to an observer, for the innermost module in `active`."""
+    """Passes calls of `scaled_dot_product_attention` to an observer. Hooks tell which layer makes each call."""
 
-    def __init__(self, active: list[nn.Module], observer: Observer) -> None:
+    def __init__(self, model: PreTrainedModel, observer: Observer, stack: contextlib.ExitStack) -> None:
         super().__init__()
-        self.active, self.observer = active, observer
+        self.observer = observer
+        self.active: list[nn.Module] = []
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.active.pop()
+
+        layers = [module for module in model.modules() if _layer_idx(module) >= 0]
+        stack.enter_context(
+            hooked(((module, lambda module, args: self.active.append(module)) for module in layers), before=True)
+        )
+        stack.enter_context(hooked((module, leave) for module in layers))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,11 +1,10 @@
 """Finds, by running the model, which parameters make each channel of its keys, queries or values.
 
-Module names differ from family to family (`k_proj`, `qkv_proj`, `query_key_value`, `Wqkv`, `c_attn`, `k_norm`), and so
-do the layouts inside fused projections, so this file looks up no names. Instead, it replaces the output of each module
-inside an attention module by random numbers, one module at a time. A factor can be folded into the last module whose
-numbers come out as keys, one for one and in proportion; where each number comes out tells which row makes which
-channel. A projection followed by a norm is excluded this way, since the norm's output is not proportional to its input.
-`layout.py` applies this to keys and queries, `value_layout.py` to values.
+Module names and layouts of fused projections differ from family to family, so this file looks up no names. Instead, it
+replaces the output of each module inside an attention module by random numbers, one module at a time. A factor can be
+folded into the last module whose numbers come out as keys, one for one and in proportion; where each number comes out
+tells which row makes which channel. A projection followed by a norm is excluded this way, since the norm's output is
+not proportional to its input. `layout.py` applies this to keys and queries, `value_layout.py` to values.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -93,12 +92,8 @@ class Source:
 class Probe:
     """Runs a model with chosen numbers in place of what modules return, and looks at what reaches attention.
 
-    Attributes:
-        model: A decoder-only model. It is only run.
-        edit: What its weights are to be edited for, for error messages, which `where` opens.
-        names: The name of each module in the model.
-        modules: The attention module of each layer whose cache would be quantised, by layer index.
-        left_out: For each other layer, the reason.
+    `modules` has the attention module of each layer whose cache would be quantised, by layer index, and `left_out` the
+    reason for each other layer. `edit` is what the weights are to be edited for.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`.
@@ -140,15 +135,14 @@ class Probe:
         Raises:
             NotImplementedError: The weights of a module cannot be edited in place.
         """
-        passed = self._passed(*sides)
-        return {index: tuple(self._source(index, found) for found in by_side) for index, by_side in passed.items()}
+        passed = self._passed(sides)
+        return {index: tuple(self._source(index, passed[index, side]) for side in sides) for index in self.modules}
 
     def check_editable(self, layer_idx: int, module: nn.Module) -> None:
         """Refuse a module of a layer whose weights are not plain numbers in memory."""
         check_editable(module, self.modules[layer_idx], self.names, self.edit, self.where)
 
     def _attention_modules(self) -> dict[int, nn.Module]:
-        """The attention module of each layer."""
         seen: dict[int, list[nn.Module]] = defaultdict(list)
         self.run(lambda observation: seen[observation.layer_idx].append(observation.module), batch=1)
         if not seen or -1 in seen:
@@ -172,6 +166,13 @@ class Probe:
                     found[index].append(Output(module, shape, grown[0]))
         return found
 
+    def inner_hooks(self, hook: Callable[..., Any]) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+        """A hook for each module inside the attention of each layer, which also gets the layer's index, first."""
+        for index, attention in self.modules.items():
+            for module in attention.modules():
+                if module is not attention:
+                    yield module, functools.partial(hook, index)
+
     def _shapes(self, extra_tokens: int) -> dict[int, list[tuple[nn.Module, tuple[int, ...]]]]:
         """Per layer, the modules that finish before it attends, with the shapes of what they return."""
         finished: dict[int, list[tuple[nn.Module, tuple[int, ...]]]] = {index: [] for index in self.modules}
@@ -181,22 +182,14 @@ class Probe:
             if index not in attended and isinstance(output, Tensor) and output.ndim > 2:
                 finished[index].append((module, tuple(output.shape[1:])))
 
-        hooks = [
-            (module, functools.partial(note, index))
-            for index, attention in self.modules.items()
-            for module in attention.modules()
-            if module is not attention
-        ]
-        with hooked(hooks):
+        with hooked(self.inner_hooks(note)):
             self.run(lambda observation: attended.add(observation.layer_idx), batch=2, extra_tokens=extra_tokens)
         return finished
 
-    def _passed(self, *sides: Side) -> dict[int, tuple[list[tuple[Output, Tensor]], ...]]:
+    def _passed(self, sides: Sequence[Side]) -> Mapping[tuple[int, Side], list[tuple[Output, Tensor]]]:
         """Per layer and side, the outputs that arrive there one for one, the last first, with the index of features."""
         outputs = self._outputs()
-        passed: dict[int, tuple[list[tuple[Output, Tensor]], ...]] = {
-            index: tuple([] for _ in sides) for index in outputs
-        }
+        passed: dict[tuple[int, Side], list[tuple[Output, Tensor]]] = defaultdict(list)
         generator = torch.Generator().manual_seed(0)
         for rank in range(max(map(len, outputs.values()), default=0)):
             current = {index: found[-1 - rank] for index, found in outputs.items() if rank < len(found)}
@@ -206,12 +199,11 @@ class Probe:
                 observation: Observation, current: dict[int, Output] = current, sources: dict[int, Tensor] = sources
             ) -> None:
                 index = observation.layer_idx
-                if index in current:
+                for side in sides if index in current else ():
                     source = sources[index].to(observation.key)
-                    for side, found in zip(sides, passed[index], strict=True):
-                        features = one_for_one(source, getattr(observation, side)[:, :, 0])
-                        if features is not None:
-                            found.append((current[index], features))
+                    features = one_for_one(source, getattr(observation, side)[:, :, 0])
+                    if features is not None:
+                        passed[index, side].append((current[index], features))
 
             with replaced({output.module: output.filled(sources[index]) for index, output in current.items()}):
                 self.run(look, batch=NUM_SAMPLES + NUM_LOUD)
@@ -259,14 +251,10 @@ def differs_by_sample(states: Tensor) -> bool:
 
 
 def one_for_one(source: Tensor, states: Tensor) -> Tensor | None:
-    """Which feature each channel of keys, queries or values is a multiple of.
+    """Which feature each channel of keys, queries or values is a multiple of; `None` unless all are multiples of one.
 
-    Args:
-        source: `[samples, features]`: what the module returned.
-        states: `[samples, heads, head_dim]`: what arrived at the first token, which RoPE does not rotate.
-
-    Returns:
-        `[heads, head_dim]` int64, on the CPU; `None` unless every channel is a multiple of a feature.
+    `source` is what the module returned, `[samples, features]`. `states` is what arrived at the first token, which RoPE
+    does not rotate, `[samples, heads, head_dim]`. The result is `[heads, head_dim]` int64, on the CPU.
     """
     unit = nn.functional.normalize(source[:NUM_SAMPLES].double(), dim=0)
     rows = []

@@ -5,13 +5,12 @@ equal energy. Factors are rounded to powers of two and shared by tied channels. 
 calibration text give the factors of each candidate. Its error is that of the layer's attention output when keys go
 through the cache's whole transform and the real storage format (`reference.py`), relative to the output over
 unquantised keys. The reconstruction error of keys would mislead, since queries weight the channels. Padding is excluded
-from both. `smoothing.py` decides what to do with the chosen factors.
+from both.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -22,7 +21,6 @@ from transformers import PreTrainedModel
 
 from ..common.progress import Tell
 from ..spec import reference
-from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
 from .folding import exact_exponents, settled_exponents
 from .observation import Observation
@@ -31,13 +29,12 @@ from .targets import Target
 from .text import Windows, run_windows
 
 Candidate = float | Literal["energy"]
+WHERE = "smooth_attention"  # opens messages
 CANDIDATES: tuple[Candidate, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, "energy")
 # Factors beyond 2^±8 are useless: keys whose channels differ by more would lose as much in bfloat16.
 MAX_EXPONENT = 8
 # A layer is smoothed only if its error falls by at least this share; less is noise of the calibration text.
 MIN_GAIN = 0.05
-
-Measure = Callable[..., dict[int, list[float]]]  # `errors_of` that only needs `transforms` and `advance`
 
 
 @dataclasses.dataclass
@@ -98,7 +95,6 @@ def find_factors(
     choices: Sequence[Candidate],
     input_ids: Tensor,
     tell: Tell,
-    where: str,
 ) -> dict[int, LayerSmoothing]:
     """Find the centres and factors of some layers; 0.0 is the first of `choices`.
 
@@ -113,15 +109,13 @@ def find_factors(
     bad = [index for index, seen in statistics.items() if not seen.mean_square.isfinite().all()]
     if bad:
         raise ValueError(
-            f"{where}: `model` must have finite keys on the texts, got infinities or NaN in layer {bad[0]}. "
+            f"{WHERE}: `model` must have finite keys on the texts, got infinities or NaN in layer {bad[0]}. "
             "Check the checkpoint, or load it in bfloat16 or float32."
         )
-    formats = {index: target.key_format for index, target in targets.items()}
-    measure = functools.partial(errors_of, model, windows, formats)
     tell(doing="errors of candidates")
-    layers = _choose(model, targets, statistics, choices, measure, tell)
+    layers = _choose(model, windows, targets, statistics, choices, tell)
     tell(doing="check of logits")
-    return _settle(model, targets, layers, measure, input_ids, where)
+    return _settle(model, targets, layers, windows, input_ids)
 
 
 def checked_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -130,7 +124,7 @@ def checked_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
         is_alpha = isinstance(choice, int | float) and not isinstance(choice, bool) and 0 <= choice <= 2
         if choice != "energy" and not is_alpha:
             raise ValueError(
-                f"smooth_attention: `candidates` must be exponents from 0 to 2 or 'energy', got {choice!r}. "
+                f"{WHERE}: `candidates` must be exponents from 0 to 2 or 'energy', got {choice!r}. "
                 f"Common ones are {list(CANDIDATES)}."
             )
     return list(dict.fromkeys([0.0, *(choice if choice == "energy" else float(choice) for choice in candidates)]))
@@ -167,7 +161,7 @@ def exponents_of(statistics: KeyStatistics, ties: Tensor, choice: Candidate, cen
 def errors_of(
     model: PreTrainedModel,
     windows: Windows,
-    formats: Mapping[int, KVFormat],
+    targets: Mapping[int, Target],
     transforms: Mapping[int, Sequence[KeyTransform]],
     advance: Callable[[int], Any] = lambda tokens: None,
 ) -> dict[int, list[float]]:
@@ -194,8 +188,8 @@ def errors_of(
         key = key * is_real[:, None, :, None]  # padding must not widen a scale that several tokens share
         for number in set(first[index]):
             transform = transforms[index][number].to(key.device)
-            stored = reference.quantize(reference.transform_key(key, transform), formats[index])
-            read = reference.undo_key_transform(reference.dequantize(stored, formats[index]), transform)
+            stored = reference.quantize(reference.transform_key(key, transform), targets[index].key_format)
+            read = reference.undo_key_transform(reference.dequantize(stored, targets[index].key_format), transform)
             out = observation.attend(query, read, value)[is_real]
             errors[index][number] += float((out - exact).double().square().sum())
 
@@ -214,46 +208,45 @@ def pick(errors: Sequence[float]) -> int:
 
 def _choose(
     model: PreTrainedModel,
+    windows: Windows,
     targets: Mapping[int, Target],
     statistics: Mapping[int, KeyStatistics],
     choices: Sequence[Candidate],
-    measure: Measure,
     advance: Callable[[int], Any],
 ) -> dict[int, LayerSmoothing]:
     """Choose the best of the candidates in each layer, after shrinking factors that would round weights.
 
     A layer whose error would grow stays as it was before calibration.
     """
-    wanted: dict[int, list[Tensor]] = {}
-    possible: dict[int, list[Tensor]] = {}
+    exponents: dict[int, list[Tensor]] = {}
     tried: dict[int, list[KeyTransform]] = {}
+    is_limited: dict[int, bool] = {}
     for index, target in targets.items():
         seen, layout = statistics[index], target.layout
         center = seen.mean if target.has_center else target.before.center
         tested = choices if target.has_factors else [0.0] * len(choices)
-        wanted[index] = [exponents_of(seen, target.ties, choice, center) for choice in tested]
-        possible[index] = wanted[index]
-        if layout is not None:
-            possible[index] = [exact_exponents(model, layout, exponents) for exponents in wanted[index]]
-        tried[index] = [target.before, *(target.transform(center, exponents) for exponents in possible[index])]
+        wanted = [exponents_of(seen, target.ties, choice, center) for choice in tested]
+        exponents[index] = wanted if layout is None else [exact_exponents(model, layout, each) for each in wanted]
+        is_limited[index] = not all(map(torch.equal, exponents[index], wanted))
+        tried[index] = [target.before, *(target.transform(center, each) for each in exponents[index])]
     chosen = {}
-    for index, (error_before, *errors) in measure(transforms=tried, advance=advance).items():
+    for index, (error_before, *errors) in errors_of(model, windows, targets, tried, advance).items():
         target, number = targets[index], pick(errors)
         transform, error = tried[index][1 + number], errors[number]
         if error > error_before:
             number, transform, error = 0, target.before, error_before
-        exponents = possible[index][number]
+        is_smoothed = bool(exponents[index][number].any())
         chosen[index] = LayerSmoothing(
             layer_idx=index,
             name=target.keys.name,
             placement=target.placement,
-            choice=str(choices[number]) if exponents.any() else "0.0",
-            factor=torch.exp2(exponents.float()),
+            choice=str(choices[number]) if is_smoothed else "0.0",
+            factor=torch.exp2(exponents[index][number].float()),
             center=transform.center if target.has_center else None,
             errors={str(name): error for name, error in zip(choices, errors, strict=True)},
             error_before=error_before,
             error_after=error,
-            is_limited=not all(map(torch.equal, possible[index], wanted[index])),
+            is_limited=is_limited[index],
         )
     return chosen
 
@@ -262,9 +255,8 @@ def _settle(
     model: PreTrainedModel,
     targets: Mapping[int, Target],
     chosen: dict[int, LayerSmoothing],
-    measure: Measure,
+    windows: Windows,
     input_ids: Tensor,
-    where: str,
 ) -> dict[int, LayerSmoothing]:
     """Reduce exponents until no layer's attention changes a bit. See `folding.settled_exponents`.
 
@@ -276,14 +268,14 @@ def _settle(
     if not layouts:
         return chosen
     before = {index: chosen[index].exponents for index in layouts}
-    after = settled_exponents(model, layouts, before, input_ids, where)
+    after = settled_exponents(model, layouts, before, input_ids, WHERE)
     cut = {index: [0 * x, x] for index, x in after.items() if not torch.equal(x, before[index])}
     tried = {
         index: [targets[index].transform(chosen[index].center, exponents) for exponents in choices]
         for index, choices in cut.items()
     }
     settled = dict(chosen)
-    for index, errors in (measure(transforms=tried) if cut else {}).items():
+    for index, errors in (errors_of(model, windows, targets, tried) if cut else {}).items():
         number = pick(errors)
         exponents = cut[index][number]
         settled[index] = dataclasses.replace(
@@ -295,7 +287,7 @@ def _settle(
         )
     if cut and not any(settled[index].is_smoothed for index in layouts):
         raise NotImplementedError(
-            f"{where}: `model` must have room for other factors in its dtype, got float16, in which every factor worth "
+            f"{WHERE}: `model` must have room for other factors in its dtype, got float16, in which every factor worth "
             "folding would round some key or query. Load it in float32, or use mode='online'."
         )
     return settled

@@ -2,14 +2,8 @@
 
 Keys are divided and queries multiplied by a factor per key-value head and channel. Attention stays the same, while keys
 become easier to quantise. Before that a centre, the mean key over calibration text, is subtracted; attention adds it
-back. Factors are `max|key|^alpha`, or those that balance the energies of keys and queries. Alpha is searched per layer
-by the error of the attention output after everything that a cache will do to keys; 0 (no factors) is always tried.
-Factors are rounded to powers of two, so folding them into the weights changes no bit of the logits.
-
-Each step is one file: `targets.py` finds the layers (`layout.py` their weights), `text.py` reads the text, `search.py`
-finds the factors, `folding.py` scales the weights and proves that nothing changed or rolls back, and
-`smoothing_file.py` holds the result. If weights cannot be edited, caches apply the factors (`of_model.py`), as they
-always do for centres.
+back. Factors are powers of two, so folding them into the weights changes no bit of the logits. If weights cannot be
+edited, caches apply the factors (`of_model.py`), as they always do for centres.
 
 Source: SmoothAttention, QServe (arXiv 2405.04532), section 4.2.
 """
@@ -27,15 +21,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.errors import did_you_mean
-from ..common.progress import Tell, show_progress
+from ..common.progress import show_progress
 from ..config import KVQuantConfig
 from ..models.hashes import hash_of
 from ..models.text_config import check_is_model
 from ..state import ModelTransforms, keep, state_of
 from ..transforms.of_model import set_centers, set_smoothing, transforms_of
-from .folding import fold, gains_plus_one, scale_all, scale_back
+from .folding import fold, scale_all, scale_back
 from .layout import LayerLayout, find_layouts
-from .search import CANDIDATES, Candidate, checked_candidates, find_factors
+from .search import CANDIDATES, WHERE, Candidate, checked_candidates, find_factors
 from .smoothing_file import LayerSmoothing, SmoothingResult
 from .targets import Mode, Target, find_keys, find_targets
 from .text import Windows, check_ids, count_tokens, read_windows
@@ -44,16 +38,14 @@ logger = logging.getLogger(__name__)
 
 CONFIG_KEY = "hf_kvquant_smoothing"  # set in the model's config, so a saved checkpoint is known to be smoothed
 
-WHERE = "smooth_attention"  # opens its messages
-
 
 @dataclasses.dataclass(frozen=True)
 class _State:
     """What calibration stores on a model."""
 
     result: SmoothingResult
-    layouts: Mapping[int, LayerLayout]  # layouts of the layers whose weights are scaled
-    before: ModelTransforms  # the transforms that were set on the model before, in units of keys without factors
+    layouts: Mapping[int, LayerLayout]  # of the layers whose weights are scaled
+    before: ModelTransforms  # what was set on the model before, in units of keys without factors
 
 
 def smooth_attention(
@@ -74,27 +66,25 @@ def smooth_attention(
     """Calibrate the centres and smoothing factors of keys, as the config's transforms ask.
 
     By default factors are folded into the weights; the logits stay the same to the bit. Centres are kept on the model,
-    for the caches that it makes from now on, and in the result.
+    for the caches that it makes from now on, and in the result. After an error the model is unchanged.
 
     Args:
         model: A decoder-only model. Folding writes its weights in place and marks its config, so `save_pretrained`
             writes a plain checkpoint that cannot be smoothed twice.
         tokenizer: The model's.
         texts: Text like the model's future input; 16,000 tokens are plenty.
-        preset_or_config: The format of the cache: a preset's name, a dictionary or a `KVQuantConfig`. Layers whose
-            transforms do not name `"center"` or `"smooth"` get no centres or no factors.
+        preset_or_config: The format of the cache. Layers whose transforms do not name `"center"` or `"smooth"` get no
+            centres or no factors.
         mode: Where factors go. `"fold"`: into the weights, which must be in memory and not quantised. `"online"`: to
             the caches, which divide keys and multiply queries on the fly; no weight changes, and RoPE ties no channels.
             `"auto"`: into the weights where possible, else to the caches, with a warning in the log.
-        centers: Whether to calibrate centres. If not, the model keeps those it has, from its biases or set by you.
-        factors: Whether to calibrate factors.
-        candidates: What to try in each layer: exponents alpha of `max|key|^alpha`, and `"energy"`. 0 is always tried.
+        centers, factors: Whether to calibrate them. Otherwise the model keeps its centres: from biases, or set by you.
+        candidates: Exponents alpha of `max|key|^alpha` to try in each layer, and `"energy"`. 0 is always tried.
         num_tokens: About how many tokens of the texts to use, spread over all of them.
         window: Tokens per forward, limited by the model's context. Use at least the length that the model will read:
             keys of slow RoPE pairs drift with the position, so short windows make them look constant.
         batch_size: Windows per forward.
-        progress: Whether to show progress on stderr: a bar, or a line every 30 seconds if stderr is not a terminal.
-            `transformers.utils.logging.disable_progress_bar()` also turns it off.
+        progress: Whether to show progress on stderr. transformers' `disable_progress_bar()` also turns it off.
 
     Returns:
         Centres, factors, choices and errors of every layer. `unsmooth(model)` undoes all of it.
@@ -102,16 +92,25 @@ def smooth_attention(
     Raises:
         TypeError, ValueError: An argument is invalid, the model is smoothed already, or there is too little text.
         NotImplementedError: The model's keys cannot be calibrated, or not through its weights; the message says why.
-        RuntimeError: The logits would change. After any of these errors the model is unchanged.
-
-    Example:
-        >>> result = hf_kvquant.smooth_attention(model, tokenizer, texts)
-        >>> print(result.report())
-        >>> model.save_pretrained("smoothed")
-        >>> result.save("smoothed/kvquant_smoothing.safetensors")
+        RuntimeError: The logits would change.
     """
-    config = KVQuantConfig.resolve(preset_or_config)
-    choices = checked_candidates(candidates)
+    config, choices = KVQuantConfig.resolve(preset_or_config), checked_candidates(candidates)
+    _check_request(model, mode, centers, factors)
+    targets, left_out = find_targets(model, config, mode, has_centers=centers, has_factors=factors, where=WHERE)
+    windows = read_windows(
+        model, tokenizer, texts, num_tokens=num_tokens, window=window, batch_size=batch_size, where=WHERE
+    )
+    try:
+        return _calibrate(model, windows, targets, left_out, choices, progress)
+    except (NotImplementedError, RuntimeError) as error:
+        if mode != "auto" or not any(target.layout for target in targets.values()):
+            raise
+        logger.warning("%s Factors are applied by caches instead.", error)
+    online = {index: dataclasses.replace(target, layout=None) for index, target in targets.items()}
+    return _calibrate(model, windows, online, left_out, choices, progress)
+
+
+def _check_request(model: PreTrainedModel, mode: str, centers: bool, factors: bool) -> None:
     if mode not in get_args(Mode):
         raise ValueError(
             f"{WHERE}: `mode` must be one of {list(get_args(Mode))}, got {mode!r}.{did_you_mean(mode, get_args(Mode))}"
@@ -120,22 +119,6 @@ def smooth_attention(
         raise ValueError(f"{WHERE}: `centers` or `factors` must be True, got neither. Nothing else is calibrated.")
     if isinstance(model, PreTrainedModel):
         _refuse_smoothed(model, WHERE)
-    targets, left_out = find_targets(model, config, mode, has_centers=centers, has_factors=factors, where=WHERE)
-    windows = read_windows(
-        model, tokenizer, texts, num_tokens=num_tokens, window=window, batch_size=batch_size, where=WHERE
-    )
-
-    def calibrate(targets: Mapping[int, Target]) -> SmoothingResult:
-        with show_progress(WHERE, 2 * count_tokens(windows), unit="token", is_shown=progress) as tell:
-            return _calibrate(model, windows, targets, left_out, choices, tell)
-
-    try:
-        return calibrate(targets)
-    except (NotImplementedError, RuntimeError) as error:
-        if mode != "auto" or not any(target.layout for target in targets.values()):
-            raise
-        logger.warning("%s Factors are applied by caches instead.", error)
-    return calibrate({index: dataclasses.replace(target, layout=None) for index, target in targets.items()})
 
 
 def _calibrate(
@@ -144,18 +127,17 @@ def _calibrate(
     targets: Mapping[int, Target],
     left_out: Mapping[int, str],
     choices: Sequence[Candidate],
-    tell: Tell,
+    progress: bool,
 ) -> SmoothingResult:
     """Find centres and factors of some layers, and apply them to the model."""
     layouts = {index: target.layout for index, target in targets.items() if target.layout is not None}
     input_ids = check_ids(windows, model.dtype)
-    layers = find_factors(model, windows, targets, choices, input_ids, tell, WHERE)
-    parameters = _known_by(model, layouts, layers.values())
-    original_hash = folded_hash = hash_of(model, parameters)
-    originals = gains_plus_one(model, layouts.values())
-    if layouts:
-        fold(model, layouts, {index: layers[index].factor for index in layouts}, originals, input_ids, WHERE)
-        folded_hash = hash_of(model, parameters)
+    with show_progress(WHERE, 2 * count_tokens(windows), unit="token", is_shown=progress) as tell:
+        layers = find_factors(model, windows, targets, choices, input_ids, tell)
+        parameters = _known_by(model, layouts, layers.values())
+        original_hash = hash_of(model, parameters)
+        factors = {index: layers[index].factor for index in layouts}
+        originals = fold(model, layouts, factors, input_ids, WHERE) if layouts else {}
     result = SmoothingResult(
         layers=tuple(layers.values()),
         left_out=left_out,
@@ -163,7 +145,7 @@ def _calibrate(
         num_tokens=count_tokens(windows),
         parameters=parameters,
         original_hash=original_hash,
-        folded_hash=folded_hash,
+        folded_hash=hash_of(model, parameters) if layouts else original_hash,
         originals=originals,
     )
     _install(model, layouts, result)
@@ -174,10 +156,8 @@ def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `smooth_attention`: restore the weights bit for bit, and remove calibrated centres and factors in caches.
 
     Args:
-        model: Smoothed in this process, or loaded from a smoothed checkpoint and passed to `load_smoothing`.
-
-    Returns:
-        The same model. It keeps centres that you set yourself; they are scaled back together with the keys.
+        model: Smoothed in this process, or loaded from a smoothed checkpoint and passed to `load_smoothing`. It keeps
+            centres that you set yourself; they are scaled back together with the keys.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`.
@@ -296,16 +276,17 @@ def _known_by(
     model: PreTrainedModel, layouts: Mapping[int, LayerLayout], layers: Iterable[LayerSmoothing]
 ) -> tuple[str, ...]:
     """The tensors that identify a model: weights that are scaled, and all tensors of the other attention modules."""
-    scaled = {side.name for layout in layouts.values() for side in (layout.key, layout.query)}
-    whole = {layer.name for layer in layers if layer.layer_idx not in layouts}
-    weights = [
-        f"{name}.{each}" for name in scaled for each, _ in model.get_submodule(name).named_parameters(recurse=False)
-    ]
-    others = []
-    for name in whole:
-        module = model.get_submodule(name)
-        others += [f"{name}.{each}" for each, _ in (*module.named_parameters(), *module.named_buffers())]
-    return (*sorted(weights), *sorted(others))
+    names = set()
+    for layout in layouts.values():
+        for side in (layout.key, layout.query):
+            scaled = model.get_submodule(side.name).named_parameters(recurse=False)
+            names |= {f"{side.name}.{each}" for each, _ in scaled}
+    others = set()
+    for layer in layers:
+        if layer.layer_idx not in layouts:
+            module = model.get_submodule(layer.name)
+            others |= {f"{layer.name}.{each}" for each, _ in (*module.named_parameters(), *module.named_buffers())}
+    return (*sorted(names), *sorted(others))
 
 
 def _install(

@@ -2,8 +2,7 @@
 
 The file is in safetensors format. It holds the factors and the centre of each layer and the few weights that division
 cannot restore. The metadata holds everything else as JSON, with SHA-256 hashes of the weights before and after folding
-and of the file's content. Reading checks that the file is undamaged and consistent. `smoothing.py` checks whether it
-fits a model.
+and of the file's content. `smoothing.py` checks whether it fits a model.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _KIND = FileKind(
 )
 HEADINGS = ("layer", "factors in", "alpha", "factors", "center", "error before", "after")
 
-# Where a layer's factors are applied.
+# Where a layer's factors are: folded into the weights, applied by its caches, or nowhere, since it gets none.
 Placement = Literal["weights", "caches", "none"]
 
 
@@ -45,8 +44,6 @@ class LayerSmoothing:
 
     layer_idx: int
     name: str  # the attention module's name in the model
-    # Where its factors are: folded into the weights (`"weights"`), applied by its caches (`"caches"`), or `"none"` if
-    # it gets no factors.
     placement: Placement
     choice: str  # the chosen candidate: an alpha, `"energy"`, or `"0.0"` for no factors
     # `[num_kv_heads, head_dim]` float32, powers of two. Keys are divided by it, queries multiplied.
@@ -56,8 +53,8 @@ class LayerSmoothing:
     center: Tensor | None
     # Per candidate, the relative error of the layer's attention output with only keys quantised.
     errors: Mapping[str, float]
-    error_before: float  # the same error before calibration
-    error_after: float  # the same error after calibration
+    error_before: float  # before calibration
+    error_after: float
     # Whether some factors would have left the range of the weights' dtype, so smaller ones were tried.
     is_limited: bool
 
@@ -171,8 +168,7 @@ class SmoothingResult:
         parts = []
         for placement, where in places.items():
             indices = [layer.layer_idx for layer in self.layers if layer.placement == placement and layer.is_smoothed]
-            if indices:
-                parts.append(f"{where} {_numbered(indices)}")
+            parts += [f"{where} {_numbered(indices)}"] if indices else []
         if not parts:
             return "Factors lower the error of no layer enough to be worth it."
         text = f"Factors are {' and '.join(parts)}."
@@ -180,14 +176,11 @@ class SmoothingResult:
         return text + (f" They lower the error of {_numbered(rest)} too little to be worth it." if rest else "")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file that `load` reads.
-
-        Args:
-            path: The file, overwritten if it exists. Its folder must exist.
-        """
-        tensors = {f"layers.{layer.layer_idx}.factor": layer.factor.contiguous() for layer in self.layers}
-        tensors |= {f"layers.{index}.center": center.contiguous() for index, center in self.centers().items()}
-        tensors |= {f"originals.{name}": original.contiguous() for name, original in self.originals.items()}
+        """Write a file that `load` reads, or overwrite it. Its folder must exist."""
+        tensors = {f"layers.{layer.layer_idx}.factor": layer.factor for layer in self.layers}
+        tensors |= {f"layers.{index}.center": center for index, center in self.centers().items()}
+        tensors |= {f"originals.{name}": original for name, original in self.originals.items()}
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         facts = {name: value for name, value in vars(self).items() if name != "originals"}
         facts["layers"] = [
             {name: value for name, value in vars(layer).items() if name not in ("factor", "center")}

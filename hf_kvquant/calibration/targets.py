@@ -1,8 +1,7 @@
 """Decides which layers to calibrate, and where their factors go: into the weights, or to the caches.
 
-Factors go into the weights if `layout.py` finds which rows make keys and queries. Caches transform keys after RoPE, so
-for them weights, RoPE and shared parameters do not matter: the model runs once with a cache of transformers, and a
-layer qualifies if its attention reads exactly the keys that the cache keeps.
+Caches transform keys after RoPE, so for them weights, RoPE and shared parameters do not matter: the model runs once
+with a cache of transformers, and a layer qualifies if its attention reads exactly the keys that the cache keeps.
 """
 
 from __future__ import annotations
@@ -38,11 +37,9 @@ Mode = Literal["fold", "online", "auto"]
 
 @dataclasses.dataclass(frozen=True)
 class LayerKeys:
-    """The keys of one layer."""
-
     name: str  # the attention module's name in the model
     num_kv_heads: int
-    head_dim: int  # channels of a head
+    head_dim: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +48,10 @@ class Target:
 
     keys: LayerKeys
     key_format: KVFormat
-    before: KeyTransform  # the key transform that caches apply before calibration
+    before: KeyTransform  # what caches apply before calibration
     has_center: bool  # whether to calibrate its centre
     has_factors: bool  # whether to calibrate its factors
-    # The parameters that make its keys and queries; `None` unless factors are folded into them.
-    layout: LayerLayout | None
+    layout: LayerLayout | None  # the parameters that factors are folded into, if they are
 
     @property
     def placement(self) -> Placement:
@@ -142,7 +138,7 @@ def find_targets(
 
 
 def find_keys(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerKeys], dict[int, str]]:
-    """Find, by layer index, the layers whose keys a cache can transform, and for each other layer the reason.
+    """The layers whose keys a cache can transform, by index, and for each other layer the reason.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`.

@@ -1,8 +1,4 @@
-"""Calibration text: tokenised, cut into windows, and fed to a model one batch of windows at a time.
-
-No activations are kept: what reaches attention is handed to a callback, layer by layer. `search.py` has two such
-callbacks, for statistics and for errors.
-"""
+"""Calibration text: tokenised, cut into windows, and fed to a model one batch of windows at a time."""
 
 from __future__ import annotations
 
@@ -38,16 +34,10 @@ def read_windows(
     batch_size: int,
     where: str,
 ) -> Windows:
-    """Tokenise texts and cut them into batches of windows.
+    """Tokenise texts and cut them into batches of `batch_size` windows. Shorter windows are padded on the left.
 
-    Args:
-        model: Gives the vocabulary size and the longest window.
-        tokenizer: The model's.
-        texts: Any number of texts of any length.
-        num_tokens: About how many tokens to use (all if there are fewer), spread evenly over the windows of all texts.
-        window: Tokens per window.
-        batch_size: Windows per forward. Shorter windows are padded on the left.
-        where: Opens error messages.
+    About `num_tokens` tokens are used (all if there are fewer), spread evenly over the windows of all texts. Windows
+    have `window` tokens, or as many as the model supports.
 
     Raises:
         TypeError, ValueError: The texts are not strings, blank or too short, or the tokenizer is not the model's.
@@ -69,7 +59,8 @@ def read_windows(
     pieces = _pieces(tokenizer, texts, length, where)
     count = max(1, min(len(pieces), round(num_tokens * len(pieces) / sum(map(len, pieces)))))
     chosen = [pieces[index * len(pieces) // count] for index in range(count)]
-    return [_padded(chosen[start : start + batch_size]) for start in range(0, count, batch_size)]
+    batches = (chosen[start : start + batch_size] for start in range(0, count, batch_size))
+    return [(_padded(batch), _padded(list(map(torch.ones_like, batch)))) for batch in batches]
 
 
 def _pieces(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int, where: str) -> list[Tensor]:
@@ -96,11 +87,8 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: in
     return pieces
 
 
-def _padded(pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Pieces as one batch of ids and mask, padded on the left."""
-    masks = [torch.ones_like(piece) for piece in pieces]
-    ids, mask = (pad_sequence(list(each), batch_first=True, padding_side="left") for each in (pieces, masks))
-    return ids, mask
+def _padded(rows: list[Tensor]) -> Tensor:
+    return pad_sequence(rows, batch_first=True, padding_side="left")
 
 
 def count_tokens(windows: Windows) -> int:
@@ -123,7 +111,7 @@ def run_windows(
     on_layer: Callable[[Observation, Tensor], None],
     advance: Callable[[int], Any],
 ) -> None:
-    """Run the model over windows.
+    """Run the model over windows, without keeping activations.
 
     Each layer's attention is passed to `on_layer`, with `[batch, tokens]` bool on the layer's device, True for real
     tokens. After each batch, `advance` gets its number of tokens.

@@ -1,10 +1,9 @@
 """Finds which parameters make each channel of a model's values, and which take each channel of attention's output.
 
-Both are found by running the model: values as keys are (`origins.py`), attention's output by replacing it and looking
-at the inputs of the modules after it. A layer is accepted only if an orthogonal map over the channels of a head passes
-through: rows of a projection make values and nothing else, with the same factor for all channels of a head, and columns
-of one projection take attention's output unchanged. A norm or a gate in between, or keys made by the same rows, are
-refused. `value_rotation.py` rotates these weights.
+Values are traced as keys are (`origins.py`), attention's output by replacing it and looking at the inputs of the
+modules after it. A layer is accepted only if an orthogonal map over the channels of a head passes through: rows of a
+projection make values and nothing else, with the same factor for all channels of a head, and columns of one projection
+take attention's output unchanged. A norm or a gate in between, or keys made by the same rows, are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..models.probing import hooked
-from .checks import Edit, check_not_shared
+from .checks import ROTATION, check_not_shared
 from .observation import Observation
 from .origins import (
     NUM_LOUD,
@@ -34,8 +33,6 @@ from .origins import (
     replaced,
 )
 
-ROTATION = Edit("values and attention's output", "rotate")
-
 Refuse = Callable[[str], NotImplementedError]  # the error for a layer that cannot be rotated, from the reason
 
 
@@ -43,10 +40,8 @@ Refuse = Callable[[str], NotImplementedError]  # the error for a layer that cann
 class ValueLayout:
     """The two projections of one layer that make values and take attention's output, by rows or columns."""
 
-    layer_idx: int
-    # The parameters that make values. Each feature makes one channel.
-    value: Scalable
-    output: Scalable  # the parameters that take attention's output
+    value: Scalable  # makes values; each feature makes one channel
+    output: Scalable  # takes attention's output
 
 
 @dataclasses.dataclass
@@ -54,19 +49,11 @@ class _Answer:
     """What one layer does with random values and a random output of attention."""
 
     made: Tensor  # `[samples, features]`: the random output of the projection
-    # `[samples, num_kv_heads, head_dim]`: the values that attention gets from it; empty until it runs.
-    value: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
-    # `[samples, num_q_heads, head_dim]`: the random output of attention; empty until it runs.
-    attended: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
-    is_key_touched: bool = False  # whether keys or queries changed with the values
-    # The modules that ran after attention, each with its input for the first token, `[samples, features]`.
+    value: Tensor  # `[samples, num_kv_heads, head_dim]`: the values that attention gets from it
+    attended: Tensor  # `[samples, num_q_heads, head_dim]`: the random output of attention
+    is_key_touched: bool  # whether keys or queries change with the values
+    # The modules that run after attention, each with its input for the first token, `[samples, features]`.
     inputs: list[tuple[nn.Module, Tensor]] = dataclasses.field(default_factory=list)
-
-    def note(self, module: nn.Module, args: Any) -> None:
-        """A forward pre-hook."""
-        if len(self.attended) and args and isinstance(args[0], Tensor) and args[0].ndim == 3:
-            if args[0].shape[0] == len(self.attended):
-                self.inputs.append((module, args[0][:, 0]))
 
 
 def find_value_layouts(model: PreTrainedModel, *, where: str) -> dict[int, ValueLayout]:
@@ -100,9 +87,7 @@ def find_value_layouts(model: PreTrainedModel, *, where: str) -> dict[int, Value
     layouts: dict[int, ValueLayout] = {}
     for index, answer in _answers(probe, chosen).items():
         refuse = functools.partial(refusal, index)
-        layouts[index] = ValueLayout(
-            index, _value(chosen[index], answer, refuse), _output(answer, probe, index, refuse)
-        )
+        layouts[index] = ValueLayout(_value(chosen[index], answer, refuse), _output(answer, probe, index, refuse))
     touched = [side.name for layout in layouts.values() for side in (layout.value, layout.output)]
     check_not_shared(model, touched, ROTATION, where)
     return layouts
@@ -112,33 +97,30 @@ def _answers(probe: Probe, chosen: Mapping[int, Source]) -> dict[int, _Answer]:
     """Run the model once with random values and attention outputs. No layer passes them on to the next."""
     generator = torch.Generator().manual_seed(1)
     batch = NUM_SAMPLES + NUM_LOUD
+    made: dict[int, Tensor] = {}
     answers: dict[int, _Answer] = {}
-    outputs: dict[nn.Module, Tensor] = {}
     for index, source in chosen.items():
         # All other features of a fused projection are 0, in every sample.
-        features = torch.zeros((batch, source.output.num_features))
+        made[index] = torch.zeros((batch, source.output.num_features))
         used = source.index.unique()
-        features[:, used] = random_samples((len(used),), generator)
-        answers[index] = _Answer(features)
-        outputs[source.output.module] = source.output.filled(features)
+        made[index][:, used] = random_samples((len(used),), generator)
 
     def attend(observation: Observation) -> Tensor | None:
-        answer, query, value = answers.get(observation.layer_idx), observation.query, observation.value
-        if answer is None:
+        index, query, value = observation.layer_idx, observation.query, observation.value
+        if index not in chosen:
             return None
-        answer.value = value[:, :, 0]
-        answer.is_key_touched = differs_by_sample(observation.key) or differs_by_sample(query)
-        answer.attended = random_samples((query.shape[1], value.shape[-1]), generator).to(query)
-        return answer.attended.unsqueeze(1).expand(-1, query.shape[2], -1, -1).contiguous()
+        is_key_touched = differs_by_sample(observation.key) or differs_by_sample(query)
+        attended = random_samples((query.shape[1], value.shape[-1]), generator).to(query)
+        answers[index] = _Answer(made[index], value[:, :, 0], attended, is_key_touched)
+        return attended.unsqueeze(1).expand(-1, query.shape[2], -1, -1).contiguous()
 
-    inner = [
-        (module, answers[index].note)
-        for index, attention in probe.modules.items()
-        for module in attention.modules()
-        if module is not attention
-    ]
+    def note(index: int, module: nn.Module, args: Any) -> None:
+        if index in answers and args and isinstance(args[0], Tensor) and args[0].ndim == 3 and len(args[0]) == batch:
+            answers[index].inputs.append((module, args[0][:, 0]))
+
     silenced = [(attention, _silence) for attention in probe.modules.values()]
-    with hooked(inner, before=True), hooked(silenced), replaced(outputs):
+    outputs = {source.output.module: source.output.filled(made[index]) for index, source in chosen.items()}
+    with hooked(probe.inner_hooks(note), before=True), hooked(silenced), replaced(outputs):
         probe.run(attend, batch=batch)
     return answers
 

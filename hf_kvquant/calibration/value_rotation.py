@@ -1,11 +1,10 @@
 """Rotation of values, folded into the weights: `rotate_values`, undone by `unrotate_values`.
 
 The values of every key-value head are multiplied by the same Hadamard matrix as keys (`reference.rotate`). It spreads
-an outlier channel over its head, so values quantise better. Attention mixes tokens, never channels, so the rotation
-passes through it. The columns of the next projection are multiplied by the same matrix, which is its own inverse, so
-caches have nothing to do. Unlike smoothing by powers of two, this rounds each weight once, so logits change by rounding
-in the model's dtype. A check rolls everything back if they change by more. The original rows and columns are kept on
-the CPU. `value_layout.py` finds them.
+an outlier channel over its head. Attention mixes tokens, never channels, so the rotation passes through it. The columns
+of the next projection are multiplied by the same matrix, which is its own inverse, so caches have nothing to do. Unlike
+smoothing by powers of two, this rounds each weight once, so logits change by rounding in the model's dtype. A check
+rolls everything back if they change by more.
 
 Source: QuaRot (arXiv 2404.00456); SpinQuant (arXiv 2405.16406), whose R2 is learned, unlike ours.
 """
@@ -30,7 +29,6 @@ from .value_layout import ValueLayout, find_value_layouts
 
 CONFIG_KEY = "hf_kvquant_value_rotation"  # in the model's config, so that a saved checkpoint is not rotated twice
 
-
 CHECK_ROWS = 2  # texts of random tokens
 # How far the output of a layer's attention may move for the same input, as root mean square over root mean square: this
 # many eps of the dtype plus, since sums are in float32, this many eps of float32. The weights of both projections,
@@ -49,7 +47,7 @@ Outputs = Mapping[nn.Module, list[Tensor]]
 class _State:
     """What `rotate_values` stores on a model."""
 
-    layouts: Mapping[int, ValueLayout]  # per rotated layer, its layout
+    layouts: Mapping[int, ValueLayout]
     originals: tuple[Tensor, ...]  # the original weights on the CPU, read by `_read` in the order of `_rotatable`
 
 
@@ -118,10 +116,7 @@ def unrotate_values(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `rotate_values` bit for bit: restore the rows and columns that it rotated, and nothing else.
 
     Args:
-        model: Rotated in this process.
-
-    Returns:
-        The same model. Caches that were filled before no longer fit it.
+        model: Rotated in this process. Caches that were filled before no longer fit it.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`.
@@ -157,9 +152,6 @@ def is_rotated(model: PreTrainedModel) -> bool:
     return state_of(model).value_rotation is not None or bool(getattr(model.config, CONFIG_KEY, False))
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
-
-
 def _rotatable(model: PreTrainedModel, layouts: Mapping[int, ValueLayout]) -> Iterator[tuple[Tensor, Tensor]]:
     """The rotated parameters: views `[features, ...]`, each with the feature of each channel, `[heads, head_dim]`."""
     for layout in layouts.values():
@@ -189,22 +181,11 @@ def _put_back(model: PreTrainedModel, state: _State) -> None:
         _write(rows, index, original)
 
 
-# --- the check --------------------------------------------------------------------------------------------------------
-
-
 def _check(model: PreTrainedModel, outputs: Outputs, before: Tensor, input_ids: Tensor, eps: float, where: str) -> None:
-    """Refuse a rotation that changes outputs by more than rounding.
+    """Refuse a rotation that changes outputs or logits by more than rounding.
 
-    Args:
-        model: The rotated model.
-        outputs: What the projections after attention returned before rotation.
-        before: Logits before rotation, `[CHECK_ROWS, tokens, vocab_size]`.
-        input_ids: The tokens that gave these logits.
-        eps: The eps of the weights' dtype, the largest if there are several.
-        where: Opens error messages.
-
-    Raises:
-        RuntimeError: Attention's output or the logits change by more.
+    `outputs`, of the projections after attention, and the logits `before` are from the same tokens before rotation.
+    `eps` is that of the weights' dtype, the largest if there are several.
     """
     errors = dict.fromkeys(outputs, 0.0)
     calls = {module: iter(old) for module, old in outputs.items()}
