@@ -1,12 +1,10 @@
 """The decode step as a CUDA graph of the model's own kernels: what is captured, and when a capture is still valid.
 
 With a static cache transformers compiles the decode step: 13 s for four layers of Llama-3-8B's shape. `capture=True` in
-the config skips that. The step runs once as usual, is recorded the second time, and is replayed from then on. The first
-call takes 0.7 s longer than the next, for all 32 layers (H200, 2026-11), and the host launches one graph instead of
-1,400 kernels. `runner.py` does that for any step. This file applies it to the model's forward, which transformers'
-loops call in place of the compiled one. `decode_loop.py` captures the choice of the next token as well, so that the
-host need not wait. During recording, small kernels of the model are fused (`fusion.py`) and weights are fetched ahead
-(`prefetch.py`).
+the config skips that. The first call takes 0.7 s longer than the next, for all 32 layers (H200, 2026-11), and the host
+launches one graph instead of 1,400 kernels. This file captures the model's forward, which transformers' loops call in
+place of the compiled one; `decode_loop.py` the choice of the next token as well, so that the host need not wait. During
+recording, small kernels of the model are fused (`fusion.py`) and weights are fetched ahead (`prefetch.py`).
 
 A graph reads and writes fixed addresses. It is kept on the model, under the addresses of all tensors that it uses but
 does not own: the weights and the buffers of the cache. If these move, a new graph is captured.
@@ -88,7 +86,6 @@ def key_of(model: PreTrainedModel, cache: KVQuantCache, inputs: Mapping[str, Any
 
 
 def buffers_of(cache: KVQuantCache) -> Hashable:
-    """The addresses of a cache's buffers."""
     return tuple(storage.addresses() for storage in cache.storages)
 
 
@@ -109,9 +106,6 @@ def signature_of(value: Any) -> Hashable:
     if isinstance(value, Cache):
         return "cache"
     return repr(value)
-
-
-# --- the forward ------------------------------------------------------------------------------------------------------
 
 
 class _CapturedForward(CapturedStep):

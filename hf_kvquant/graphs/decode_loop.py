@@ -1,10 +1,8 @@
 """`generate` without the host in the loop: the step captured together with the choice of the next token.
 
-After every step, transformers' loop prepares inputs, chooses a token and decides whether to stop, all on the host. The
-loop here keeps this on the device: the captured function runs the model, chooses the token, notes which sequences are
-finished and advances its own inputs. The host keeps a few steps in flight and reads the tokens and flags of each when
-they arrive. Steps that ran beyond the stop are undone. Results equal those of transformers' loop token for token, also
-when sampling.
+The captured function runs the model, chooses the token, notes which sequences are finished and advances its own inputs.
+The host keeps a few steps in flight and reads the tokens and flags of each when they arrive. Steps that ran beyond the
+stop are undone. Results equal those of transformers' loop token for token, also when sampling.
 
 The loop serves greedy decoding, and sampling that depends on the newest scores only. Everything else goes through
 transformers' loop, over the captured forward of `capture.py`; the log says so, and why.
@@ -148,21 +146,13 @@ def _why_not_loop(
     return None
 
 
-# --- on the host ------------------------------------------------------------------------------------------------------
-
-
 class _Mailbox:
     """Reports on their way to the host, in order: at most `size` at a time, all with the layout of `report`."""
 
     def __init__(self, report: Tensor, size: int) -> None:
-        self._is_cuda = report.device.type == "cuda"
-        self._free = deque(
-            (
-                torch.empty_like(report, device="cpu", pin_memory=self._is_cuda),
-                torch.cuda.Event(blocking=True) if self._is_cuda else None,
-            )
-            for _ in range(size)
-        )
+        is_cuda = report.device.type == "cuda"
+        slots = [torch.empty_like(report, device="cpu", pin_memory=is_cuda) for _ in range(size)]
+        self._free = deque((slot, torch.cuda.Event(blocking=True) if is_cuda else None) for slot in slots)
         self._sent: deque[Any] = deque()
 
     def __len__(self) -> int:
@@ -194,6 +184,8 @@ class _Loop:
         self._cache = cache
         self._choice = choice
         self._streamer = streamer
+        is_cuda = choice.device.type == "cuda"
+        self._random = torch.cuda.default_generators[choice.device.index] if is_cuda else torch.default_generator
         self._random_states: list[Tensor] = []  # after each token
 
     def run(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], max_length: int) -> Any:
@@ -226,16 +218,10 @@ class _Loop:
     def _run_steps(
         self, make_step: Callable[[], LoopStep], report: Tensor, *, max_new_tokens: int, steps_ahead: int
     ) -> tuple[list[Tensor], int]:
-        """Run steps until all sequences are finished.
+        """Run steps until all sequences are finished: the reports up to the stop, and how many steps ran beyond it.
 
-        Args:
-            make_step: Makes the step, called when the first one is needed.
-            report: Of the token chosen after the prefill, which counts among `max_new_tokens`.
-            max_new_tokens: At most.
-            steps_ahead: Steps to run beyond the one whose flags are awaited.
-
-        Returns:
-            The reports up to the stop, and how many steps ran beyond it.
+        `report` is of the token chosen after the prefill, which counts among `max_new_tokens`. `make_step` is called
+        when the first step is needed. `steps_ahead` run beyond the one whose flags are awaited.
         """
         room = min(storage.room for storage in self._cache.storages)
         mailbox = _Mailbox(report, steps_ahead + 1)
@@ -274,9 +260,7 @@ class _Loop:
 
     def _note_random_state(self) -> None:
         if self._choice.do_sample:
-            is_cuda = self._choice.device.type == "cuda"
-            state = torch.cuda.get_rng_state(self._choice.device) if is_cuda else torch.get_rng_state()
-            self._random_states.append(state)
+            self._random_states.append(self._random.get_state())
 
     def _undo(self, num_steps: int, *, is_kept: bool) -> None:
         """Undo the newest steps, in the cache if it is kept and in the random number generator."""
@@ -286,8 +270,4 @@ class _Loop:
             for storage in self._cache.storages:
                 rewind.crop(storage, num_steps)
         if self._random_states:
-            state = self._random_states[-1 - num_steps]
-            if self._choice.device.type == "cuda":
-                torch.cuda.set_rng_state(state, self._choice.device)
-            else:
-                torch.set_rng_state(state)
+            self._random.set_state(self._random_states[-1 - num_steps])

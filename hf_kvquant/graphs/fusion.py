@@ -1,14 +1,11 @@
 """Fuses the small kernels between linear layers while a decode step is captured, with bitwise the same results.
 
 A decode step of Llama launches some thirty small kernels per layer: eight for each RMSNorm, ten for the rotary
-embedding, two for the product in the MLP, two for residual additions. While `capture.py` runs and records a step,
-`fused` replaces each of these by one kernel (an addition joins the kernel of the norm after it) and then restores
-everything. It replaces the forwards of instances and `apply_rotary_pos_emb` in the globals of the model's own code, and
-intercepts additions.
-
-Captured and uncaptured steps give the same tokens: the run before the recording verifies each replacement
-(`trials.py`). Modules with hooks, with several parameters or with their own forwards are never replaced, nor is
-anything under autograd or autocast.
+embedding, two for the product in the MLP, two for residual additions. While a step is recorded, `fused` replaces each
+of these by one kernel (an addition joins the kernel of the norm after it): it replaces the forwards of instances and
+`apply_rotary_pos_emb` in the globals of the model's own code, and intercepts additions. The run before the recording
+verifies each replacement (`trials.py`). Modules with hooks, with several parameters or with their own forwards are
+never replaced, nor is anything under autograd or autocast.
 """
 
 from __future__ import annotations
@@ -42,13 +39,11 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def fused(model: nn.Module) -> Iterator[None]:
-    """Fuse whatever gives the same bits, for the duration of a `with` block.
+    """Fuse whatever gives the same bits in a model on one device, for the duration of a `with` block.
 
     The first block with a model and tensor layout compares results, which synchronises with the device; later blocks
-    reuse the outcome. Tensors of a new layout are left alone while a graph is recorded.
-
-    Args:
-        model: On one device. Other threads that use the same modeling code keep its original functions.
+    reuse the outcome. Tensors of a new layout are left alone while a graph is recorded. Other threads that use the same
+    modeling code keep its original functions.
     """
     device = next(model.parameters()).device
     if device.type == "cuda" and not ops.serves_gpu(device.index or 0):
@@ -110,9 +105,6 @@ def _identity(module: nn.Module) -> Hashable:
     return type(module), tuple(attributes), tuple(values)
 
 
-# --- RMSNorm ----------------------------------------------------------------------------------------------------------
-
-
 def _is_norm(module: nn.Module) -> bool:
     """Whether a module may be an RMSNorm: it has a weight per channel, an epsilon, and nothing else."""
     return (
@@ -133,7 +125,6 @@ def _norm(chooser: Chooser, additions: _Additions, module: Any, x: Tensor) -> An
     if normed is not None:
         return normed
     eps, rms_norm = _eps_of(module), torch_ops.rms_norm
-
     candidates = {
         "one kernel": lambda x, weight: rms_norm(x, weight, None, eps),
         "one kernel after torch's mean": lambda x, weight: rms_norm(
@@ -159,22 +150,13 @@ def _norm_with(module: nn.Module, x: Tensor, weight: Tensor) -> Any:
 
 @dataclasses.dataclass
 class _Addition:
-    """One addition of a step.
+    """One addition of a step."""
 
-    Attributes:
-        number: How many additions came before it in the step.
-        addends: The two tensors.
-        total: Their sum.
-        version: The version counter of the sum when it was made.
-        norm: The norm whose output for the sum is already computed.
-        normed: That output.
-    """
-
-    number: int
+    number: int  # how many additions came before it in the step
     addends: tuple[Tensor, Tensor]
     total: Tensor
-    version: int
-    norm: nn.Module | None = None
+    version: int  # the version counter of the sum when it was made
+    norm: nn.Module | None = None  # the norm whose output for the sum is already computed
     normed: Tensor | None = None
 
 
@@ -202,18 +184,14 @@ class _Additions(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if self._last is not None and self._last.normed is not None:
             del self._chooser.norms[self._last.number]  # no norm took the output
-        self._last = self._add(self._count, *args)
+        norm = self._chooser.norms.get(self._count)
+        if norm is None or (function := self._function(norm, *args)) is None:
+            total, norm, normed = torch.add(*args), None, None
+        else:
+            total, normed = function(*args, norm.weight)
+        self._last = _Addition(self._count, args, total, total._version, norm, normed)
         self._count += 1
-        return self._last.total
-
-    def _add(self, number: int, x: Tensor, other: Tensor) -> _Addition:
-        norm = self._chooser.norms.get(number)
-        function = None if norm is None else self._function(norm, x, other)
-        if norm is not None and function is not None:
-            total, normed = function(x, other, norm.weight)
-            return _Addition(number, (x, other), total, total._version, norm, normed)
-        total = torch.add(x, other)
-        return _Addition(number, (x, other), total, total._version)
+        return total
 
     def _function(self, norm: Any, x: Tensor, other: Tensor) -> Function | None:
         eps, add_rms_norm = _eps_of(norm), torch_ops.add_rms_norm
@@ -244,12 +222,8 @@ class _Additions(TorchFunctionMode):
 
 def _are_alike(*args: Any) -> bool:
     """Whether these are two plain tensors of one shape and dtype."""
-    if len(args) != 2 or any(type(each) is not Tensor for each in args):
-        return False
-    return bool(args[0].shape == args[1].shape and args[0].dtype == args[1].dtype)
-
-
-# --- gated MLPs -------------------------------------------------------------------------------------------------------
+    are_two = len(args) == 2 and all(type(each) is Tensor for each in args)
+    return are_two and (args[0].shape, args[0].dtype) == (args[1].shape, args[1].dtype)
 
 
 def _is_mlp(module: nn.Module) -> bool:
@@ -280,10 +254,7 @@ def _mlp(chooser: Chooser, module: Any, x: Tensor) -> Any:
 
 
 def _product(module: Any, x: Tensor, gate: Tensor, up: Tensor) -> Any:
-    """What the original forward of a gated MLP passes to `down_proj`, given the outputs `gate` and `up` for `x`.
-
-    `None` if the forward does anything else.
-    """
+    """What a gated MLP passes to `down_proj`, given the outputs `gate` and `up`; `None` if it does anything else."""
     end = torch.empty_like(x)
     fed: list[tuple[str, Any]] = []
 
@@ -305,9 +276,6 @@ def _mlp_draws(gate: Tensor, up: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if gate.element_size() == 2:  # every 16-bit number
         numbers = torch.arange(-(2**15), 2**15, device=gate.device).to(torch.int16).view(gate.dtype)
         yield numbers, torch.ones_like(numbers)
-
-
-# --- rotary embedding -------------------------------------------------------------------------------------------------
 
 
 def _namespaces(model: nn.Module) -> list[ModuleType]:

@@ -40,12 +40,10 @@ class Choice:
         return self.do_sample, processors, tokens
 
     def __call__(self, logits: Tensor, report: Tensor) -> None:
-        """Choose a token for every sequence.
+        """Choose a token for every sequence from `logits`, `[batch, 1, vocabulary]`.
 
-        Args:
-            logits: `[batch, 1, vocabulary]`.
-            report: `[2, batch]` int64, written in place: the tokens (padding for finished sequences), and 1 for every
-                sequence that is not finished.
+        `report`, `[2, batch]` int64, is written in place: the tokens (padding for finished sequences), and 1 for every
+        sequence that is not finished.
         """
         token, unfinished = report
         scores = logits[:, -1].to(copy=True, dtype=torch.float32)
@@ -62,18 +60,12 @@ class Choice:
 
 
 class LoopStep(CapturedStep):
-    """One decode step over static tensors: the model, the choice of the next token, and the inputs of the next step.
-
-    Args:
-        inputs: Of the model's forward for one token.
-        report: As `Choice` writes it.
-        choice: Of the next token. Kept, since the graph reads its tensors.
-    """
+    """One decode step over static tensors: the model, the choice of the next token, and the inputs of the next step."""
 
     def __init__(self, inputs: Mapping[str, Any], report: Tensor, choice: Choice) -> None:
         super().__init__(inputs, report.device)
         self.report = report.clone()
-        self._choice = choice
+        self._choice = choice  # the graph reads its tensors
 
     def start(self, inputs: Mapping[str, Any], report: Tensor) -> None:
         """Set the inputs of the first step after a prompt."""
@@ -85,13 +77,8 @@ class LoopStep(CapturedStep):
         self.inputs["input_ids"].copy_(self.report[0][:, None])
         if "position_ids" in self.inputs:
             self.inputs["position_ids"].add_(1)
-        for bounds in _bounds_of(self.inputs):
-            bounds[1].add_(1)
-
-
-def _bounds_of(inputs: Mapping[str, Any]) -> list[Tensor]:
-    """The masks among a forward's inputs. Some models have a dictionary of them, one for each kind of layer."""
-    mask = inputs.get("attention_mask")
-    masks = [each for each in (mask.values() if isinstance(mask, Mapping) else [mask]) if each is not None]
-    assert all(is_bounds(each) for each in masks)
-    return masks
+        mask = self.inputs.get("attention_mask")  # some models have a dictionary, with one for each kind of layer
+        for bounds in mask.values() if isinstance(mask, Mapping) else [mask]:
+            if bounds is not None:
+                assert is_bounds(bounds)
+                bounds[1].add_(1)

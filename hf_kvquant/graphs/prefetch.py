@@ -34,12 +34,7 @@ Function = Callable[..., Any]
 
 
 class _Watch(TorchFunctionMode):
-    """Sees the linear layers and the attention of a step, in order.
-
-    Args:
-        see_linear: Called with the weight of each linear layer that has run.
-        see_attention: Called when attention over a cache of ours has run.
-    """
+    """Calls functions with the weight of each linear layer that has run, and when attention over our cache has run."""
 
     def __init__(self, see_linear: Callable[[Tensor], None], see_attention: Callable[[], None]) -> None:
         super().__init__()
@@ -59,18 +54,12 @@ class _Watch(TorchFunctionMode):
 
 
 class Prefetch:
-    """The weights that a step on one GPU prefetches. They are found in one run and recorded in the graph.
-
-    Args:
-        device: Of the step.
-
-    Attributes:
-        behind: The weight of the linear layer after each attention call, by the address of the weight before it.
-    """
+    """The weights that a step on one GPU prefetches. They are found in one run and recorded in the graph."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Weak values: weights that the model has replaced must not stay alive.
+        # The weight of the linear layer after each attention call, by the address of the weight before it. Weak values:
+        # weights that the model has replaced must not stay alive.
         self.behind: MutableMapping[int, Tensor] = WeakValueDictionary()
 
     def noted(self) -> contextlib.AbstractContextManager[Any]:

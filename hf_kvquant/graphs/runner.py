@@ -1,7 +1,7 @@
 """Runs a step of static tensors many times: as usual the first time, then recorded, then replayed.
 
 `CudaGraph` does that for any function. `CapturedStep` is such a function: a forward of the model over static inputs,
-and what a subclass does with its output. `capture.py` and `decode_loop.py` decide which steps there are.
+and what a subclass does with its output.
 """
 
 from __future__ import annotations
@@ -21,13 +21,10 @@ from .prefetch import Prefetch
 
 
 class StepRunner(abc.ABC):
-    """Runs one function of static tensors many times: as usual the first time, then recorded, then replayed.
+    """Runs one function of static tensors on one device many times.
 
     The first run is an ordinary step, so nothing that it writes has to be undone. It lets libraries set up what they
     cannot set up while being recorded.
-
-    Args:
-        device: Of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,11 +34,7 @@ class StepRunner(abc.ABC):
         self._result: Any = None
 
     def run(self, step: Callable[[], Any], cache: KVQuantCache) -> Any:
-        """Run the step on the current stream.
-
-        Args:
-            step: The function, which appends one token to the cache. Once recorded, it is not called again.
-            cache: What it appends to, with room for the token.
+        """Run a step, which appends one token to the cache, on the current stream. A recorded one is not called again.
 
         Returns:
             The result of the step. The next run overwrites its tensors.
@@ -130,9 +123,7 @@ RUNNERS: dict[str, type[StepRunner]] = {"cuda": CudaGraph}
 class CapturedStep(abc.ABC):
     """A forward over static inputs, followed by `_finish`.
 
-    Args:
-        inputs: Of the model's forward for one token. Tensors are copied, and caches left out.
-        device: Of the tensors.
+    `inputs` are those of the model's forward for one token. Tensors are copied, and caches left out.
     """
 
     def __init__(self, inputs: Mapping[str, Any], device: torch.device) -> None:

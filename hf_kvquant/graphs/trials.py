@@ -34,16 +34,11 @@ def random_like(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 class Chooser:
-    """Chooses replacements for one model, and remembers the choices.
-
-    Attributes:
-        norms: By the number of an addition within a step, the norm that takes its sum.
-        is_trying: Whether a comparison is running, which is not part of the step.
-    """
+    """Chooses replacements for one model, and remembers the choices."""
 
     def __init__(self) -> None:
-        self.norms: dict[int, Any] = {}
-        self.is_trying = False
+        self.norms: dict[int, Any] = {}  # by the number of an addition within a step, the norm that takes its sum
+        self.is_trying = False  # whether a comparison is running, which is not part of the step
         self._choices: dict[Hashable, Function | None] = {}
         self._said: set[str] = set()
 
@@ -60,19 +55,13 @@ class Chooser:
     ) -> Function | None:
         """The first candidate that gives the same bits as the original, or `None`.
 
-        Args:
-            name: Name of the original, for the log.
-            key: What the choice depends on besides the layout of tensors.
-            tensors: The tensors of this call.
-            original: The function to replace.
-            candidates: Replacements to try, in order, by their names in the log.
-            inputs: Makes the inputs of these functions; `None` if they are `tensors`.
-            draws: Makes further inputs like these.
+        `key` is what the choice depends on besides the layout of `tensors`, which are those of this call. `inputs`
+        makes the inputs of the functions, if they are not `tensors`, and `draws` further inputs like these. The log
+        calls the original `name`.
         """
         device = tensors[0].device
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
-            return None
-        if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
+        are_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type) or not are_plain:
             return None
         key = (name, key, tuple(_layout_of(tensor) for tensor in tensors))
         if key not in self._choices:
@@ -83,27 +72,18 @@ class Chooser:
             self.is_trying = True
             try:
                 first = tensors if inputs is None else inputs()
-                self._choices[key] = self._try(
-                    what, original, candidates, lambda: itertools.chain((first,), draws(*first))
-                )
+                chosen = None
+                for description, candidate in candidates.items():
+                    reason = _why_not(candidate, original, itertools.chain((first,), draws(*first)))
+                    if reason is None:
+                        self._say(f"captured steps run {what} as {description}.")
+                        chosen = candidate
+                        break
+                    self._say(f"captured steps do not run {what} as {description}: {reason}")
+                self._choices[key] = chosen
             finally:
                 self.is_trying = False
         return self._choices[key]
-
-    def _try(
-        self,
-        what: str,
-        original: Function,
-        candidates: Mapping[str, Function],
-        trials: Callable[[], Iterable[Sequence[Tensor]]],
-    ) -> Function | None:
-        for description, candidate in candidates.items():
-            reason = _why_not(candidate, original, trials())
-            if reason is None:
-                self._say(f"captured steps run {what} as {description}.")
-                return candidate
-            self._say(f"captured steps do not run {what} as {description}: {reason}")
-        return None
 
     def _say(self, line: str) -> None:
         if line not in self._said:  # layers repeat the same lines
