@@ -1,11 +1,9 @@
 """`patch`, `unpatch`, `patched`, `enable` and `disable`: how a model comes to use our cache and our attention.
 
 A patched model has our attention implementation in its config, which passes everything but our handles on to the one it
-had before. It also has an instance method, `_prepare_cache_for_generation`, which makes our cache in `generate`: see
-`generate/hook.py`. `enable` installs the same hook for all models.
-
-With `capture=True` a model has two more methods: `generate`, which decodes in the loop of `decode_loop.py`, and
-`get_compiled_call`, from which transformers' loops get the function that runs their steps.
+had before. It also has an instance method, `_prepare_cache_for_generation`, which makes our cache in `generate`. With
+`capture=True` it has two more: `generate`, which decodes in our loop, and `get_compiled_call`, from which transformers'
+loops get the function that runs their steps.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from .attention import unregistered as own_attention
 from .attention.registry import implementation_name, is_ours, set_attention
 from .cache.support import check_model
 from .config import DEFAULT_PRESET, KVQuantConfig
-from .generate.hook import HOOK, asks_for_us, check_static, prepare_cache
+from .generate.hook import HOOK, asks_for_us, prepare_cache
 from .graphs.capture import Forward, check_capturable, check_graphs
 from .graphs.decode_loop import generate
 from .models.layers import keeps_cache, layers_of
@@ -96,10 +94,7 @@ def _install(model: PreTrainedModel, patch: Patch | None) -> None:
 
 
 def unpatch(model: Model) -> Model:
-    """Undo `patch`.
-
-    Returns:
-        The same model, with the attention implementation and the methods it had.
+    """Undo `patch`: the model gets back the attention implementation and the methods it had.
 
     Raises:
         TypeError: `model` is not a transformers model.
@@ -168,11 +163,7 @@ def _hook_for_all(self: PreTrainedModel, generation_config: Any, model_kwargs: d
 
 
 def check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
-    """Refuse a model that `patch` cannot serve. The model is not changed.
-
-    Raises:
-        NotImplementedError, TypeError, ValueError: As `patch`.
-    """
+    """Refuse a model that `patch` cannot serve, with the errors of `patch`."""
     check_is_model(model, "patch")
     if model.config.is_encoder_decoder and config.capture:
         raise NotImplementedError(
@@ -189,7 +180,7 @@ def check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
     check_model(text_config, layer_types, config)
     check_heads(model, "patch")
     if config.static:
-        check_static(model, "patch")
+        own_attention.check_static(model, "patch")
 
 
 def _route_attention(model: PreTrainedModel, previous: str) -> None:

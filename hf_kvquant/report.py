@@ -1,9 +1,7 @@
 """Reports each layer of a patched model: its format, what computes its attention, and why no compiled kernel does.
 
-This file decides nothing. It asks `layout.py` which layers we quantise, `patching.py` whether attention goes through
-us, `ops/` whether there are kernels, and the counters that `handle.py` fills what the model really did. Before the
-first tokens, only the config, weights and devices are known: a model that reads the keys itself shows only when it
-runs. `environment.py` lists what is installed.
+Before the first tokens, only the config, weights and devices are known: a model that reads the keys itself shows only
+when it runs.
 """
 
 from __future__ import annotations
@@ -94,14 +92,12 @@ class Report:
 
     def __str__(self) -> str:
         """A readable table. Consecutive layers with equal entries share a line."""
-        heads = "layers", "formats", "device", "served by", "reason"
-        rows = [heads]
+        rows = [("layers", "formats", "device", "served by", "reason")]
         for cells, group in itertools.groupby(self.layers, key=_cells):
-            rows.append((_span(list(group)), *cells))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-        lines = [
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
+            indices = [str(layer.layer_idx) for layer in group]
+            rows.append(("-".join(indices if len(indices) == 1 else (indices[0], indices[-1])), *cells))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([f"{self.model}, {self.cache} cache", *lines])
 
 
@@ -110,9 +106,8 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
 
     Args:
         model: A patched model, before or after it has generated; or any model, with a cache.
-        cache: The cache to report on: one that was passed to the model, or that `generate` returned. For an
-            encoder-decoder, our cache or the `EncoderDecoderCache` that contains it. `None` reports on the config that
-            the model was patched with, and on all its calls of `generate` since.
+        cache: One that was passed to the model, or that `generate` returned, also in an `EncoderDecoderCache`. `None`
+            reports on the config that the model was patched with, and on all its calls of `generate` since.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -149,11 +144,13 @@ def report(model: PreTrainedModel, cache: KVQuantCache | EncoderDecoderCache | N
         dense = LOOKED_INSIDE
     layers = []
     for index, layer_type in enumerate(layer_types):
+        device = devices[index]
         if index in others:
-            layers.append(LayerReport(index, layer_type, None, str(devices[index]), TRANSFORMERS, others[index], {}))
+            layers.append(LayerReport(index, layer_type, None, str(device), TRANSFORMERS, others[index], {}))
             continue
         tally: Mapping[str, int] = {} if patch is None else patch.fallbacks.get(index, {})
-        device, head_dims = devices[index], _head_dims(model, index)
+        head_dim = head_dim_of(text_config_of(model).per_layer_config[index])
+        head_dims: tuple[int, ...] = () if head_dim is None else (head_dim,)
         if cache is not None:
             layer = cache.layers[index]
             assert isinstance(layer, KVQuantLayer)
@@ -181,12 +178,6 @@ def _served_by(
     return ops.kernel_name(device, *head_dims), reason
 
 
-def _head_dims(model: PreTrainedModel, index: int) -> tuple[int, ...]:
-    """Channels of a head, if the config tells."""
-    head_dim = head_dim_of(text_config_of(model).per_layer_config[index])
-    return () if head_dim is None else (head_dim,)
-
-
 def _kind(config: KVQuantConfig, cache: KVQuantCache | None) -> str:
     """The kind of a cache. Caches that `generate` makes for assisted decoding grow, whatever config was patched in."""
     if config.capture:
@@ -200,8 +191,3 @@ def _cells(layer: LayerReport) -> tuple[str, str, str, str]:
     fallbacks = [f"{count} steps on {DENSE}: {reason}" for reason, count in layer.fallbacks.items()]
     reasons = "; ".join([*filter(None, [layer.reason]), *fallbacks])
     return layer.formats or layer.layer_type, layer.device, layer.kernel, reasons
-
-
-def _span(layers: list[LayerReport]) -> str:
-    first, last = layers[0].layer_idx, layers[-1].layer_idx
-    return str(first) if first == last else f"{first}-{last}"

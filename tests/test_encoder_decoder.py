@@ -31,7 +31,7 @@ from transformers.generation.configuration_utils import CompileConfig
 import hf_kvquant
 from hf_kvquant import KVQuantCache, patch, patched, report, unpatch
 from hf_kvquant.attention.registry import is_ours
-from hf_kvquant.generate import encoder_decoder, uncompiled
+from hf_kvquant.generate import encoder_decoder
 from hf_kvquant.generate.encoder_decoder import KVQuantEncoderDecoderCache, croppable
 from hf_kvquant.models.probing import keys_of_a_token
 
@@ -501,13 +501,13 @@ def test_without_a_mask_old_versions_of_transformers_do_not_compile(
 ) -> None:
     model = build("bart")
     monkeypatch.setattr(encoder_decoder, "_MAKES_MASKS", False)
-    uncompiled._log.cache_clear()
+    encoder_decoder._log_uncompiled.cache_clear()
     with patched(model, {"preset": "int4", "static": True}), caplog.at_level(logging.WARNING, "hf_kvquant"):
         expected = greedy(model, inputs_of(model))
         for _ in range(2):
             check_equal(greedy(model, inputs_of(model), **compiled), expected)
     assert not counters["stats"]["unique_graphs"]
-    assert [record.message for record in caplog.records if record.name == "hf_kvquant.generate.uncompiled"] == [
+    assert [record.message for record in caplog.records if record.name == "hf_kvquant.generate.encoder_decoder"] == [
         "generate: BartForConditionalGeneration is not compiled without a decoder_attention_mask by this version of "
         "transformers. Correct, slower. Install transformers 5.18 or later, or pass a mask of ones."
     ]

@@ -33,7 +33,7 @@ from transformers.cache_utils import DynamicCache
 
 import hf_kvquant
 from hf_kvquant import PRESETS, KVQuantCache, KVQuantConfig, patch, patched, unpatch
-from hf_kvquant.generate import uncompiled
+from hf_kvquant.generate import encoder_decoder
 from hf_kvquant.state import patch_of
 
 FLAG = {"cache_implementation": "quantized", "cache_config": {"backend": "hf_kvquant", "preset": "int4"}}
@@ -664,7 +664,7 @@ def test_buffers_are_there_before_a_compiled_prefill_in_chunks(
 
     monkeypatch.setattr(model, "_valid_auto_compile_criteria", is_compiled, raising=False)
     monkeypatch.setattr(type(model), "get_compiled_call", lambda self, config: self.__call__)
-    uncompiled._log.cache_clear()
+    encoder_decoder._log_uncompiled.cache_clear()
     with caplog.at_level(logging.WARNING, "hf_kvquant"), patched(model, {"preset": "int8", "static": True}):
         expected = greedy(model, left_padded())
         seen.clear()

@@ -1,10 +1,10 @@
 """How attention classes outside transformers' attention registry compute query, key and value.
 
-`unregistered.py` gives the modules of these classes a forward that attends with our op. A family's function does what
-its class does around attention, with the names and the rounding of its class. ALiBi: BLOOM and Falcon count positions
-from a sequence's first token, MPT from the end of the cache, our op from the query. The biases differ by a constant in
-every row, which the softmax ignores as long as the mask has no holes. Slopes are the model's own, with its rounding.
-Their products with positions, which BLOOM rounds to the model's dtype and Falcon to bfloat16, are not rounded here.
+A family's function does what its class does around attention, with the names and the rounding of its class. ALiBi:
+BLOOM and Falcon count positions from a sequence's first token, MPT from the end of the cache, our op from the query.
+The biases differ by a constant in every row, which the softmax ignores as long as the mask has no holes. Slopes are the
+model's own, with its rounding. Their products with positions, which BLOOM rounds to the model's dtype and Falcon to
+bfloat16, are not rounded here.
 """
 
 from __future__ import annotations
@@ -26,23 +26,15 @@ Attend = Callable[..., Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one attention class computes.
+    """How one attention class computes."""
 
-    Attributes:
-        compute: Takes the module, an `Attend` and the arguments of the class's `forward`. Returns the module's output.
-        parameters: The names of the class's parameters, in order. A class with others is left alone.
-        cache: Name of the parameter that holds the cache.
-        layer_index: Name of the module's attribute that says which layer it is.
-        is_hidden: Whether True in a boolean mask hides a token, as in MPT. In transformers' own masks True shows it.
-        is_served: Whether a module of this class computes attention as `compute` does.
-    """
-
+    # Takes the module, an `Attend` and the arguments of the class's `forward`. Returns the module's output.
     compute: Callable[..., Any]
-    parameters: str
-    cache: str = "layer_past"
-    layer_index: str = "layer_idx"
-    is_hidden: bool = False
-    is_served: Callable[[Any], bool] = lambda module: True
+    parameters: str  # the names of the class's parameters, in order. A class with others is left alone
+    cache: str = "layer_past"  # name of the parameter that holds the cache
+    layer_index: str = "layer_idx"  # name of the module's attribute that says which layer it is
+    is_hidden: bool = False  # whether True in a boolean mask hides a token, as in MPT. In transformers' own it shows it
+    is_served: Callable[[Any], bool] = lambda module: True  # whether a module computes attention as `compute` does
 
 
 def family_of(module: nn.Module) -> Family | None:
@@ -114,8 +106,8 @@ def _mpt(module: Any, attend: Attend, hidden_states: Tensor, position_bias: Tens
 
 def _gptj(module: Any, attend: Attend, hidden_states: Tensor, *, position_ids: Tensor | None = None, **_: Any) -> Any:
     heads = module.num_attention_heads, module.head_dim
-    query, key = (project(hidden_states).unflatten(-1, heads) for project in (module.q_proj, module.k_proj))
-    value = module.v_proj(hidden_states).unflatten(-1, heads)
+    projections = module.q_proj, module.k_proj, module.v_proj
+    query, key, value = (project(hidden_states).unflatten(-1, heads) for project in projections)
     angles = _angles(module, position_ids).to(key.dtype)
     return _rotary_attention(module, attend, query, key, value, angles)
 

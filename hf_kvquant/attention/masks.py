@@ -1,9 +1,8 @@
 """The mask function that hf_kvquant registers with transformers, and masks for what falls back.
 
-Raw tensors (the first chunk, layers of other caches) get the mask of the attention implementation that the model had
-before, called `prev` here. For handles the mask function returns bounds: a small 4-D int32 tensor, which transformers
-passes through unchanged, and whose shape stays the same. Attention on dequantised tensors gets `prev`'s mask, made from
-the bounds.
+Raw tensors get the mask of `prev`, the attention implementation that the model had before. For handles the mask
+function returns bounds: a small 4-D int32 tensor, which transformers passes through unchanged, and whose shape stays
+the same. Attention on dequantised tensors gets `prev`'s mask, made from the bounds.
 """
 
 from __future__ import annotations
@@ -168,14 +167,8 @@ def dense_mask(
 ) -> Any:
     """The mask that `prev` would have got for a causal mask with left padding over a dense cache.
 
-    Args:
-        prev: The implementation.
-        query: `[batch, num_q_heads, q_len, head_dim]`.
-        kv_length: Tokens of the keys.
-        offset: Position of the first query.
-        bounds: See `attention_mask`.
-        window: Positions visible to a query; 0 for all. A tensor is never 0.
-        kv_offset: Position of the first key.
+    `offset` and `kv_offset` are the positions of the first query and key. `bounds` is as `attention_mask` makes them.
+    A query sees `window` positions; 0 is for all, and a tensor is never 0.
     """
     batch, _, q_len, _ = query.shape
     mask = None

@@ -2,10 +2,8 @@
 
 Raw tensors (the first chunk, layers of other caches) go to the attention implementation that the model had before,
 called `prev` here. Handles go to the decode kernel. What the kernel does not support goes to `prev` on dequantised
-tensors. `masks.py` has the mask function, which is registered under the same name.
-
-transformers passes neither layer nor cache to the mask function, so there is one registered name per `prev`:
-`hf_kvquant` over sdpa, `hf_kvquant-eager`, and one for each other implementation.
+tensors. transformers passes neither layer nor cache to the mask function (`masks.py`), so there is one registered name
+per `prev`: `hf_kvquant` over sdpa, `hf_kvquant-eager`, and one for each other implementation.
 """
 
 from __future__ import annotations
@@ -36,15 +34,13 @@ _IGNORED = frozenset(
 _SERVED = frozenset(("sliding_window", "softcap", "s_aux"))
 # ... and these are refused: sparse attention picks keys itself, and `sinks` differ from query to query.
 _REFUSED = frozenset(("indices", "block_indices", "sinks"))
+# Arguments about packed sequences or outputs, which change nothing where there is a cache.
+_HARMLESS = ("cu_seq_lens", "max_length", "output_", "return_", "num_items")
 _KNOWN = _IGNORED | _SERVED | _REFUSED
 
 
 def implementation_name(prev: str) -> str:
-    """The name of our attention over `prev`, which is registered on the first call.
-
-    Args:
-        prev: The attention implementation that a model had before, such as `"sdpa"`, `"eager"` or
-            `"flash_attention_2"`.
+    """The name of our attention over `prev`, such as `"sdpa"` or `"eager"`, which is registered on the first call.
 
     Raises:
         ValueError: transformers has no such implementation.
@@ -90,9 +86,6 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
         notes_on(model).keeps_attention = True  # transformers would warn at every attempt
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
-
-
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -110,8 +103,7 @@ def attention(
     Args:
         module: The layer's attention module.
         query: `[batch, num_q_heads, q_len, head_dim]`, after RoPE.
-        key: `[batch, num_kv_heads, tokens, head_dim]`, or a handle.
-        value: The same.
+        key, value: `[batch, num_kv_heads, tokens, head_dim]` each, or handles.
         attention_mask: What `masks.attention_mask` returned, or a mask of the user's own.
         prev: The implementation for everything that is not ours.
         dropout: Of the attention weights; only `prev` supports it.
@@ -119,8 +111,7 @@ def attention(
         **kwargs: Model-specific.
 
     Returns:
-        out: `[batch, q_len, num_q_heads, head_dim]`.
-        weights: `None`; for raw tensors what `prev` returns.
+        `[batch, q_len, num_q_heads, head_dim]`, and `None`; for raw tensors what `prev` returns.
 
     Raises:
         NotImplementedError: Over a quantised cache, the call asks for attention weights, picks the keys itself or
@@ -171,12 +162,7 @@ def _check_request(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 def _why_not_kernel(
-    module: nn.Module,
-    query: Tensor,
-    mask: Tensor | None,
-    is_quantized: bool,
-    dropout: float,
-    kwargs: dict[str, Any],
+    module: nn.Module, query: Tensor, mask: Tensor | None, is_quantized: bool, dropout: float, kwargs: dict[str, Any]
 ) -> str | None:
     """Why a layer has to attend to dense tensors, or `None` if the kernel can serve it."""
     if not is_quantized:
@@ -191,17 +177,9 @@ def _why_not_kernel(
         if name not in _KNOWN and value is not None and value is not False:
             if name == "position_bias":
                 return "a position bias is added to the scores"
-            if not _is_harmless(name):
+            if not name.startswith(_HARMLESS):
                 return f"the model passes '{name}' to attention"
     return None
-
-
-def _is_harmless(name: str) -> bool:
-    """Whether an argument is about packed sequences or outputs, which change nothing where there is a cache."""
-    return name.startswith(("cu_seq_lens", "max_length", "output_", "return_", "num_items"))
-
-
-# --- the implementation before ours -----------------------------------------------------------------------------------
 
 
 def call_previous(prev: str, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

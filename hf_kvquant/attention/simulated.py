@@ -1,9 +1,7 @@
-"""Simulated attention for models that compute attention themselves, outside transformers' attention registry.
+"""Simulated attention for models that compute attention themselves: dense, with a mask that includes ALiBi and windows.
 
-`simulation.py` decides what each query sees; `families.py` makes query, key and value and the options of
-attention. This file replaces the registry's attention functions: dense attention with a mask that includes ALiBi and
-windows. Like the kernels, it sums in float32 and does not round biases. It does so in the first chunk as well, which a
-real cache leaves to the model. Falcon with ALiBi rounds biases to bfloat16 there, so its first chunk of several tokens
+Like the kernels, it sums in float32 and does not round biases. It does so in the first chunk as well, which a real
+cache leaves to the model. Falcon with ALiBi rounds biases to bfloat16 there, so its first chunk of several tokens
 differs slightly from the cache's.
 """
 
@@ -22,13 +20,9 @@ from ..storage.layer_store import LayerStore
 
 
 class SimulatingLayer(abc.ABC):
-    """A cache layer that decides itself what each query of a text sees.
+    """A cache layer that decides itself what each query of a text sees."""
 
-    Attributes:
-        storage: Quantises its keys and values.
-    """
-
-    storage: LayerStore
+    storage: LayerStore  # quantises its keys and values
 
     @abc.abstractmethod
     def attend(self, query: Tensor, mask: Tensor, attend: Callable[..., tuple[Tensor, Any]]) -> Tensor:
@@ -54,11 +48,8 @@ def simulate(
         index: Index of a quantised `SimulatingLayer` in it.
         is_visible: `[batch or 1, tokens, tokens]` bool: whether a query sees a key, without the sliding window.
         query: `[batch, num_q_heads, tokens, head_dim]`.
-        key: `[batch, num_kv_heads, tokens, head_dim]`.
-        value: Like `key`.
-        softmax_scale: Multiplies query · key.
-        alibi_slopes: `[num_q_heads]` float32: multiplies the position of a key minus that of its query.
-        sliding_window: How many of the newest tokens a query sees; 0 for all.
+        key, value: `[batch, num_kv_heads, tokens, head_dim]`.
+        softmax_scale, alibi_slopes, sliding_window: As for `Operands.decode`.
 
     Returns:
         `[batch, tokens, num_q_heads * head_dim]`, dtype of `value`.

@@ -1,9 +1,9 @@
 """Decoding from codes in models that compute attention by themselves, outside transformers' attention registry.
 
-Each attention module of such a model gets its own `forward`. If the layer's cache holds codes, it computes query, key
-and value as the family does and attends with our op. Everything else (the first chunk, other caches, layers that are
-not quantised, masks that are neither causal nor left padding, training) goes to the class's own method, with the same
-arguments. `families.py` lists the families. `handle.py` serves models of no family.
+Each attention module of a family that `families.py` lists gets its own `forward`. If the layer's cache holds codes, it
+computes query, key and value as the family does and attends with our op. Everything else (the first chunk, other
+caches, layers that are not quantised, masks that are neither causal nor left padding, training) goes to the class's own
+method, with the same arguments. `handle.py` serves models of no family.
 
 These models build dense masks themselves, so the number of padding tokens is read from the mask's last row.
 """
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PreTrainedModel
 
 from ..cache.cache import KVQuantCache
 from ..cache.handle import KVHandle
@@ -29,11 +30,7 @@ from .simulated import SimulatingLayer, simulate
 
 
 def patch(model: nn.Module) -> bool:
-    """Override `forward` of every attention module that we know, unless something else has overridden it already.
-
-    Returns:
-        Whether there are such modules, and all of them have our `forward` now.
-    """
+    """Override `forward` of every attention module that we know, unless something else has. Returns `is_patched`."""
     known = [module for module in model.modules() if family_of(module) is not None]
     for module in known:
         if "forward" not in module.__dict__:
@@ -49,9 +46,7 @@ def overridden(model: nn.Module) -> Iterator[bool]:
     try:
         yield patch(model)
     finally:
-        for module in model.modules():
-            if _is_ours(module) and module not in before:
-                del module.__dict__["forward"]
+        unpatch(model, but=before)
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -60,38 +55,46 @@ def is_patched(model: nn.Module) -> bool:
     return bool(known) and all(_is_ours(module) for module in known)
 
 
-def unpatch(model: nn.Module) -> None:
-    """Undo `patch`."""
+def unpatch(model: nn.Module, *, but: Collection[nn.Module] = ()) -> None:
+    """Undo `patch`, `but` for some modules."""
     for module in model.modules():
-        if _is_ours(module):
+        if _is_ours(module) and module not in but:
             del module.__dict__["forward"]
 
 
-def check_static(model: nn.Module, where: str) -> None:
-    """Refuse a static cache for models that build ALiBi from a 2-D mask, if `generate` gives them a 4-D one.
+def check_static(model: PreTrainedModel, where: str) -> None:
+    """Refuse a static cache for models that would compute something else over its capacity.
 
-    `generate` does so for every static cache, unless the model has its own `create_masks_for_generate`.
+    For every static cache, `generate` makes a 4-D mask, unless the model has its own `create_masks_for_generate`; BLOOM
+    and Falcon need a 2-D one for ALiBi. LED and FSMT mask the tokens that a cache holds, but not the capacity after.
 
     Raises:
         NotImplementedError: The model is one of them.
     """
-    for module in model.modules():
-        name = type(module).__name__
-        if name == "BloomModel" or (name == "FalconModel" and module.use_alibi):
-            if not hasattr(model, "create_masks_for_generate"):
-                raise NotImplementedError(
-                    f"{where}: `static` must be False for {type(model).__name__}, got True: it builds ALiBi from a "
-                    "2-D mask, and generate of this version of transformers makes a 4-D one for static caches. Leave "
-                    "static and max_cache_len out."
-                )
+    reason = None
+    names = {type(module).__name__ for module in model.modules() if getattr(module, "use_alibi", True)}
+    if names & {"BloomModel", "FalconModel"} and not hasattr(model, "create_masks_for_generate"):
+        reason = (
+            "builds ALiBi from a 2-D mask, and generate of this version of transformers makes a 4-D one for static "
+            "caches"
+        )
+    if model.config.is_encoder_decoder:
+        can_set: Callable[[], bool] = getattr(model.get_decoder(), "_can_set_attn_implementation", lambda: False)
+        if not can_set():
+            reason = (
+                "computes attention by itself, outside transformers' registry, over the whole capacity of a static "
+                "cache"
+            )
+    if reason is not None:
+        raise NotImplementedError(
+            f"{where}: `static` must be False for {type(model).__name__}, got True: it {reason}. Leave static and "
+            "max_cache_len out."
+        )
 
 
 def _is_ours(module: nn.Module) -> bool:
     forward = module.__dict__.get("forward")
     return isinstance(forward, functools.partial) and forward.func is _forward
-
-
-# --- the forward of a module ------------------------------------------------------------------------------------------
 
 
 def _forward(module: Any, num_layers: int, *args: Any, **kwargs: Any) -> Any:
@@ -160,10 +163,7 @@ def _visible(family: Family, mask: Tensor) -> Tensor:
 def _is_left_padded(is_visible: Tensor, starts: Tensor, offset: int | Tensor) -> bool:
     """Whether every query sees exactly the tokens from `starts` to itself. What padding sees does not matter.
 
-    Args:
-        is_visible: `[batch, q_len, kv_length]` bool.
-        starts: `[batch]` int32.
-        offset: Position of the first query.
+    `is_visible` is as `_visible` makes it, `starts` `[batch]` int32, and `offset` the position of the first query.
     """
     q_len, kv_length = is_visible.shape[1:]
     column = torch.arange(kv_length, device=is_visible.device)

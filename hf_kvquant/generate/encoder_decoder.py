@@ -2,13 +2,14 @@
 
 Self-attention adds keys and values with every token, so a `KVQuantCache` holds them. Those of cross-attention are
 computed once, from the encoder's states, and models read them as plain tensors of the layer, without `update`. They
-stay in the cache that transformers makes for the model, and are not quantised. `hook.py` decides when `generate`
-builds the two.
+stay in the cache that transformers makes for the model, and are not quantised.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..cache.cache import KVQuantCache
-from .uncompiled import leave_uncompiled
+
+logger = logging.getLogger(__name__)
 
 _MAKES_MASKS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 18)
 
@@ -75,25 +77,6 @@ def check_cross_attention(model: PreTrainedModel, given: object, model_kwargs: M
         )
 
 
-def check_static(model: PreTrainedModel, where: str) -> None:
-    """Refuse a static cache for an encoder-decoder outside transformers' registry: it would attend to unused capacity.
-
-    LED and FSMT are such models: they mask the tokens that a cache holds, but not the capacity after them.
-
-    Raises:
-        NotImplementedError: The model is one of them.
-    """
-    if not model.config.is_encoder_decoder:
-        return
-    can_set: Callable[[], bool] | None = getattr(model.get_decoder(), "_can_set_attn_implementation", None)
-    if can_set is None or not can_set():
-        raise NotImplementedError(
-            f"{where}: `static` must be False for {type(model).__name__}, got True: it computes attention by itself, "
-            "outside transformers' registry, over the whole capacity of a static cache. Leave static and max_cache_len "
-            "out."
-        )
-
-
 def compile_with_masks_only(model: PreTrainedModel, generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
     """Keep `generate` from compiling a step that would have to make our mask, which cannot be traced.
 
@@ -110,6 +93,20 @@ def compile_with_masks_only(model: PreTrainedModel, generation_config: Any, mode
             "without a decoder_attention_mask by this version of transformers",
             "Install transformers 5.18 or later, or pass a mask of ones.",
         )
+
+
+def leave_uncompiled(model: PreTrainedModel, generation_config: Any, when: str, remedy: str) -> None:
+    """Keep `generate` from compiling a call that transformers cannot compile. Logged once per model class and reason.
+
+    `when` says which calls these are, and why; `remedy` what the user can do.
+    """
+    generation_config.disable_compile = True
+    _log_uncompiled(type(model).__name__, when, remedy)
+
+
+@functools.cache
+def _log_uncompiled(name: str, when: str, remedy: str) -> None:
+    logger.warning("generate: %s is not compiled %s. Correct, slower. %s", name, when, remedy)
 
 
 def croppable(given: object) -> KVQuantEncoderDecoderCache | None:
@@ -130,10 +127,9 @@ def beside_cross_attention(
     generation_config: Any,
     model_kwargs: Mapping[str, Any],
 ) -> KVQuantEncoderDecoderCache | None:
-    """Our cache together with the cross-attention cache that transformers would have made for this call.
+    """Our cache together with the cross-attention cache of this call, `None` if transformers would not make a pair.
 
-    transformers makes the latter because it depends on the model: T5Gemma's does not slide, while the decoder's does.
-    `prepare` makes what transformers would have used. The result is `None` if that is no `EncoderDecoderCache`.
+    `prepare` makes what transformers would have used: T5Gemma's cross-attention does not slide, while its decoder does.
     """
     generation_config, model_kwargs = copy.copy(generation_config), dict(model_kwargs)
     # A static one has the length of the encoder's states and fixed addresses, as compiled steps need.

@@ -3,7 +3,6 @@
 `patch` puts `prepare_cache` in place of a model's own `_prepare_cache_for_generation`, and `enable` does so for all
 models. Where `generate` would have built a default cache, it builds a `KVQuantCache`. The choice is made here and not
 in `generation_config`, where it would clash with `past_key_values=` and leak into the calls of an assistant model.
-`encoder_decoder.py` makes the caches of encoder-decoders.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from ..attention import unregistered as own_attention
 from ..attention.registry import implementation_name, is_ours, set_attention
+from ..attention.unregistered import check_static
 from ..cache.cache import KVQuantCache
 from ..cache.support import check_layers
 from ..config import BACKEND, KVQuantConfig, is_like_backend
@@ -27,15 +26,14 @@ from ..state import notes_on, patch_of
 from ..storage.pool import BufferPool
 from ..storage.residency import BufferKind
 from ..transforms.of_model import key_transforms
-from . import encoder_decoder
 from .encoder_decoder import (
     beside_cross_attention,
     check_cross_attention,
     compile_with_masks_only,
     croppable,
     decoder_cache,
+    leave_uncompiled,
 )
-from .uncompiled import leave_uncompiled
 
 HOOK = "_prepare_cache_for_generation"
 # The length of static caches that `generate` sizes itself is a multiple of this, so that calls of similar length share
@@ -45,22 +43,14 @@ STATIC_STEP = 256
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """One call of `generate`.
-
-    Attributes:
-        model: The generating model.
-        options: The call's `generation_config`.
-        inputs: Its `model_kwargs`.
-        batch: Sequences that a cache of this call holds, beams included.
-        max_length: Tokens that a static cache must hold; `None` if unknown, then the cache grows.
-        check_capturable: Refuses a model whose steps cannot be captured; `None` refuses to capture.
-    """
+    """One call of `generate`."""
 
     model: PreTrainedModel
-    options: Any
-    inputs: dict[str, Any]
-    batch: int
-    max_length: int | None
+    options: Any  # its `generation_config`
+    inputs: dict[str, Any]  # its `model_kwargs`
+    batch: int  # sequences that a cache of this call holds, beams included
+    max_length: int | None  # tokens that a static cache must hold; `None` if unknown, then the cache grows
+    # Refuses a model whose steps cannot be captured; `None` refuses to capture.
     check_capturable: Callable[[PreTrainedModel], None] | None
 
 
@@ -74,13 +64,8 @@ def prepare_cache(
 ) -> Any:
     """Replaces `GenerationMixin._prepare_cache_for_generation`: makes our cache if the call asks for it.
 
-    Args:
-        model: The generating model.
-        generation_config: Of this call.
-        model_kwargs: Of this call; receives `past_key_values`.
-        *args: `generation_mode, batch_size, max_cache_length`, as transformers passes them.
-        fall_through: What prepares every other cache; `None` means the model class's own method.
-        check_capturable: See `_Call`.
+    `args` are `generation_mode, batch_size, max_cache_length`, as transformers passes them. `fall_through` prepares
+    every other cache; `None` means the model class's own method.
 
     Raises:
         NotImplementedError, TypeError, ValueError: As `KVQuantCache`. `output_attentions`, and a cache together with
@@ -163,9 +148,6 @@ def _config_of(call: _Call) -> KVQuantConfig | None:
     return None if patch is None or call.options.cache_implementation is not None else patch.config
 
 
-# --- a cache that is given --------------------------------------------------------------------------------------------
-
-
 def _check_given(call: _Call) -> None:
     """Refuse what cannot be used as `past_key_values`, and make a cache of ours ready for the call."""
     model = call.model
@@ -208,9 +190,6 @@ def _check_new_tokens(call: _Call, cache: KVQuantCache) -> None:
         f"generate: `input_ids` must have tokens after the {held} that `past_key_values` holds, got {tokens} in all, "
         f"padding included. Call crop({tokens - 1 - held}) on the cache to continue from them, or reset it."
     )
-
-
-# --- a new cache ------------------------------------------------------------------------------------------------------
 
 
 def _new_cache(call: _Call, config: KVQuantConfig) -> KVQuantCache:
@@ -267,16 +246,6 @@ def _check_call(call: _Call) -> None:
     check_heads(model, "generate")
 
 
-def check_static(model: PreTrainedModel, where: str) -> None:
-    """Refuse a static cache for models that cannot use one.
-
-    Raises:
-        NotImplementedError: The model is one of them.
-    """
-    own_attention.check_static(model, where)
-    encoder_decoder.check_static(model, where)
-
-
 def _check_capture(call: _Call) -> None:
     """Refuse a cache with `capture=True` if nothing would be captured."""
     if call.check_capturable is None:
@@ -328,8 +297,7 @@ def _allocate_early(call: _Call, cache: KVQuantCache) -> None:
     model: Any = call.model
     if not model._valid_auto_compile_criteria(call.inputs, call.options):
         return
-    shape_of: Callable[[], tuple[Any, Any] | None] | None = getattr(model, "_get_static_cache_init_shape", None)
-    shape = None if shape_of is None else shape_of()
+    shape: tuple[Any, Any] | None = getattr(model, "_get_static_cache_init_shape", lambda: None)()
     if shape is None:
         leave_uncompiled(
             model,
@@ -338,6 +306,5 @@ def _allocate_early(call: _Call, cache: KVQuantCache) -> None:
             "before the first tokens",
             "Leave prefill_chunk_size out.",
         )
-        return
-    num_heads, head_dim = shape
-    cache.early_initialization(call.batch, num_heads, head_dim, model.dtype, model.device)
+    else:
+        cache.early_initialization(call.batch, *shape, model.dtype, model.device)

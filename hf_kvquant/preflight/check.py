@@ -1,11 +1,9 @@
 """Checks, before the first token, which cache formats a model tolerates, and picks formats or refuses the given ones.
 
 A preset that costs one model nothing can silently ruin another. So the check looks at two things. The weights show
-what makes keys hard to quantise (`signals.py`). And some text is fed through real caches, chunk by chunk,
-with one layer quantised at a time: the shift of the next-token distribution is the harm that the format does to that
-layer. The measurement decides; without one, the signals of the weights do. Without a config, each layer gets the
-smallest preset that is good enough. A given config is accepted unchanged or refused, with the signal, its limit and the
-remedy. `divergence.py` feeds and compares text; `verdict.py` words the results.
+what makes keys hard to quantise (`signals.py`). And some text is fed through real caches, chunk by chunk, with one
+layer quantised at a time: the shift of the next-token distribution is the harm that the format does to that layer. The
+measurement decides; without one, the signals of the weights do.
 """
 
 from __future__ import annotations
@@ -58,23 +56,20 @@ def run_preflight(
 ) -> Preflight:
     """Find the formats that a model's cache tolerates, or check whether it tolerates the given ones.
 
-    Divergences are measured on `texts`. Without texts, they are measured on text that the model samples itself, with a
-    fixed seed and no prompt. That takes some 250 decode steps. Layers then diverge about as much as on real text, or up
-    to 1.4 times as much (reference model); on random tokens, twice as much. Pass texts if the model is slow, or was not
-    trained to write without a prompt.
+    Without texts, divergences are measured on text that the model samples itself, with a fixed seed and no prompt. That
+    takes some 250 decode steps. Layers then diverge about as much as on real text, or up to 1.4 times as much
+    (reference model). Pass texts if the model is slow, or was not trained to write without a prompt.
 
     Args:
         model: A decoder-only model, patched or not, calibrated or not. It is only run, and left unchanged.
-        preset_or_config: The formats to check: a preset's name, a dictionary or a `KVQuantConfig`. `None` picks a
-            preset for every layer.
+        preset_or_config: The formats to check. `None` picks a preset for every layer.
         tokenizer: The model's, for `texts`.
         texts: Text like the model's future input, 1,024 tokens or more.
         presets: Presets to pick from, the preferred one first. If a config is given, remedies come from this list.
         max_kld: Largest divergence of all layers together when formats are picked, in nats per token. A single layer
             may have a fifth of it. In any case, configs above three times `GOAL` are refused.
         measure: Whether to run the model on text. Otherwise the weights alone decide, by coarse limits.
-        progress: Whether to show on stderr what is being measured: as it changes in a terminal or a notebook, elsewhere
-            every 30 seconds. `transformers.utils.logging.disable_progress_bar()` also turns it off.
+        progress: Whether to show progress on stderr. transformers' `disable_progress_bar()` also turns it off.
         where: Opens error messages and lines of progress.
 
     Returns:
@@ -92,23 +87,8 @@ def run_preflight(
         check = _Check(model, config, rungs, max_kld, lambda text: tell(doing=text), where)
         if measure and check.signals:
             check.prepare(tokenizer, texts)
-        chosen = check.picked() if config is None else config
-        layers = tuple(check.layer(index, chosen.formats(index)) for index in check.signals)
-        kld = check.whole(chosen)
-        problems = _problems(layers, kld, is_given=config is not None)
-        remedies = {} if config is None else check.remedies(chosen, problems)
-    return Preflight(
-        where=where,
-        config=chosen,
-        layers=layers,
-        left_out=check.left_out,
-        kld=kld,
-        num_tokens=0 if check.meter is None else check.meter.num_scored,
-        source=check.source,
-        unmeasured=check.unmeasured if measure else "measure=False skips this.",
-        problems=tuple(problems),
-        remedies=remedies,
-    )
+        result = check.result(config)
+    return result if measure else dataclasses.replace(result, unmeasured="measure=False skips this.")
 
 
 Rungs = Sequence[tuple[str, KVQuantConfig]]  # the presets to pick from, by name
@@ -141,15 +121,7 @@ def _checked(
 
 
 class _Check:
-    """Collects what is known of each layer in each format, and decides. Nothing is measured twice.
-
-    Attributes:
-        signals: Per layer whose cache would be quantised, the signals of its weights.
-        left_out: For each other layer, the reason.
-        meter: Measures divergences; `None` before `prepare`, and where nothing can be measured.
-        source: What text it measures on.
-        unmeasured: Why nothing can be measured, if it was tried.
-    """
+    """Collects what is known of each layer in each format, and decides. Nothing is measured twice."""
 
     def __init__(
         self,
@@ -161,11 +133,30 @@ class _Check:
         where: str,
     ) -> None:
         self.model, self.rungs, self.max_kld, self.say, self.where = model, rungs, max_kld, say, where
-        self.meter: Meter | None = None
-        self.source = self.unmeasured = ""
+        self.meter: Meter | None = None  # measures divergences; stays `None` where nothing can be measured
+        self.source = self.unmeasured = ""  # what text it measures on, or why nothing can be measured
         say("weights")
         self.signals, self.left_out = read_signals(model, config, where=self.where)
         self._known: dict[int, dict[LayerFormats, float | str]] = {index: {} for index in self.signals}
+
+    def result(self, given: KVQuantConfig | None) -> Preflight:
+        """Check the given config, or pick one."""
+        config = self.picked() if given is None else given
+        layers = tuple(self.layer(index, config.formats(index)) for index in self.signals)
+        kld = self.whole(config)
+        problems = _problems(layers, kld, is_given=given is not None)
+        return Preflight(
+            where=self.where,
+            config=config,
+            layers=layers,
+            left_out=self.left_out,
+            kld=kld,
+            num_tokens=0 if self.meter is None else self.meter.num_scored,
+            source=self.source,
+            unmeasured=self.unmeasured,
+            problems=tuple(problems),
+            remedies={} if given is None else self.remedies(config, problems),
+        )
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase | None, texts: Iterable[str] | None) -> None:
         """Read the text, or let the model write one, and feed it to the unquantised cache."""
@@ -215,7 +206,6 @@ class _Check:
         return isinstance(kld, float) and kld <= LAYER_SHARE * self.max_kld
 
     def layer(self, index: int, formats: LayerFormats) -> LayerCheck:
-        """The result for a layer."""
         kld = self.kld(index, formats)
         tried = [(name_of(other), value) for other, value in self._known[index].items() if other != formats]
         return LayerCheck(
@@ -281,7 +271,7 @@ class _Check:
 
     def remedies(self, config: KVQuantConfig, problems: Iterable[Finding]) -> dict[int, LayerFormats]:
         """Per layer with a problem, the first good enough formats: its own with the usual transforms, or a preset's."""
-        remedies = {}
+        found = {}
         named = {finding.layer_idx for finding in problems}
         for index in self.signals:
             asked = config.formats(index)
@@ -289,10 +279,8 @@ class _Check:
             if index in named or (None in named and not self.is_good(index, asked)):
                 choices = [LayerFormats(asked.key, asked.value), *self._usable(index)]
                 good = (formats for formats in choices if formats != asked and self.is_good(index, formats))
-                remedy = next(good, None)
-                if remedy is not None:
-                    remedies[index] = remedy
-        return remedies
+                found[index] = next(good, None)
+        return {index: formats for index, formats in found.items() if formats is not None}
 
 
 def _problems(layers: Sequence[LayerCheck], kld: float | None, *, is_given: bool) -> list[Finding]:

@@ -1,8 +1,7 @@
 """Measures, on a little text, how far cache formats move a model's next-token distribution from the unquantised one.
 
 The text is the user's, or sampled from the model. It is fed to caches in several windows at once: first one token that
-fills the cache, then chunks whose queries read codes, as in `generate` or a continued chat. `check.py` decides
-which formats are measured, and what follows. `fidelity.py` does larger measurements, with perplexity and counted reads.
+fills the cache, then chunks whose queries read codes, as in `generate` or a continued chat.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Reads from a model's weights how hard the keys of each layer are to quantise, without any text.
 
 Two signals make keys hard: a constant that all keys of a head share, such as a large bias of the projection; and
-channels that are larger than the others, through rows of the projection or gains of the norm after it. Both are read
-from the weights. `centering.py` and `layout.py` run the model to find out what it does with them (fused projections,
-norms, RoPE). A signal that cannot be read, because weights are offloaded or themselves quantised, is reported as
-unknown. This file decides from which size on a signal speaks for another format. `check.py` draws the conclusion,
-and measures how much harm a format really does.
+channels that are larger than the others, through rows of the projection or gains of the norm after it. A signal that
+cannot be read, because weights are offloaded or themselves quantised, is reported as unknown.
 """
 
 from __future__ import annotations
@@ -58,9 +55,9 @@ Found = TypeVar("Found")
 class Finding:
     """One signal of one layer that is beyond its limit."""
 
-    layer_idx: int | None  # the layer; `None` for the whole model
+    layer_idx: int | None  # `None` for the whole model
     signal: str
-    value: float | None  # its value; `None` if unknown
+    value: float | None  # `None` if unknown
     limit: float | None  # the largest value allowed (for shapes such as head_dim, the smallest)
     detail: str  # value and limit in words
     remedy: str  # what to do, a sentence without its full stop
@@ -73,11 +70,9 @@ class KeySignals:
     """What the weights tell about one layer's keys. Tensors are float32 on the CPU."""
 
     layer_idx: int
-    # Number of key-value heads. `None` means unknown, here and below.
-    num_kv_heads: int | None
-    # Query heads that share a key-value head. Only shown, never a finding.
-    num_q_per_kv: int | None
-    head_dim: int | None  # channels of a head
+    num_kv_heads: int | None  # `None` means unknown, here and below
+    num_q_per_kv: int | None  # query heads that share a key-value head; only shown, never a finding
+    head_dim: int | None
     bias: Tensor | None  # `[num_kv_heads, head_dim]`: the constant in all keys, before RoPE
     bias_center: Tensor | None  # the bias as RoPE rotates it, averaged over positions
     spread: Tensor | None  # `[num_kv_heads]`: root mean square norm of what varies between keys

@@ -1,7 +1,4 @@
-"""Holds the results of a pre-flight check and words them: tables, reasons to refuse, the error with its remedy.
-
-`check.py` measures, and decides what is a reason to refuse. `cli/calibrate.py` shows the results in a terminal.
-"""
+"""Holds the results of a pre-flight check and words them: tables, reasons to refuse, the error with its remedy."""
 
 from __future__ import annotations
 
@@ -49,8 +46,8 @@ class LayerCheck:
     """The pre-flight result for one layer."""
 
     layer_idx: int
-    formats: LayerFormats  # the formats of its keys and values
-    signals: KeySignals  # the signals of its weights
+    formats: LayerFormats
+    signals: KeySignals
     # Mean KL divergence in nats per token with only this layer quantised; `None` if it was not measured.
     kld: float | None
     tried: tuple[tuple[str, float], ...]  # names of the other formats that were measured, each with its divergence

@@ -1,17 +1,15 @@
 """Centres of keys: the constant per layer, key-value head and channel that is subtracted before keys are quantised.
 
-Any centre is exact, since attention adds `query · center` back. A good one is what the keys of a head have in common.
-Where the model has a key bias, this file finds the centre from the weights alone. It sends one token through the model,
-feeds zeros to every projection and norm, so that the keys in the cache are the bias, and averages the rotary embedding
-over positions, so that the bias is rotated as RoPE does on average. Over T positions, a pair of channels of frequency ω
-gets
+Any centre is exact, since attention adds `query · center` back. Where the model has a key bias, this file finds the
+centre from the weights alone. It sends one token through the model, feeds zeros to every projection and norm, so that
+the keys in the cache are the bias, and averages the rotary embedding over positions, so that the bias is rotated as
+RoPE does on average. Over T positions, a pair of channels of frequency ω gets
 
     center = β · e^{iω(T-1)/2} · sin(ωT/2) / (T · sin(ω/2))         β: the bias of the pair, a complex number
 
 which is near β for slow pairs and near 0 for fast ones. The model's own code projects, splits, normalises and rotates,
 so fused projections and partial, interleaved or scaled RoPE need no code here. If a norm follows a biased projection,
-the weights do not tell the constant: the norm is fed zeros too, so the probe finds the norm's own bias. Centres may
-also come from calibration text (`smoothing.py`). `of_model.py` decides which centres a layer gets.
+the weights do not tell the constant: the norm is fed zeros too, so the probe finds the norm's own bias.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ def bias_centers(model: PreTrainedModel, num_positions: int | None = None) -> di
     """Centres from the weights alone.
 
     Args:
-        model: A decoder with weights. One token is sent through it; it is left unchanged.
+        model: A decoder with weights. One token is sent through it.
         num_positions: Positions over which the rotated bias is averaged. `None` for the model's context length, at most
             `NUM_POSITIONS`.
 
@@ -75,22 +73,14 @@ def bias_centers(model: PreTrainedModel, num_positions: int | None = None) -> di
 @contextlib.contextmanager
 def _probed(model: nn.Module, num_positions: int) -> Iterator[None]:
     """Hook the model so that a forward computes only what does not depend on its input, averaged over positions."""
-    handles = []
-    try:
+    average = functools.partial(_average_positions, num_positions=num_positions)
+    with contextlib.ExitStack() as stack:
         for module in model.modules():
-            if _is_rotary(module):
-                hook = functools.partial(_average_positions, num_positions=num_positions)
-                handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
+                stack.enter_context(module.register_forward_hook(average, with_kwargs=True))
             elif not list(module.children()) and list(module.parameters(recurse=False)):
-                handles.append(module.register_forward_pre_hook(_feed_zeros, with_kwargs=True))
+                stack.enter_context(module.register_forward_pre_hook(_feed_zeros, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _is_rotary(module: nn.Module) -> bool:
-    return any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
 
 
 def _feed_zeros(

@@ -1,9 +1,8 @@
 """Chooses the key transform of each layer from a model and a config. Caches of that model are built with it.
 
-A config names the steps; the model holds their tensors, so all its caches get the same ones. Centres come from the key
-biases, found when first needed, or from data. Smoothing factors are those that are not folded into the weights.
-Attention is exact with any of these tensors, so they need not follow changes of the weights; they only reduce the
-quantisation error. `centering.py` finds centres in the biases, calibration (`smoothing.py`) in text.
+A config names the steps; the model holds their tensors. Centres come from the key biases (`centering.py`), found when
+first needed, or from calibration text. Smoothing factors are those that are not folded into the weights. Attention is
+exact with any of these tensors, so they need not follow changes of the weights.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ def transforms_of(model: PreTrainedModel) -> ModelTransforms:
 def set_centers(model: PreTrainedModel, centers: Mapping[int, Tensor] | None) -> None:
     """Set the centres, such as those of calibration, for the caches that a model makes from now on.
 
-    Args:
-        model: Keeps the centres.
-        centers: Per layer index `[num_kv_heads, head_dim]` float32. `None` removes them; the next cache that needs
-            centres finds them in the biases again. Pass `None` after changing the weights.
+    They are `[num_kv_heads, head_dim]` float32, by layer index. `None` removes them; the next cache that needs centres
+    finds them in the biases again. Pass `None` after changing the weights.
     """
     notes_on(model).bias_centers = None
     kept = None if centers is None else dict(centers)
@@ -50,10 +47,8 @@ def set_centers(model: PreTrainedModel, centers: Mapping[int, Tensor] | None) ->
 def set_smoothing(model: PreTrainedModel, smoothing: Mapping[int, Tensor]) -> None:
     """Set the smoothing factors that a model's caches apply. Replaces any set before.
 
-    Args:
-        model: Keeps the factors.
-        smoothing: Per layer index `[num_kv_heads, head_dim]` float32, positive; empty for none. Leave out factors that
-            are folded into the weights, or they would act twice.
+    They are `[num_kv_heads, head_dim]` float32, positive, by layer index. Leave out factors that are folded into the
+    weights, or they would act twice.
     """
     _keep(model, dataclasses.replace(transforms_of(model), smoothing=dict(smoothing)))
 
