@@ -7,7 +7,7 @@ the same. Attention on dequantised tensors gets `prev`'s mask, made from the bou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -52,18 +52,20 @@ def attention_mask(
         notes = kv_length.notes
         _check_model(notes, kwargs.get("config"))
         is_decode_step = kwargs["q_length"] == 1 and not kv_length.is_first_chunk
-        # Reading the mask makes the host wait for the device, so a decode step relies on what earlier chunks showed.
+        # Whether the mask hides a token after one that it shows. Reading it makes the host wait for the device, so a
+        # decode step relies on what earlier chunks showed.
         if attention_mask is not None and not is_tracing(attention_mask):
             if attention_mask.device.type == "cpu" or not is_decode_step:
-                notes.has_holes = notes.has_holes or _has_holes(attention_mask)
+                hides_later = attention_mask[:, :-1] & ~attention_mask[:, 1:]
+                notes.has_holes = notes.has_holes or bool(hides_later.any())
         starts = None if attention_mask is None else num_pads(attention_mask)
         if kv_length.is_first_chunk or not torch.compiler.is_compiling():
             notes.starts = starts
             notes.has_seen_mask = notes.has_seen_mask or not torch.compiler.is_compiling()
-        is_plain = _is_plain(mask_function, kv_length.window, **kwargs)
+        is_plain = _is_plain(mask_function, kv_length.window, kwargs)
         if is_plain and not kv_length.is_first_chunk and not notes.has_holes:
-            return _bounds(starts, kv_length.window, **kwargs)
-    return _mask_of(prev)(
+            return _bounds(starts, kv_length.window, kwargs)
+    return ALL_MASK_ATTENTION_FUNCTIONS[prev](
         kv_length=int(kv_length), mask_function=mask_function, attention_mask=attention_mask, **kwargs
     )
 
@@ -76,53 +78,34 @@ def _check_model(notes: MaskNotes, config: PreTrainedConfig | None) -> None:
     notes.model_config = config
 
 
-def _is_plain(
-    mask_function: Callable[..., Any],
-    window: int,
-    *,
-    q_length: int,
-    use_vmap: bool = False,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    **_: Any,
-) -> bool:
+def _is_plain(mask_function: Callable[..., Any], window: int, kwargs: Mapping[str, Any]) -> bool:
     """Whether a mask is causal, with a sliding window or without, and hides nothing else.
 
     The function of a sliding window is a new object in every call. If a model adds to it, or transformers does for
     images, `use_vmap` is set or the causal mask may not be skipped. The latter makes no difference to a single query.
     """
-    if use_vmap:
+    if kwargs.get("use_vmap"):
         return False
     if window == 0:
         return mask_function is causal_mask_function
-    return (
-        mask_function is not causal_mask_function and local_size == window and (allow_is_causal_skip or q_length == 1)
-    )
+    is_changed = not kwargs.get("allow_is_causal_skip", True) and kwargs["q_length"] > 1
+    return mask_function is not causal_mask_function and kwargs.get("local_size") == window and not is_changed
 
 
-def _bounds(
-    starts: Tensor | None,
-    window: int,
-    *,
-    batch_size: int,
-    q_length: int,
-    q_offset: int | Tensor,
-    device: torch.device,
-    **_: Any,
-) -> Tensor | None:
+def _bounds(starts: Tensor | None, window: int, kwargs: Mapping[str, Any]) -> Tensor | None:
     """The bounds for attention over handles, from the arguments of a mask function. See `attention_mask`.
 
     The kernel knows the offset itself. Models that change keys or values, and so pass dense tensors, need it to mask
     them: with several queries, or with the unused capacity of a static cache.
     """
-    is_growing = isinstance(q_offset, int)
-    if starts is None and q_length == 1 and is_growing:
+    is_growing = isinstance(kwargs["q_offset"], int)
+    if starts is None and kwargs["q_length"] == 1 and is_growing:
         return None
     num_bounds = 2 if not window else 3 if is_growing else 4
-    bounds = torch.zeros((num_bounds, batch_size, 1, 1), dtype=torch.int32, device=device)
+    bounds = torch.zeros((num_bounds, kwargs["batch_size"], 1, 1), dtype=torch.int32, device=kwargs["device"])
     if starts is not None:
         bounds[0] = starts.view(-1, 1, 1)
-    bounds[1] = q_offset
+    bounds[1] = kwargs["q_offset"]
     if window:
         bounds[2] = window
     return bounds
@@ -131,11 +114,6 @@ def _bounds(
 def num_pads(mask: Tensor) -> Tensor:
     """Left-padding tokens of each sequence (`[batch]` int32) in a `[batch, tokens]` bool mask."""
     return (mask.cumsum(-1) == 0).sum(-1, dtype=torch.int32)
-
-
-def _has_holes(mask: Tensor) -> bool:
-    """Whether a `[batch, tokens]` bool mask hides a token after one that it shows."""
-    return bool((mask[:, :-1] & ~mask[:, 1:]).any())
 
 
 def is_tracing(tensor: Tensor) -> bool:
@@ -177,7 +155,7 @@ def dense_mask(
     is_sliding = isinstance(window, Tensor) or window > 0
     sliding = {"local_size": window} if is_sliding else {}
     within: Any = sliding_window_causal_mask_function
-    return _mask_of(prev)(
+    return ALL_MASK_ATTENTION_FUNCTIONS[prev](
         batch_size=batch,
         q_length=q_len,
         kv_length=kv_length,
@@ -191,8 +169,3 @@ def dense_mask(
         device=query.device,
         **sliding,
     )
-
-
-def _mask_of(prev: str) -> Callable[..., Any]:
-    mask_function: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[prev]
-    return mask_function

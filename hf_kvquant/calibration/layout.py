@@ -25,7 +25,6 @@ from .origins import LOUD, Output, Probe, Scalable, Source, differs_by_sample, r
 class LayerLayout:
     """Where one layer's keys and queries come from."""
 
-    layer_idx: int
     name: str  # the attention module's name in the model
     key: Scalable
     query: Scalable
@@ -106,7 +105,7 @@ def _layout(name: str, key: Source, query: Source, observation: Observation) -> 
         edges.append(torch.stack((side_nodes[head, channel], side_nodes[head, source])))
         shared.append(torch.stack((side_nodes.flatten(), side.scalable.index.flatten())))
     ties = tie(nodes.numel(), torch.cat(edges, dim=1), shared).view_as(nodes)
-    return LayerLayout(observation.layer_idx, name, key.scalable, query.scalable, ties, _turn_per_token(keys))
+    return LayerLayout(name, key.scalable, query.scalable, ties, _turn_per_token(keys))
 
 
 def _turn_per_token(keys: Tensor) -> Tensor:

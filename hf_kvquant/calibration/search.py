@@ -41,13 +41,11 @@ MIN_GAIN = 0.05
 class KeyStatistics:
     """Statistics of one layer on calibration text. All tensors are `[num_kv_heads, head_dim]` float32 on the CPU."""
 
-    layer_idx: int
     minimum: Tensor  # smallest value of each channel of the keys, after RoPE
     maximum: Tensor  # largest value of each channel of the keys
     mean: Tensor  # mean of the keys
     mean_square: Tensor  # mean square of the keys
     query_mean_square: Tensor  # mean square of the queries that share the key-value head
-    num_tokens: int  # tokens seen, padding excluded
 
     def largest(self, center: Tensor | None) -> Tensor:
         """The largest `|key - center|` of each channel."""
@@ -66,56 +64,21 @@ def collect(
     model: PreTrainedModel, windows: Windows, layers: Iterable[int], advance: Callable[[int], Any] = lambda tokens: None
 ) -> dict[int, KeyStatistics]:
     """Collect statistics of the keys and queries of some layers. See `run_windows` for the arguments."""
-    wanted = set(layers)
     seen: dict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
 
     def look(observation: Observation, is_real: Tensor) -> None:
-        if observation.layer_idx not in wanted:
-            return
         key = observation.key.transpose(1, 2)[is_real].float()  # [real tokens, num_kv_heads, head_dim]
         query = observation.query.transpose(1, 2)[is_real].float().unflatten(1, (key.shape[1], -1))
         sums = key.double().sum(0), key.double().square().sum(0), query.double().square().mean(2).sum(0)
         seen[observation.layer_idx].append((key.amin(0), key.amax(0), *sums, torch.tensor(len(key))))
 
-    run_windows(model, windows, look, advance)
+    run_windows(model, windows, set(layers), look, advance)
     found = {}
     for index, batches in sorted(seen.items()):
         minimum, maximum, *sums, count = (torch.stack(each).cpu() for each in zip(*batches, strict=True))
         mean, mean_square, query_mean_square = ((sum(each) / count.sum()).float() for each in sums)
-        found[index] = KeyStatistics(
-            index, minimum.amin(0), maximum.amax(0), mean, mean_square, query_mean_square, int(count.sum())
-        )
+        found[index] = KeyStatistics(minimum.amin(0), maximum.amax(0), mean, mean_square, query_mean_square)
     return found
-
-
-def find_factors(
-    model: PreTrainedModel,
-    windows: Windows,
-    targets: Mapping[int, Target],
-    choices: Sequence[Candidate],
-    input_ids: Tensor,
-    tell: Tell,
-) -> dict[int, LayerSmoothing]:
-    """Find the centres and factors of some layers; 0.0 is the first of `choices`.
-
-    The model is left unchanged. On `input_ids`, attention must stay the same to the bit with the factors folded in.
-
-    Raises:
-        NotImplementedError, RuntimeError: No factors can be folded.
-        ValueError: Keys are not finite.
-    """
-    tell(doing="statistics of keys and queries")
-    statistics = collect(model, windows, targets, tell)
-    bad = [index for index, seen in statistics.items() if not seen.mean_square.isfinite().all()]
-    if bad:
-        raise ValueError(
-            f"{WHERE}: `model` must have finite keys on the texts, got infinities or NaN in layer {bad[0]}. "
-            "Check the checkpoint, or load it in bfloat16 or float32."
-        )
-    tell(doing="errors of candidates")
-    layers = _choose(model, windows, targets, statistics, choices, tell)
-    tell(doing="check of logits")
-    return _settle(model, targets, layers, windows, input_ids)
 
 
 def checked_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -158,136 +121,144 @@ def exponents_of(statistics: KeyStatistics, ties: Tensor, choice: Candidate, cen
     return logs.masked_fill(is_dead, 0.0).round().clamp(-MAX_EXPONENT, MAX_EXPONENT).long()
 
 
-def errors_of(
-    model: PreTrainedModel,
-    windows: Windows,
-    targets: Mapping[int, Target],
-    transforms: Mapping[int, Sequence[KeyTransform]],
-    advance: Callable[[int], Any] = lambda tokens: None,
-) -> dict[int, list[float]]:
-    """The relative error of each layer's attention output under each choice of transform, with only keys quantised.
-
-    It is `sqrt(squared error / squared output)`, both sums over all tokens. Equal transforms are measured once. No
-    factors may be folded into the weights yet.
-    """
-    errors = {index: [0.0] * len(choices) for index, choices in transforms.items()}
-    sizes = dict.fromkeys(transforms, 0.0)
-    # Per layer and choice, the first choice that is equal to it.
-    first = {
-        index: [next(number for number, other in enumerate(choices) if choice.equals(other)) for choice in choices]
-        for index, choices in transforms.items()
-    }
-
-    def look(observation: Observation, is_real: Tensor) -> None:
-        index = observation.layer_idx
-        if index not in transforms:
-            return
-        query, key, value = (x.float() for x in (observation.query, observation.key, observation.value))
-        exact = observation.attend(query, key, value)[is_real]
-        sizes[index] += float(exact.double().square().sum())
-        key = key * is_real[:, None, :, None]  # padding must not widen a scale that several tokens share
-        for number in set(first[index]):
-            transform = transforms[index][number].to(key.device)
-            stored = reference.quantize(reference.transform_key(key, transform), targets[index].key_format)
-            read = reference.undo_key_transform(reference.dequantize(stored, targets[index].key_format), transform)
-            out = observation.attend(query, read, value)[is_real]
-            errors[index][number] += float((out - exact).double().square().sum())
-
-    run_windows(model, windows, look, advance)
-    return {
-        index: [(errors[index][number] / size) ** 0.5 if size else 0.0 for number in first[index]]
-        for index, size in sizes.items()
-    }
-
-
 def pick(errors: Sequence[float]) -> int:
     """The index of the choice with the smallest error, or 0 (change nothing) if it gains less than `MIN_GAIN`."""
     best = min(range(len(errors)), key=errors.__getitem__)
     return best if errors[best] <= (1 - MIN_GAIN) * errors[0] else 0
 
 
-def _choose(
-    model: PreTrainedModel,
-    windows: Windows,
-    targets: Mapping[int, Target],
-    statistics: Mapping[int, KeyStatistics],
-    choices: Sequence[Candidate],
-    advance: Callable[[int], Any],
-) -> dict[int, LayerSmoothing]:
-    """Choose the best of the candidates in each layer, after shrinking factors that would round weights.
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Finds the centres and factors of some layers, by index. The model is left unchanged."""
 
-    A layer whose error would grow stays as it was before calibration.
-    """
-    exponents: dict[int, list[Tensor]] = {}
-    tried: dict[int, list[KeyTransform]] = {}
-    is_limited: dict[int, bool] = {}
-    for index, target in targets.items():
-        seen, layout = statistics[index], target.layout
-        center = seen.mean if target.has_center else target.before.center
-        tested = choices if target.has_factors else [0.0] * len(choices)
-        wanted = [exponents_of(seen, target.ties, choice, center) for choice in tested]
-        exponents[index] = wanted if layout is None else [exact_exponents(model, layout, each) for each in wanted]
-        is_limited[index] = not all(map(torch.equal, exponents[index], wanted))
-        tried[index] = [target.before, *(target.transform(center, each) for each in exponents[index])]
-    chosen = {}
-    for index, (error_before, *errors) in errors_of(model, windows, targets, tried, advance).items():
-        target, number = targets[index], pick(errors)
-        transform, error = tried[index][1 + number], errors[number]
-        if error > error_before:
-            number, transform, error = 0, target.before, error_before
-        is_smoothed = bool(exponents[index][number].any())
-        chosen[index] = LayerSmoothing(
-            layer_idx=index,
-            name=target.keys.name,
-            placement=target.placement,
-            choice=str(choices[number]) if is_smoothed else "0.0",
-            factor=torch.exp2(exponents[index][number].float()),
-            center=transform.center if target.has_center else None,
-            errors={str(name): error for name, error in zip(choices, errors, strict=True)},
-            error_before=error_before,
-            error_after=error,
-            is_limited=is_limited[index],
-        )
-    return chosen
+    model: PreTrainedModel
+    windows: Windows
+    targets: Mapping[int, Target]
+    tell: Tell
 
+    def run(self, choices: Sequence[Candidate], input_ids: Tensor) -> dict[int, LayerSmoothing]:
+        """Find them; 0.0 is the first of `choices`.
 
-def _settle(
-    model: PreTrainedModel,
-    targets: Mapping[int, Target],
-    chosen: dict[int, LayerSmoothing],
-    windows: Windows,
-    input_ids: Tensor,
-) -> dict[int, LayerSmoothing]:
-    """Reduce exponents until no layer's attention changes a bit. See `folding.settled_exponents`.
+        On `input_ids`, attention must stay the same to the bit with the factors folded in.
 
-    Raises:
-        NotImplementedError: In float16, no factors are left in any layer.
-        RuntimeError: A layer's attention changes.
-    """
-    layouts = {index: target.layout for index, target in targets.items() if target.layout is not None}
-    if not layouts:
+        Raises:
+            NotImplementedError, RuntimeError: No factors can be folded.
+            ValueError: Keys are not finite.
+        """
+        self.tell(doing="statistics of keys and queries")
+        statistics = collect(self.model, self.windows, self.targets, self.tell)
+        bad = [index for index, seen in statistics.items() if not seen.mean_square.isfinite().all()]
+        if bad:
+            raise ValueError(
+                f"{WHERE}: `model` must have finite keys on the texts, got infinities or NaN in layer {bad[0]}. "
+                "Check the checkpoint, or load it in bfloat16 or float32."
+            )
+        self.tell(doing="errors of candidates")
+        layers = self._choose(statistics, choices)
+        self.tell(doing="check of logits")
+        return self._settle(layers, input_ids)
+
+    def _errors(
+        self, transforms: Mapping[int, Sequence[KeyTransform]], advance: Callable[[int], Any] = lambda tokens: None
+    ) -> dict[int, list[float]]:
+        """The relative error of each layer's attention output under each choice of transform, with only keys quantised.
+
+        It is `sqrt(squared error / squared output)`, both sums over all tokens. Equal transforms are measured once. No
+        factors may be folded into the weights yet.
+        """
+        errors = {index: [0.0] * len(choices) for index, choices in transforms.items()}
+        sizes = dict.fromkeys(transforms, 0.0)
+        # Per layer and choice, the first choice that is equal to it.
+        first = {
+            index: [next(number for number, other in enumerate(choices) if choice.equals(other)) for choice in choices]
+            for index, choices in transforms.items()
+        }
+
+        def look(observation: Observation, is_real: Tensor) -> None:
+            index, key_format = observation.layer_idx, self.targets[observation.layer_idx].key_format
+            query, key, value = (x.float() for x in (observation.query, observation.key, observation.value))
+            exact = observation.attend(query, key, value)[is_real]
+            sizes[index] += float(exact.double().square().sum())
+            key = key * is_real[:, None, :, None]  # padding must not widen a scale that several tokens share
+            for number in set(first[index]):
+                transform = transforms[index][number].to(key.device)
+                stored = reference.quantize(reference.transform_key(key, transform), key_format)
+                read = reference.undo_key_transform(reference.dequantize(stored, key_format), transform)
+                out = observation.attend(query, read, value)[is_real]
+                errors[index][number] += float((out - exact).double().square().sum())
+
+        run_windows(self.model, self.windows, transforms, look, advance)
+        return {
+            index: [(errors[index][number] / size) ** 0.5 if size else 0.0 for number in first[index]]
+            for index, size in sizes.items()
+        }
+
+    def _choose(
+        self, statistics: Mapping[int, KeyStatistics], choices: Sequence[Candidate]
+    ) -> dict[int, LayerSmoothing]:
+        """Choose the best of the candidates in each layer, after shrinking factors that would round weights.
+
+        A layer whose error would grow stays as it was before calibration.
+        """
+        exponents: dict[int, list[Tensor]] = {}
+        tried: dict[int, list[KeyTransform]] = {}
+        is_limited: dict[int, bool] = {}
+        for index, target in self.targets.items():
+            seen, layout = statistics[index], target.layout
+            center = seen.mean if target.has_center else target.before.center
+            tested = choices if target.has_factors else [0.0] * len(choices)
+            wanted = exponents[index] = [exponents_of(seen, target.ties, choice, center) for choice in tested]
+            if layout is not None:
+                exponents[index] = [exact_exponents(self.model, layout, each) for each in wanted]
+            is_limited[index] = not all(map(torch.equal, exponents[index], wanted))
+            tried[index] = [target.before, *(target.transform(center, each) for each in exponents[index])]
+        chosen = {}
+        for index, (error_before, *errors) in self._errors(tried, self.tell).items():
+            target, number = self.targets[index], pick(errors)
+            transform, error = tried[index][1 + number], errors[number]
+            if error > error_before:
+                number, transform, error = 0, target.before, error_before
+            is_smoothed = bool(exponents[index][number].any())
+            chosen[index] = LayerSmoothing(
+                layer_idx=index,
+                name=target.keys.name,
+                placement=target.placement,
+                choice=str(choices[number]) if is_smoothed else "0.0",
+                factor=torch.exp2(exponents[index][number].float()),
+                center=transform.center if target.has_center else None,
+                errors={str(name): error for name, error in zip(choices, errors, strict=True)},
+                error_before=error_before,
+                error_after=error,
+                is_limited=is_limited[index],
+            )
         return chosen
-    before = {index: chosen[index].exponents for index in layouts}
-    after = settled_exponents(model, layouts, before, input_ids, WHERE)
-    cut = {index: [0 * x, x] for index, x in after.items() if not torch.equal(x, before[index])}
-    tried = {
-        index: [targets[index].transform(chosen[index].center, exponents) for exponents in choices]
-        for index, choices in cut.items()
-    }
-    settled = dict(chosen)
-    for index, errors in (errors_of(model, windows, targets, tried) if cut else {}).items():
-        number = pick(errors)
-        exponents = cut[index][number]
-        settled[index] = dataclasses.replace(
-            chosen[index],
-            choice=chosen[index].choice if exponents.any() else "0.0",
-            factor=torch.exp2(exponents.float()),
-            error_after=errors[number],
-            is_limited=True,
-        )
-    if cut and not any(settled[index].is_smoothed for index in layouts):
-        raise NotImplementedError(
-            f"{WHERE}: `model` must have room for other factors in its dtype, got float16, in which every factor worth "
-            "folding would round some key or query. Load it in float32, or use mode='online'."
-        )
-    return settled
+
+    def _settle(self, chosen: dict[int, LayerSmoothing], input_ids: Tensor) -> dict[int, LayerSmoothing]:
+        """Reduce exponents until no layer's attention changes a bit. See `folding.settled_exponents`."""
+        layouts = {index: target.layout for index, target in self.targets.items() if target.layout is not None}
+        if not layouts:
+            return chosen
+        before = {index: chosen[index].exponents for index in layouts}
+        after = settled_exponents(self.model, layouts, before, input_ids, WHERE)
+        cut = {index: [0 * x, x] for index, x in after.items() if not torch.equal(x, before[index])}
+        tried = {
+            index: [self.targets[index].transform(chosen[index].center, exponents) for exponents in choices]
+            for index, choices in cut.items()
+        }
+        settled = dict(chosen)
+        for index, errors in (self._errors(tried) if cut else {}).items():
+            number = pick(errors)
+            exponents = cut[index][number]
+            settled[index] = dataclasses.replace(
+                chosen[index],
+                choice=chosen[index].choice if exponents.any() else "0.0",
+                factor=torch.exp2(exponents.float()),
+                error_after=errors[number],
+                is_limited=True,
+            )
+        if cut and not any(settled[index].is_smoothed for index in layouts):
+            raise NotImplementedError(
+                f"{WHERE}: `model` must have room for other factors in its dtype, got float16, in which every factor "
+                "worth folding would round some key or query. Load it in float32, or use mode='online'."
+            )
+        return settled

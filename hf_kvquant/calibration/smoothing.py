@@ -29,7 +29,7 @@ from ..state import ModelTransforms, keep, state_of
 from ..transforms.of_model import set_centers, set_smoothing, transforms_of
 from .folding import fold, scale_all, scale_back
 from .layout import LayerLayout, find_layouts
-from .search import CANDIDATES, WHERE, Candidate, checked_candidates, find_factors
+from .search import CANDIDATES, WHERE, Candidate, Search, checked_candidates
 from .smoothing_file import LayerSmoothing, SmoothingResult
 from .targets import Mode, Target, find_keys, find_targets
 from .text import Windows, check_ids, count_tokens, read_windows
@@ -133,7 +133,7 @@ def _calibrate(
     layouts = {index: target.layout for index, target in targets.items() if target.layout is not None}
     input_ids = check_ids(windows, model.dtype)
     with show_progress(WHERE, 2 * count_tokens(windows), unit="token", is_shown=progress) as tell:
-        layers = find_factors(model, windows, targets, choices, input_ids, tell)
+        layers = Search(model, windows, targets, tell).run(choices, input_ids)
         parameters = _known_by(model, layouts, layers.values())
         original_hash = hash_of(model, parameters)
         factors = {index: layers[index].factor for index in layouts}
@@ -267,9 +267,6 @@ def smoothing_of(model: PreTrainedModel) -> _State | None:
     """What calibration stored on a model; `None` without calibration, or if its result is not known."""
     state: _State | None = state_of(model).smoothing
     return state
-
-
-# --- what is left on a model ------------------------------------------------------------------------------------------
 
 
 def _known_by(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -108,18 +108,20 @@ def check_ids(windows: Windows, dtype: torch.dtype) -> Tensor:
 def run_windows(
     model: PreTrainedModel,
     windows: Windows,
+    layers: Collection[int],
     on_layer: Callable[[Observation, Tensor], None],
     advance: Callable[[int], Any],
 ) -> None:
     """Run the model over windows, without keeping activations.
 
-    Each layer's attention is passed to `on_layer`, with `[batch, tokens]` bool on the layer's device, True for real
-    tokens. After each batch, `advance` gets its number of tokens.
+    The attention of each of the `layers` is passed to `on_layer`, with `[batch, tokens]` bool on the layer's device,
+    True for real tokens. After each batch, `advance` gets its number of tokens.
     """
     for ids, mask in windows:
 
         def observe(observation: Observation, mask: Tensor = mask) -> None:
-            on_layer(observation, mask.to(observation.key.device, torch.bool))
+            if observation.layer_idx in layers:
+                on_layer(observation, mask.to(observation.key.device, torch.bool))
 
         with observed(model, observe):
             # Attention is faster without a mask, so one that hides nothing is left out.

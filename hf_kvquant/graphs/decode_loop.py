@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -78,48 +78,31 @@ def _is_sampling(model: Any, options: Mapping[str, Any]) -> bool:
     return mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) and not config.disable_compile
 
 
-def decode(
-    model: Any,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: Any,
-    streamer: Any = None,
-    **model_kwargs: Any,
-) -> Any:
+def decode(model: Any, input_ids: Tensor, *, streamer: Any = None, **call: Any) -> Any:
     """A decoding method for `custom_generate` of `generate`: in our loop if it serves the call, else in transformers'.
+
+    `call` are the other arguments of transformers' `_sample`.
 
     Raises:
         RuntimeError: The step cannot be captured.
         ValueError: The cache is full.
     """
-    cache = model_kwargs.get("past_key_values")
-    if is_captured(cache):
-        reason = _why_not_loop(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    if is_captured(call.get("past_key_values")):
+        reason = _why_not_loop(model, input_ids, **call)
         if reason is None:
-            choice = Choice(input_ids, logits_processor, stopping_criteria, generation_config)
-            max_length = min(each.max_length for each in stopping_criteria if isinstance(each, MaxLengthCriteria))
-            loop = _Loop(model, cache, choice, streamer)
-            return loop.run(input_ids, generation_config, model_kwargs, max_length)
+            return _Loop(model, streamer, input_ids, **call).run(input_ids)
         log_slower_loop(reason)
-    return type(model)._sample(
-        model,
-        input_ids,
-        logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
-        generation_config=generation_config,
-        streamer=streamer,
-        **model_kwargs,
-    )
+    return type(model)._sample(model, input_ids, streamer=streamer, **call)
 
 
 def _why_not_loop(
     model: Any,
     input_ids: Tensor,
+    *,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: Any,
-    model_kwargs: Mapping[str, Any],
+    **model_kwargs: Any,
 ) -> str | None:
     """Why transformers' loop has to run, or `None` if this one serves the call."""
     for processor in logits_processor:
@@ -179,33 +162,41 @@ class _Mailbox:
 class _Loop:
     """One call of `generate`. The streamer, if any, gets tokens as they arrive."""
 
-    def __init__(self, model: Any, cache: KVQuantCache, choice: Choice, streamer: Any) -> None:
-        self._model = model
-        self._cache = cache
-        self._choice = choice
-        self._streamer = streamer
-        is_cuda = choice.device.type == "cuda"
-        self._random = torch.cuda.default_generators[choice.device.index] if is_cuda else torch.default_generator
+    def __init__(
+        self,
+        model: Any,
+        streamer: Any,
+        input_ids: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> None:
+        self._model, self._streamer = model, streamer
+        self._config, self._inputs = generation_config, model_kwargs
+        self._cache: KVQuantCache = model_kwargs["past_key_values"]
+        self._choice = Choice(input_ids, logits_processor, stopping_criteria, generation_config)
+        max_length = min(each.max_length for each in stopping_criteria if isinstance(each, MaxLengthCriteria))
+        self._max_new_tokens = max_length - input_ids.shape[1]
+        is_cuda = input_ids.device.type == "cuda"
+        self._random = torch.cuda.default_generators[input_ids.device.index] if is_cuda else torch.default_generator
         self._random_states: list[Tensor] = []  # after each token
 
-    def run(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], max_length: int) -> Any:
-        """Prefill, and decode until every sequence is finished or has `max_length` tokens, prompt included."""
-        outputs = self._model._prefill(input_ids, generation_config, model_kwargs)
+    def run(self, input_ids: Tensor) -> Any:
+        """Prefill, and decode until every sequence is finished or as long as it may get."""
+        outputs = self._model._prefill(input_ids, self._config, self._inputs)
         report = torch.ones((2, input_ids.shape[0]), dtype=torch.int64, device=input_ids.device)
         self._choice(outputs.logits, report)
-        model_kwargs = self._model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
+        update = self._model._update_model_kwargs_for_generation
+        self._inputs = update(outputs, self._inputs, is_encoder_decoder=False)
         del outputs  # a prompt's logits may be large
-        returns_cache = generation_config.return_dict_in_generate
+        returns_cache = self._config.return_dict_in_generate
         is_kept = returns_cache or getattr(self._cache, "_is_user_defined", False)
         # Steps are undone by a crop, which cannot restore tokens that have left a dense window.
         steps_ahead = 0 if is_kept and any(storage.layout.has_tail for storage in self._cache.storages) else STEPS_AHEAD
         with self._model._optimize_model_for_decode():
-            received, num_behind = self._run_steps(
-                functools.partial(self._step, input_ids, report, model_kwargs),
-                report,
-                max_new_tokens=max_length - input_ids.shape[1],
-                steps_ahead=steps_ahead,
-            )
+            received, num_behind = self._run_steps(input_ids, report, steps_ahead)
         self._undo(num_behind, is_kept=is_kept)
         if self._streamer is not None:
             self._streamer.end()
@@ -215,13 +206,10 @@ class _Loop:
             return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self._cache)
         return sequences
 
-    def _run_steps(
-        self, make_step: Callable[[], LoopStep], report: Tensor, *, max_new_tokens: int, steps_ahead: int
-    ) -> tuple[list[Tensor], int]:
+    def _run_steps(self, input_ids: Tensor, report: Tensor, steps_ahead: int) -> tuple[list[Tensor], int]:
         """Run steps until all sequences are finished: the reports up to the stop, and how many steps ran beyond it.
 
-        `report` is of the token chosen after the prefill, which counts among `max_new_tokens`. `make_step` is called
-        when the first step is needed. `steps_ahead` run beyond the one whose flags are awaited.
+        `report` is of the token chosen after the prefill. `steps_ahead` run beyond the one whose flags are awaited.
         """
         room = min(storage.room for storage in self._cache.storages)
         mailbox = _Mailbox(report, steps_ahead + 1)
@@ -230,9 +218,9 @@ class _Loop:
         num_chosen = 1
         step: LoopStep | None = None
         received: list[Tensor] = []
-        while not received or (len(received) < max_new_tokens and bool(received[-1][1].any())):
-            if len(mailbox) <= steps_ahead and num_chosen < max_new_tokens and num_chosen <= room:
-                step = step or make_step()
+        while not received or (len(received) < self._max_new_tokens and bool(received[-1][1].any())):
+            if len(mailbox) <= steps_ahead and num_chosen < self._max_new_tokens and num_chosen <= room:
+                step = step or self._step(input_ids, report)
                 step.run(self._model, self._cache)
                 mailbox.send(step.report)
                 self._note_random_state()
@@ -246,12 +234,11 @@ class _Loop:
                     storage.check_room(1)  # raises, as the next step would have
         return received, num_chosen - len(received)
 
-    def _step(self, input_ids: Tensor, report: Tensor, model_kwargs: dict[str, Any]) -> LoopStep:
+    def _step(self, input_ids: Tensor, report: Tensor) -> LoopStep:
         """The captured step for this call, ready to run on the first new token."""
         tokens = torch.cat([input_ids, report[0][:, None]], dim=1)
-        inputs: dict[str, Any] = self._model.prepare_inputs_for_generation(
-            tokens, next_sequence_length=1, **model_kwargs
-        )
+        prepare = self._model.prepare_inputs_for_generation
+        inputs: dict[str, Any] = prepare(tokens, next_sequence_length=1, **self._inputs)
         inputs["return_dict"] = True
         key = ("loop", self._choice.key, key_of(self._model, self._cache, inputs))
         step: LoopStep = notes_on(self._model).captures.get(key, lambda: LoopStep(inputs, report, self._choice))
