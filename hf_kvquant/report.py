@@ -21,6 +21,7 @@ from .cache.cache import KVQuantCache
 from .cache.handle import LOOKED_INSIDE
 from .cache.layers import KVQuantLayer
 from .cache.support import check_layers, other_caches
+from .common.tables import plain, table_of
 from .config import KVQuantConfig
 from .environment import environment
 from .generate.encoder_decoder import decoder_cache
@@ -92,12 +93,13 @@ class Report:
 
     def __str__(self) -> str:
         """A readable table. Consecutive layers with equal entries share a line."""
-        rows = [("layers", "formats", "device", "served by", "reason")]
+        headings = "layers", "formats", "device", "served by", "reason"
+        rows = []
         for cells, group in itertools.groupby(self.layers, key=_cells):
             indices = [str(layer.layer_idx) for layer in group]
-            rows.append(("-".join(indices if len(indices) == 1 else (indices[0], indices[-1])), *cells))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+            span = indices[0] if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
+            rows.append(((span, *cells), None))
+        lines = plain(table_of(headings, rows, left=headings))
         return "\n".join([f"{self.model}, {self.cache} cache", *lines])
 
 

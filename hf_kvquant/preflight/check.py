@@ -25,7 +25,7 @@ from ..models.probing import evaluating
 from ..patching import check_patchable, patched
 from ..transforms.of_model import key_transforms
 from .divergence import CannotMeasure, Meter, alone, read_text
-from .signals import SHAPES, Finding, read_signals
+from .signals import SHAPES, Finding, KeySignals, read_signals
 from .verdict import KLD, UNKNOWN, LayerCheck, Preflight, name_of
 
 # The presets to pick from, the smallest first.
@@ -84,14 +84,16 @@ def run_preflight(
     check_decoder(model, where)
     check_patchable(model, KVQuantConfig.from_preset("none") if config is None else config)
     with show_progress(where, is_shown=progress) as tell, torch.no_grad(), evaluating(model), patched(model, "none"):
-        check = _Check(model, config, rungs, max_kld, lambda text: tell(doing=text), where)
-        if measure and check.signals:
+        tell(doing="weights")
+        signals, left_out = read_signals(model, config, where=where)
+        check = _Check(model, rungs, max_kld, lambda text: tell(doing=text), where, signals, left_out)
+        if measure and signals:
             check.prepare(tokenizer, texts)
         result = check.result(config)
     return result if measure else dataclasses.replace(result, unmeasured="measure=False skips this.")
 
 
-Rungs = Sequence[tuple[str, KVQuantConfig]]  # the presets to pick from, by name
+Rungs = Mapping[str, KVQuantConfig]  # the presets to pick from, by name
 
 
 def _checked(
@@ -117,27 +119,24 @@ def _checked(
             f"{where}: `{missing}` must come with `{given}`, got None. Give both, or neither: the model then writes "
             "the text itself."
         )
-    return [(name, KVQuantConfig.from_preset(name)) for name in presets]
+    return {name: KVQuantConfig.from_preset(name) for name in presets}
 
 
+@dataclasses.dataclass
 class _Check:
     """Collects what is known of each layer in each format, and decides. Nothing is measured twice."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: KVQuantConfig | None,
-        rungs: Rungs,
-        max_kld: float,
-        say: Callable[[str], Any],
-        where: str,
-    ) -> None:
-        self.model, self.rungs, self.max_kld, self.say, self.where = model, rungs, max_kld, say, where
-        self.meter: Meter | None = None  # measures divergences; stays `None` where nothing can be measured
-        self.source = self.unmeasured = ""  # what text it measures on, or why nothing can be measured
-        say("weights")
-        self.signals, self.left_out = read_signals(model, config, where=self.where)
-        self._known: dict[int, dict[LayerFormats, float | str]] = {index: {} for index in self.signals}
+    model: PreTrainedModel
+    rungs: Rungs
+    max_kld: float
+    say: Callable[[str], Any]
+    where: str
+    signals: Mapping[int, KeySignals]
+    left_out: Mapping[int, str]
+    meter: Meter | None = None  # measures divergences; `None` where nothing can be measured
+    source: str = ""  # what text it measures on
+    unmeasured: str = ""  # or why nothing can be measured
+    known: dict[tuple[int, LayerFormats], float | str] = dataclasses.field(default_factory=dict)
 
     def result(self, given: KVQuantConfig | None) -> Preflight:
         """Check the given config, or pick one."""
@@ -169,11 +168,10 @@ class _Check:
 
     def kld(self, index: int, formats: LayerFormats) -> float | str:
         """The divergence with only this layer quantised, or why it was not measured."""
-        known = self._known[index]
-        if formats not in known:
+        if (index, formats) not in self.known:
             self.say(f"layer {index}, {name_of(formats)}")
-            known[formats] = self._measured(alone(index, formats))
-        return known[formats]
+            self.known[index, formats] = self._measured(alone(index, formats))
+        return self.known[index, formats]
 
     def whole(self, config: KVQuantConfig) -> float | None:
         """The divergence of a config; `None` if it was not measured."""
@@ -207,13 +205,13 @@ class _Check:
 
     def layer(self, index: int, formats: LayerFormats) -> LayerCheck:
         kld = self.kld(index, formats)
-        tried = [(name_of(other), value) for other, value in self._known[index].items() if other != formats]
+        others = {other: value for (i, other), value in self.known.items() if i == index and other != formats}
         return LayerCheck(
             layer_idx=index,
             formats=formats,
             signals=self.signals[index],
             kld=kld if isinstance(kld, float) else None,
-            tried=tuple((name, value) for name, value in tried if isinstance(value, float)),
+            tried=tuple((name_of(other), value) for other, value in others.items() if isinstance(value, float)),
             findings=tuple(self.findings(index, formats)),
             unmeasured=kld if isinstance(kld, str) else "",
         )
@@ -240,20 +238,16 @@ class _Check:
     def _config_of(self, layers: Mapping[int, LayerFormats]) -> KVQuantConfig:
         """A config with these layers. The formats of most layers become its defaults."""
         if not layers:
-            return self.rungs[0][1]
+            return next(iter(self.rungs.values()))
         [(most, _)] = Counter(layers.values()).most_common(1)
         others = {index: formats for index, formats in layers.items() if formats != most}
         return KVQuantConfig(key=most.key, value=most.value, transforms=most.transforms, layers=others)
 
     def _usable(self, index: int) -> list[LayerFormats]:
-        """The presets' formats that fit a layer's head_dim.
-
-        Raises:
-            ValueError: None of them fits.
-        """
+        """The presets' formats that fit a layer's head_dim."""
         head_dim = self.signals[index].head_dim
         found, reason = [], ""
-        for _, config in self.rungs:
+        for config in self.rungs.values():
             formats = config.formats(index)
             try:
                 if head_dim is not None:
@@ -264,8 +258,8 @@ class _Check:
                 reason = str(error)
         if not found:
             raise ValueError(
-                f"{self.where}: `presets` must include one that fits layer {index}, got "
-                f"{[name for name, _ in self.rungs]}: {reason} Add 'none'."
+                f"{self.where}: `presets` must include one that fits layer {index}, got {list(self.rungs)}: {reason} "
+                "Add 'none'."
             )
         return found
 
