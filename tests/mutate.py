@@ -369,7 +369,7 @@ MUTATIONS = [
         ),
     ),
     *of(
-        "hf_kvquant/graphs/loop_step.py",
+        "hf_kvquant/graphs/decode_loop.py",
         (
             "chosen = chosen * unfinished + self.pad * (1 - unfinished)",
             "chosen = chosen * 1",

@@ -22,8 +22,8 @@ from transformers.models.llama import modeling_llama
 import hf_kvquant
 from hf_kvquant import rotate_values, unrotate_values
 from hf_kvquant.calibration import value_rotation
+from hf_kvquant.calibration.layout import find_value_layouts
 from hf_kvquant.calibration.observation import NAME
-from hf_kvquant.calibration.value_layout import find_value_layouts
 from hf_kvquant.evaluation.measuring.fidelity import compare
 from hf_kvquant.spec import reference
 
@@ -311,7 +311,7 @@ def test_an_interruption_rolls_back(error: type[BaseException], monkeypatch: pyt
 
     model = build()
     weights = snapshot(model)
-    monkeypatch.setattr(value_rotation, "_check", interrupt)
+    monkeypatch.setattr(value_rotation, "_refuse_above", interrupt)
     with pytest.raises(error):
         rotate_values(model)
     assert_untouched(model, weights)

@@ -10,5 +10,5 @@
     folding           scales the weights, and proves that nothing else changed
     smoothing_file    the result: an object, a table and a file
 
-`rotate_values` passes `value_rotation`, `value_layout` and `origins`. Both use `checks` and `observation`.
+`rotate_values` passes `value_rotation`, `layout` and `origins`. Both use `checks` and `observation`.
 """

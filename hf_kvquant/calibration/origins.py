@@ -4,7 +4,7 @@ Module names and layouts of fused projections differ from family to family, so t
 replaces the output of each module inside an attention module by random numbers, one module at a time. A factor can be
 folded into the last module whose numbers come out as keys, one for one and in proportion; where each number comes out
 tells which row makes which channel. A projection followed by a norm is excluded this way, since the norm's output is
-not proportional to its input. `layout.py` applies this to keys and queries, `value_layout.py` to values.
+not proportional to its input.
 """
 
 from __future__ import annotations

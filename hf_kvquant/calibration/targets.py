@@ -17,9 +17,7 @@ from transformers import PreTrainedModel
 
 from ..cache.support import other_caches
 from ..config import KVQuantConfig
-from ..models.layers import layers_of
 from ..models.probing import arbitrary_ids, forward, whole_cache
-from ..models.text_config import text_config_of
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
 from ..transforms.of_model import key_transforms
@@ -154,19 +152,14 @@ def find_keys(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerKey
     names = {module: name for name, module in model.named_modules()}
     keys: dict[int, LayerKeys] = {}
     left_out = other_caches(model)
-    for index in range(len(layers_of(text_config_of(model))[0])):
+    for index, layer in enumerate(cache.layers):
         if index in left_out:
             continue
-        kept = getattr(cache.layers[index], "keys", None)
+        kept = getattr(layer, "keys", None)
         if not isinstance(kept, Tensor) or index not in seen:
             left_out[index] = "its attention cannot be watched"
-        elif not all(_is_same(observation.key, kept) for observation in seen[index]):
+        elif not all(torch.equal(each.key.nan_to_num(), kept.nan_to_num()) for each in seen[index]):
             left_out[index] = "its attention does not use the cached keys unchanged"
         else:
             keys[index] = LayerKeys(names[seen[index][0].module], kept.shape[1], kept.shape[3])
     return keys, left_out
-
-
-def _is_same(key: Tensor, kept: Tensor) -> bool:
-    """Whether two tensors are equal; NaN equals NaN."""
-    return key.shape == kept.shape and torch.equal(key.nan_to_num(), kept.nan_to_num())

@@ -11,7 +11,9 @@ Source: QuaRot (arXiv 2404.00456); SpinQuant (arXiv 2405.16406), whose R2 is lea
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,13 +21,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..models.probing import hooked
+from ..models.probing import evaluating, forward, hooked
 from ..models.text_config import check_is_model, positions_of, text_config_of
 from ..spec import reference
 from ..state import keep, state_of
-from .folding import check_logits
+from .layout import ValueLayout, find_value_layouts
 from .text import CHECK_TOKENS
-from .value_layout import ValueLayout, find_value_layouts
 
 CONFIG_KEY = "hf_kvquant_value_rotation"  # in the model's config, so that a saved checkpoint is not rotated twice
 
@@ -39,8 +40,6 @@ ROUNDINGS, SUM_ROUNDINGS = 16.0, 256.0
 # How much further the logits may move, as they accumulate the rounding of all layers. Measured on the median token,
 # since a router may send some tokens to other experts: up to 2 eps in bfloat16 and 12 in float32, over 48 families.
 LOGIT_FACTOR = 4.0
-
-Outputs = Mapping[nn.Module, list[Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,16 +93,10 @@ def rotate_values(model: PreTrainedModel) -> tuple[int, ...]:
                 "no power of two divides. Leave it as it is."
             )
     state = _State(layouts, tuple(_read(rows, index).cpu() for rows, index in _rotatable(model, layouts)))
-    shape = CHECK_ROWS, positions_of(model, CHECK_TOKENS)
-    input_ids = torch.randint(text_config_of(model).vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    # What the projections after attention return before rotation, call by call.
-    outputs: Outputs = {model.get_submodule(layout.output.name): [] for layout in layouts.values()}
-    with hooked((module, lambda module, args, output: outputs[module].append(output)) for module in outputs):
-        before = check_logits(model, input_ids)
     try:
-        for rows, index in _rotatable(model, layouts):
-            _write(rows, index, _rotated(_read(rows, index)))
-        _check(model, outputs, before, input_ids, max(torch.finfo(x.dtype).eps for x in state.originals), where)
+        with _checked(model, layouts, where):
+            for rows, index in _rotatable(model, layouts):
+                _write(rows, index, _rotated(_read(rows, index)))
     except BaseException:  # the check failed, memory ran out, or the user interrupted
         _put_back(model, state)
         raise
@@ -181,31 +174,42 @@ def _put_back(model: PreTrainedModel, state: _State) -> None:
         _write(rows, index, original)
 
 
-def _check(model: PreTrainedModel, outputs: Outputs, before: Tensor, input_ids: Tensor, eps: float, where: str) -> None:
-    """Refuse a rotation that changes outputs or logits by more than rounding.
+@contextlib.contextmanager
+def _checked(model: PreTrainedModel, layouts: Mapping[int, ValueLayout], where: str) -> Iterator[None]:
+    """Refuse a rotation within the block that changes outputs or logits by more than rounding."""
+    shape = CHECK_ROWS, positions_of(model, CHECK_TOKENS)
+    input_ids = torch.randint(text_config_of(model).vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    outputs: dict[str, Tensor] = {}  # of the projections after attention, before rotation
+    errors: dict[str, float] = {}
 
-    `outputs`, of the projections after attention, and the logits `before` are from the same tokens before rotation.
-    `eps` is that of the weights' dtype, the largest if there are several.
-    """
-    errors = dict.fromkeys(outputs, 0.0)
-    calls = {module: iter(old) for module, old in outputs.items()}
-
-    def compare(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        old = next(calls[module])
-        difference = (output.double() - old.double()).norm() / old.double().norm().clamp(min=torch.finfo().tiny)
-        errors[module] = max(errors[module], float(difference.nan_to_num(torch.inf)))
+    def compare(name: str, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        old = outputs.setdefault(name, output)
+        size = old.double().flatten(1).norm(dim=1).clamp(min=torch.finfo().tiny)
+        difference = (output.double() - old.double()).flatten(1).norm(dim=1) / size
+        errors[name] = float(difference.nan_to_num(torch.inf).amax())
         return old  # so that later layers are compared on the same input
 
-    with hooked((module, compare) for module in outputs):
-        check_logits(model, input_ids)
-    worst = max(errors, key=lambda module: errors[module])
-    name = next(name for name, module in model.named_modules() if module is worst)
+    names = [layout.output.name for layout in layouts.values()]
+    hooks = [(model.get_submodule(name), functools.partial(compare, name)) for name in names]
+    with hooked(hooks):
+        before = _logits(model, input_ids)
+    yield
+    with hooked(hooks):
+        _logits(model, input_ids)
+    worst = max(errors, key=errors.__getitem__)
+    eps = max(torch.finfo(rows.dtype).eps for rows, _ in _rotatable(model, layouts))
     bound = ROUNDINGS * eps + SUM_ROUNDINGS * torch.finfo(torch.float32).eps
-    _refuse_above(bound, errors[worst], f"the output of {name}", where)
-    after = check_logits(model, input_ids).double()
-    centered = before.double() - before.double().mean(-1, keepdim=True)  # softmax ignores a common offset
-    moved = ((after - before.double()).norm(dim=-1) / centered.norm(dim=-1)).nan_to_num(torch.inf).median()
+    _refuse_above(bound, errors[worst], f"the output of {worst}", where)
+    after = _logits(model, input_ids)
+    centered = before - before.mean(-1, keepdim=True)  # softmax ignores a common offset
+    moved = ((after - before).norm(dim=-1) / centered.norm(dim=-1)).nan_to_num(torch.inf).median()
     _refuse_above(LOGIT_FACTOR * bound, float(moved), "the logits", where)
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    with evaluating(model):
+        return forward(model, input_ids).double()
 
 
 def _refuse_above(bound: float, error: float, what: str, where: str) -> None:

@@ -36,11 +36,7 @@ def is_captured(cache: object) -> TypeGuard[KVQuantCache]:
 
 
 def check_graphs(model: PreTrainedModel) -> None:
-    """Refuse to capture on a machine without a GPU. A model that is not on the GPU yet may be moved before it runs.
-
-    Raises:
-        NotImplementedError: The machine has no GPU.
-    """
+    """Refuse to capture on a machine without a GPU. A model that is not on the GPU yet may be moved before it runs."""
     if model.device.type not in RUNNERS and not torch.cuda.is_available():
         raise NotImplementedError(
             "patch: `capture` must be False on a machine without a GPU, got True: torch.cuda.is_available() is False, "
@@ -49,11 +45,7 @@ def check_graphs(model: PreTrainedModel) -> None:
 
 
 def check_capturable(model: PreTrainedModel) -> None:
-    """Refuse to capture if that would fail or, worse, replay a step over weights that have moved.
-
-    Raises:
-        NotImplementedError: The model is not on one GPU, or its weights do not stay where they are.
-    """
+    """Refuse to capture if that would fail or, worse, replay a step over weights that have moved."""
     tensors = [*model.parameters(), *model.buffers()]
     devices = sorted({str(tensor.device) for tensor in tensors})
     reason = None

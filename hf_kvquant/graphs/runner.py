@@ -132,11 +132,7 @@ class CapturedStep(abc.ABC):
         self._runner = RUNNERS[device.type](device)
 
     def run(self, model: PreTrainedModel, cache: KVQuantCache) -> Any:
-        """Append a token to the cache. Returns what `_finish` returns; the next run overwrites its tensors.
-
-        Raises:
-            RuntimeError, ValueError: As `StepRunner.run`.
-        """
+        """Append a token to the cache. Returns what `_finish` returns, as `StepRunner.run` does."""
 
         def step() -> Any:
             with fused(model):

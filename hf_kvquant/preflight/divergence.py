@@ -93,11 +93,7 @@ def _ids(config: Any, name: str) -> list[int]:
 
 
 def _logits(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:
-    """Logits of a chunk, `[windows, tokens, vocab_size]`.
-
-    Raises:
-        CannotMeasure: The model cannot be run on tokens, or its weights are on the meta device.
-    """
+    """Logits of a chunk, `[windows, tokens, vocab_size]`."""
     try:
         logits = forward(model, input_ids, cache=cache)
     except Exception as error:

@@ -141,8 +141,7 @@ def read_signals(
     """
     text_config = text_config_of(model)
     left_out = other_caches(model, config)
-    biases, no_bias = _attempt(lambda: bias_centers(model, 1))
-    centers, _ = _attempt(lambda: bias_centers(model))
+    biases, no_bias = _attempt(lambda: (bias_centers(model, 1), bias_centers(model)))
     keys, no_keys = _attempt(lambda: _arbitrary_keys(model))
     layouts, no_layout = _attempt(lambda: find_layouts(model, where=where))
     signals: dict[int, KeySignals] = {}
@@ -158,10 +157,9 @@ def read_signals(
         if keys is not None and index in keys:
             key, num_q_heads = keys[index]  # [num_kv_heads, tokens, head_dim]
             num_kv_heads, _, head_dim = key.shape
-            if biases is not None and centers is not None:
+            if biases is not None:
                 zero = torch.zeros((num_kv_heads, head_dim))
-                bias = biases[index].cpu() if index in biases else zero
-                bias_center = centers[index].cpu() if index in centers else zero
+                bias, bias_center = (found.get(index, zero).cpu() for found in biases)
                 spread = (key - bias[:, None]).square().sum(-1).mean(1).sqrt()
         if bias is None or not bool(bias.isfinite().all()):
             bias = None
