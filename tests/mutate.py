@@ -341,7 +341,7 @@ MUTATIONS = [
         ("        self.pool.close()\n", "", "buffers come back to a model that is no longer patched", "pool"),
     ),
     *of(
-        "hf_kvquant/graphs/runner.py",
+        "hf_kvquant/graphs/capture.py",
         ("        cache.check_in_step()\n", "", "a step is captured over layers of different lengths", "capture"),
     ),
     *of(

@@ -29,7 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_kvquant
 from hf_kvquant import KVQuantCache, KVQuantConfig, patch, patched, unpatch
 from hf_kvquant.graphs import capture
-from hf_kvquant.graphs.runner import StepRunner
+from hf_kvquant.graphs.capture import StepRunner
 from hf_kvquant.state import Captures, notes_on
 
 INT4 = {"preset": "int4"}

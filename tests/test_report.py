@@ -20,7 +20,7 @@ import hf_kvquant
 from hf_kvquant import KVQuantCache, LayerReport, Report, environment, ops, patched, report
 from hf_kvquant.attention.registry import NOT_QUANTIZED
 from hf_kvquant.cache.handle import LOOKED_INSIDE
-from hf_kvquant.graphs import runner
+from hf_kvquant.graphs import capture
 from hf_kvquant.ops import kernels
 from hf_kvquant.storage import offloading
 
@@ -140,7 +140,7 @@ def test_a_model_that_is_not_patched() -> None:
 )
 def test_kinds_of_caches(config: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloading, "HOMES", frozenset(("cpu", "cuda")))
-    monkeypatch.setitem(runner.RUNNERS, "cpu", runner.CudaGraph)
+    monkeypatch.setitem(capture.RUNNERS, "cpu", capture.CudaGraph)
     model = models.llama()
     with patched(model, {"preset": "int4", **config}):
         assert report(model).cache == kind

@@ -28,8 +28,7 @@ from ..attention.masks import is_bounds
 from ..cache.cache import KVQuantCache
 from ..state import notes_on
 from ..storage import rewind
-from .capture import is_captured, key_of, log_slower_loop
-from .runner import CapturedStep, fill
+from .capture import CapturedStep, fill, is_captured, key_of, log_slower_loop
 
 # Steps in flight beyond the one whose flags are awaited. One hides the host's launch of the next step behind the
 # device's work; a second one hides pauses of the host.

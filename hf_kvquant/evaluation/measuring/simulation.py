@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...attention import unregistered as own_attention
 from ...attention.registry import call_previous, set_attention
-from ...attention.simulated import SimulatingLayer
+from ...attention.unregistered import SimulatingLayer
 from ...cache.cache import KVQuantCache
 from ...cache.handle import KVHandle, KVStep
 from ...cache.layers import KVQuantLayer
