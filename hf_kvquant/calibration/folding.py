@@ -189,7 +189,6 @@ class _Part:
         return ((after != before * self.factors) | (after / self.factors != before)).any(1)
 
     def _wide(self, rows: Tensor) -> Tensor:
-        """Rows with their offset, in float32 or wider."""
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
         return wide + self.offset if self.offset else wide  # adding 0 would turn -0.0 into 0.0
 

@@ -26,7 +26,6 @@ from transformers.pytorch_utils import Conv1D
 
 from ..models.probing import hooked
 from . import origins
-from .checks import ROTATION, SMOOTHING, check_not_shared
 from .observation import Observation
 from .origins import Output, Probe, Scalable, Source, differs_by_sample, one_for_one, random_samples, replaced
 
@@ -48,7 +47,7 @@ class LayerLayout:
     @property
     def num_q_per_kv(self) -> int:
         """Query heads that share a key-value head."""
-        return self.query.index.shape[0] // self.key.index.shape[0]
+        return len(self.query.index) // len(self.key.index)
 
 
 def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerLayout], dict[int, str]]:
@@ -63,7 +62,7 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
         NotImplementedError: The model keeps no keys, its attention cannot be watched, or its weights cannot be edited
             in place.
     """
-    probe = Probe(model, SMOOTHING, where)
+    probe = Probe(model, origins.SMOOTHING, where)
     left_out = probe.left_out
     chosen: dict[int, tuple[Source, Source]] = {}
     for index, (key, query) in probe.sources("key", "query").items():
@@ -92,8 +91,7 @@ def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, Layer
     if chosen:
         with replaced({output.module: output.filled(unit) for output, unit in features.items()}):
             probe.run(look, batch=batch)
-    makers = [scalable.name for layout in layouts.values() for scalable in (layout.key, layout.query)]
-    check_not_shared(model, makers, SMOOTHING, where)
+    probe.check_not_shared(side.name for layout in layouts.values() for side in (layout.key, layout.query))
     return layouts, dict(sorted(left_out.items()))
 
 
@@ -180,7 +178,7 @@ def find_value_layouts(model: PreTrainedModel, *, where: str) -> dict[int, Value
         NotImplementedError: Layers reuse the values of others, attention cannot be watched, weights cannot be edited in
             place, or a layer does more with values than project them.
     """
-    probe = Probe(model, ROTATION, where)
+    probe = Probe(model, origins.ROTATION, where)
     if not probe.modules:
         raise NotImplementedError(
             f"{where}: `model` must have a layer whose cache is quantised, got {type(model).__name__} without one. "
@@ -204,8 +202,7 @@ def find_value_layouts(model: PreTrainedModel, *, where: str) -> dict[int, Value
     for index, answer in _answers(probe, chosen).items():
         refuse = functools.partial(refusal, index)
         layouts[index] = ValueLayout(_value(chosen[index], answer, refuse), _output(answer, probe, index, refuse))
-    touched = [side.name for layout in layouts.values() for side in (layout.value, layout.output)]
-    check_not_shared(model, touched, ROTATION, where)
+    probe.check_not_shared(side.name for layout in layouts.values() for side in (layout.value, layout.output))
     return layouts
 
 
@@ -249,7 +246,6 @@ def _silence(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _value(source: Source, answer: _Answer, refuse: Refuse) -> Scalable:
-    """The projection that makes values."""
     name = source.scalable.name
     if answer.is_key_touched:
         raise refuse("keys or queries come from the same weights as values")
@@ -262,7 +258,6 @@ def _value(source: Source, answer: _Answer, refuse: Refuse) -> Scalable:
 
 
 def _output(answer: _Answer, probe: Probe, layer_idx: int, refuse: Refuse) -> Scalable:
-    """The projection that takes attention's output."""
     attended, names = answer.attended, probe.names
     takers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
     for module, features in answer.inputs:

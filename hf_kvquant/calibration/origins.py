@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,8 +24,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..cache.support import other_caches
 from ..models.probing import arbitrary_ids, forward, hooked
-from ..models.text_config import positions_of
-from .checks import Edit, check_decoder, check_editable, check_own_keys
+from ..models.text_config import positions_of, text_config_of
+from .checks import check_decoder
 from .observation import Observation, not_observed, observed
 
 # Which parameters scale features: the rows of a weight, its columns (GPT-2's Conv1D), the gain of a norm, or a gain
@@ -40,6 +40,21 @@ NUM_SAMPLES = 32  # random vectors: the odds that two independent ones agree to 
 COSINE = 0.995  # least cosine of a module's numbers and a channel; rounding to bfloat16 leaves 0.9999
 LOUD = 1024.0  # some samples are this many times larger, to notice clipping (OLMo's clip_qkv is 8)
 NUM_LOUD = 8
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Edit:
+    """An edit of weights, as error messages name it: the tensors that they make or take, and what it does to them."""
+
+    what: str
+    verb: str
+
+
+SMOOTHING = Edit("keys and queries", "smooth")
+ROTATION = Edit("values and attention's output", "rotate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +117,10 @@ class Probe:
 
     def __init__(self, model: PreTrainedModel, edit: Edit, where: str) -> None:
         check_decoder(model, where)
-        check_own_keys(model, where)
         self.model, self.edit, self.where = model, edit, where
         self.names = {module: name for name, module in model.named_modules()}
         self.left_out = other_caches(model)
+        self._check_own_keys()
         modules = self._attention_modules()
         self.modules = {index: module for index, module in modules.items() if index not in self.left_out}
 
@@ -140,7 +155,58 @@ class Probe:
 
     def check_editable(self, layer_idx: int, module: nn.Module) -> None:
         """Refuse a module of a layer whose weights are not plain numbers in memory."""
-        check_editable(module, self.modules[layer_idx], self.names, self.edit, self.where)
+        name, edit = self.names[module], self.edit
+        for wrapper in self.modules[layer_idx].modules():
+            is_adapter = hasattr(wrapper, "base_layer") or hasattr(wrapper, "lora_A")
+            if is_adapter and any(child is module for child in wrapper.modules()):
+                raise NotImplementedError(
+                    f"{self.where}: `model` must have no adapters on {edit.what}, got {type(wrapper).__name__} at "
+                    f"{self.names[wrapper]}. Merge them first (merge_and_unload), or {edit.verb} the base model and "
+                    "train anew."
+                )
+        if getattr(getattr(module, "_hf_hook", None), "offload", False):
+            raise self._not_in_memory(f"{name}, which is offloaded")
+        for tensor in module.state_dict(keep_vars=True).values():
+            is_plain = type(tensor) in (nn.Parameter, Tensor)
+            if isinstance(tensor, Tensor) and (tensor.dtype not in FLOATS or not is_plain):
+                raise NotImplementedError(
+                    f"{self.where}: `model` must have plain weights in float32, bfloat16 or float16 behind "
+                    f"{edit.what}, got {type(module).__name__} with {str(tensor.dtype).removeprefix('torch.')} "
+                    f"{type(tensor).__name__} at {name}. {edit.verb.capitalize()} the unquantised model, then quantise "
+                    "its weights."
+                )
+
+    def check_not_shared(self, names: Iterable[str]) -> None:
+        """Refuse to edit the modules of these names if other modules share their parameters."""
+        owners: dict[int, list[str]] = defaultdict(list)
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            owners[parameter.data_ptr()].append(name)
+        for name in names:
+            for parameter in self.model.get_submodule(name).parameters(recurse=False):
+                shared = owners[parameter.data_ptr()]
+                if len(shared) > 1:
+                    raise NotImplementedError(
+                        f"{self.where}: `model` must not share the weights behind {self.edit.what}, got one tensor for "
+                        f"{' and '.join(sorted(shared))}. Give each a copy of its own first."
+                    )
+
+    def _check_own_keys(self) -> None:
+        """Refuse offloaded weights, and layers that reuse the keys of other layers."""
+        offloaded = [name for name, parameter in self.model.named_parameters() if parameter.is_meta]
+        if offloaded:
+            raise self._not_in_memory(f"{len(offloaded)} offloaded weights, such as {offloaded[0]}")
+        num_shared = getattr(text_config_of(self.model), "num_kv_shared_layers", 0)
+        if num_shared:
+            raise NotImplementedError(
+                f"{self.where}: `model` must have keys of its own in every layer, got {num_shared} layers "
+                f"of {type(self.model).__name__} that attend to those of others. Leave it as it is."
+            )
+
+    def _not_in_memory(self, found: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{self.where}: `model` must be in memory, got {found}. Load it without a device_map that offloads, for "
+            "example on the CPU."
+        )
 
     def _attention_modules(self) -> dict[int, nn.Module]:
         seen: dict[int, list[nn.Module]] = defaultdict(list)

@@ -41,8 +41,6 @@ CONFIG_KEY = "hf_kvquant_smoothing"  # set in the model's config, so a saved che
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """What calibration stores on a model."""
-
     result: SmoothingResult
     layouts: Mapping[int, LayerLayout]  # of the layers whose weights are scaled
     before: ModelTransforms  # what was set on the model before, in units of keys without factors
@@ -129,7 +127,6 @@ def _calibrate(
     choices: Sequence[Candidate],
     progress: bool,
 ) -> SmoothingResult:
-    """Find centres and factors of some layers, and apply them to the model."""
     layouts = {index: target.layout for index, target in targets.items() if target.layout is not None}
     input_ids = check_ids(windows, model.dtype)
     with show_progress(WHERE, 2 * count_tokens(windows), unit="token", is_shown=progress) as tell:

@@ -44,8 +44,6 @@ LOGIT_FACTOR = 4.0
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """What `rotate_values` stores on a model."""
-
     layouts: Mapping[int, ValueLayout]
     originals: tuple[Tensor, ...]  # the original weights on the CPU, read by `_read` in the order of `_rotatable`
 
@@ -161,7 +159,6 @@ def _read(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _write(rows: Tensor, index: Tensor, channels: Tensor) -> None:
-    """Write what `_read` returned back into `rows`."""
     rows[index.to(rows.device)] = channels.to(rows.device).movedim(-1, 1)
 
 

@@ -43,8 +43,6 @@ STATIC_STEP = 256
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """One call of `generate`."""
-
     model: PreTrainedModel
     options: Any  # its `generation_config`
     inputs: dict[str, Any]  # its `model_kwargs`
@@ -193,7 +191,6 @@ def _check_new_tokens(call: _Call, cache: KVQuantCache) -> None:
 
 
 def _new_cache(call: _Call, config: KVQuantConfig) -> KVQuantCache:
-    """A cache with this config for a call."""
     model = call.model
     _check_call(call)
     if call.options.is_assistant:

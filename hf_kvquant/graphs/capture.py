@@ -168,8 +168,6 @@ class StepRunner(abc.ABC):
 
 
 class CudaGraph(StepRunner):
-    """A step as a CUDA graph."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)  # a capture needs its own

@@ -150,8 +150,6 @@ def _norm_with(module: nn.Module, x: Tensor, weight: Tensor) -> Any:
 
 @dataclasses.dataclass
 class _Addition:
-    """One addition of a step."""
-
     number: int  # how many additions came before it in the step
     addends: tuple[Tensor, Tensor]
     total: Tensor

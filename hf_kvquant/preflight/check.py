@@ -103,7 +103,6 @@ def _checked(
     texts: Iterable[str] | None,
     where: str,
 ) -> Rungs:
-    """Check the arguments, and return the presets to pick from as configs."""
     if isinstance(presets, str) or not presets:
         raise ValueError(f"{where}: `presets` must be a list of names, got {presets!r}. The default is {list(LADDER)}.")
     for name in presets:
