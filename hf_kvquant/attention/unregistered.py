@@ -69,9 +69,6 @@ def check_static(model: PreTrainedModel, where: str) -> None:
 
     For every static cache, `generate` makes a 4-D mask, unless the model has its own `create_masks_for_generate`; BLOOM
     and Falcon need a 2-D one for ALiBi. LED and FSMT mask the tokens that a cache holds, but not the capacity after.
-
-    Raises:
-        NotImplementedError: The model is one of them.
     """
     reason = None
     names = {type(module).__name__ for module in model.modules() if getattr(module, "use_alibi", True)}

@@ -63,10 +63,7 @@ def settled_exponents(
     """Reduce exponents until no layer's attention changes a bit. The model is scaled for each trial, then scaled back.
 
     float16 has few exponents: keys and queries that become subnormal lose bits, and RoPE loses more. If a layer changes
-    in float16, its exponents are reduced until it does not. In other dtypes a change is an error.
-
-    Raises:
-        RuntimeError: A layer's attention changes.
+    in float16, its exponents are reduced until it does not. In other dtypes a change is a `RuntimeError`.
     """
     settled = dict(exponents)
     outputs: dict[int, Tensor] = {}
@@ -109,13 +106,10 @@ def fold(
     input_ids: Tensor,
     where: str,
 ) -> dict[str, Tensor]:
-    """Fold factors, powers of two, into the weights, and roll back unless all logits stay the same to the bit.
+    """Fold factors, powers of two, into the weights; roll back and raise unless all logits stay the same to the bit.
 
     Logits are compared on `input_ids`, `[rows, tokens]` int64. Returns copies of the weights that scaling back would
     round.
-
-    Raises:
-        RuntimeError: The logits change.
     """
     originals = gains_plus_one(model, layouts.values())
     before = check_logits(model, input_ids)

@@ -51,16 +51,10 @@ class LayerLayout:
 
 
 def find_layouts(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerLayout], dict[int, str]]:
-    """Find the parameters that make keys and queries in every layer whose cache would be quantised.
-
-    Returns:
-        layouts: Per layer index, the layout.
-        left_out: Per layer index, why the layer cannot be scaled.
+    """Find, by layer index, the parameters that make keys and queries, or why the layer cannot be scaled.
 
     Raises:
-        TypeError: `model` is not a `PreTrainedModel`.
-        NotImplementedError: The model keeps no keys, its attention cannot be watched, or its weights cannot be edited
-            in place.
+        TypeError, NotImplementedError: As `Probe`, or weights cannot be edited in place.
     """
     probe = Probe(model, origins.SMOOTHING, where)
     left_out = probe.left_out
@@ -174,9 +168,7 @@ def find_value_layouts(model: PreTrainedModel, *, where: str) -> dict[int, Value
     """Find, by layer index, the value layout of every layer whose cache would be quantised.
 
     Raises:
-        TypeError: `model` is not a `PreTrainedModel`.
-        NotImplementedError: Layers reuse the values of others, attention cannot be watched, weights cannot be edited in
-            place, or a layer does more with values than project them.
+        TypeError, NotImplementedError: As `find_layouts`, or a layer does more with values than project them.
     """
     probe = Probe(model, origins.ROTATION, where)
     if not probe.modules:

@@ -145,11 +145,7 @@ class Probe:
             forward(self.model, input_ids, position_ids=positions.expand(batch, -1))
 
     def sources(self, *sides: Side) -> dict[int, tuple[Source | str, ...]]:
-        """Per layer and side, the module to edit, or why there is none.
-
-        Raises:
-            NotImplementedError: The weights of a module cannot be edited in place.
-        """
+        """Per layer and side, the module to edit, or why there is none. Refuses weights that cannot be edited."""
         passed = self._passed(sides)
         return {index: tuple(self._source(index, passed[index, side]) for side in sides) for index in self.modules}
 

@@ -77,11 +77,7 @@ class Target:
 def find_targets(
     model: PreTrainedModel, config: KVQuantConfig, mode: Mode, *, has_centers: bool, has_factors: bool, where: str
 ) -> tuple[dict[int, Target], dict[int, str]]:
-    """The layers to calibrate, and for each other layer the reason.
-
-    Raises:
-        TypeError, NotImplementedError: No layer can be calibrated, or factors cannot be folded into any.
-    """
+    """The layers to calibrate, and for each other layer the reason. Refuses a model without any."""
     check_decoder(model, where)  # first: models that it refuses do not work with mode='online' either
     layouts: dict[int, LayerLayout] = {}
     unscalable: dict[int, str] = {}
@@ -136,12 +132,7 @@ def find_targets(
 
 
 def find_keys(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerKeys], dict[int, str]]:
-    """The layers whose keys a cache can transform, by index, and for each other layer the reason.
-
-    Raises:
-        TypeError: `model` is not a `PreTrainedModel`.
-        NotImplementedError: The model keeps no keys, or its attention cannot be watched.
-    """
+    """The layers whose keys a cache can transform, by index, and for each other layer the reason."""
     check_decoder(model, where)
     seen: dict[int, list[Observation]] = defaultdict(list)
     cache = whole_cache(model)

@@ -110,11 +110,7 @@ def prepare_cache(
 
 
 def asks_for_us(generation_config: Any) -> bool:
-    """Whether a call names our backend.
-
-    Raises:
-        TypeError, ValueError: The request is misspelt or incomplete: transformers would ignore it, or fail elsewhere.
-    """
+    """Whether a call names our backend. Refuses requests that transformers would ignore, or that fail elsewhere."""
     implementation, cache_config = generation_config.cache_implementation, generation_config.cache_config
     if isinstance(cache_config, KVQuantConfig):
         raise TypeError("generate: `cache_config` must be a dictionary, got a KVQuantConfig. Pass its to_dict().")

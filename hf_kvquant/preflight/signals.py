@@ -133,11 +133,9 @@ class KeySignals:
 def read_signals(
     model: PreTrainedModel, config: KVQuantConfig | None = None, *, where: str
 ) -> tuple[dict[int, KeySignals], dict[int, str]]:
-    """Read the signals of each layer from the weights, of any kind. The model is only run, on a few arbitrary tokens.
+    """Read the signals of each layer whose cache would be quantised, of any kind, and why other layers are left out.
 
-    Returns:
-        signals: For each layer whose cache would be quantised. A signal that cannot be read is unknown, not an error.
-        left_out: For each other layer, the reason.
+    The model is only run, on a few arbitrary tokens. A signal that cannot be read is unknown, not an error.
     """
     text_config = text_config_of(model)
     left_out = other_caches(model, config)
