@@ -122,7 +122,7 @@ def _attend_of(module: Any, num_layers: int, family: Family, kwargs: dict[str, A
     storage, notes = layer.storage, cache.notes
     is_left_alone = not storage.is_quantized or module.training or kwargs.get("output_attentions")
     if isinstance(layer, SimulatingLayer):
-        return None if is_left_alone else functools.partial(simulate, cache, index, _visible(family, mask))
+        return None if is_left_alone else functools.partial(_simulate, cache, index, _visible(family, mask))
     starts = _starts_of(family, mask)
     q_len = mask.shape[2]
     if layer is next(each for each in cache.layers if isinstance(each, KVQuantLayer)) and not is_tracing(mask):
@@ -198,7 +198,7 @@ class SimulatingLayer(abc.ABC):
         """See `simulation.SimulatedLayer.attend`."""
 
 
-def simulate(
+def _simulate(
     cache: KVQuantCache,
     index: int,
     is_visible: Tensor,
@@ -210,21 +210,11 @@ def simulate(
     alibi_slopes: Tensor | None = None,
     sliding_window: int = 0,
 ) -> Tensor:
-    """Attention of one layer over one whole text or several: dense, with a mask that includes ALiBi and windows.
+    """An `Attend` over whole texts: dense, with a mask that includes ALiBi and windows.
 
-    Like the kernels, it sums in float32 and does not round biases, in the first chunk as well, which a real cache
-    leaves to the model. Falcon with ALiBi rounds them to bfloat16 there.
-
-    Args:
-        cache: A simulated cache, which the keys and values are written to.
-        index: Index of a quantised `SimulatingLayer` in it.
-        is_visible: `[batch or 1, tokens, tokens]` bool: whether a query sees a key, without the sliding window.
-        query: `[batch, num_q_heads, tokens, head_dim]`.
-        key, value: `[batch, num_kv_heads, tokens, head_dim]`.
-        softmax_scale, alibi_slopes, sliding_window: As for `Operands.decode`.
-
-    Returns:
-        `[batch, tokens, num_q_heads * head_dim]`, dtype of `value`.
+    `is_visible`, `[batch or 1, tokens, tokens]` bool, says which keys a query sees, without the sliding window. Like
+    the kernels, this sums in float32 and does not round biases, in the first chunk as well, which a real cache leaves
+    to the model. Falcon with ALiBi rounds them to bfloat16 there.
     """
     layer = cache.layers[index]
     assert isinstance(layer, SimulatingLayer)

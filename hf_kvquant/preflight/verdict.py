@@ -160,13 +160,10 @@ class Preflight:
     def table(self, title: str | None = None) -> Table:
         """The layers as a table for a terminal. Those with a problem are red."""
         harmful = {finding.layer_idx for finding in self.problems}
-        rows = (
-            (
-                (str(layer.layer_idx), layer.name, *cells(layer), layer.remarks()),
-                "red" if layer.layer_idx in harmful else None,
-            )
-            for layer in self.layers
-        )
+        rows = []
+        for layer in self.layers:
+            style = "red" if layer.layer_idx in harmful else None
+            rows.append(((str(layer.layer_idx), layer.name, *cells(layer), layer.remarks()), style))
         return table_of(HEADINGS, rows, title=title, left=("formats", "remarks"))
 
     def report(self) -> str:
