@@ -88,45 +88,12 @@ def decode(model: Any, input_ids: Tensor, *, streamer: Any = None, **call: Any) 
         ValueError: The cache is full.
     """
     if is_captured(call.get("past_key_values")):
-        reason = _why_not_loop(model, input_ids, **call)
+        loop = _Loop(model, input_ids, streamer, **call)
+        reason = loop.why_not()
         if reason is None:
-            return _Loop(model, streamer, input_ids, **call).run(input_ids)
+            return loop.run()
         log_slower_loop(reason)
     return type(model)._sample(model, input_ids, streamer=streamer, **call)
-
-
-def _why_not_loop(
-    model: Any,
-    input_ids: Tensor,
-    *,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: Any,
-    **model_kwargs: Any,
-) -> str | None:
-    """Why transformers' loop has to run, or `None` if this one serves the call."""
-    for processor in logits_processor:
-        if type(processor) not in _SERVED_PROCESSORS:
-            return f"{type(processor).__name__} looks at more than the newest scores"
-    for criteria in stopping_criteria:
-        if type(criteria) not in _SERVED_CRITERIA:
-            return f"{type(criteria).__name__} decides on the host"
-    for name in ("output_scores", "output_logits", "output_hidden_states"):
-        if generation_config.return_dict_in_generate and getattr(generation_config, name):
-            return f"{name}=True"
-    for name in _FEEDING:
-        if getattr(type(model), name) is not getattr(GenerationMixin, name):
-            return f"{type(model).__name__} has its own {name}"
-    for name, value in model_kwargs.items():
-        if name not in _ADVANCED and not isinstance(value, (int, float, str, type(None))):
-            return f"the model is fed '{name}'"
-    if input_ids.device != model.device:
-        return f"the prompt is on {input_ids.device}, the model on {model.device}"
-    mask = model_kwargs.get("attention_mask")
-    has_holes = mask is not None and bool((mask[:, :-1] > mask[:, 1:]).any())
-    if has_holes or model_kwargs["past_key_values"].notes.has_holes:
-        return "the attention mask hides more than left padding"
-    return None
 
 
 class Choice:
@@ -234,26 +201,51 @@ class _Loop:
     def __init__(
         self,
         model: Any,
-        streamer: Any,
         input_ids: Tensor,
+        streamer: Any,
         *,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: Any,
         **model_kwargs: Any,
     ) -> None:
-        self._model, self._streamer = model, streamer
-        self._config, self._inputs = generation_config, model_kwargs
+        self._model, self._input_ids, self._streamer = model, input_ids, streamer
+        self._processors, self._criteria, self._config = logits_processor, stopping_criteria, generation_config
+        self._inputs = model_kwargs
         self._cache: KVQuantCache = model_kwargs["past_key_values"]
-        self._choice = Choice(input_ids, logits_processor, stopping_criteria, generation_config)
-        max_length = min(each.max_length for each in stopping_criteria if isinstance(each, MaxLengthCriteria))
-        self._max_new_tokens = max_length - input_ids.shape[1]
-        is_cuda = input_ids.device.type == "cuda"
-        self._random = torch.cuda.default_generators[input_ids.device.index] if is_cuda else torch.default_generator
         self._random_states: list[Tensor] = []  # after each token
 
-    def run(self, input_ids: Tensor) -> Any:
+    def why_not(self) -> str | None:
+        """Why transformers' loop has to run, or `None` if this one serves the call."""
+        for processor in self._processors:
+            if type(processor) not in _SERVED_PROCESSORS:
+                return f"{type(processor).__name__} looks at more than the newest scores"
+        for criteria in self._criteria:
+            if type(criteria) not in _SERVED_CRITERIA:
+                return f"{type(criteria).__name__} decides on the host"
+        for name in ("output_scores", "output_logits", "output_hidden_states"):
+            if self._config.return_dict_in_generate and getattr(self._config, name):
+                return f"{name}=True"
+        for name in _FEEDING:
+            if getattr(type(self._model), name) is not getattr(GenerationMixin, name):
+                return f"{type(self._model).__name__} has its own {name}"
+        for name, value in self._inputs.items():
+            if name not in _ADVANCED and not isinstance(value, (int, float, str, type(None))):
+                return f"the model is fed '{name}'"
+        if self._input_ids.device != self._model.device:
+            return f"the prompt is on {self._input_ids.device}, the model on {self._model.device}"
+        mask = self._inputs.get("attention_mask")
+        has_holes = mask is not None and bool((mask[:, :-1] > mask[:, 1:]).any())
+        if has_holes or self._cache.notes.has_holes:
+            return "the attention mask hides more than left padding"
+        return None
+
+    def run(self) -> Any:
         """Prefill, and decode until every sequence is finished or as long as it may get."""
+        input_ids = self._input_ids
+        is_cuda = input_ids.device.type == "cuda"
+        self._random = torch.cuda.default_generators[input_ids.device.index] if is_cuda else torch.default_generator
+        self._choice = Choice(input_ids, self._processors, self._criteria, self._config)
         outputs = self._model._prefill(input_ids, self._config, self._inputs)
         report = torch.ones((2, input_ids.shape[0]), dtype=torch.int64, device=input_ids.device)
         self._choice(outputs.logits, report)
@@ -265,7 +257,7 @@ class _Loop:
         # Steps are undone by a crop, which cannot restore tokens that have left a dense window.
         steps_ahead = 0 if is_kept and any(storage.layout.has_tail for storage in self._cache.storages) else STEPS_AHEAD
         with self._model._optimize_model_for_decode():
-            received, num_behind = self._run_steps(input_ids, report, steps_ahead)
+            received, num_behind = self._run_steps(report, steps_ahead)
         self._undo(num_behind, is_kept=is_kept)
         if self._streamer is not None:
             self._streamer.end()
@@ -275,21 +267,23 @@ class _Loop:
             return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=self._cache)
         return sequences
 
-    def _run_steps(self, input_ids: Tensor, report: Tensor, steps_ahead: int) -> tuple[list[Tensor], int]:
+    def _run_steps(self, report: Tensor, steps_ahead: int) -> tuple[list[Tensor], int]:
         """Run steps until all sequences are finished: the reports up to the stop, and how many steps ran beyond it.
 
         `report` is of the token chosen after the prefill. `steps_ahead` run beyond the one whose flags are awaited.
         """
         room = min(storage.room for storage in self._cache.storages)
+        max_length = min(each.max_length for each in self._criteria if isinstance(each, MaxLengthCriteria))
+        max_new_tokens = max_length - self._input_ids.shape[1]
         mailbox = _Mailbox(report, steps_ahead + 1)
         mailbox.send(report)
         self._note_random_state()
         num_chosen = 1
         step: LoopStep | None = None
         received: list[Tensor] = []
-        while not received or (len(received) < self._max_new_tokens and bool(received[-1][1].any())):
-            if len(mailbox) <= steps_ahead and num_chosen < self._max_new_tokens and num_chosen <= room:
-                step = step or self._step(input_ids, report)
+        while not received or (len(received) < max_new_tokens and bool(received[-1][1].any())):
+            if len(mailbox) <= steps_ahead and num_chosen < max_new_tokens and num_chosen <= room:
+                step = step or self._step(report)
                 step.run(self._model, self._cache)
                 mailbox.send(step.report)
                 self._note_random_state()
@@ -303,9 +297,9 @@ class _Loop:
                     storage.check_room(1)  # raises, as the next step would have
         return received, num_chosen - len(received)
 
-    def _step(self, input_ids: Tensor, report: Tensor) -> LoopStep:
+    def _step(self, report: Tensor) -> LoopStep:
         """The captured step for this call, ready to run on the first new token."""
-        tokens = torch.cat([input_ids, report[0][:, None]], dim=1)
+        tokens = torch.cat([self._input_ids, report[0][:, None]], dim=1)
         prepare = self._model.prepare_inputs_for_generation
         inputs: dict[str, Any] = prepare(tokens, next_sequence_length=1, **self._inputs)
         inputs["return_dict"] = True
