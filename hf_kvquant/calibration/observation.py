@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..attention.registry import call_previous, set_attention
-from ..models.probing import evaluating, hooked
+from ..models.probing import evaluating, forward, hooked
 from ..models.text_config import text_config_of
 
 NAME = "hf_kvquant-observed"
@@ -73,6 +74,14 @@ def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
         if text_config._attn_implementation != before:
             set_attention(model, before)
         del ALL_ATTENTION_FUNCTIONS[NAME], AttentionMaskInterface._global_mapping[NAME]
+
+
+def observations(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> dict[int, list[Observation]]:
+    """What reaches attention in one forward, by layer index. `kwargs` are those of `models.probing.forward`."""
+    seen: dict[int, list[Observation]] = defaultdict(list)
+    with observed(model, lambda observation: seen[observation.layer_idx].append(observation)):
+        forward(model, input_ids, **kwargs)
+    return seen
 
 
 def not_observed(model: PreTrainedModel, where: str) -> NotImplementedError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import defaultdict
 from typing import Literal
 
 import torch
@@ -17,13 +16,13 @@ from transformers import PreTrainedModel
 
 from ..cache.support import other_caches
 from ..config import KVQuantConfig
-from ..models.probing import arbitrary_ids, forward, whole_cache
+from ..models.probing import arbitrary_ids, whole_cache
 from ..spec.formats import KVFormat
 from ..spec.key_transform import KeyTransform
 from ..transforms.of_model import key_transforms
 from .checks import check_decoder
 from .layout import LayerLayout, find_layouts
-from .observation import Observation, not_observed, observed
+from .observation import not_observed, observations
 from .smoothing_file import Placement
 
 logger = logging.getLogger(__name__)
@@ -134,10 +133,8 @@ def find_targets(
 def find_keys(model: PreTrainedModel, *, where: str) -> tuple[dict[int, LayerKeys], dict[int, str]]:
     """The layers whose keys a cache can transform, by index, and for each other layer the reason."""
     check_decoder(model, where)
-    seen: dict[int, list[Observation]] = defaultdict(list)
     cache = whole_cache(model)
-    with observed(model, lambda observation: seen[observation.layer_idx].append(observation)):
-        forward(model, arbitrary_ids(model, NUM_TOKENS), cache=cache)
+    seen = observations(model, arbitrary_ids(model, NUM_TOKENS), cache=cache)
     if not seen:
         raise not_observed(model, where)
     names = {module: name for name, module in model.named_modules()}

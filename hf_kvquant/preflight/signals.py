@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from ..cache.support import other_caches
 from ..calibration.layout import find_layouts
-from ..calibration.observation import Observation, observed
+from ..calibration.observation import observations
 from ..calibration.origins import Scalable
 from ..config import KVQuantConfig, LayerFormats
 from ..models.layers import layers_of
-from ..models.probing import arbitrary_ids, forward
+from ..models.probing import arbitrary_ids
 from ..models.text_config import count_of, head_dim_of, text_config_of
 from ..spec.key_transform import KeyTransform
 from ..transforms.centering import bias_centers
@@ -190,18 +190,11 @@ def reason_of(error: Exception) -> str:
     return text if isinstance(error, NotImplementedError) and "`model`" in text else f"{type(error).__name__}: {text}"
 
 
-@torch.no_grad()
 def _arbitrary_keys(model: PreTrainedModel) -> dict[int, tuple[Tensor, int]]:
     """Per layer, keys of a few arbitrary tokens at position 0, which RoPE does not rotate, and how many query heads."""
-    seen: dict[int, tuple[Tensor, int]] = {}
-
-    def note(observation: Observation) -> None:
-        seen[observation.layer_idx] = observation.key[0].float().cpu(), observation.query.shape[1]
-
-    input_ids = arbitrary_ids(model, NUM_TOKENS)
-    with observed(model, note):
-        forward(model, input_ids, position_ids=torch.zeros_like(input_ids))
-    return seen
+    ids = arbitrary_ids(model, NUM_TOKENS)
+    seen = observations(model, ids, position_ids=torch.zeros_like(ids))
+    return {index: (each[-1].key[0].float().cpu(), each[-1].query.shape[1]) for index, each in seen.items()}
 
 
 def _channel_ratio(model: PreTrainedModel, scalable: Scalable) -> tuple[float, str]:
