@@ -328,6 +328,7 @@ MUTATIONS = [
     *of(
         "hf_kvquant/graphs/capture.py",
         ("        model.training,\n", "", "a step captured in training serves evaluation", "capture"),
+        ("        cache.check_in_step()\n", "", "a step is captured over layers of different lengths", "capture"),
         (
             "            storage.check_room(1)\n",
             "            pass\n",
@@ -339,10 +340,6 @@ MUTATIONS = [
         "hf_kvquant/state.py",
         ("popitem(last=False)", "popitem()", "the newest graph is dropped, not the oldest", "capture"),
         ("        self.pool.close()\n", "", "buffers come back to a model that is no longer patched", "pool"),
-    ),
-    *of(
-        "hf_kvquant/graphs/capture.py",
-        ("        cache.check_in_step()\n", "", "a step is captured over layers of different lengths", "capture"),
     ),
     *of(
         "hf_kvquant/graphs/fusion.py",
@@ -376,9 +373,6 @@ MUTATIONS = [
             "finished sequences go on",
             "capture",
         ),
-    ),
-    *of(
-        "hf_kvquant/graphs/decode_loop.py",
         (
             "0 if is_kept and any(storage.layout.has_tail",
             "0 if False and any(storage.has_tail",
