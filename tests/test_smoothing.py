@@ -572,10 +572,10 @@ def test_a_lack_of_room_is_reported() -> None:
 def test_a_choice_that_is_cut_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = snapshot(with_outliers())
 
-    def cut(model: Any, layouts: Any, exponents: dict[int, Tensor], *args: Any) -> dict[int, Tensor]:
+    def cut(self: Any, exponents: dict[int, Tensor], *args: Any) -> dict[int, Tensor]:
         return {0: exponents[0].clamp(-1, 1), 1: 0 * exponents[1]}
 
-    monkeypatch.setattr(search, "settled_exponents", cut)
+    monkeypatch.setattr(folding.Folding, "settle", cut)
     model = with_outliers()
     result = smooth(model)
     first, second = result.layers
@@ -587,7 +587,7 @@ def test_a_choice_that_is_cut_is_measured_again(monkeypatch: pytest.MonkeyPatch)
     assert again.layers[0].error_before == pytest.approx(first.error_after, rel=1e-3)
     assert again.layers[0].error_after == again.layers[0].error_before, "its centres are those of the same text"
 
-    monkeypatch.setattr(search, "settled_exponents", lambda *args: {index: 0 * x for index, x in args[2].items()})
+    monkeypatch.setattr(folding.Folding, "settle", lambda *args: {index: 0 * x for index, x in args[1].items()})
     model = with_outliers()
     with pytest.raises(NotImplementedError, match=r"got float16, in which every .* Load it in float32, or use"):
         smooth(model)
@@ -614,14 +614,14 @@ def test_exponents_shrink_until_attention_stays_the_same_in_float16() -> None:
     assert torch.equal(exact_exponents(model, layouts[0], exponents[0]), exponents[0])
     before = snapshot(model)
     ids = torch.arange(3, 40)[None]
-    settled = folding.settled_exponents(model, layouts, exponents, ids, "test")
+    settled = folding.Folding(model, layouts).settle(exponents, ids, "test")
     assert_weights(model, before)
     assert 0 < settled[0].max() < 12
     assert not settled[1].any()
     # float32 has room, so a change there is an error: here, of half a pair.
     exponents[0][0, 1] = 0
     with pytest.raises(RuntimeError, match="factors must leave attention as it is, got another output in layer 0"):
-        folding.settled_exponents(build("llama"), layouts, exponents, ids, "test")
+        folding.Folding(build("llama"), layouts).settle(exponents, ids, "test")
 
 
 # --- files, marks and undoing -----------------------------------------------------------------------------------------

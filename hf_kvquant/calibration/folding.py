@@ -3,15 +3,15 @@
 Keys are divided by a factor per key-value head and channel. The queries that share the head are multiplied by it, so
 every product of query and key stays the same. Factors that are powers of two change no bit of any product as long as
 no value leaves the range of its dtype. Three checks see to that, each before the next: `exact_exponents` shrinks
-factors that would round a weight, `settled_exponents` those that would change a layer's attention (float16 has few
-exponents), and `fold` rolls everything back if the logits change. So every wrong conclusion about where keys come from
-is caught here.
+factors that would round a weight, `Folding.settle` those that would change a layer's attention (float16 has few
+exponents), and `Folding.fold` rolls everything back if the logits change. So every wrong conclusion about where keys
+come from is caught here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -33,12 +33,6 @@ def scale_keys(model: PreTrainedModel, layout: LayerLayout, factor: Tensor) -> N
         part.rows[part.features] = part.scaled()
 
 
-def scale_all(model: PreTrainedModel, layouts: Mapping[int, LayerLayout], factors: Mapping[int, Tensor]) -> None:
-    """`scale_keys` for several layers, by index."""
-    for index, factor in factors.items():
-        scale_keys(model, layouts[index], factor)
-
-
 def exact_exponents(model: PreTrainedModel, layout: LayerLayout, exponents: Tensor) -> Tensor:
     """Shrink exponents of factors, equal where `layout.ties` is, until the weights can be scaled without rounding."""
     while exponents.any():
@@ -53,113 +47,102 @@ def exact_exponents(model: PreTrainedModel, layout: LayerLayout, exponents: Tens
     return exponents
 
 
-def settled_exponents(
-    model: PreTrainedModel,
-    layouts: Mapping[int, LayerLayout],
-    exponents: Mapping[int, Tensor],
-    input_ids: Tensor,
-    where: str,
-) -> dict[int, Tensor]:
-    """Reduce exponents until no layer's attention changes a bit. The model is scaled for each trial, then scaled back.
-
-    float16 has few exponents: keys and queries that become subnormal lose bits, and RoPE loses more. If a layer changes
-    in float16, its exponents are reduced until it does not. In other dtypes a change is a `RuntimeError`.
-    """
-    settled = dict(exponents)
-    outputs: dict[int, Tensor] = {}
-    changed: set[int] = set()
-
-    def compare(observation: Observation) -> Tensor:
-        index, out = observation.layer_idx, observation.attended()
-        if not torch.equal(out, outputs.setdefault(index, out)):
-            changed.add(index)
-        return outputs[index]  # so that later layers are compared on the same input
-
-    with observed(model, compare):
-        forward(model, input_ids)
-    originals = gains_plus_one(model, layouts.values())
-    while True:
-        changed.clear()
-        factors = {index: torch.exp2(settled[index].float()) for index in layouts}
-        try:
-            scale_all(model, layouts, factors)
-            with observed(model, compare):
-                forward(model, input_ids)
-        finally:
-            scale_back(model, layouts, factors, originals)
-        if not changed:
-            return settled
-        if model.dtype != torch.float16 or not changed <= {index for index, x in settled.items() if x.any()}:
-            raise RuntimeError(
-                f"{where}: factors must leave attention as it is, got another output in layer {min(changed)} "
-                f"({layouts[min(changed)].name if min(changed) in layouts else 'not scaled'}). {_UNSUPPORTED}"
-            )
-        for index in changed:
-            limit = int(settled[index].abs().max()) - 1
-            settled[index] = settled[index].clamp(-limit, limit)
-
-
-def fold(
-    model: PreTrainedModel,
-    layouts: Mapping[int, LayerLayout],
-    factors: Mapping[int, Tensor],
-    input_ids: Tensor,
-    where: str,
-) -> dict[str, Tensor]:
-    """Fold factors, powers of two, into the weights; roll back and raise unless all logits stay the same to the bit.
-
-    Logits are compared on `input_ids`, `[rows, tokens]` int64. Returns copies of the weights that scaling back would
-    round.
-    """
-    originals = gains_plus_one(model, layouts.values())
-    before = check_logits(model, input_ids)
-    scale_all(model, layouts, factors)
-    try:
-        after = check_logits(model, input_ids)
-        if not torch.equal(before, after):
-            difference = float((after.float() - before.float()).abs().max())
-            raise RuntimeError(
-                f"{where}: factors must leave the logits as they are, got a difference of {difference:.1e}. "
-                f"{_UNSUPPORTED}"
-            )
-    except BaseException:  # the logits changed, memory ran out, or the user interrupted
-        scale_back(model, layouts, factors, originals)
-        raise
-    return originals
-
-
 _UNSUPPORTED = (
     "The weights are as they were. How this model makes keys is not supported: leave it as it is, or use mode='online'."
 )
 
 
-def scale_back(
-    model: PreTrainedModel,
-    layouts: Mapping[int, LayerLayout],
-    factors: Mapping[int, Tensor],
-    originals: Mapping[str, Tensor],
-) -> None:
-    """Undo `fold`, bit for bit."""
-    scale_all(model, layouts, {index: 1 / factor for index, factor in factors.items()})
-    with torch.no_grad():
-        for name, original in originals.items():
-            model.get_parameter(name).copy_(original)
+class Folding:
+    """Scales some layers of a model, by index, and scales them back.
+
+    `originals` are copies on the CPU, by name, of the weights that scaling and scaling back may round.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layouts: Mapping[int, LayerLayout],
+        originals: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.model, self.layouts = model, layouts
+        sides = (side for layout in layouts.values() for side in (layout.key, layout.query))
+        names = [f"{side.name}.weight" for side in sides if side.rule == "gain_plus_one"]
+        if originals is None:
+            originals = {name: model.get_parameter(name).detach().cpu().clone() for name in names}
+        self.originals = originals
+
+    def scale(self, factors: Mapping[int, Tensor]) -> None:
+        """`scale_keys` for these layers."""
+        for index, factor in factors.items():
+            scale_keys(self.model, self.layouts[index], factor)
+
+    def undo(self, factors: Mapping[int, Tensor]) -> None:
+        """Undo `scale`, bit for bit."""
+        self.scale({index: 1 / factor for index, factor in factors.items()})
+        with torch.no_grad():
+            for name, original in self.originals.items():
+                self.model.get_parameter(name).copy_(original)
+
+    def settle(self, exponents: Mapping[int, Tensor], input_ids: Tensor, where: str) -> dict[int, Tensor]:
+        """Reduce exponents until no layer's attention changes a bit. The model is scaled and scaled back in each trial.
+
+        float16 has few exponents: keys and queries that become subnormal lose bits, and RoPE loses more. If a layer
+        changes in float16, its exponents are reduced until it does not. In other dtypes a change is a `RuntimeError`.
+        """
+        settled = dict(exponents)
+        outputs: dict[int, Tensor] = {}
+        changed: set[int] = set()
+
+        def compare(observation: Observation) -> Tensor:
+            index, out = observation.layer_idx, observation.attended()
+            if not torch.equal(out, outputs.setdefault(index, out)):
+                changed.add(index)
+            return outputs[index]  # so that later layers are compared on the same input
+
+        with observed(self.model, compare):
+            forward(self.model, input_ids)
+        while True:
+            changed.clear()
+            factors = {index: torch.exp2(settled[index].float()) for index in self.layouts}
+            try:
+                self.scale(factors)
+                with observed(self.model, compare):
+                    forward(self.model, input_ids)
+            finally:
+                self.undo(factors)
+            if not changed:
+                return settled
+            if self.model.dtype != torch.float16 or not changed <= {index for index, x in settled.items() if x.any()}:
+                first = min(changed)
+                raise RuntimeError(
+                    f"{where}: factors must leave attention as it is, got another output in layer {first} "
+                    f"({self.layouts[first].name if first in self.layouts else 'not scaled'}). {_UNSUPPORTED}"
+                )
+            for index in changed:
+                limit = int(settled[index].abs().max()) - 1
+                settled[index] = settled[index].clamp(-limit, limit)
+
+    def fold(self, factors: Mapping[int, Tensor], input_ids: Tensor, where: str) -> None:
+        """Scale by powers of two; undo it and raise unless all logits on `input_ids` stay the same to the bit."""
+        before = check_logits(self.model, input_ids)
+        self.scale(factors)
+        try:
+            after = check_logits(self.model, input_ids)
+            if not torch.equal(before, after):
+                difference = float((after.float() - before.float()).abs().max())
+                raise RuntimeError(
+                    f"{where}: factors must leave the logits as they are, got a difference of {difference:.1e}. "
+                    f"{_UNSUPPORTED}"
+                )
+        except BaseException:  # the logits changed, memory ran out, or the user interrupted
+            self.undo(factors)
+            raise
 
 
 def check_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """Logits of the last tokens of each row, from the model's own attention. Runs row by row to save memory."""
     with evaluating(model), torch.no_grad():
         return torch.cat([forward(model, row[None])[:, -CHECK_TOKENS:] for row in input_ids])
-
-
-def gains_plus_one(model: PreTrainedModel, layouts: Iterable[LayerLayout]) -> dict[str, Tensor]:
-    """Copies on the CPU, by name, of the weights that scaling and scaling back may round."""
-    return {
-        f"{scalable.name}.weight": model.get_parameter(f"{scalable.name}.weight").detach().cpu().clone()
-        for layout in layouts
-        for scalable in (layout.key, layout.query)
-        if scalable.rule == "gain_plus_one"
-    }
 
 
 @dataclasses.dataclass(frozen=True)

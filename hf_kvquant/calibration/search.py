@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ..common.progress import Tell
 from ..spec import reference
 from ..spec.key_transform import KeyTransform
-from .folding import exact_exponents, settled_exponents
+from .folding import Folding, exact_exponents
 from .observation import Observation
 from .smoothing_file import LayerSmoothing
 from .targets import Target
@@ -234,12 +234,12 @@ class Search:
         return chosen
 
     def _settle(self, chosen: dict[int, LayerSmoothing], input_ids: Tensor) -> dict[int, LayerSmoothing]:
-        """Reduce exponents until no layer's attention changes a bit. See `folding.settled_exponents`."""
+        """Reduce exponents until no layer's attention changes a bit. See `Folding.settle`."""
         layouts = {index: target.layout for index, target in self.targets.items() if target.layout is not None}
         if not layouts:
             return chosen
         before = {index: chosen[index].exponents for index in layouts}
-        after = settled_exponents(self.model, layouts, before, input_ids, WHERE)
+        after = Folding(self.model, layouts).settle(before, input_ids, WHERE)
         cut = {index: [0 * x, x] for index, x in after.items() if not torch.equal(x, before[index])}
         tried = {
             index: [self.targets[index].transform(chosen[index].center, exponents) for exponents in choices]

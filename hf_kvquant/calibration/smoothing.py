@@ -27,7 +27,7 @@ from ..models.hashes import hash_of
 from ..models.text_config import check_is_model
 from ..state import ModelTransforms, keep, state_of
 from ..transforms.of_model import set_centers, set_smoothing, transforms_of
-from .folding import fold, scale_all, scale_back
+from .folding import Folding
 from .layout import LayerLayout, find_layouts
 from .search import CANDIDATES, WHERE, Candidate, Search, checked_candidates
 from .smoothing_file import LayerSmoothing, SmoothingResult
@@ -133,8 +133,9 @@ def _calibrate(
         layers = Search(model, windows, targets, tell).run(choices, input_ids)
         parameters = _known_by(model, layouts, layers.values())
         original_hash = hash_of(model, parameters)
-        factors = {index: layers[index].factor for index in layouts}
-        originals = fold(model, layouts, factors, input_ids, WHERE) if layouts else {}
+        folding = Folding(model, layouts)
+        if layouts:
+            folding.fold({index: layers[index].factor for index in layouts}, input_ids, WHERE)
     result = SmoothingResult(
         layers=tuple(layers.values()),
         left_out=left_out,
@@ -143,7 +144,7 @@ def _calibrate(
         parameters=parameters,
         original_hash=original_hash,
         folded_hash=hash_of(model, parameters) if layouts else original_hash,
-        originals=originals,
+        originals=folding.originals,
     )
     _install(model, layouts, result)
     return result
@@ -179,7 +180,7 @@ def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
                 "unsmooth: `model` must have the weights that smoothing left, got others: they were trained, cast or "
                 "replaced since. Load the original checkpoint again."
             )
-        scale_back(model, state.layouts, folded, state.result.originals)
+        Folding(model, state.layouts, state.result.originals).undo(folded)
         assert hash_of(model, state.result.parameters) == state.result.original_hash
         delattr(model.config, CONFIG_KEY)
     # Centres that were set in place of calibrated ones are dropped, too.
@@ -223,10 +224,10 @@ def load_smoothing(model: PreTrainedModel, path: str | os.PathLike[str]) -> Smoo
         if found != result.original_hash:
             raise foreign("hashes before and after folding both differ from that of the model's weights")
         _refuse_smoothed(model, where)
-        factors = result.factors_in("weights")
-        scale_all(model, layouts, factors)
+        folding, factors = Folding(model, layouts, result.originals), result.factors_in("weights")
+        folding.scale(factors)
         if hash_of(model, result.parameters) != result.folded_hash:
-            scale_back(model, layouts, factors, result.originals)
+            folding.undo(factors)
             raise foreign("factors give other weights than they did when they were saved")
     _install(model, layouts, result, is_known=is_folded)
     return result
