@@ -94,7 +94,7 @@ def _install(model: PreTrainedModel, patch: Patch | None) -> None:
 
 
 def unpatch(model: Model) -> Model:
-    """Undo `patch`: the model gets back the attention implementation and the methods it had.
+    """Undo `patch`, and return the model with the attention implementation and the methods it had.
 
     Raises:
         TypeError: `model` is not a transformers model.

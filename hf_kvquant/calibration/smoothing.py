@@ -154,8 +154,8 @@ def unsmooth(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `smooth_attention`: restore the weights bit for bit, and remove calibrated centres and factors in caches.
 
     Args:
-        model: Smoothed in this process, or loaded from a smoothed checkpoint and passed to `load_smoothing`. It keeps
-            centres that you set yourself; they are scaled back together with the keys.
+        model: Smoothed in this process, or loaded from a smoothed checkpoint and passed to `load_smoothing`. It is
+            returned, and keeps centres that you set yourself; they are scaled back together with the keys.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`.

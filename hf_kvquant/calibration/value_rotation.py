@@ -107,7 +107,7 @@ def unrotate_values(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `rotate_values` bit for bit: restore the rows and columns that it rotated, and nothing else.
 
     Args:
-        model: Rotated in this process. Caches that were filled before no longer fit it.
+        model: Rotated in this process; it is returned. Caches that were filled before no longer fit it.
 
     Raises:
         TypeError: `model` is not a `PreTrainedModel`.

@@ -196,25 +196,21 @@ def _new_cache(call: _Call, config: KVQuantConfig) -> KVQuantCache:
         config = dataclasses.replace(config, layers=layers)
     if call.max_length is None:
         config = dataclasses.replace(config, static=False, max_cache_len=None, capture=False)
-    if not config.static or call.max_length is None:
-        return KVQuantCache(model.config, config, key_transforms=key_transforms(model, config))
-    check_static(model, "generate")
-    if config.capture:
-        _check_capture(call)
-    if config.max_cache_len is not None and config.max_cache_len < call.max_length:
-        raise ValueError(
-            f"generate: `max_cache_len` must be at least {call.max_length} for this prompt and max_new_tokens, "
-            f"got {config.max_cache_len}. Raise it in the config, or leave it out and pass static=True."
-        )
-    pool = notes_on(model).pool
-    pool.reclaim()
-    return KVQuantCache(
-        model.config,
-        config,
-        max_cache_len=config.max_cache_len or _static_length(pool, call.batch, call.max_length),
-        key_transforms=key_transforms(model, config),
-        pool=pool,
-    )
+    buffers: dict[str, Any] = {}
+    if config.static and call.max_length is not None:
+        check_static(model, "generate")
+        if config.capture:
+            _check_capture(call)
+        if config.max_cache_len is not None and config.max_cache_len < call.max_length:
+            raise ValueError(
+                f"generate: `max_cache_len` must be at least {call.max_length} for this prompt and max_new_tokens, "
+                f"got {config.max_cache_len}. Raise it in the config, or leave it out and pass static=True."
+            )
+        pool = notes_on(model).pool
+        pool.reclaim()
+        length = config.max_cache_len or _static_length(pool, call.batch, call.max_length)
+        buffers = {"max_cache_len": length, "pool": pool}
+    return KVQuantCache(model.config, config, key_transforms=key_transforms(model, config), **buffers)
 
 
 def _check_call(call: _Call) -> None:
