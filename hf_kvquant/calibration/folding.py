@@ -59,10 +59,7 @@ class Folding:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        layouts: Mapping[int, LayerLayout],
-        originals: Mapping[str, Tensor] | None = None,
+        self, model: PreTrainedModel, layouts: Mapping[int, LayerLayout], originals: Mapping[str, Tensor] | None = None
     ) -> None:
         self.model, self.layouts = model, layouts
         sides = (side for layout in layouts.values() for side in (layout.key, layout.query))
