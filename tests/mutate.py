@@ -242,7 +242,12 @@ MUTATIONS = [
     ),
     *of(
         "hf_kvquant/spec/codes.py",
-        ("codes[..., i::8] >> (8 - shift)", "codes[..., i::8] >> shift", "a code over two bytes loses bits", "formats"),
+        (
+            "codes[..., i::num_codes] >> (8 - shift)",
+            "codes[..., i::num_codes] >> shift",
+            "a code over two bytes loses bits",
+            "formats",
+        ),
     ),
     *of(
         "hf_kvquant/spec/key_transform.py",
