@@ -22,42 +22,40 @@ namespace {
 
 // --- instruction sets ------------------------------------------------------------------------------------------------
 
-// setup.py defines these macros for the instruction sets that it compiles.
-#ifdef HF_KVQUANT_AVX2
-bool supports_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-#endif
+struct InstructionSet {
+  const char* name;
+  bool is_supported;  // by this processor
+  const Kernels* kernels;
+};
 
+// Those that are compiled, the best first. setup.py defines a macro for each that it compiles besides the portable one.
+const std::vector<InstructionSet>& instruction_sets() {
+#define SUPPORTS __builtin_cpu_supports
+  static const std::vector<InstructionSet> sets = {
 #ifdef HF_KVQUANT_AVX512
-bool supports_avx512() {
-  return __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("avx512f") &&
-         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-}
+      {"avx512",
+       SUPPORTS("fma") && SUPPORTS("f16c") && SUPPORTS("avx512f") && SUPPORTS("avx512bw") && SUPPORTS("avx512vl") &&
+           SUPPORTS("avx512dq") && SUPPORTS("avx512vnni"),
+       &avx512::kKernels},
 #endif
-
-// The table of a name; nullptr if the name is unknown or this processor does not support it.
-const Kernels* find_kernels(const char* name) {
-  if (std::strcmp(name, "portable") == 0) return &kPortableKernels;
 #ifdef HF_KVQUANT_AVX2
-  if (std::strcmp(name, "avx2") == 0 && supports_avx2()) return &kAvx2Kernels;
+      {"avx2", SUPPORTS("avx2") && SUPPORTS("fma") && SUPPORTS("f16c"), &avx2::kKernels},
 #endif
-#ifdef HF_KVQUANT_AVX512
-  if (std::strcmp(name, "avx512") == 0 && supports_avx512()) return &kAvx512Kernels;
-#endif
+      {"portable", true, &portable::kKernels}};
+#undef SUPPORTS
+  return sets;
+}
+
+// The set of a name, or the best one for nullptr; nullptr if the name is unknown or this processor does not support it.
+const InstructionSet* find_set(const char* name) {
+  for (const InstructionSet& set : instruction_sets()) {
+    if (set.is_supported && (name == nullptr || std::strcmp(name, set.name) == 0)) return &set;
+  }
   return nullptr;
 }
 
-const Kernels* best_kernels() {
-  for (const char* name : {"avx512", "avx2"}) {
-    if (const Kernels* kernels = find_kernels(name)) return kernels;
-  }
-  return &kPortableKernels;
-}
-
-std::atomic<const Kernels*>& current_kernels() {
-  static std::atomic<const Kernels*> current{best_kernels()};
+std::atomic<const InstructionSet*>& current_set() {
+  static std::atomic<const InstructionSet*> current{find_set(nullptr)};
   return current;
 }
 
@@ -115,7 +113,7 @@ constexpr half_bits kHalfNan = 0x7E00;
 
 float* append_scratch(int64_t count) {
   static thread_local Scratch scratch;
-  return count == 0 ? nullptr : scratch.reserve(count);
+  return scratch.reserve(count);
 }
 
 // The first new token that gets codes. A ring would overwrite those before it, and two tokens must not race for a row.
@@ -251,14 +249,14 @@ Partial partial_at(float* memory, int num_rows, int value_dim) {
 
 void append(const AppendParams& params) {
   if (params.batch == 0 || params.q_len == 0) return;
-  const Kernels& kernels = *current_kernels().load();
+  const Kernels& kernels = *current_set().load()->kernels;
   append_side(kernels, params, params.key, params.key_side, &params.key_transform);
   append_side(kernels, params, params.value, params.value_side, nullptr);
 }
 
 void decode(const DecodeParams& params) {
   if (params.batch == 0 || params.q_len == 0) return;
-  const Kernels& kernels = *current_kernels().load();
+  const Kernels& kernels = *current_set().load()->kernels;
   const Plan plan = make_plan(params, kernels.max_rows);
   const int value_dim = params.value_side.head_dim;
   const int num_q_per_kv = params.num_q_heads / params.num_kv_heads;
@@ -315,12 +313,12 @@ void decode(const DecodeParams& params) {
   });
 }
 
-const char* capability() { return current_kernels().load()->name; }
+const char* capability() { return current_set().load()->name; }
 
 bool set_capability(const char* name) {
-  const Kernels* kernels = name == nullptr ? best_kernels() : find_kernels(name);
-  if (kernels == nullptr) return false;
-  current_kernels() = kernels;
+  const InstructionSet* set = find_set(name);
+  if (set == nullptr) return false;
+  current_set() = set;
   return true;
 }
 

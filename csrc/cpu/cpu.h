@@ -1,6 +1,6 @@
 // The interface of the CPU kernels. csrc/args.cpp has checked all arguments, so nothing here reads or writes out of
-// bounds. hf_kvquant/spec/reference.py defines the results. The best instruction set that the processor supports is chosen
-// once; tests can choose a lower one by name.
+// bounds. hf_kvquant/spec/reference.py defines the results. The best instruction set that the processor supports is
+// chosen once; tests can choose a lower one by name.
 #pragma once
 
 #include "../format.h"

@@ -1,5 +1,5 @@
-// The functions that cpu.cpp calls for one instruction set, as a table, and the tasks that they receive. Each
-// kernels_*.cpp fills one table; the kernels themselves are in attend.h, attend_vnni.h and quantize.h.
+// What cpu.cpp calls: a table of functions for each instruction set, and the tasks that they receive. The functions are
+// in attend.h and quantize.h; each kernels_*.cpp compiles them and fills one table.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,6 @@ struct QuantizeTask {
 };
 
 struct Kernels {
-  const char* name;
   // The most rows that share one dequantised tile.
   int max_rows;
   // Floats of scratch that attend needs for max_rows rows, whatever the length of the cache.
@@ -57,8 +56,9 @@ struct Kernels {
   bool (*is_finite)(const QuantizeTask& task, int b, int head, int first, int last, float* scratch);
 };
 
-extern const Kernels kPortableKernels;
-extern const Kernels kAvx2Kernels;    // defined only if compiled, like the next one
-extern const Kernels kAvx512Kernels;
+// Defined only for instruction sets that are compiled.
+namespace portable { extern const Kernels kKernels; }
+namespace avx2 { extern const Kernels kKernels; }
+namespace avx512 { extern const Kernels kKernels; }
 
 }  // namespace hf_kvquant::cpu

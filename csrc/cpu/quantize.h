@@ -1,112 +1,78 @@
-// Quantises new tokens into codes, scales and zeros, bit for bit as reference.append does. Each scale takes two passes
-// over the values that share it: one finds their range, one divides. Nothing is contracted or multiplied by a
-// reciprocal: x - zero, the division and the rounding are each one float32 operation, as in the reference.
+// Quantises new tokens into codes, scales and zeros, bit for bit as reference.append does. Keys with a transform are
+// first transformed in scratch memory. Each scale then takes two passes over the values that share it: one finds their
+// range, one divides. Nothing is contracted or multiplied by a reciprocal: x - zero, the division and the rounding are
+// each one float32 operation, as in the reference.
 //
-// Minimum and maximum drop a NaN. So the first pass also collects x - x, which is 0 for every finite x and NaN
-// otherwise: if one value is not finite, the scale is NaN.
+// Minimum and maximum drop a NaN. So the first pass also checks that all values are finite: if one is not, the scale is
+// NaN.
 #pragma once
 
+#include "codes.h"
 #include "kernels.h"
 #include "transform.h"
 
 namespace hf_kvquant::cpu::KVQ_ISA {
 namespace {
 
-constexpr half_bits kHalfNan = 0x7E00;
-constexpr half_bits kMinScale = 1;  // 2^-24
+constexpr int16_t kHalfNan = 0x7E00;
+constexpr int16_t kMinScale = 1;  // 2^-24
 
-inline bool is_finite_half(half_bits bits) { return (bits & 0x7C00) != 0x7C00; }
+// Quotients are clamped to low ... high; integers are stored plus `offset`.
+struct Levels {
+  float low, high;
+  int offset;
+};
 
-inline float levels_of(const Side& side) {
-  if (side.storage == Storage::fp8) return 448.0f;
-  if (side.storage == Storage::int8) return side.is_symmetric ? 127.0f : 255.0f;
-  return side.is_symmetric ? 7.0f : 15.0f;
+constexpr Levels levels_of(Storage storage, bool is_symmetric) {
+  if (storage == Storage::fp8) return {-448.0f, 448.0f, 0};
+  const int half = storage == Storage::int8 ? 128 : 8;
+  return is_symmetric ? Levels{1.0f - half, half - 1.0f, half} : Levels{0.0f, 2.0f * half - 1.0f, 0};
 }
 
-// Calls `use` for channels `begin` ... `end` - 1 of a row, a vector at a time. A last vector that is not full repeats
-// its first channel, which changes no minimum, maximum or check.
-template <Dtype kDtype, class Use>
-inline void for_channels(const void* row, int begin, int end, Use use) {
-  int c = begin;
-  for (; c + kWidth <= end; c += kWidth) use(load_dense<kDtype>(row, c), c, kWidth);
-  if (c < end) {
-    float values[kWidth];
-    convert_dense(row, kDtype, c, end - c, values);
-    for (int i = end - c; i < kWidth; ++i) values[i] = values[0];
-    use(load(values), c, end - c);
-  }
-}
-
+// The smallest and largest of some values, lane by lane, and whether all are finite.
 struct Range {
-  Float high, low, flaws;
+  Float high = broadcast(-kInfinity), low = broadcast(kInfinity), flaws = zeros();
 
-  template <Dtype kDtype>
-  void include(const void* row, int begin, int end) {
-    for_channels<kDtype>(row, begin, end, [this](Float x, int, int) {
-      high = max_of(high, x);
-      low = min_of(low, x);
-      flaws = or_bits(flaws, sub(x, x));
-    });
+  void include(Float x) {
+    high = max_of(high, x);
+    low = min_of(low, x);
+    check_finite(x, flaws);
   }
 };
 
-inline Range empty_range() { return {broadcast(-kInfinity), broadcast(kInfinity), zeros()}; }
+// As stored: float16 bits of one scale, or of a vector of them.
+template <class Bits>
+struct Scales {
+  Bits scale, zero;
+};
 
-// Scale and zero as stored: both NaN if a value is not finite or one of them is too large for float16.
-inline void scale_of(const Side& side, const Range& range, half_bits& scale, half_bits& zero) {
-  const float high = largest_of(range.high), low = smallest_of(range.low);
-  const float span =
-      side.is_symmetric ? (std::fabs(high) > std::fabs(low) ? std::fabs(high) : std::fabs(low)) : high - low;
-  const float clipped = span * side.clip_ratio;
-  scale = float_to_half(clipped / levels_of(side));
-  zero = side.is_symmetric ? half_bits{0} : float_to_half(low + (span - clipped) * 0.5f);
-  if (sum_of(range.flaws) != 0.0f || !is_finite_half(scale) || !is_finite_half(zero)) {
-    scale = zero = kHalfNan;
-  } else if (scale == 0) {
-    scale = kMinScale;
-  }
+// Of a range, or of several in a vector. Both are NaN if a value is not finite, which makes `flaws` NaN, or if one of
+// them is too large for float16.
+template <Storage kStorage, bool kIsSymmetric, class Number>
+inline auto find_scales(Number high, Number low, Number flaws, float clip_ratio) {
+  using Bits = decltype(to_halves(high));
+  constexpr float kHigh = levels_of(kStorage, kIsSymmetric).high;
+  const Number span = kIsSymmetric ? max_of(abs_of(high), abs_of(low)) : high - low, clipped = span * clip_ratio;
+  const Bits scale = to_halves(clipped / kHigh - flaws);
+  const Bits zero = kIsSymmetric ? Bits{} : to_halves(low + (span - clipped) * 0.5f);
+  const auto is_flawed = ((scale & 0x7C00) == 0x7C00) | ((zero & 0x7C00) == 0x7C00);
+  const Bits nan = Bits{} + kHalfNan, smallest = Bits{} + kMinScale;
+  return Scales<Bits>{is_flawed ? nan : scale == 0 ? smallest : scale, is_flawed ? nan : zero};
 }
 
-template <Storage kStorage>
-inline void store_codes(uint8_t* row, int c, int count, Float codes) {
+// Writes the codes of `kCount` channels from channel c on.
+template <Storage kStorage, bool kIsSymmetric, int kCount>
+inline void store_codes(Float x, Float divisor, Float zero, uint8_t* row, int c) {
   constexpr int kPerByte = kStorage == Storage::int4 ? 2 : 1;
+  constexpr Levels kLevels = levels_of(kStorage, kIsSymmetric);
+  const Float quotients = (kIsSymmetric ? x : x - zero) / divisor;
+  const Float clamped = min_of(max_of(quotients, broadcast(kLevels.low)), broadcast(kLevels.high));
   uint8_t bytes[kWidth];
-  uint8_t* target = count == kWidth ? row + c / kPerByte : bytes;
-  if constexpr (kStorage == Storage::int4) store_u4(target, codes);
-  if constexpr (kStorage == Storage::int8) store_u8(target, codes);
-  if constexpr (kStorage == Storage::fp8) store_fp8(target, codes);
-  if (count < kWidth) std::memcpy(row + c / kPerByte, bytes, count / kPerByte);
-}
-
-// Writes the codes of the channels that share a scale: 0 where that is NaN.
-template <Storage kStorage, Dtype kDtype>
-void write_codes(const Side& side, const void* source, int begin, int end, half_bits scale, half_bits zero,
-                 uint8_t* row) {
-  constexpr int kPerByte = kStorage == Storage::int4 ? 2 : 1;
-  const float divisor = half_to_float(scale);
-  if (divisor != divisor) {
-    std::memset(row + begin / kPerByte, 0, (end - begin) / kPerByte);
-    return;
-  }
-  const Float divisors = broadcast(divisor), zero_of_all = broadcast(half_to_float(zero));
-  const Float upper = broadcast(levels_of(side));
-  if constexpr (kStorage == Storage::fp8) {
-    const Float lower = sub(zeros(), upper);
-    for_channels<kDtype>(source, begin, end, [&](Float x, int c, int count) {
-      store_codes<kStorage>(row, c, count, min_of(max_of(div(x, divisors), lower), upper));
-    });
-  } else if (side.is_symmetric) {
-    const Float lower = sub(zeros(), upper), offset = add(upper, broadcast(1.0f));
-    for_channels<kDtype>(source, begin, end, [&](Float x, int c, int count) {
-      const Float code = round_even(min_of(max_of(div(x, divisors), lower), upper));
-      store_codes<kStorage>(row, c, count, add(code, offset));
-    });
-  } else {
-    for_channels<kDtype>(source, begin, end, [&](Float x, int c, int count) {
-      const Float code = div(sub(x, zero_of_all), divisors);
-      store_codes<kStorage>(row, c, count, round_even(min_of(max_of(code, zeros()), upper)));
-    });
-  }
+  uint8_t* target = kCount == kWidth ? row + c / kPerByte : bytes;
+  if constexpr (kStorage == Storage::fp8) store_fp8(target, clamped);
+  if constexpr (kStorage == Storage::int8) store_bytes(target, round_to_int(clamped) + kLevels.offset);
+  if constexpr (kStorage == Storage::int4) store_nibbles(target, round_to_int(clamped) + kLevels.offset);
+  if (kCount < kWidth) std::memcpy(row + c / kPerByte, bytes, kCount / kPerByte);
 }
 
 // The end of the heads that are quantised together from `head` on, because they share a scale.
@@ -125,158 +91,127 @@ inline int row_of_new(const QuantizeTask& task, int b, int i) {
 }
 
 // New token `i`, transformed, in float32: the rows of heads `head` ... `head_end` - 1, one after the other.
-const float* transform_token(const QuantizeTask& task, int b, int head, int head_end, int i, float* scratch) {
-  const Dense& source = *task.source;
-  const int head_dim = task.side->head_dim, size = padded_row(head_dim);
-  float* row = scratch;
-  for (int h = head; h < head_end; ++h, row += size) {
-    convert_dense(source.data, source.dtype, source_offset(source, b, h, i), head_dim, row);
-    for (int c = head_dim; c < size; ++c) row[c] = 0.0f;
-    transform_key_row(*task.transform, h, head_dim, row);
+void load_token(const QuantizeTask& task, int b, int head, int head_end, int i, float* rows) {
+  const int head_dim = task.side->head_dim;
+  for (int h = head; h < head_end; ++h, rows += padded_row(head_dim)) {
+    load_row(*task.source, source_offset(*task.source, b, h, i), head_dim, rows);
+    if (task.transform != nullptr) transform_key_row(*task.transform, h, head_dim, rows);
   }
-  return scratch;
 }
 
 // Quantises a token of one head, or of all heads that share a scale, into row `target`. `stride` of `rows` is in bytes.
-template <Storage kStorage, Dtype kDtype>
-void quantize_token(const QuantizeTask& task, int b, int head, int64_t target, const void* rows, int64_t stride) {
+template <Storage kStorage, Dtype kDtype, bool kIsSymmetric>
+void quantize_token(const QuantizeTask& task, int b, int head, int target, const uint8_t* rows, int64_t stride) {
   const Side& side = *task.side;
-  const int group_size = side.head_dim / side.num_groups;
-  const int head_end = end_of_heads(task, head);
-  const auto source_row = [&](int h) -> const void* { return static_cast<const uint8_t*>(rows) + (h - head) * stride; };
+  const int group_size = side.head_dim / side.num_groups, head_end = end_of_heads(task, head);
   for (int g = 0; g < side.num_groups; ++g) {
     const int begin = g * group_size, end = begin + group_size;
-    half_bits* scale = side.scale + b * side.scale_stride_b + head * side.scale_stride_h + g * side.scale_stride_g +
-                       target * side.scale_stride_t;
-    half_bits* zero = side.is_symmetric ? nullptr
-                                        : side.zero + b * side.zero_stride_b + head * side.zero_stride_h +
-                                              g * side.zero_stride_g + target * side.zero_stride_t;
-    half_bits new_scale, new_zero = 0;
+    half_bits* scale = scales_of(side, b, head).at(g, target);
+    half_bits* zero = kIsSymmetric ? nullptr : zeros_of(side, b, head).at(g, target);
+    Scales<int16_t> found;
     if (side.is_frozen) {
-      new_scale = *scale;
-      if (zero != nullptr) new_zero = *zero;
+      found = {static_cast<int16_t>(*scale), kIsSymmetric ? int16_t{0} : static_cast<int16_t>(*zero)};
     } else {
-      Range range = empty_range();
-      for (int h = head; h < head_end; ++h) range.template include<kDtype>(source_row(h), begin, end);
-      scale_of(side, range, new_scale, new_zero);
-      *scale = new_scale;
-      if (zero != nullptr) *zero = new_zero;
+      Range range;
+      for (int h = head; h < head_end; ++h) {
+        for_vectors(begin, end, [&](int c, auto size) {
+          const Float x = load_dense<kDtype, size>(rows + (h - head) * stride, c);
+          // Half a vector is repeated, which changes no minimum, maximum or check.
+          range.include(size == kWidth ? x : blend_lanes<size % kWidth>(x, swap_lanes<size % kWidth>(x)));
+        });
+      }
+      found = find_scales<kStorage, kIsSymmetric>(largest_of(range.high), smallest_of(range.low), sum_of(range.flaws),
+                                                  side.clip_ratio);
+      *scale = static_cast<half_bits>(found.scale);
+      if (!kIsSymmetric) *zero = static_cast<half_bits>(found.zero);
     }
+    const float divisor = half_to_float(found.scale), offset = kIsSymmetric ? 0.0f : half_to_float(found.zero);
     for (int h = head; h < head_end; ++h) {
-      uint8_t* row = side.codes + b * side.codes_stride_b + h * side.codes_stride_h + target * side.codes_stride_t;
-      write_codes<kStorage, kDtype>(side, source_row(h), begin, end, new_scale, new_zero, row);
+      uint8_t* row = codes_of(side, b, h, target);
+      if (divisor != divisor) {  // codes are 0 where there is no scale
+        constexpr int kPerByte = kStorage == Storage::int4 ? 2 : 1;
+        std::memset(row + begin / kPerByte, 0, group_size / kPerByte);
+        continue;
+      }
+      for_vectors(begin, end, [&](int c, auto size) {
+        const Float x = load_dense<kDtype, size>(rows + (h - head) * stride, c);
+        store_codes<kStorage, kIsSymmetric, size>(x, broadcast(divisor), broadcast(offset), row, c);
+      });
     }
   }
 }
 
-// Quantises tokens of one sequence without a transform.
-template <Storage kStorage, Dtype kDtype>
-void quantize_tokens(const QuantizeTask& task, int b, int head, int first, int last) {
+template <Storage kStorage, Dtype kDtype, bool kIsSymmetric>
+void quantize_tokens(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
   const Dense& source = *task.source;
+  const int size = bytes_of(source.dtype);
   for (int i = first; i < last; ++i) {
-    const int64_t offset = source_offset(source, b, head, i) * bytes_of(kDtype);
-    quantize_token<kStorage, kDtype>(task, b, head, row_of_new(task, b, i),
-                                     static_cast<const uint8_t*>(source.data) + offset,
-                                     source.stride_h * bytes_of(kDtype));
+    const auto* rows = static_cast<const uint8_t*>(source.data) + source_offset(source, b, head, i) * size;
+    int64_t stride = source.stride_h * size;
+    if (task.transform != nullptr) {
+      load_token(task, b, head, end_of_heads(task, head), i, scratch);
+      rows = reinterpret_cast<const uint8_t*>(scratch);
+      stride = padded_row(task.side->head_dim) * static_cast<int64_t>(sizeof(float));
+    }
+    quantize_token<kStorage, kDtype, kIsSymmetric>(task, b, head, row_of_new(task, b, i), rows, stride);
   }
 }
 
-// Quantises tokens of one sequence after their transform.
-template <Storage kStorage>
-void quantize_transformed(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
-  const int64_t stride = padded_row(task.side->head_dim) * static_cast<int64_t>(sizeof(float));
-  for (int i = first; i < last; ++i) {
-    const float* rows = transform_token(task, b, head, end_of_heads(task, head), i, scratch);
-    quantize_token<kStorage, Dtype::fp32>(task, b, head, row_of_new(task, b, i), rows, stride);
-  }
-}
-
-// Storage type none: copies values, rounded if the planes have another dtype.
-void copy_tokens(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
+// Storage type none: copies a token, rounded if the planes have another dtype.
+void copy_token(const QuantizeTask& task, int b, int head, int i, uint8_t* row, float* scratch) {
   const Side& side = *task.side;
   const Dense& source = *task.source;
-  for (int i = first; i < last; ++i) {
-    const int64_t target = row_of_new(task, b, i);
-    const int64_t offset = source_offset(source, b, head, i);
-    uint8_t* row = side.codes + b * side.codes_stride_b + head * side.codes_stride_h + target * side.codes_stride_t;
-    if (task.transform != nullptr) {
-      round_dense(transform_token(task, b, head, head + 1, i, scratch), side.head_dim, side.dense_dtype, row, 0);
-      continue;
-    }
-    if (source.dtype == side.dense_dtype) {
-      const int size = bytes_of(source.dtype);
-      std::memcpy(row, static_cast<const uint8_t*>(source.data) + offset * size,
-                  static_cast<size_t>(side.head_dim) * size);
-      continue;
-    }
-    for (int c = 0; c < side.head_dim; c += 8) {
-      float values[8];
-      convert_dense(source.data, source.dtype, offset + c, 8, values);
-      round_dense(values, 8, side.dense_dtype, row, c);
-    }
+  if (task.transform == nullptr && source.dtype == side.dense_dtype) {
+    const int size = bytes_of(source.dtype);
+    std::memcpy(row, static_cast<const uint8_t*>(source.data) + source_offset(source, b, head, i) * size,
+                static_cast<size_t>(side.head_dim) * size);
+    return;
   }
+  load_token(task, b, head, head + 1, i, scratch);
+  round_dense(scratch, side.head_dim, side.dense_dtype, row, 0);
 }
 
-template <Storage kStorage>
-void quantize_storage(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
-  if (task.transform != nullptr) return quantize_transformed<kStorage>(task, b, head, first, last, scratch);
-  switch (task.source->dtype) {
-    case Dtype::fp32:
-      return quantize_tokens<kStorage, Dtype::fp32>(task, b, head, first, last);
-    case Dtype::bf16:
-      return quantize_tokens<kStorage, Dtype::bf16>(task, b, head, first, last);
-    case Dtype::fp16:
-      return quantize_tokens<kStorage, Dtype::fp16>(task, b, head, first, last);
+void quantize(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
+  const Side& side = *task.side;
+  for (int i = first; side.storage == Storage::none && i < last; ++i) {
+    copy_token(task, b, head, i, codes_of(side, b, head, row_of_new(task, b, i)), scratch);
   }
+  with_constant<Storage::int8, Storage::int4, Storage::fp8>(side.storage, [&](auto storage) {
+    with_dtype(task.transform == nullptr ? task.source->dtype : Dtype::fp32, [&](auto dtype) {
+      with_constant<true, false>(side.is_symmetric, [&](auto is_symmetric) {
+        quantize_tokens<storage, dtype, is_symmetric>(task, b, head, first, last, scratch);
+      });
+    });
+  });
+}
+
+bool is_finite(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
+  Float flaws = zeros();
+  for (int i = first; i < last; ++i) {
+    load_token(task, b, head, head + 1, i, scratch);
+    for (int c = 0; c < padded_row(task.side->head_dim); c += kWidth) check_finite(load(scratch + c), flaws);
+  }
+  return is_finite(flaws);
 }
 
 // --- a scale for every channel ----------------------------------------------------------------------------------------
 
-// Quantises kWidth channels of a block of tokens: finds their scales and zeros, then their codes. `rows` are float32,
+// Quantises kCount channels of a block of tokens: finds their scales and zeros, then their codes. `rows` are float32,
 // `stride` numbers apart. Tokens below `first` are padding or sinks and get codes of 0.
-void quantize_channels(const float* rows, int stride, int first, int channels, float clip_ratio, half_bits* scale,
-                       half_bits* zero, uint8_t* codes, int64_t codes_stride) {
-  Float high = broadcast(-kInfinity), low = broadcast(kInfinity), flaws = zeros();
-  for (int t = first; t < kBlockSize; ++t) {
-    const Float x = load(rows + t * stride);
-    high = max_of(high, x);
-    low = min_of(low, x);
-    flaws = or_bits(flaws, sub(x, x));
-  }
-  if (first == kBlockSize) high = low = zeros();
-  float spans[kWidth], lows[kWidth], is_flawed[kWidth], divisors[kWidth], offsets[kWidth];
-  const Float span = sub(high, low), clipped = mul(span, broadcast(clip_ratio));
-  store(spans, div(clipped, broadcast(15.0f)));
-  store(lows, add(low, mul(sub(span, clipped), broadcast(0.5f))));
-  store(is_flawed, flaws);
-  for (int c = 0; c < channels; ++c) {
-    half_bits s = float_to_half(spans[c]), z = float_to_half(lows[c]);
-    if (is_flawed[c] != 0.0f || !is_finite_half(s) || !is_finite_half(z)) {
-      s = z = kHalfNan;
-    } else if (s == 0) {
-      s = kMinScale;
-    }
-    scale[c] = s;
-    zero[c] = z;
-    // Codes must be 0 where there is no scale: x / infinity is, and multiplying by `has_scale` below makes sure.
-    divisors[c] = s == kHalfNan ? kInfinity : half_to_float(s);
-    offsets[c] = s == kHalfNan ? 0.0f : half_to_float(z);
-    is_flawed[c] = s == kHalfNan ? 0.0f : 1.0f;
-  }
-  for (int c = channels; c < kWidth; ++c) divisors[c] = 1.0f, offsets[c] = is_flawed[c] = 0.0f;
-  const Float divisor = load(divisors), offset = load(offsets), upper = broadcast(15.0f);
-  const Float has_scale = load(is_flawed);
+template <int kCount>
+void quantize_channels(const Side& side, const float* rows, int stride, int first, half_bits* scale, half_bits* zero,
+                       uint8_t* codes) {
+  Range range;
+  for (int t = first; t < kBlockSize; ++t) range.include(load(rows + t * stride));
+  if (first == kBlockSize) range.include(zeros());
+  const auto found = find_scales<Storage::int4, false>(range.high, range.low, range.flaws, side.clip_ratio);
+  store_part<kCount>(scale, found.scale);
+  store_part<kCount>(zero, found.zero);
+  const Float divisor = of_halves(found.scale), offset = of_halves(found.zero);
   for (int t = 0; t < kBlockSize; ++t) {
-    uint8_t* row = codes + t * codes_stride;
-    Float code = zeros();
-    if (t >= first) {
-      code = div(sub(load(rows + t * stride), offset), divisor);
-      // Without a scale, `code` may be NaN here; max_of then returns 0.
-      code = mul(round_even(min_of(max_of(code, zeros()), upper)), has_scale);
-    }
-    uint8_t bytes[kWidth];
-    store_u4(channels == kWidth ? row : bytes, code);
-    if (channels < kWidth) std::memcpy(row, bytes, channels / 2);
+    // Where there is no scale, the quotient is NaN, which becomes code 0.
+    const Float x = t < first ? offset : load(rows + t * stride);
+    store_codes<Storage::int4, false, kCount>(x, divisor, offset, codes + t * side.codes_stride_t, 0);
   }
 }
 
@@ -284,7 +219,7 @@ void quantize_channels(const float* rows, int stride, int first, int channels, f
 // the tail, which the new tokens have not been written to yet.
 void quantize_blocks(const QuantizeTask& task, int b, int head, float* scratch) {
   const Side& side = *task.side;
-  const Dense& source = *task.source;
+  const Dense tail = {side.tail, side.tail_dtype, side.tail_stride_b, side.tail_stride_h, side.tail_stride_t};
   const int first_new = task.lengths[b] - task.q_len, stride = padded_row(side.head_dim);
   // In 64 bits: `starts` may be as large as an int can be, so adding sink_length could overflow it.
   const int64_t first_counted = (task.starts == nullptr ? int64_t{0} : task.starts[b]) + task.sink_length;
@@ -293,79 +228,27 @@ void quantize_blocks(const QuantizeTask& task, int b, int head, float* scratch) 
   if (task.is_ring) begin = max_of(begin, end - task.capacity);  // older blocks would be overwritten
   for (; begin < end; begin += kBlockSize) {
     for (int t = 0; t < kBlockSize; ++t) {
-      float* row = scratch + t * stride;
-      if (begin + t < first_new) {
-        const int64_t ring_row = task.sink_length + (begin + t) % side.ring;
-        convert_dense(side.tail, side.tail_dtype, b * side.tail_stride_b + head * side.tail_stride_h +
-                                                      ring_row * side.tail_stride_t, side.head_dim, row);
-      } else {
-        convert_dense(source.data, source.dtype, source_offset(source, b, head, begin + t - first_new), side.head_dim,
-                      row);
-      }
-      for (int c = side.head_dim; c < stride; ++c) row[c] = 0.0f;
+      const int token = begin + t;
+      const Dense& source = token < first_new ? tail : *task.source;
+      const int row = token < first_new ? task.sink_length + token % side.ring : token - first_new;
+      load_row(source, source_offset(source, b, head, row), side.head_dim, scratch + t * stride);
     }
     const int target = row_of(begin, task.capacity, task.is_ring), block = target / kBlockSize;
     const int64_t left_out = first_counted - begin;
     const int first = left_out < 0 ? 0 : left_out < kBlockSize ? static_cast<int>(left_out) : kBlockSize;
-    half_bits* scale = side.scale + b * side.scale_stride_b + head * side.scale_stride_h + block * side.scale_stride_g;
-    half_bits* zero = side.zero + b * side.zero_stride_b + head * side.zero_stride_h + block * side.zero_stride_g;
-    uint8_t* codes = side.codes + b * side.codes_stride_b + head * side.codes_stride_h + target * side.codes_stride_t;
-    for (int c = 0; c < side.head_dim; c += kWidth) {
-      quantize_channels(scratch + c, stride, first, min_of(kWidth, side.head_dim - c), side.clip_ratio, scale + c,
-                        zero + c, codes + c / 2, side.codes_stride_t);
-    }
+    half_bits* scale = scales_of(side, b, head).at(block, 0);
+    half_bits* zero = zeros_of(side, b, head).at(block, 0);
+    for_vectors(0, side.head_dim, [&](int c, auto size) {
+      quantize_channels<size>(side, scratch + c, stride, first, scale + c, zero + c,
+                              codes_of(side, b, head, target) + c / 2);
+    });
   }
 }
 
-// Room for one transformed token of all heads that share a scale, or for a block of tokens.
+// Room for one token of all heads that share a scale, or for a block of tokens.
 int64_t quantize_scratch(const QuantizeTask& task) {
-  if (task.side->has_channel_scales) return static_cast<int64_t>(kBlockSize) * padded_row(task.side->head_dim);
-  return task.transform == nullptr ? 0 : static_cast<int64_t>(end_of_heads(task, 0)) * padded_row(task.side->head_dim);
-}
-
-void quantize(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
-  switch (task.side->storage) {
-    case Storage::int8:
-      return quantize_storage<Storage::int8>(task, b, head, first, last, scratch);
-    case Storage::int4:
-      return quantize_storage<Storage::int4>(task, b, head, first, last, scratch);
-    case Storage::fp8:
-      return quantize_storage<Storage::fp8>(task, b, head, first, last, scratch);
-    case Storage::none:
-      return copy_tokens(task, b, head, first, last, scratch);
-  }
-}
-
-template <Dtype kDtype>
-bool is_finite_dense(const QuantizeTask& task, int b, int head, int first, int last) {
-  const Dense& source = *task.source;
-  Float flaws = zeros();
-  for (int i = first; i < last; ++i) {
-    const void* row = static_cast<const uint8_t*>(source.data) + source_offset(source, b, head, i) * bytes_of(kDtype);
-    for_channels<kDtype>(row, 0, task.side->head_dim, [&](Float x, int, int) { flaws = or_bits(flaws, sub(x, x)); });
-  }
-  return sum_of(flaws) == 0.0f;
-}
-
-bool is_finite(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
-  if (task.transform != nullptr) {
-    const int size = padded_row(task.side->head_dim);
-    Float flaws = zeros();
-    for (int i = first; i < last; ++i) {
-      const float* row = transform_token(task, b, head, head + 1, i, scratch);
-      for (int c = 0; c < size; c += kWidth) flaws = or_bits(flaws, sub(load(row + c), load(row + c)));
-    }
-    return sum_of(flaws) == 0.0f;
-  }
-  switch (task.source->dtype) {
-    case Dtype::fp32:
-      return is_finite_dense<Dtype::fp32>(task, b, head, first, last);
-    case Dtype::bf16:
-      return is_finite_dense<Dtype::bf16>(task, b, head, first, last);
-    case Dtype::fp16:
-      break;
-  }
-  return is_finite_dense<Dtype::fp16>(task, b, head, first, last);
+  const int64_t num_rows = task.side->has_channel_scales ? kBlockSize : end_of_heads(task, 0);
+  return num_rows * padded_row(task.side->head_dim);
 }
 
 }  // namespace

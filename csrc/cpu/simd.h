@@ -1,7 +1,14 @@
-// Float32 vectors of three instruction sets under one set of names: loads of every code type, exp, tanh, rounding,
-// reductions. A kernels_*.cpp defines KVQ_ISA and includes the kernels, which are written once with these names.
-// Everything is in an anonymous namespace: a function compiled with AVX-512 must never be the copy that the linker
-// keeps for a processor without it. cpu.cpp decides which set runs, attend.h and quantize.h what is computed.
+// Vectors of float32 numbers, and what all kernels do with them: load and store every code type, round, sum over
+// lanes. Kernels are written once with these names; kernels_*.cpp compile them for each instruction set.
+//
+// A vector is a type of GCC and Clang, so + - * / < ?: work on it, and everything that compiles to the same
+// instructions as intrinsics is written once. What does not (conversions, fused multiply-add, rounding) has a version
+// for each instruction set. libstdc++'s std::experimental::simd has neither float16 nor shuffles, and its functions are
+// not in an anonymous namespace. That everything here is in one matters: a function compiled with AVX-512 must never be
+// the copy that the linker keeps for a processor without it.
+//
+// A kernels_*.cpp defines KVQ_ISA, a name, and KVQ_WIDTH, the numbers in a vector: 16 for AVX-512, 8 for AVX2, 4 for
+// what every processor has (SSE2, NEON).
 #pragma once
 
 #include <cmath>
@@ -9,10 +16,11 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #include "../format.h"
 
-#if KVQ_USE_AVX2 || KVQ_USE_AVX512
+#if KVQ_WIDTH > 4
 #include <immintrin.h>
 #endif
 
@@ -20,6 +28,7 @@ namespace hf_kvquant::cpu::KVQ_ISA {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 template <class To, class From>
 inline To bit_cast(From from) {
@@ -29,27 +38,157 @@ inline To bit_cast(From from) {
   return to;
 }
 
+// Not by memcpy, through which GCC 12 keeps arrays of vectors in memory.
+template <class T>
+inline T load_as(const void* p) {
+  typedef T Unaligned __attribute__((aligned(1), may_alias));
+  return *static_cast<const Unaligned*>(p);
+}
+template <class T>
+inline void store_as(void* p, T x) {
+  typedef T Unaligned __attribute__((aligned(1), may_alias));
+  *static_cast<Unaligned*>(p) = x;
+}
+
 // Into L2; harmless past the end of a buffer.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-inline int min_of(int a, int b) { return a < b ? a : b; }
-inline int max_of(int a, int b) { return a > b ? a : b; }
-inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+template <class T>
+constexpr T min_of(T a, T b) {
+  return a < b ? a : b;
+}
+template <class T>
+constexpr T max_of(T a, T b) {
+  return a > b ? a : b;
+}
+inline float abs_of(float x) { return std::fabs(x); }
+constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// --- single numbers --------------------------------------------------------------------------------------------------
-
-inline float bf16_to_float(uint16_t bits) { return bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
-
-inline uint16_t float_to_bf16(float x) {
-  if (x != x) return 0x7FC0;
-  const uint32_t bits = bit_cast<uint32_t>(x);
-  return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+// Calls `use` with the constant among kValues that `value` is, so that it can be a template argument.
+template <auto... kValues, class Value, class Use>
+inline void with_constant(Value value, Use use) {
+  (void)((value == kValues && (use(std::integral_constant<decltype(kValues), kValues>()), true)) || ...);
+}
+template <class Use>
+inline void with_dtype(Dtype dtype, Use use) {
+  with_constant<Dtype::fp32, Dtype::bf16, Dtype::fp16>(dtype, use);
 }
 
-#if KVQ_USE_AVX2 || KVQ_USE_AVX512
+// --- vectors ---------------------------------------------------------------------------------------------------------
+
+constexpr int kWidth = KVQ_WIDTH;
+typedef float Float __attribute__((vector_size(kWidth * 4)));
+typedef int32_t Int __attribute__((vector_size(kWidth * 4)));
+typedef int16_t Words __attribute__((vector_size(kWidth * 2)));
+
+template <class Op, int... kLane>
+inline Float each_of(Op op, std::integer_sequence<int, kLane...>) {
+  return Float{op(kLane)...};
+}
+// Lane i is op(i).
+template <class Op>
+inline Float each(Op op) {
+  return each_of(op, std::make_integer_sequence<int, kWidth>());
+}
+
+inline Float zeros() { return Float{}; }
+inline Float broadcast(float x) { return x - Float{}; }
+inline Float load(const float* p) { return load_as<Float>(p); }
+inline void store(float* p, Float x) { store_as(p, x); }
+inline Float abs_of(Float x) { return bit_cast<Float>(bit_cast<Int>(x) & 0x7FFFFFFF); }
+
+// --- what differs between instruction sets ---------------------------------------------------------------------------
+//   fma             a · b + c; in the portable set with two roundings
+//   max_of, min_of  return b where either is NaN
+//   load_words      bytes as 16-bit numbers
+//   of_halves, of_bf16, to_halves, to_words   from and to 16-bit numbers; to_words keeps the low bits
+//   load_u8, load_u4, store_bytes, store_nibbles   codes, for the last two as integers that fit; of a pair of nibbles,
+//                   the low one is first
+
+#if KVQ_WIDTH > 4
+
+constexpr int kToNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+
 inline float half_to_float(half_bits bits) { return _cvtsh_ss(bits); }
-inline half_bits float_to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline int16_t to_halves(float x) { return static_cast<int16_t>(_cvtss_sh(x, kToNearest)); }
+
+#if KVQ_WIDTH == 16
+
+inline Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+inline Float max_of(Float a, Float b) { return _mm512_max_ps(a, b); }
+inline Float min_of(Float a, Float b) { return _mm512_min_ps(a, b); }
+inline Float round_even(Float x) { return _mm512_roundscale_ps(x, kToNearest); }
+inline Int round_to_int(Float x) { return (Int)_mm512_cvtps_epi32(x); }
+inline Words load_words(const uint8_t* p) { return (Words)_mm256_cvtepu8_epi16(load_as<__m128i>(p)); }
+inline Float of_bytes(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)); }
+inline Float of_halves(Words halves) { return _mm512_cvtph_ps((__m256i)halves); }
+inline Float of_bf16(Words bits) { return (Float)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bits), 16); }
+inline Words to_halves(Float x) { return (Words)_mm512_cvtps_ph(x, kToNearest); }
+inline Words to_words(Int x) { return (Words)_mm512_cvtepi32_epi16((__m512i)x); }
+inline __m128i to_bytes(Int x) { return _mm512_cvtepi32_epi8((__m512i)x); }
+inline float sum_of(Float x) { return _mm512_reduce_add_ps(x); }
+inline float largest_of(Float x) { return _mm512_reduce_max_ps(x); }
+inline float smallest_of(Float x) { return _mm512_reduce_min_ps(x); }
+
 #else
+
+inline Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
+inline Float max_of(Float a, Float b) { return _mm256_max_ps(a, b); }
+inline Float min_of(Float a, Float b) { return _mm256_min_ps(a, b); }
+inline Float round_even(Float x) { return _mm256_round_ps(x, kToNearest); }
+inline Int round_to_int(Float x) { return (Int)_mm256_cvtps_epi32(x); }
+inline Words load_words(const uint8_t* p) { return (Words)_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)); }
+inline Float of_bytes(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); }
+inline Float of_halves(Words halves) { return _mm256_cvtph_ps((__m128i)halves); }
+inline Float of_bf16(Words bits) { return (Float)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)bits), 16); }
+inline Words to_halves(Float x) { return (Words)_mm256_cvtps_ph(x, kToNearest); }
+inline Words to_words(Int x) {
+  const __m256i packed = _mm256_packus_epi32((__m256i)x, (__m256i)x);
+  return (Words)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+}
+inline __m128i to_bytes(Int x) {
+  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+  return _mm_packus_epi16(words, words);
+}
+template <class Op>
+inline float fold(Float x, Op op) {
+  __m128 y = op(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = op(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(op(y, _mm_shuffle_ps(y, y, 1)));
+}
+inline float sum_of(Float x) { return fold(x, [](__m128 a, __m128 b) { return _mm_add_ps(a, b); }); }
+inline float largest_of(Float x) { return fold(x, [](__m128 a, __m128 b) { return _mm_max_ps(a, b); }); }
+inline float smallest_of(Float x) { return fold(x, [](__m128 a, __m128 b) { return _mm_min_ps(a, b); }); }
+
+#endif
+
+// kCount bytes, 0 up to 16.
+template <int kCount>
+inline __m128i load_bytes(const uint8_t* p) {
+  if constexpr (kCount == 16) return load_as<__m128i>(p);
+  if constexpr (kCount == 8) return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  if constexpr (kCount == 4) return _mm_cvtsi32_si128(load_as<int32_t>(p));
+}
+inline Float load_u8(const uint8_t* p) { return of_bytes(load_bytes<kWidth>(p)); }
+inline Float load_u4(const uint8_t* p) {
+  const __m128i packed = load_bytes<kWidth / 2>(p), mask = _mm_set1_epi8(15);
+  return of_bytes(_mm_unpacklo_epi8(_mm_and_si128(packed, mask), _mm_and_si128(_mm_srli_epi16(packed, 4), mask)));
+}
+// The first kCount bytes. With intrinsics: GCC 12 merges a memcpy with to_bytes into one slower instruction.
+template <int kCount>
+inline void store_first(uint8_t* p, __m128i bytes) {
+  if constexpr (kCount == 16) _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  if constexpr (kCount == 8) _mm_storel_epi64(reinterpret_cast<__m128i*>(p), bytes);
+  if constexpr (kCount == 4) std::memcpy(p, &bytes, 4);
+}
+inline void store_bytes(uint8_t* p, Int x) { store_first<kWidth>(p, to_bytes(x)); }
+inline void store_nibbles(uint8_t* p, Int x) {
+  const __m128i pairs = _mm_maddubs_epi16(to_bytes(x), _mm_set1_epi16(0x1001));  // even + 16 odd
+  store_first<kWidth / 2>(p, _mm_packus_epi16(pairs, pairs));
+}
+
+#else
+
 inline float half_to_float(half_bits bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
   const uint32_t magnitude = bits & 0x7FFF;
@@ -59,456 +198,177 @@ inline float half_to_float(half_bits bits) {
   return sign != 0 ? -x : x;
 }
 
-inline half_bits float_to_half(float x) {
+inline int16_t to_halves(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t sign = (bits >> 16) & 0x8000;
   const uint32_t magnitude = bits & 0x7FFFFFFF;
-  if (magnitude > 0x7F800000) return static_cast<half_bits>(sign | 0x7E00);
-  if (magnitude >= 0x477FF000) return static_cast<half_bits>(sign | 0x7C00);  // 65520 and more round to infinity
+  if (magnitude > 0x7F800000) return static_cast<int16_t>(sign | 0x7E00);
+  if (magnitude >= 0x477FF000) return static_cast<int16_t>(sign | 0x7C00);  // 65520 and more round to infinity
   if (magnitude < 0x38800000) {  // below 2^-14: multiples of 2^-24, which adding 0.5 leaves in the low mantissa bits
     const float shifted = bit_cast<float>(magnitude) + 0.5f;
-    return static_cast<half_bits>(sign | (bit_cast<uint32_t>(shifted) - 0x3F000000));
+    return static_cast<int16_t>(sign | (bit_cast<uint32_t>(shifted) - 0x3F000000));
   }
-  return static_cast<half_bits>(sign | ((magnitude - (112u << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13));
+  return static_cast<int16_t>(sign | ((magnitude - (112u << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13));
 }
+
+inline Float fma(Float a, Float b, Float c) { return a * b + c; }
+// Adding 1.5 · 2^23 leaves no bits for a fraction. Numbers beyond 2^22, here always far out of range, are left as is.
+inline Float round_even(Float x) {
+  constexpr float kMagic = 12582912.0f;
+  return abs_of(x) < 4194304.0f ? (x + kMagic) - kMagic : x;
+}
+inline Int round_to_int(Float x) { return __builtin_convertvector(round_even(x), Int); }
+inline Words load_words(const uint8_t* p) { return Words{p[0], p[1], p[2], p[3]}; }
+inline Float of_halves(Words halves) {
+  return each([&](int i) { return half_to_float(static_cast<half_bits>(halves[i])); });
+}
+inline Float of_bf16(Words bits) { return bit_cast<Float>(__builtin_convertvector(bits, Int) << 16); }
+inline Float load_u8(const uint8_t* p) { return __builtin_convertvector((Int{p[0], p[1], p[2], p[3]}), Float); }
+inline Float load_u4(const uint8_t* p) {
+  return __builtin_convertvector((Int{p[0] & 15, p[0] >> 4, p[1] & 15, p[1] >> 4}), Float);
+}
+inline Words to_halves(Float x) {
+  Words halves;
+  for (int i = 0; i < kWidth; ++i) halves[i] = to_halves(x[i]);
+  return halves;
+}
+inline Words to_words(Int x) { return __builtin_convertvector(x, Words); }
+inline float sum_of(Float x) { return (x[0] + x[2]) + (x[1] + x[3]); }
+inline float largest_of(Float x) { return max_of(max_of(x[0], x[2]), max_of(x[1], x[3])); }
+inline float smallest_of(Float x) { return min_of(min_of(x[0], x[2]), min_of(x[1], x[3])); }
+inline void store_bytes(uint8_t* p, Int x) {
+  for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint8_t>(x[i]);
+}
+inline void store_nibbles(uint8_t* p, Int x) {
+  for (int i = 0; i < kWidth / 2; ++i) p[i] = static_cast<uint8_t>(x[2 * i] | x[2 * i + 1] << 4);
+}
+
 #endif
 
-// --- vectors ---------------------------------------------------------------------------------------------------------
-// Float is a vector of kWidth numbers. max_of(a, b) and min_of(a, b) return b where either is NaN, in every set.
-// To check that numbers are finite, or_bits collects x - x, which is 0 or NaN: collecting by addition would wait for
-// every addition.
+// --- lanes -----------------------------------------------------------------------------------------------------------
 
-#if KVQ_USE_AVX512
-
-constexpr int kWidth = 16;
-constexpr int kValueVectors = 4;  // vectors of channels that the value loop keeps per row: 4 rows x 4 of 32 registers
-using Float = __m512;
-
-inline Float zeros() { return _mm512_setzero_ps(); }
-inline Float broadcast(float x) { return _mm512_set1_ps(x); }
-inline Float load(const float* p) { return _mm512_loadu_ps(p); }
-inline void store(float* p, Float x) { _mm512_storeu_ps(p, x); }
-inline Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
-inline Float sub(Float a, Float b) { return _mm512_sub_ps(a, b); }
-inline Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
-inline Float div(Float a, Float b) { return _mm512_div_ps(a, b); }
-inline Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
-inline Float max_of(Float a, Float b) { return _mm512_max_ps(a, b); }
-inline Float min_of(Float a, Float b) { return _mm512_min_ps(a, b); }
-inline Float round_even(Float x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline Float abs_of(Float x) { return _mm512_abs_ps(x); }
-inline Float or_bits(Float a, Float b) { return _mm512_or_ps(a, b); }
-// a where x < y, else b (also where x or y is NaN).
-inline Float select_less(Float x, Float y, Float a, Float b) {
-  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), b, a);
+// Calls use(c, size) for channels `begin` ... `end` - 1, a vector at a time. `size`, a constant, is kWidth, or 8 for
+// what is left at the end: rows and groups have a multiple of 8 channels.
+template <class Use>
+inline void for_vectors(int begin, int end, Use use) {
+  int c = begin;
+  for (; c + kWidth <= end; c += kWidth) use(c, std::integral_constant<int, kWidth>());
+  if (kWidth > 8 && c < end) use(c, std::integral_constant<int, min_of(kWidth, 8)>());
 }
-// x · 2^n for integral n; n far below the range of exponents gives 0.
-inline Float scale_by_power(Float x, Float n) { return _mm512_scalef_ps(x, n); }
-inline float sum_of(Float x) { return _mm512_reduce_add_ps(x); }
-inline float largest_of(Float x) { return _mm512_reduce_max_ps(x); }
-inline float smallest_of(Float x) { return _mm512_reduce_min_ps(x); }
+// kCount numbers and zeros.
+template <int kCount, class T>
+inline auto load_part(const T* p) {
+  std::conditional_t<sizeof(T) == 4, Float, Words> x{};
+  std::memcpy(&x, p, sizeof(T) * kCount);
+  return x;
+}
+template <int kCount, class T, class Vector>
+inline void store_part(T* p, Vector x) {
+  std::memcpy(p, &x, sizeof(T) * kCount);
+}
+
+// Collects in `flaws` whether numbers are finite: x - x is 0 or NaN. Adding these would wait for every addition.
+inline void check_finite(Float x, Float& flaws) {
+  flaws = bit_cast<Float>(bit_cast<Int>(flaws) | bit_cast<Int>(x - x));
+}
+
+// Exchanges lanes that are kStride apart.
+template <int kStride>
+inline Float swap_lanes(Float x) {
+  return each([x](int i) { return x[i ^ kStride]; });
+}
+
+// b in lanes whose number has the bit kStride, a in the others.
+template <int kStride>
+inline Float blend_lanes(Float a, Float b) {
+  return each([](int i) { return i & kStride ? 1.0f : 0.0f; }) != 0.0f ? b : a;
+}
+
 // Numbers a and b that are kStride lanes apart (1, 2, 4 or 8, a in the lower one) become a + b and a - b.
 template <int kStride>
 inline Float butterfly(Float x) {
-  constexpr __mmask16 kUpper = kStride == 1 ? 0xAAAA : kStride == 2 ? 0xCCCC : kStride == 4 ? 0xF0F0 : 0xFF00;
-  Float other;
-  if constexpr (kStride == 1) other = _mm512_permute_ps(x, 0xB1);
-  if constexpr (kStride == 2) other = _mm512_permute_ps(x, 0x4E);
-  if constexpr (kStride == 4) other = _mm512_shuffle_f32x4(x, x, 0xB1);
-  if constexpr (kStride == 8) other = _mm512_shuffle_f32x4(x, x, 0x4E);
-  return _mm512_mask_sub_ps(_mm512_add_ps(x, other), kUpper, other, x);
+  const Float other = swap_lanes<kStride>(x);
+  return blend_lanes<kStride>(x + other, other - x);
 }
 
-inline Float load_bf16(const uint16_t* p) {
-  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+inline bool is_finite(Float flaws) { return sum_of(flaws) == 0.0f; }
+
+// x · 2^n for integral n; n far below the range of exponents gives 0.
+inline Float scale_by_power(Float x, Float n) {
+#if KVQ_WIDTH == 16
+  return _mm512_scalef_ps(x, n);
+#else
+  const Int exponent = __builtin_convertvector(n < -126.0f ? zeros() : n, Int) + 127;
+  return n < -126.0f ? zeros() : x * bit_cast<Float>(exponent << 23);
+#endif
 }
-inline Float load_half(const uint16_t* p) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
-inline Float widen_bytes(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)); }
-inline Float load_u8(const uint8_t* p) { return widen_bytes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
-inline Float load_u4(const uint8_t* p) {
-  const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-  const __m128i mask = _mm_set1_epi8(15);
-  const __m128i even = _mm_and_si128(packed, mask);
-  const __m128i odd = _mm_and_si128(_mm_srli_epi16(packed, 4), mask);
-  return widen_bytes(_mm_unpacklo_epi8(even, odd));
-}
-// e4m3 times 2^-8; callers multiply the scale by 2^8. The exponent of e4m3 has one bit less than that of float16, so
-// the seven lower bits moved up by seven are this number as a float16, subnormals included. Only NaN is a special case.
-inline Float load_fp8_scaled(const uint8_t* p) {
-  const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  // The shift to the right leaves two copies of the sign; the lower one is cleared.
-  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(wide, 8), 1), _mm256_set1_epi16(~0x4000));
-  const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7F));
-  const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7F));
-  return _mm512_cvtph_ps(_mm256_mask_mov_epi16(half, is_nan, _mm256_set1_epi16(0x7E00)));
-}
-inline void store_bf16(uint16_t* p, Float x) {
-  const __m512i bits = _mm512_castps_si512(x);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i rounded =
-      _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
-  const __m512i result =
-      _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC0));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(result));
-}
-inline void store_half(uint16_t* p, Float x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-// Integral x in 0..255.
-inline void store_u8(uint8_t* p, Float x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
-}
-// Integral x in 0..15, channel 2i in the low nibble of byte i.
-inline void store_u4(uint8_t* p, Float x) {
-  const __m128i codes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x));
-  const __m128i pairs = _mm_maddubs_epi16(codes, _mm_set1_epi16(0x1001));  // even + 16 odd
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(pairs, pairs));
-}
-// |x| <= 448. From 2^-6 up the mantissa is rounded to 3 bits in place; below, codes count multiples of 2^-9.
-inline void store_fp8(uint8_t* p, Float x) {
-  const __m512i bits = _mm512_castps_si512(x);
-  const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF));
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(magnitude, 20), _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_add_epi32(magnitude, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFFF)));
-  const __m512i normal = _mm512_sub_epi32(_mm512_srli_epi32(rounded, 20), _mm512_set1_epi32(120 << 3));
-  const __m512i tiny = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(512.0f)));
-  const __mmask16 is_tiny = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(121 << 23));
-  const __m512i sign = _mm512_srli_epi32(_mm512_andnot_si512(_mm512_set1_epi32(0x7FFFFFFF), bits), 24);
-  const __m512i codes = _mm512_or_si512(_mm512_mask_mov_epi32(normal, is_tiny, tiny), sign);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(codes));
-}
-// Lane i of the result is the sum of the lanes of x[i]: four levels that halve the number of vectors.
+
+// Lane i of the result is the sum of the lanes of x[i]. With intrinsics: GCC 12 otherwise keeps `x` in memory.
 inline Float sum_each(const Float (&x)[kWidth]) {
+#if KVQ_WIDTH == 16
   Float halves[8], quarters[4];
   for (int i = 0; i < 4; ++i) {
     for (int pair = 0; pair < 2; ++pair) {  // lanes of 128 bits: two of x[i + 8 pair], two of x[i + 8 pair + 4]
       const Float a = x[i + 8 * pair], b = x[i + 8 * pair + 4];
-      halves[2 * i + pair] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+      halves[2 * i + pair] = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xEE);
     }
     const Float a = halves[2 * i], b = halves[2 * i + 1];
-    quarters[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+    quarters[i] = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xDD);
   }
   const auto add_halves = [](Float a, Float b) {
-    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xEE));
+    return _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xEE);
   };
   const Float low = add_halves(quarters[0], quarters[1]), high = add_halves(quarters[2], quarters[3]);
-  return _mm512_add_ps(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xDD));
-}
-
-#elif KVQ_USE_AVX2
-
-constexpr int kWidth = 8;
-constexpr int kValueVectors = 2;  // 4 rows x 2 of 16 registers
-using Float = __m256;
-
-inline Float zeros() { return _mm256_setzero_ps(); }
-inline Float broadcast(float x) { return _mm256_set1_ps(x); }
-inline Float load(const float* p) { return _mm256_loadu_ps(p); }
-inline void store(float* p, Float x) { _mm256_storeu_ps(p, x); }
-inline Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
-inline Float sub(Float a, Float b) { return _mm256_sub_ps(a, b); }
-inline Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
-inline Float div(Float a, Float b) { return _mm256_div_ps(a, b); }
-inline Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
-inline Float max_of(Float a, Float b) { return _mm256_max_ps(a, b); }
-inline Float min_of(Float a, Float b) { return _mm256_min_ps(a, b); }
-inline Float round_even(Float x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline Float abs_of(Float x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
-inline Float or_bits(Float a, Float b) { return _mm256_or_ps(a, b); }
-inline Float select_less(Float x, Float y, Float a, Float b) {
-  return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_LT_OQ));
-}
-inline Float scale_by_power(Float x, Float n) {
-  const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  return select_less(n, broadcast(-126.0f), zeros(), _mm256_mul_ps(x, _mm256_castsi256_ps(exponent)));
-}
-template <class Op>
-inline float fold(Float x, Op op) {
-  __m128 y = op(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  y = op(y, _mm_movehl_ps(y, y));
-  return _mm_cvtss_f32(op(y, _mm_shuffle_ps(y, y, 1)));
-}
-inline float sum_of(Float x) {
-  return fold(x, [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
-}
-inline float largest_of(Float x) {
-  return fold(x, [](__m128 a, __m128 b) { return _mm_max_ps(a, b); });
-}
-inline float smallest_of(Float x) {
-  return fold(x, [](__m128 a, __m128 b) { return _mm_min_ps(a, b); });
-}
-// See the AVX-512 version.
-template <int kStride>
-inline Float butterfly(Float x) {
-  constexpr int kUpper = kStride == 1 ? 0xAA : kStride == 2 ? 0xCC : 0xF0;
-  Float other;
-  if constexpr (kStride == 1) other = _mm256_permute_ps(x, 0xB1);
-  if constexpr (kStride == 2) other = _mm256_permute_ps(x, 0x4E);
-  if constexpr (kStride == 4) other = _mm256_permute2f128_ps(x, x, 1);
-  return _mm256_blend_ps(_mm256_add_ps(x, other), _mm256_sub_ps(other, x), kUpper);
-}
-
-inline Float load_bf16(const uint16_t* p) {
-  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-}
-inline Float load_half(const uint16_t* p) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
-inline Float widen_bytes(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); }
-inline Float load_u8(const uint8_t* p) { return widen_bytes(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
-inline Float load_u4(const uint8_t* p) {
-  int32_t packed_bits;
-  std::memcpy(&packed_bits, p, sizeof(packed_bits));
-  const __m128i packed = _mm_cvtsi32_si128(packed_bits);
-  const __m128i mask = _mm_set1_epi8(15);
-  const __m128i even = _mm_and_si128(packed, mask);
-  const __m128i odd = _mm_and_si128(_mm_srli_epi16(packed, 4), mask);
-  return widen_bytes(_mm_unpacklo_epi8(even, odd));
-}
-// See the AVX-512 version.
-inline Float load_fp8_scaled(const uint8_t* p) {
-  const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-  const __m128i half = _mm_and_si128(_mm_srai_epi16(_mm_slli_epi16(wide, 8), 1), _mm_set1_epi16(~0x4000));
-  const __m128i magnitude = _mm_and_si128(wide, _mm_set1_epi16(0x7F));
-  const __m128i is_nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7F));
-  return _mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(is_nan, _mm_set1_epi16(0x7E00))));
-}
-inline void store_bf16(uint16_t* p, Float x) {
-  const __m256i bits = _mm256_castps_si256(x);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded =
-      _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
-  const __m256i result =
-      _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC0), _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
-  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(result, result), 0x08);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
-}
-inline void store_half(uint16_t* p, Float x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-inline void store_u8(uint8_t* p, Float x) {
-  const __m256i wide = _mm256_cvtps_epi32(x);
-  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
-}
-inline void store_u4(uint8_t* p, Float x) {
-  const __m256i wide = _mm256_cvtps_epi32(x);
-  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
-  const __m128i pairs = _mm_maddubs_epi16(_mm_packus_epi16(words, words), _mm_set1_epi16(0x1001));  // even + 16 odd
-  const int32_t packed = _mm_cvtsi128_si32(_mm_packus_epi16(pairs, pairs));
-  std::memcpy(p, &packed, sizeof(packed));
-}
-// See the AVX-512 version.
-inline void store_fp8(uint8_t* p, Float x) {
-  const __m256i bits = _mm256_castps_si256(x);
-  const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF));
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(magnitude, 20), _mm256_set1_epi32(1));
-  const __m256i rounded = _mm256_add_epi32(magnitude, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFFF)));
-  const __m256i normal = _mm256_sub_epi32(_mm256_srli_epi32(rounded, 20), _mm256_set1_epi32(120 << 3));
-  const __m256i tiny = _mm256_cvtps_epi32(_mm256_mul_ps(abs_of(x), _mm256_set1_ps(512.0f)));
-  const __m256i is_tiny = _mm256_cmpgt_epi32(_mm256_set1_epi32(121 << 23), magnitude);
-  const __m256i sign = _mm256_srli_epi32(_mm256_andnot_si256(_mm256_set1_epi32(0x7FFFFFFF), bits), 24);
-  const __m256i codes = _mm256_or_si256(_mm256_blendv_epi8(normal, tiny, is_tiny), sign);
-  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
-}
-inline Float sum_each(const Float (&x)[kWidth]) {
+  return _mm512_shuffle_ps(low, high, 0x88) + _mm512_shuffle_ps(low, high, 0xDD);
+#elif KVQ_WIDTH == 8
   const Float low = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
   const Float high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
-  return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
-}
-
+  return _mm256_permute2f128_ps(low, high, 0x20) + _mm256_permute2f128_ps(low, high, 0x31);
 #else
+  return each([&](int i) { return sum_of(x[i]); });
+#endif
+}
 
-// Vectors of four, by an extension of GCC and Clang, which compile them to what the target always has (SSE2, NEON). GCC
-// 12 did not vectorise plain loops over an array of four, which ran at a quarter of the speed.
-constexpr int kWidth = 4;
-constexpr int kValueVectors = 2;
-typedef float Float __attribute__((vector_size(16)));
-typedef int32_t Int __attribute__((vector_size(16)));
+// --- codes and other number types ------------------------------------------------------------------------------------
 
-inline Float zeros() { return Float{}; }
-inline Float broadcast(float x) { return Float{x, x, x, x}; }
-inline Float load(const float* p) {
-  Float x;
-  std::memcpy(&x, p, sizeof(x));
-  return x;
-}
-inline void store(float* p, Float x) { std::memcpy(p, &x, sizeof(x)); }
-inline Float add(Float a, Float b) { return a + b; }
-inline Float sub(Float a, Float b) { return a - b; }
-inline Float mul(Float a, Float b) { return a * b; }
-inline Float div(Float a, Float b) { return a / b; }
-inline Float fma(Float a, Float b, Float c) { return a * b + c; }
-inline Float select(Int mask, Float a, Float b) {
-  return bit_cast<Float>((mask & bit_cast<Int>(a)) | (~mask & bit_cast<Int>(b)));
-}
-inline Float max_of(Float a, Float b) { return select(a > b, a, b); }
-inline Float min_of(Float a, Float b) { return select(a < b, a, b); }
-inline Float abs_of(Float x) { return bit_cast<Float>(bit_cast<Int>(x) & 0x7FFFFFFF); }
-inline Float or_bits(Float a, Float b) { return bit_cast<Float>(bit_cast<Int>(a) | bit_cast<Int>(b)); }
-inline Float select_less(Float x, Float y, Float a, Float b) { return select(x < y, a, b); }
-// Adding 1.5 · 2^23 leaves no bits for a fraction. Numbers beyond 2^22, here always far out of range, are left as is.
-inline Float round_even(Float x) {
-  const Float magic = broadcast(12582912.0f);
-  return select(abs_of(x) < 4194304.0f, (x + magic) - magic, x);
-}
-inline Float scale_by_power(Float x, Float n) {
-  const Int is_number = n >= -126.0f;
-  const Int exponent = __builtin_convertvector(select(is_number, n, zeros()), Int);
-  const Float scaled = x * bit_cast<Float>((exponent + 127) << 23);
-  return select(is_number | (n != n), scaled, zeros());
-}
-inline float sum_of(Float x) { return (x[0] + x[2]) + (x[1] + x[3]); }
-inline float largest_of(Float x) {
-  const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
-  return a > b ? a : b;
-}
-inline float smallest_of(Float x) {
-  const float a = x[0] < x[2] ? x[0] : x[2], b = x[1] < x[3] ? x[1] : x[3];
-  return a < b ? a : b;
-}
-// See the AVX-512 version.
-template <int kStride>
-inline Float butterfly(Float x) {
-  const Float other = kStride == 1 ? Float{x[1], x[0], x[3], x[2]} : Float{x[2], x[3], x[0], x[1]};
-  const Int upper = kStride == 1 ? Int{0, -1, 0, -1} : Int{0, 0, -1, -1};
-  return select(upper, other - x, x + other);
-}
-template <class Op>
-inline Float each(Op op) {
-  return Float{op(0), op(1), op(2), op(3)};
-}
-inline Float load_bf16(const uint16_t* p) {
-  return each([&](int i) { return bf16_to_float(p[i]); });
-}
-inline Float load_half(const uint16_t* p) {
-  return each([&](int i) { return half_to_float(p[i]); });
-}
-inline Float load_u8(const uint8_t* p) {
-  return each([&](int i) { return static_cast<float>(p[i]); });
-}
-inline Float load_u4(const uint8_t* p) {
-  return each([&](int i) { return static_cast<float>((p[i / 2] >> (i % 2 * 4)) & 15); });
-}
+// e4m3 times 2^-8; callers multiply the scale by 2^8. The exponent of e4m3 has one bit less than that of float16, so
+// the seven lower bits moved up by seven are this number as a float16, subnormals included. Only NaN is a special case.
 inline Float load_fp8_scaled(const uint8_t* p) {
-  return each([&](int i) {
-    const uint32_t magnitude = p[i] & 0x7F, sign = p[i] >> 7;
-    if (magnitude == 0x7F) return std::numeric_limits<float>::quiet_NaN();
-    const float x =
-        magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-17f : bit_cast<float>((magnitude << 20) + (112u << 23));
-    return sign != 0 ? -x : x;
-  });
+  const Words wide = load_words(p);
+  // The shift to the right leaves two copies of the sign; the lower one is cleared.
+  return of_halves((((wide << 8) >> 1) & ~0x4000) | (((wide & 0x7F) == 0x7F) & 0x7E00));
 }
-inline void store_bf16(uint16_t* p, Float x) {
-  for (int i = 0; i < kWidth; ++i) p[i] = float_to_bf16(x[i]);
-}
-inline void store_half(uint16_t* p, Float x) {
-  for (int i = 0; i < kWidth; ++i) p[i] = float_to_half(x[i]);
-}
-inline void store_u8(uint8_t* p, Float x) {
-  for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint8_t>(x[i]);
-}
-inline void store_u4(uint8_t* p, Float x) {
-  for (int i = 0; i < kWidth / 2; ++i) {
-    p[i] = static_cast<uint8_t>(static_cast<int>(x[2 * i]) | static_cast<int>(x[2 * i + 1]) << 4);
-  }
-}
+
 // |x| <= 448. From 2^-6 up the mantissa is rounded to 3 bits in place; below, codes count multiples of 2^-9.
 inline void store_fp8(uint8_t* p, Float x) {
-  for (int i = 0; i < kWidth; ++i) {
-    const uint32_t bits = bit_cast<uint32_t>(x[i]), magnitude = bits & 0x7FFFFFFF;
-    const uint32_t normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3);
-    const bool is_tiny = magnitude < (121u << 23);
-    const uint32_t code = is_tiny ? static_cast<uint32_t>(std::nearbyint(std::fabs(x[i]) * 512.0f)) : normal;
-    p[i] = static_cast<uint8_t>(code | bits >> 31 << 7);
-  }
+  const Int bits = bit_cast<Int>(x), magnitude = bits & 0x7FFFFFFF;
+  const Int normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3);
+  const Int tiny = round_to_int(abs_of(x) * 512.0f);
+  store_bytes(p, (magnitude < (121 << 23) ? tiny : normal) | ((bits >> 24) & 0x80));
 }
-inline Float sum_each(const Float (&x)[kWidth]) {
-  return each([&](int i) { return sum_of(x[i]); });
-}
-
-#endif
-
-// --- functions for all instruction sets ------------------------------------------------------------------------------
-
-// e^x for x <= 0 to about one unit in the last place; exactly 0 for x far below 0, NaN for NaN. x = n ln 2 + r with ln
-// 2 in two parts, then a polynomial on |r| <= ln 2 / 2 (relative error 2^-28).
-inline Float exp_of(Float x) {
-  x = max_of(broadcast(-110.0f), x);
-  const Float n = round_even(mul(x, broadcast(1.44269504f)));
-  Float r = fma(n, broadcast(-0.693145752f), x);
-  r = fma(n, broadcast(-1.42860677e-6f), r);
-  Float poly = fma(broadcast(1.39506010e-3f), r, broadcast(8.36895406e-3f));
-  poly = fma(poly, r, broadcast(4.16662060e-2f));
-  poly = fma(poly, r, broadcast(1.66665182e-1f));
-  poly = fma(poly, r, broadcast(0.5f));
-  poly = add(fma(poly, mul(r, r), r), broadcast(1.0f));
-  return scale_by_power(poly, n);
+inline Words to_bf16(Float x) {
+  const Int bits = bit_cast<Int>(x), magnitude = bits & 0x7FFFFFFF;
+  const Int rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16;
+  return to_words((x == x ? rounded | ((bits >> 16) & 0x8000) : Int{} + 0x7FC0));
 }
 
-// tanh: an odd polynomial near 0, elsewhere 1 - 2 / (e^2|x| + 1), computed from e^-2|x|.
-inline Float tanh_of(Float x) {
-  const Float size = abs_of(x);
-  const Float square = mul(x, x);
-  Float poly = fma(broadcast(2.23105960e-3f), square, broadcast(-8.26708600e-3f));
-  poly = fma(poly, square, broadcast(2.17344370e-2f));
-  poly = fma(poly, square, broadcast(-5.39524741e-2f));
-  poly = fma(poly, square, broadcast(1.33332476e-1f));
-  poly = fma(poly, square, broadcast(-3.33333313e-1f));
-  const Float small = fma(mul(poly, square), x, x);
-  const Float falling = exp_of(mul(size, broadcast(-2.0f)));
-  const Float large = div(sub(broadcast(1.0f), falling), add(broadcast(1.0f), falling));
-  const Float signed_large = select_less(x, zeros(), sub(zeros(), large), large);
-  return select_less(size, broadcast(0.6f), small, signed_large);
-}
-
-template <Dtype kDtype>
+// Numbers i ... i + kCount - 1 of any dtype as float32, and back.
+template <Dtype kDtype, int kCount = kWidth>
 inline Float load_dense(const void* data, int64_t i) {
-  if constexpr (kDtype == Dtype::fp32) return load(static_cast<const float*>(data) + i);
-  if constexpr (kDtype == Dtype::bf16) return load_bf16(static_cast<const uint16_t*>(data) + i);
-  if constexpr (kDtype == Dtype::fp16) return load_half(static_cast<const uint16_t*>(data) + i);
+  if constexpr (kDtype == Dtype::fp32) return load_part<kCount>(static_cast<const float*>(data) + i);
+  if constexpr (kDtype == Dtype::bf16) return of_bf16(load_part<kCount>(static_cast<const int16_t*>(data) + i));
+  if constexpr (kDtype == Dtype::fp16) return of_halves(load_part<kCount>(static_cast<const int16_t*>(data) + i));
 }
-
-// `count` numbers of any dtype as float32, never reading past them.
-inline void convert_dense(const void* data, Dtype dtype, int64_t offset, int count, float* result) {
-  const auto convert = [&](auto load_at, auto one) {
-    int i = 0;
-    for (; i + kWidth <= count; i += kWidth) store(result + i, load_at(offset + i));
-    for (; i < count; ++i) result[i] = one(offset + i);
-  };
-  if (dtype == Dtype::fp32) {
-    std::memcpy(result, static_cast<const float*>(data) + offset, sizeof(float) * count);
-  } else if (dtype == Dtype::bf16) {
-    const uint16_t* p = static_cast<const uint16_t*>(data);
-    convert([p](int64_t i) { return load_bf16(p + i); }, [p](int64_t i) { return bf16_to_float(p[i]); });
-  } else {
-    const uint16_t* p = static_cast<const uint16_t*>(data);
-    convert([p](int64_t i) { return load_half(p + i); }, [p](int64_t i) { return half_to_float(p[i]); });
-  }
+template <Dtype kDtype, int kCount = kWidth>
+inline void store_dense(void* data, int64_t i, Float x) {
+  if constexpr (kDtype == Dtype::fp32) store_part<kCount>(static_cast<float*>(data) + i, x);
+  if constexpr (kDtype == Dtype::bf16) store_part<kCount>(static_cast<int16_t*>(data) + i, to_bf16(x));
+  if constexpr (kDtype == Dtype::fp16) store_part<kCount>(static_cast<int16_t*>(data) + i, to_halves(x));
 }
-
-// `count` float32 numbers rounded to a dtype.
 inline void round_dense(const float* x, int count, Dtype dtype, void* data, int64_t offset) {
-  if (dtype == Dtype::fp32) {
-    std::memcpy(static_cast<float*>(data) + offset, x, sizeof(float) * count);
-    return;
-  }
-  uint16_t* p = static_cast<uint16_t*>(data) + offset;
-  const bool is_bf16 = dtype == Dtype::bf16;
-  int i = 0;
-  for (; i + kWidth <= count; i += kWidth) {
-    if (is_bf16) {
-      store_bf16(p + i, load(x + i));
-    } else {
-      store_half(p + i, load(x + i));
-    }
-  }
-  for (; i < count; ++i) p[i] = is_bf16 ? float_to_bf16(x[i]) : float_to_half(x[i]);
+  with_dtype(dtype, [&](auto kind) {
+    for_vectors(0, count, [&](int i, auto size) { store_dense<kind, size>(data, offset + i, load_part<size>(x + i)); });
+  });
 }
 
 }  // namespace
