@@ -101,41 +101,36 @@ def check_model(text_config: PreTrainedConfig, layer_types: list[str], quant_con
         NotImplementedError: The model's cache is not keys and values per head, or an option does not work for it.
         ValueError: The config names layers that do not exist, or a format that head_dim does not fit.
     """
-    model_type = text_config.model_type
-    layer_configs = text_config.per_layer_config
-    if any(getattr(layer_config, "kv_lora_rank", None) is not None for layer_config in layer_configs):
-        raise NotImplementedError(
-            f"KVQuantCache: {model_type} keeps a latent (MLA) cache, which cannot be quantised per head. "
-            "Leave the model unpatched."
-        )
-    if model_type in _PICK_KEYS:
-        raise NotImplementedError(
-            f"KVQuantCache: {model_type} selects the keys that it attends to, which attention over codes does not "
-            "support. Leave the model unpatched."
-        )
-    unknown = sorted(set(layer_types) - {*_FULL_ATTENTION, *_LEFT_TO_TRANSFORMERS})
-    if unknown:
-        raise NotImplementedError(
-            f"KVQuantCache: {model_type} has layers of type {unknown}, whose caches are not keys and values per head. "
-            "Leave the model unpatched."
-        )
-    if set(layer_types) <= _RECURRENT | STATELESS:
-        raise NotImplementedError(
-            f"KVQuantCache: {model_type} has only layers of type {sorted(set(layer_types))}, which keep a state of "
-            "fixed size and no keys and values. Leave the model unpatched."
-        )
+    layer_configs, found = text_config.per_layer_config, set(layer_types)
+    unknown = sorted(found - {*_FULL_ATTENTION, *_LEFT_TO_TRANSFORMERS})
+    unserved = {
+        "keeps a latent (MLA) cache, which cannot be quantised per head": any(
+            getattr(layer_config, "kv_lora_rank", None) is not None for layer_config in layer_configs
+        ),
+        "selects the keys that it attends to, which attention over codes does not support": (
+            text_config.model_type in _PICK_KEYS
+        ),
+        f"has layers of type {unknown}, whose caches are not keys and values per head": bool(unknown),
+        f"has only layers of type {sorted(found)}, which keep a state of fixed size and no keys and values": (
+            found <= _RECURRENT | STATELESS
+        ),
+    }
+    for why, is_unserved in unserved.items():
+        if is_unserved:
+            raise NotImplementedError(f"KVQuantCache: {text_config.model_type} {why}. Leave the model unpatched.")
     if quant_config.static and "cross_attention" in layer_types:
         raise NotImplementedError(
-            f"KVQuantCache: `static` must be False for {model_type}, got True: some of its layers attend to pictures, "
-            "whose length is not known in advance. Leave out static, max_cache_len and capture."
+            f"KVQuantCache: `static` must be False for {text_config.model_type}, got True: some of its layers attend "
+            "to pictures, whose length is not known in advance. Leave out static, max_cache_len and capture."
         )
     quantized = quantized_layers(layer_types, quant_config)
     ours = {layer_types[index] for index in quantized} - WITH_STATE
     uncapturable = sorted(set(layer_types) - ours - STATELESS)
     if quant_config.capture and uncapturable:
         raise NotImplementedError(
-            f"KVQuantCache: `capture` must be False for {model_type}, got True: its layers of type {uncapturable} keep "
-            "their state outside our buffers, some of it on the host. Pass static=True instead, and generate compiles."
+            f"KVQuantCache: `capture` must be False for {text_config.model_type}, got True: its layers of type "
+            f"{uncapturable} keep their state outside our buffers, some of it on the host. Pass static=True instead, "
+            "and generate compiles."
         )
     beyond = [index for index in quant_config.layers if index >= len(layer_types)]
     if beyond:

@@ -71,14 +71,13 @@ def measure(
             "`MODEL` must have a tokenizer with a token that begins or ends a text, for lm-eval, got "
             f"{subject.name} without. Set bos_token or eos_token in its tokenizer_config.json."
         )
+    weights = sorted(Path(subject.name).expanduser().glob("*.safetensors"))
     # Not tasks and presets: a later run may add some to the file.
     settings = {
         "evaluation": "tasks",
         "lm_eval": lm_eval.__version__,
         "revision": getattr(subject.model.config, "_commit_hash", None),
-        "weights_sha256": {
-            path.name: sha256(path) for path in sorted(Path(subject.name).expanduser().glob("*.safetensors"))
-        },
+        "weights_sha256": {path.name: sha256(path) for path in weights},
         **subject.prepare(),
         "mode": mode,
         "limit": limit,
@@ -96,13 +95,7 @@ def measure(
     total, started = len(tasks) * len(configs), time.monotonic()
     with measuring(record, WHERE, total, lower="--batch-size", value=batch_size, is_shown=False) as tell:
         for number, (name, preset) in enumerate(itertools.product(tasks, configs), 1):
-            done = record.get(part_name(name, preset))
-            if done is not None:
-                if done["data_sha256"] != hashes[name]:
-                    raise UsageError(
-                        f"`--output` {output} must hold results on the same data, got other data for {name}. Name "
-                        "another file."
-                    )
+            if _is_done(record.get(part_name(name, preset)), hashes[name], name, output):
                 continue
             tell(doing=f"part {number} of {total} ({name}, {preset})")
             console.print(f"{number} of {total}: {name}, {preset} ({time.monotonic() - started:.0f} s so far)")
@@ -119,6 +112,19 @@ def measure(
         return None
     found = {key: record.get(part_name(*key)) for key in itertools.product(tasks, configs)}
     return {key: part for key, part in found.items() if part is not None}
+
+
+def _is_done(part: Part | None, data_sha256: str | None, name: str, output: str | None) -> bool:
+    """Whether a record has the part of a task already.
+
+    Raises:
+        UsageError: It has, but on other data.
+    """
+    if part is not None and part["data_sha256"] != data_sha256:
+        raise UsageError(
+            f"`--output` {output} must hold results on the same data, got other data for {name}. Name another file."
+        )
+    return part is not None
 
 
 def this_process_device() -> str | None:
