@@ -19,9 +19,7 @@ inline uint8_t* codes_of(const Side& side, int b, int head, int token) {
   return side.codes + b * side.codes_stride_b + head * side.codes_stride_h + token * side.codes_stride_t;
 }
 
-constexpr float center_of(Storage storage) {
-  return storage == Storage::int8 ? 128.0f : storage == Storage::int4 ? 8.0f : 0.0f;
-}
+constexpr float center_of(Storage storage) { return code_offset(storage, true); }
 
 // --- codes -----------------------------------------------------------------------------------------------------------
 
@@ -33,25 +31,54 @@ struct Codes {
   // Codes of these may be infinite or NaN themselves; integers are finite whenever their scale is.
   static constexpr bool kMayBeFlawed = kIsDense || kStorage == Storage::fp8;
   static constexpr bool kIsTile = false;
-  static constexpr int kBits = kStorage == Storage::int4 ? 4 : !kIsDense ? 8 : kDtype == Dtype::fp32 ? 32 : 16;
+  static constexpr int kBits = !kIsDense ? bits_of(kStorage) : kDtype == Dtype::fp32 ? 32 : 16;
   static constexpr float kUnit = kStorage == Storage::fp8 ? 256.0f : 1.0f;  // see load_fp8_scaled
+
+  static constexpr int bytes_of_channels(int count) { return count * kBits / 8; }
 
   // Channels c ... c + kWidth - 1 of a row, centred or as stored, divided by kUnit.
   template <bool kIsCentered = true>
   static Float load_at(const uint8_t* row, int c) {
     constexpr float kCenter = kIsCentered ? center_of(kStorage) : 0.0f;
-    if constexpr (kStorage == Storage::none) return load_dense<kDtype>(row, c);
-    if constexpr (kStorage == Storage::fp8) return load_fp8_scaled(row + c);
-    if constexpr (kStorage == Storage::int8) return load_u8(row + c) - kCenter;
-    if constexpr (kStorage == Storage::int4) return load_u4(row + c / 2) - kCenter;
+    if constexpr (kStorage == Storage::none) {
+      return load_dense<kDtype>(row, c);
+    } else if constexpr (kStorage == Storage::fp8) {
+      return load_fp8_scaled(row + c);
+    } else if constexpr (kBits == 8) {
+      return load_u8(row + c) - kCenter;
+    } else if constexpr (kBits == 4) {
+      return load_u4(row + c / 2) - kCenter;
+    } else {
+      return load_bits<kBits>(row, c) - kCenter;
+    }
   }
 
   // The same for kCount channels, reading no further.
   template <int kCount, bool kIsCentered>
   static Float load_part_at(const uint8_t* row, int c) {
-    uint8_t bytes[kWidth * kBits / 8] = {};
-    if (kCount < kWidth) std::memcpy(bytes, row + c * kBits / 8, kCount * kBits / 8);
+    uint8_t bytes[bytes_of_channels(kWidth)] = {};
+    if (kCount < kWidth) std::memcpy(bytes, row + bytes_of_channels(c), bytes_of_channels(kCount));
     return kCount < kWidth ? load_at<kIsCentered>(bytes, 0) : load_at<kIsCentered>(row, c);
+  }
+
+  // Writes kCount codes from channel c on, rounded and with `offset` added. Those before c among the same eight channels
+  // have been written.
+  template <int kCount>
+  static void store_at(uint8_t* row, int c, Float x, int offset) {
+    if constexpr (kStorage != Storage::fp8 && kBits != 8 && kBits != 4) {
+      store_bits<kBits, kCount>(row, c, round_to_int(x) + offset);
+    } else {
+      uint8_t bytes[kWidth];
+      uint8_t* target = kCount == kWidth ? row + bytes_of_channels(c) : bytes;
+      if constexpr (kStorage == Storage::fp8) {
+        store_fp8(target, x);
+      } else if constexpr (kBits == 8) {
+        store_bytes(target, round_to_int(x) + offset);
+      } else {
+        store_nibbles(target, round_to_int(x) + offset);
+      }
+      if (kCount < kWidth) std::memcpy(row + bytes_of_channels(c), bytes, bytes_of_channels(kCount));
+    }
   }
 };
 
@@ -61,10 +88,16 @@ struct TileCodes : Codes<Storage::none> {
   static constexpr bool kIsTile = true;
 };
 
+// Calls `use` with the storage type as a constant; not for Storage::none, whose numbers have a dtype.
+template <class Use>
+inline void with_storage(Storage storage, Use use) {
+  with_constant<Storage::int8, Storage::int4, Storage::fp8>(storage, use);
+}
+
 // Calls `use` with the Codes of a side.
 template <class Use>
 inline void with_codes(const Side& side, Use use) {
-  with_constant<Storage::int8, Storage::int4, Storage::fp8>(side.storage, [&](auto kind) { use(Codes<kind>()); });
+  with_storage(side.storage, [&](auto storage) { use(Codes<storage>()); });
   if (side.storage != Storage::none) return;
   with_dtype(side.dense_dtype, [&](auto dtype) { use(Codes<Storage::none, dtype>()); });
 }

@@ -24,9 +24,8 @@ struct Levels {
 };
 
 constexpr Levels levels_of(Storage storage, bool is_symmetric) {
-  if (storage == Storage::fp8) return {-448.0f, 448.0f, 0};
-  const int half = storage == Storage::int8 ? 128 : 8;
-  return is_symmetric ? Levels{1.0f - half, half - 1.0f, half} : Levels{0.0f, 2.0f * half - 1.0f, 0};
+  const float high = max_code(storage, is_symmetric);
+  return {is_symmetric ? -high : 0.0f, high, static_cast<int>(code_offset(storage, is_symmetric))};
 }
 
 // The smallest and largest of some values, lane by lane, and whether all are finite.
@@ -63,16 +62,10 @@ inline auto find_scales(Number high, Number low, Number flaws, float clip_ratio)
 // Writes the codes of `kCount` channels from channel c on.
 template <Storage kStorage, bool kIsSymmetric, int kCount>
 inline void store_codes(Float x, Float divisor, Float zero, uint8_t* row, int c) {
-  constexpr int kPerByte = kStorage == Storage::int4 ? 2 : 1;
   constexpr Levels kLevels = levels_of(kStorage, kIsSymmetric);
   const Float quotients = (kIsSymmetric ? x : x - zero) / divisor;
   const Float clamped = min_of(max_of(quotients, broadcast(kLevels.low)), broadcast(kLevels.high));
-  uint8_t bytes[kWidth];
-  uint8_t* target = kCount == kWidth ? row + c / kPerByte : bytes;
-  if constexpr (kStorage == Storage::fp8) store_fp8(target, clamped);
-  if constexpr (kStorage == Storage::int8) store_bytes(target, round_to_int(clamped) + kLevels.offset);
-  if constexpr (kStorage == Storage::int4) store_nibbles(target, round_to_int(clamped) + kLevels.offset);
-  if (kCount < kWidth) std::memcpy(row + c / kPerByte, bytes, kCount / kPerByte);
+  Codes<kStorage>::template store_at<kCount>(row, c, clamped, kLevels.offset);
 }
 
 // The end of the heads that are quantised together from `head` on, because they share a scale.
@@ -129,8 +122,8 @@ void quantize_token(const QuantizeTask& task, int b, int head, int target, const
     for (int h = head; h < head_end; ++h) {
       uint8_t* row = codes_of(side, b, h, target);
       if (divisor != divisor) {  // codes are 0 where there is no scale
-        constexpr int kPerByte = kStorage == Storage::int4 ? 2 : 1;
-        std::memset(row + begin / kPerByte, 0, group_size / kPerByte);
+        using Kind = Codes<kStorage>;
+        std::memset(row + Kind::bytes_of_channels(begin), 0, Kind::bytes_of_channels(group_size));
         continue;
       }
       for_vectors(begin, end, [&](int c, auto size) {
@@ -176,7 +169,7 @@ void quantize(const QuantizeTask& task, int b, int head, int first, int last, fl
   for (int i = first; side.storage == Storage::none && i < last; ++i) {
     copy_token(task, b, head, i, codes_of(side, b, head, row_of_new(task, b, i)), scratch);
   }
-  with_constant<Storage::int8, Storage::int4, Storage::fp8>(side.storage, [&](auto storage) {
+  with_storage(side.storage, [&](auto storage) {
     with_dtype(task.transform == nullptr ? task.source->dtype : Dtype::fp32, [&](auto dtype) {
       with_constant<true, false>(side.is_symmetric, [&](auto is_symmetric) {
         quantize_tokens<storage, dtype, is_symmetric>(task, b, head, first, last, scratch);

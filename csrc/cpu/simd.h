@@ -339,6 +339,28 @@ inline Float load_fp8_scaled(const uint8_t* p) {
   return of_halves((((wide << 8) >> 1) & ~0x4000) | (((wide & 0x7F) == 0x7F) & 0x7E00));
 }
 
+// Integers of a width without instructions of its own, one at a time. The codes of eight channels are one number.
+template <int kBits>
+inline Float load_bits(const uint8_t* row, int c) {
+  return each([&](int i) {
+    uint64_t eight = 0;
+    std::memcpy(&eight, row + (c + i) / 8 * kBits, kBits);
+    return static_cast<float>(eight >> (c + i) % 8 * kBits & ((1u << kBits) - 1));
+  });
+}
+template <int kBits, int kCount>
+inline void store_bits(uint8_t* row, int c, Int x) {
+  for (int begin = 0; begin < kCount; begin += 8) {
+    uint8_t* bytes = row + (c + begin) / 8 * kBits;
+    uint64_t eight = 0;
+    if (c % 8 != 0) std::memcpy(&eight, bytes, kBits);
+    for (int i = begin; i < min_of(begin + 8, kCount); ++i) {
+      eight |= static_cast<uint64_t>(x[i]) << (c + i) % 8 * kBits;
+    }
+    std::memcpy(bytes, &eight, kBits);
+  }
+}
+
 // |x| <= 448. From 2^-6 up the mantissa is rounded to 3 bits in place; below, codes count multiples of 2^-9.
 inline void store_fp8(uint8_t* p, Float x) {
   const Int bits = bit_cast<Int>(x), magnitude = bits & 0x7FFFFFFF;
