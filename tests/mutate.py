@@ -424,7 +424,12 @@ MUTATIONS = [
     ),
     *of(
         "csrc/cpu/quantize.h",
-        ("half - 1.0f, half}", "half, half}", "symmetric int4 overflows a nibble", "ops"),
+        (
+            "0.0f, high, static_cast",
+            "0.0f, high + is_symmetric, static_cast",
+            "symmetric int4 overflows a nibble",
+            "ops",
+        ),
         ("scale == 0 ? smallest : scale", "scale", "zeros are divided by a scale of 0", "ops"),
         (
             "size == kWidth ? x : blend_lanes<size % kWidth>(x, swap_lanes<size % kWidth>(x))",
