@@ -95,14 +95,18 @@ def check(device: str, layout: KVLayout, head_dims: tuple[int, int], is_transfor
             assert_same(one, other, f"{side} of {options}")
 
 
-@pytest.mark.parametrize("is_transformed", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("kv_format", [*make_formats(64), BLOCKS], ids=name_of)
+@pytest.mark.parametrize(
+    ("kv_format", "head_dim", "is_transformed"),
+    [
+        (kv_format, head_dim, is_transformed)
+        for kv_format in (*make_formats(64), BLOCKS)
+        for head_dim in (64, 80, 128, 256)
+        for is_transformed in (False, True)
+        if head_dim % (kv_format.group_size or 8) == 0 and not (is_transformed and kv_format is BLOCKS)
+    ],
+    ids=name_of,
+)
 def test_positions(kv_format: KVFormat, head_dim: int, is_transformed: bool, device: str) -> None:
-    if kv_format.group_size is not None and head_dim % kv_format.group_size:
-        pytest.skip("the groups do not fit")
-    if is_transformed and (kv_format is BLOCKS or not kv_format.is_quantized):
-        pytest.skip("such keys have no transform")
     value = KVFormat("int4", symmetric=False) if kv_format is BLOCKS else kv_format
     for dense in ((0, 0), (5, 40)):
         layout = KVLayout(kv_format, value, *(dense if kv_format.is_quantized else (0, 0)))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from ..common.errors import did_you_mean
 from ..config import PRESETS, WINDOWS
@@ -53,6 +54,11 @@ def add_parser(commands: Any) -> None:
     evaluations = evaluate.add_subparsers(required=True, metavar="EVALUATION")
     for add in (add_perplexity, add_tasks, add_long, add_report):
         add(evaluations)
+
+
+def title_of(args: argparse.Namespace, model: PreTrainedModel) -> str:
+    """What a table of results is about: the model as the user named it, its dtype and device."""
+    return f"{args.model}, {model.dtype} on {model.device}".replace("torch.", "")
 
 
 # --- perplexity -------------------------------------------------------------------------------------------------------
@@ -173,8 +179,7 @@ def run_tasks(args: argparse.Namespace) -> None:
     options = arguments.given(args, "output", "data", "mode", "limit", "batch_size", *WINDOWS)
     parts = tasks.measure(subject, names, **options)
     if parts is not None:
-        title = f"{args.model}, {subject.model.dtype} on {subject.model.device}".replace("torch.", "")
-        task_results.show(Console(highlight=False), parts, title=title)
+        task_results.show(Console(highlight=False), parts, title=title_of(args, subject.model))
 
 
 # --- long -------------------------------------------------------------------------------------------------------------
@@ -217,8 +222,7 @@ def run_long(args: argparse.Namespace) -> None:
     subject = arguments.load_subject(args, configs)
     options = arguments.given(args, "output", "samples", "seed", "batch_size", "chat_template")
     record = long_context.measure(subject, cells, filler, **options)
-    title = f"{args.model}, {subject.model.dtype} on {subject.model.device}".replace("torch.", "")
-    long_context.show(Console(highlight=False), record, cells, title=title)
+    long_context.show(Console(highlight=False), record, cells, title=title_of(args, subject.model))
 
 
 def checked_cells(args: argparse.Namespace) -> list[long_context.Cell]:

@@ -52,9 +52,8 @@ FUSED_SCHEMAS = (
 )
 PREFETCH_SCHEMA = "prefetch(Tensor weight, int num_bytes) -> ()"
 
-# The dtypes of results, by their number in csrc/format.h.
+# The dtypes of a model's tensors, by their number in csrc/format.h.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_DENSE = (torch.float32, torch.float16, torch.bfloat16)
 
 Arguments = Mapping[str, Any]
 # What an argument must be: sizes, `None` for any, and dtypes.
@@ -129,12 +128,12 @@ def _decode_reference(arguments: Arguments, cache: _Cache) -> tuple[Tensor, Tens
 
 
 def dequantize_reference(
-    layout: KVLayout, sides: tuple[Planes, Planes], key_transform: KeyTransform | None, *args: Any, **options: Any
+    layout: KVLayout, sides: tuple[Planes, Planes], key_transform: KeyTransform | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Dense keys and values; further arguments are those of `reference.dequantize_tokens`."""
+    """Dense keys and values; `options` are those of `reference.dequantize_tokens`."""
     options |= {**layout.windows, "is_ring": layout.is_ring}
     key, value = (
-        reference.dequantize_tokens(planes, kv_format, *args, **{**options, "key_transform": transform})
+        reference.dequantize_tokens(planes, kv_format, **{**options, "key_transform": transform})
         for planes, kv_format, transform in zip(sides, layout.formats, (key_transform, None), strict=True)
     )
     return key, value
@@ -142,6 +141,8 @@ def dequantize_reference(
 
 def _dequantize(*args: Any) -> tuple[Tensor, Tensor]:
     arguments = _arguments_of("dequantize", args)
+    _check_tensors("dequantize", arguments)
+    _check_ranks("dequantize", arguments)
     cache = _Cache.of("dequantize", arguments)
     options = {name: arguments[name] for name in ("begin", "num_tokens", "lengths", "starts", "num_seen")}
     options["dtype"] = DTYPES[arguments["dtype"]]
@@ -223,16 +224,16 @@ def _expected(where: str, arguments: Arguments, cache: _Cache) -> dict[str, Expe
             raise ValueError(f"{where}: `{side}` must be given exactly where `key` is. Give both or neither.")
         for name, shape in shapes.items():
             dtype = kv_format.plane_dtype(name)
-            expected[f"{side}_planes.{name}"] = getattr(planes, name), shape, _DENSE if dtype is None else (dtype,)
+            expected[f"{side}_planes.{name}"] = getattr(planes, name), shape, DTYPES if dtype is None else (dtype,)
         if new is not None:
             tail = planes.tail
-            expected[side] = new, (batch, heads, q_len, head_dim), _DENSE if tail is None else (tail.dtype,)
+            expected[side] = new, (batch, heads, q_len, head_dim), DTYPES if tail is None else (tail.dtype,)
     vectors = {"lengths": batch, "starts": batch}
     if where == "decode":
         query = arguments["query"]
         if query.shape[1] == 0 or query.shape[1] % heads:
             raise ValueError(f"{where}: `query` must have a multiple of {heads} heads, got {query.shape[1]}.")
-        expected["query"] = query, (batch, None, None, cache.head_dims[0]), _DENSE
+        expected["query"] = query, (batch, None, None, cache.head_dims[0]), DTYPES
         vectors |= {"counters": NUM_COUNTERS, "sinks": query.shape[1], "alibi_slopes": query.shape[1]}
     for name, size in vectors.items():
         dtype = torch.float32 if name in ("sinks", "alibi_slopes") else torch.int32
@@ -383,5 +384,5 @@ for _name, _kernel, _fake in (
 ):
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(add_op_namespace_prefix(_name), _fake, lib=_library)
-    if _name.startswith(("append", "decode", "dequantize")):
+    if _name.startswith(("append", "decode")):
         _library.impl(_name, _resolving(_name), "Negative")

@@ -21,8 +21,9 @@ def dequantize(store: LayerStore) -> tuple[Tensor, Tensor]:
         key, value = (planes.codes[:, :, offset : offset + shown] for planes in store.planes)
         return key, value
     assert store.dtype is not None
-    made, num_seen = store.unrolled, store.rows.num_seen if store.is_ring and store.is_static else 0
+    made = store.unrolled
     if made is None:
+        num_seen = store.rows.num_seen if store.is_ring and store.is_static else 0
         options = {"begin": offset, "num_tokens": shown, "num_seen": num_seen, "dtype": store.dtype}
         return store.writer.dequantize(lengths, store.starts, **options)
     # The host does not know where temporary buffers begin: all of their tokens, then those that are shown.
