@@ -79,6 +79,8 @@ NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 # others have the same PTX for all of 8.x, and ptxas makes the same bytes for 8.6 and 8.9, so GPUs of 8.9 run those for
 # 8.6.
 FP8_SOURCES = ("append", "attend_fp8")
+# These use instructions that only 9.0 has, under the name of 9.0a. For other GPUs they are empty.
+HOPPER_SOURCES = ("attend_chunk",)
 
 NINJA_RULES = """
 rule cxx
@@ -169,6 +171,8 @@ def cuda_archs(is_native: bool) -> list[str]:
 def cuda_targets(stem: str, archs: list[str]) -> str:
     """Options for nvcc to compile a source for some architectures, and to store the PTX of the last one too."""
     code: dict[str, list[str]] = {}
+    if stem in HOPPER_SOURCES:
+        archs = ["90a"] if "90" in archs else archs[-1:]
     for arch in archs:
         has_own_ptx = not arch.startswith("8") or (arch == "89" and stem in FP8_SOURCES)
         if arch == "89" and "86" in archs and not has_own_ptx:

@@ -29,6 +29,7 @@ struct AttendKernel {
   Scales scales;
   bool has_key_zero, has_value_zero;
   bool has_pairs;  // a warp quantises a new key and its value side by side; this needs are_pairs in choose.cpp
+  int num_threads;  // of a thread block of a chunk kernel; 0: the plan chooses
 };
 
 // Warps of a thread block of the attention kernel: the plan chooses 4 or 8.
@@ -40,6 +41,9 @@ constexpr int kGroupChannels = 32;   // channels of a group in the kernels for g
 // as compiled) that hold `num_rows`, or else the most rows.
 template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales>
 AttendKernel kernel_for(int head_dim, int num_rows);
+
+// The kernel for many query rows, which serves all formats with codes. `changes_scores`: by softcap or ALiBi.
+AttendKernel chunk_kernel_for(int head_dim, bool changes_scores);
 
 // Divides by a number that is known only at run time. A division costs some thirty instructions, so the host computes a
 // reciprocal.

@@ -36,20 +36,23 @@ __device__ __forceinline__ float* slot_of(const DecodePlan& plan, int64_t unit, 
   return workspace + (unit * plan.num_splits.value + part) * Partial::kFloats;
 }
 
-// Counts one more part of a unit as written to the workspace. All threads of the thread block that wrote it call this.
-// Returns whether it was the last part; if so, all parts may be read.
+// One thread counts one more part of a unit as written to the workspace, after a barrier of all that wrote it. Returns
+// whether it was the last part; if so, all parts may be read after another barrier.
+__device__ __forceinline__ bool count_part(const DecodeParams& params, const Segment& segment, int64_t unit) {
+  unsigned before;
+  const unsigned last = segment.num_parts - 1;
+  // One instruction releases what was written and acquires what others wrote; two fences around an atomic cost more.
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(params.counters + unit), "r"(last)
+               : "memory");
+  return before == last;
+}
+
+// The same for all threads of the thread block.
 __device__ __forceinline__ bool arrive(const DecodeParams& params, const Segment& segment, int64_t unit) {
   __syncthreads();
-  unsigned before = 0;
-  const unsigned last = segment.num_parts - 1;
-  if (threadIdx.x == 0) {
-    // One instruction releases what was written and acquires what others wrote; two fences around an atomic cost more.
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(params.counters + unit), "r"(last)
-                 : "memory");
-  }
-  return __syncthreads_or(threadIdx.x == 0 && before == last);
+  return __syncthreads_or(threadIdx.x == 0 && count_part(params, segment, unit));
 }
 
 // Where four channels of a row's output go, found before their values are known.

@@ -11,6 +11,10 @@ namespace {
 // share the scales of a block, a second one might already be in the next round.
 constexpr int kMaxAppended = 4, kMaxAppendedToBlock = 1;
 
+// The fewest query rows of a key-value head from which the chunk kernel is faster (H200, 2026-11), and the channels that
+// it takes at a time.
+constexpr int kMinChunkRows = 128, kUnitChannels = 16;
+
 // Whether scales can be copied 16 bytes (eight tokens) at a time, or need no copy because all tokens share one.
 bool has_copyable_scales(const Side& side) {
   const auto is_aligned = [](const half_bits* data, int64_t stride_b, int64_t stride_h, int64_t stride_g) {
@@ -75,6 +79,24 @@ AttendKernel choose_kernel(const DecodeParams& params) {
     return row.kernel(std::max(keys.head_dim, values.head_dim), num_rows);
   }
   return {};
+}
+
+AttendKernel choose_chunk_kernel(const DecodeParams& params) {
+  const Side &keys = params.key_side, &values = params.value_side;
+  const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
+  if (num_rows < kMinChunkRows || params.query.dtype == Dtype::fp32) return {};
+  const AttendKernel kernel = chunk_kernel_for(
+      std::max(keys.head_dim, values.head_dim), params.softcap > 0.f || params.alibi_slopes != nullptr);
+  for (const Side* side : {&keys, &values}) {
+    if (side->storage == Storage::none || side->head_dim % kUnitChannels != 0) return {};
+    // All codes that a thread takes have one scale, and are loaded at once.
+    if (side->head_dim / side->num_groups % kUnitChannels != 0) return {};
+    const int64_t bytes = kUnitChannels * bits_of(side->storage) / 8;
+    const int64_t all = reinterpret_cast<int64_t>(side->codes) | side->codes_stride_b | side->codes_stride_h |
+                        side->codes_stride_t;
+    if (all % bytes != 0 || side->num_groups > kernel.head_dim / kGroupChannels) return {};
+  }
+  return has_chunk_code(kernel, current_device()) ? kernel : AttendKernel{};
 }
 
 bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles, int num_warps) {

@@ -97,4 +97,37 @@ Cut choose_cut(const AttendKernel& kernel, const Device& device, int64_t num_uni
       [&] { return fastest_cut(kernel, device, num_units, steps, splits, most_splits); });
 }
 
+bool has_chunk_code(const AttendKernel& kernel, const Device& device) {
+  const void* function = reinterpret_cast<const void*>(kernel.function);
+  return remember(std::make_tuple(function, device.number), [&] {
+    if (device.capability != 90 || kernel.fixed_bytes > device.bytes_per_cta) return false;
+    cudaFuncAttributes attributes;
+    // Where the extension was built for other GPUs only, there may be no code, or empty code.
+    if (cudaFuncGetAttributes(&attributes, function) != cudaSuccess || attributes.ptxVersion < 90) {
+      cudaGetLastError();
+      return false;
+    }
+    check_cuda("decode",
+               cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.fixed_bytes),
+               "the kernel must fit the GPU");
+    return true;
+  });
+}
+
+int64_t choose_chunk_splits(const Device& device, int64_t num_units, int64_t steps) {
+  const ArchSpec arch = arch_of(device.capability, device.num_multiprocessors);
+  const auto time = [&](int64_t splits) {
+    const auto waves = static_cast<double>((num_units * splits + device.num_multiprocessors - 1) /
+                                           device.num_multiprocessors);
+    return waves * (arch.chunk_start + arch.tile * static_cast<double>((steps + splits - 1) / splits)) +
+           (splits > 1 ? arch.combine_chunk * static_cast<double>(splits) : 0);
+  };
+  int64_t best = 1;
+  const int64_t most = std::min<int64_t>(steps, 4 * int64_t{device.num_multiprocessors} / num_units + 1);
+  for (int64_t splits = 2; splits <= most; ++splits) {
+    if (time(splits) < time(best)) best = splits;
+  }
+  return best;
+}
+
 }  // namespace hf_kvquant::cuda

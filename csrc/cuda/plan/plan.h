@@ -11,6 +11,12 @@ constexpr int kLanesOfWarp = 32;
 // Its `function` is nullptr where the generic kernel has to serve.
 AttendKernel choose_kernel(const DecodeParams& params);
 
+// The same for many query rows; where its `function` is nullptr, choose_kernel chooses.
+AttendKernel choose_chunk_kernel(const DecodeParams& params);
+
+// Whether the extension has code of a chunk kernel for a GPU.
+bool has_chunk_code(const AttendKernel& kernel, const Device& device);
+
 // Whether the attention kernel can quantise the new tokens itself. It must support their formats in full, and a single
 // thread block must see all values that share a scale and all queries of a head. `new_tokens` nullptr: there are none.
 bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int64_t num_row_tiles, int num_warps);
@@ -42,5 +48,8 @@ int shared_bytes(const AttendKernel& kernel, const Device& device, const Occupan
 // microseconds, in every layer and step.
 Cut choose_cut(const AttendKernel& kernel, const Device& device, int64_t num_units, int64_t steps, int64_t splits,
                int64_t most_splits);
+
+// The same for a chunk kernel, of which one thread block runs on a multiprocessor.
+int64_t choose_chunk_splits(const Device& device, int64_t num_units, int64_t steps);
 
 }  // namespace hf_kvquant::cuda

@@ -1,0 +1,430 @@
+// Attention of many new tokens over codes, on the tensor cores of compute capability 9.0: 128 query rows of a key-value
+// head share each tile of keys and values, so that it is unpacked once for all of them.
+//
+// Two warpgroups fill tiles (fill.cuh), two attend to them, 64 rows each, as in FlashAttention-3 (Shah et al. 2024):
+// the products of one tile with keys run while the previous tile's with values do, and softmax runs beside them.
+// schedule.cuh cuts units into thread blocks as for few rows; a step is a tile, and thread blocks take steps in turn.
+//
+// Softmax. Scores are in log2 units. P' = 2^(score + exponent of the values - shift), rounded to float16. A shift is
+// raised only when P' would exceed 2^15, and then starts at 2^7: float16 keeps relative precision down to 2^-14.
+#pragma once
+
+#include "fill.cuh"
+
+namespace hf_kvquant::cuda {
+
+constexpr int kConsumersMeet = 3;  // the number of their barrier
+constexpr float kMostBits = 15.f, kFreshBits = 7.f;  // log2 of the largest P', and of the largest after a raise
+
+// The query rows of a thread block, as float16 numbers in the layout that products read: query ≈ factor · number, the
+// factor a power of two. Stored factors contain the softmax scale and log2(e); `constants` are what every logit lacks
+// because keys are stored without their center, in log2 units. A negative softmax scale turns the query, since the
+// maximum of a row is found before factors multiply it.
+template <class Shape>
+__device__ __forceinline__ void prepare_query(const DecodeParams& params, const DecodePlan& plan,
+                                              const Segment& segment, unsigned char* memory,
+                                              ChunkTables<Shape>& tables) {
+  constexpr int kPerLane = Shape::kHeadDim / kLanes, kWarps = kChunkThreads / kLanes;
+  constexpr int kSlots = (Shape::kRows + kWarps - 1) / kWarps, kAtOnce = 4;
+  const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes, c = lane * kPerLane;
+  const Side& keys = params.key_side;
+  const bool is_half = params.query.dtype == Dtype::fp16, is_transformed = !is_identity(params.key_transform);
+  LaneTransform<kPerLane> transform;
+  if (is_transformed) transform = {params.key_transform, keys.head_dim, segment.h, c};
+  const float scale = params.softmax_scale * kLog2E, sign = scale < 0 ? -1.f : 1.f;
+#pragma unroll 1
+  for (int first = 0; first < kSlots; first += kAtOnce) {
+    uint16_t bits[kAtOnce][kPerLane];
+    for_all<kAtOnce>([&](int i) {
+      const int slot = (first + i) * kWarps + warp, row = segment.row_tile * Shape::kRows + slot;
+      const int token = plan.rows.token(row);
+      const int head = segment.h * static_cast<int>(plan.rows.num_q_per_kv.value) + plan.rows.head(row, token);
+      const uint16_t* values = static_cast<const uint16_t*>(params.query.data) +
+                               (segment.b * plan.query_stride_b + head * plan.query_stride_h +
+                                token * plan.query_stride_t + c);
+      const bool is_held = slot < Shape::kRows && row < plan.rows.num_rows && c < keys.head_dim;
+      for_all<kPerLane>([&](int k) { bits[i][k] = is_held ? values[k] : 0; });
+    });
+    for_all<kAtOnce>([&](int i) {
+      const int slot = (first + i) * kWarps + warp;
+      if (slot >= Shape::kRows) return;
+      float x[kPerLane], constant = 0.f;
+      for_all<kPerLane>([&](int k) {
+        x[k] = is_half ? half_to_float(bits[i][k]) : __uint_as_float(static_cast<uint32_t>(bits[i][k]) << 16);
+      });
+      if (is_transformed) {
+        constant = transform_query(params.key_transform, transform, keys.head_dim, lane, lane, kLanes, x);
+      }
+      uint32_t magnitude = 0;
+      for_all<kPerLane>([&](int k) { magnitude = max(magnitude, magnitude_of(x[k])); });
+      magnitude = __reduce_max_sync(kAllLanes, magnitude);
+      // Of smaller queries every logit is zero in float32 anyway.
+      const bool is_zero = __uint_as_float(magnitude) < 1e-30f;
+      const uint32_t exponent = magnitude >> 23;
+      const float to_half = is_zero ? 0.f : sign * __uint_as_float((254 + kTileBits - 1 - exponent) << 23);
+      for_all<kPerLane>([&](int k) {
+        const int place = place_of_channel(keys.storage, c + k);
+        half_bits* unit = reinterpret_cast<half_bits*>(memory + unit_at(Shape::kRows, slot, place / kChunk));
+        unit[place % kChunk] = float_to_half(x[k] * to_half);
+      });
+      if (lane > 0) return;
+      const float unit = is_zero ? 0.f : __uint_as_float((exponent - (kTileBits - 1)) << 23);
+      tables.factors[slot] = is_finite_bits(magnitude) ? fabsf(scale) * unit : NAN;
+      tables.constants[slot] = constant * scale;
+    });
+  }
+}
+
+// The rows of a warpgroup over the tiles of a thread block.
+template <class Shape>
+class Attention {
+  static constexpr int kScores = Shape::kTileTokens / 2, kSteps = Shape::kTileTokens / 16;
+  // Products with values have at most 128 columns each.
+  static constexpr int kParts = Shape::kHeadDim == 256 ? 2 : 1, kOutputs = Shape::kHeadDim / kParts / 2;
+
+ public:
+  __device__ __forceinline__ Attention(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
+                                       const Span& span, unsigned char* memory, ChunkTables<Shape>& tables, int thread)
+      : params_(params), tables_(tables), memory_(shared_address(memory)) {
+    // The same in all lanes, which the compiler cannot see.
+    const int warpgroup = __shfl_sync(kAllLanes, thread / kWarpgroup, 0);
+    query_ = describe(memory_ + warpgroup * kRowsOfWarpgroup * kLineBytes);
+    const auto position = [&](int row) {
+      return span.first_position + plan.rows.token(min(row, plan.rows.num_rows - 1));
+    };
+    const int first_row = segment.row_tile * Shape::kRows;
+    for_all<2>([&](int i) {
+      const int slot = this->slot(i), row = min(first_row + slot, plan.rows.num_rows - 1);
+      const int token = plan.rows.token(row);
+      const float slope = params.alibi_slopes == nullptr
+                              ? 0.f
+                              : params.alibi_slopes[segment.h * static_cast<int>(plan.rows.num_q_per_kv.value) +
+                                                    plan.rows.head(row, token)];
+      if (column() == 0) tables.rows[slot] = {position(row), slope * kLog2E, 1.f, false};
+      shift_[i] = kLeast;
+      sum_[i] = 0.f;
+    });
+    const int first = first_row + warpgroup * kRowsOfWarpgroup;
+    const bool is_windowed = params.sliding_window > 0;
+    const int from = is_windowed ? position(first + kRowsOfWarpgroup - 1) - params.sliding_window + 1 : span.begin;
+    const int until = Shape::kChangesScores ? -1 : min(position(first) + 1, span.end);
+    if (thread % kLanes == 0) tables.whole[thread / kLanes] = {max(span.begin, from), until};
+    __syncwarp();
+    for_all<kParts, kOutputs>([&](int n, int j) { output_[n][j] = 0.f; });
+  }
+
+  __device__ __forceinline__ void attend(int first_step, int last_step, int stride) {
+    uint32_t weights[kSteps][4];
+    float scores[kScores], factor[2];
+    tables_.filled[0][0].wait(0);
+    start_products();
+    multiply_keys(scores, 0);
+    commit_products();
+    wait_for_products<0>();
+    pin(scores);
+    find_factors(0, factor);
+    leave(0, 0);
+    if (!is_whole(first_step)) mask(scores, first_step, factor);
+    tables_.filled[1][0].wait(0);
+    weigh(scores, 0, factor);
+    pack(scores, weights);
+    int number = 1, before = 0;
+#pragma unroll 1
+    for (int step = first_step + stride; step < last_step; step += stride, ++number) {
+      const int key_stage = number % Shape::kKeyStages, value_stage = number % Shape::kValueStages;
+      tables_.filled[0][key_stage].wait(number / Shape::kKeyStages);
+      pin(weights);
+      start_products();
+      multiply_keys(scores, key_stage);
+      commit_products();
+      multiply_values(weights, before);
+      commit_products();
+      find_factors(key_stage, factor);
+      const bool is_partial = !is_whole(step);
+      wait_for_products<1>();
+      pin(scores);
+      leave(0, key_stage);
+      if (__builtin_expect(is_partial, 0)) {
+        // Rare, and short of registers: those of the weights are free once the products are done.
+        wait_for_products<0>();
+        for_all<kParts>([&](int n) { pin(output_[n]); });
+        pin(weights);
+        mask(scores, step, factor);
+        for_all<kSteps, 4>([&](int k, int i) { weights[k][i] = 0; });
+      }
+      tables_.filled[1][value_stage].wait(number / Shape::kValueStages);
+      const bool is_raised = weigh(scores, value_stage, factor);
+      wait_for_products<0>();
+      for_all<kParts>([&](int n) { pin(output_[n]); });
+      pin(weights);
+      leave(1, before);
+      before = value_stage;
+      if (__builtin_expect(is_raised, 0)) {
+        __syncwarp();
+        const float kept[2] = {tables_.rows[slot(0)].kept, tables_.rows[slot(1)].kept};
+        for_all<kParts, kOutputs>([&](int n, int j) { output_[n][j] *= kept[j / 2 % 2]; });
+        __syncwarp();
+      }
+      pack(scores, weights);
+    }
+    pin(weights);
+    for_all<kParts>([&](int n) { pin(output_[n]); });
+    start_products();
+    multiply_values(weights, before);
+    commit_products();
+    wait_for_products<0>();
+    for_all<kParts>([&](int n) { pin(output_[n]); });
+  }
+
+  // Writes maximum, sum and output to shared memory, rows of Shape::kOutputStride.
+  __device__ __forceinline__ void share(float* outputs) {
+    const Storage storage = params_.value_side.storage;
+    __syncwarp();
+    for_all<2>([&](int i) {
+      sum_[i] += __shfl_xor_sync(kAllLanes, sum_[i], 1);
+      sum_[i] += __shfl_xor_sync(kAllLanes, sum_[i], 2);
+      const int slot = this->slot(i);
+      if (column() == 0) tables_.sums[slot] = make_float2(sum_[i] == 0.f ? -INFINITY : shift_[i], sum_[i]);
+      const bool is_bad = tables_.rows[slot].is_bad;
+      float* const row = outputs + slot * Shape::kOutputStride;
+      for_all<kParts, kOutputs / 4, 2>([&](int n, int j, int k) {
+        const int place = n * 128 + 8 * j + column() + k;
+        row[channel_at(storage, place)] = is_bad ? NAN : output_[n][4 * j + 2 * i + k];
+      });
+    });
+  }
+
+ private:
+  static constexpr float kLeast = -1e30f;  // of shifts: below all scores, and not so far that differences are NaN
+
+  // The rows of this lane in the thread block, and the first of its columns in every eight.
+  static __device__ __forceinline__ int slot(int i) { return threadIdx.x / kLanes * 16 + threadIdx.x % kLanes / 4 + 8 * i; }
+  static __device__ __forceinline__ int column() { return threadIdx.x % 4 * 2; }
+
+  // This warp no longer reads a stage.
+  __device__ __forceinline__ void leave(int side, int stage) {
+    if (threadIdx.x % kLanes == 0) tables_.emptied[side][stage].arrive();
+  }
+
+  __device__ __forceinline__ void multiply_keys(float (&scores)[kScores], int stage) const {
+    const uint32_t keys = describe(memory_ + Shape::kKeysAt + stage * Shape::kTileBytes);
+    // Not kept from step to step: there are no registers for all of these.
+    uint32_t query = query_;
+    keep(query);
+    for_all<Shape::kHeadDim / 16>([&](int k) {
+      const int line = k / 4, part = k % 4 * 32;
+      multiply(scores, query + (line * Shape::kRows * kLineBytes + part) / 16,
+               keys + (line * Shape::kTileTokens * kLineBytes + part) / 16, k > 0);
+    });
+  }
+
+  __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[kSteps][4], int stage) {
+    constexpr int kBlockBytes = Shape::kTileTokens * kLineBytes;
+    const uint32_t values = describe_transposed(memory_ + Shape::kValuesAt + stage * Shape::kTileBytes, kBlockBytes);
+    for_all<kSteps, kParts>([&](int k, int n) {
+      multiply(output_[n], weights[k], values + (k * 16 * kLineBytes + n * 2 * kBlockBytes) / 16);
+    });
+  }
+
+  // Whether all rows of the warpgroup attend to all tokens of a tile.
+  __device__ __forceinline__ bool is_whole(int step) const {
+    const int first = step * Shape::kTileTokens;
+    const auto whole = tables_.whole[threadIdx.x / kLanes];
+    return first >= whole.from && first + Shape::kTileTokens <= whole.until;
+  }
+
+  __device__ __forceinline__ void find_factors(int stage, float (&factor)[2]) const {
+    for_all<2>([&](int i) { factor[i] = tables_.factors[slot(i)] * tables_.key_unit[stage]; });
+  }
+
+  // Turns the scores of a tile into weights. Returns whether shifts were raised; rows then say how much is kept of the
+  // sums so far.
+  __device__ __forceinline__ bool weigh(float (&scores)[kScores], int stage, const float (&factor)[2]) {
+    const auto tile = tables_.value_tile[stage];
+    const float exponent = tile.exponent;
+    if (__builtin_expect(tile.has_bad, 0)) note_bad(scores, stage);
+    // Two chains of maxima for each row, since one would wait for itself.
+    float maxima[4], wanted[2];
+    for_all<4>([&](int j) { maxima[j] = scores[j]; });
+    for_all<kScores / 4 - 1, 4>([&](int k, int j) { maxima[j] = fmaxf(maxima[j], scores[4 * (k + 1) + j]); });
+    for_all<2>([&](int i) { wanted[i] = fmaxf(maxima[2 * i], maxima[2 * i + 1]); });
+    for_all<2, 2>([&](int k, int i) { wanted[i] = fmaxf(wanted[i], __shfl_xor_sync(kAllLanes, wanted[i], 1 + k)); });
+    bool is_beyond = false;
+    for_all<2>([&](int i) {
+      wanted[i] = wanted[i] * factor[i] + exponent;
+      is_beyond |= wanted[i] > shift_[i] + kMostBits;
+    });
+    const bool is_raised = __any_sync(kAllLanes, is_beyond);
+    if (__builtin_expect(is_raised, 0)) {
+      for_all<2>([&](int i) {
+        const float shift = wanted[i] > shift_[i] + kMostBits ? wanted[i] - kFreshBits : shift_[i];
+        const float kept = exp2_approx(shift_[i] - shift);
+        if (column() == 0) tables_.rows[slot(i)].kept = kept;
+        sum_[i] *= kept;
+        shift_[i] = shift;
+      });
+    }
+    float sum[4] = {};
+    const float lift[2] = {exponent - shift_[0], exponent - shift_[1]};
+    for_all<kScores>([&](int j) {
+      scores[j] = exp2_approx(fmaf(scores[j], factor[j / 2 % 2], lift[j / 2 % 2]));
+      sum[j % 4] += scores[j];
+    });
+    const float whole = exp2_approx(-exponent);
+    for_all<2>([&](int i) { sum_[i] = fmaf(sum[2 * i] + sum[2 * i + 1], whole, sum_[i]); });
+    return is_raised;
+  }
+
+  // Applies factors, which become 1, softcap and ALiBi, and sets the scores of tokens that a row does not attend to to -inf.
+  __device__ __forceinline__ void mask(float (&scores)[kScores], int step, float (&factor)[2]) const {
+    const int first = step * Shape::kTileTokens;
+    int from[2], until[2];
+    for_all<2>([&](int i) {
+      const int position = tables_.rows[slot(i)].position;
+      from[i] = params_.sliding_window > 0 ? max(tables_.begin, position - params_.sliding_window + 1) : tables_.begin;
+      until[i] = min(position + 1, tables_.end);
+    });
+    for_all<kScores>([&](int j) { scores[j] *= factor[j / 2 % 2]; });
+    factor[0] = factor[1] = 1.f;
+    if constexpr (Shape::kChangesScores) change(scores, first);
+    for_all<kScores>([&](int j) {
+      const int i = j / 2 % 2, token = first + j / 4 * 8 + column() + j % 2;
+      scores[j] = token >= from[i] && token < until[i] ? scores[j] : -INFINITY;
+    });
+  }
+
+  // Applies softcap and ALiBi.
+  __device__ __forceinline__ void change(float (&scores)[kScores], int first) const {
+    if (params_.softcap > 0.f) {
+      const float cap = params_.softcap * kLog2E;
+      const float constant[2] = {tables_.constants[slot(0)], tables_.constants[slot(1)]};
+      for_all<kScores>([&](int j) { scores[j] = capped(scores[j] + constant[j / 2 % 2], cap); });
+    }
+    for_all<kScores>([&](int j) {
+      const auto& row = tables_.rows[slot(j / 2 % 2)];
+      const int token = first + j / 4 * 8 + column() + j % 2;
+      scores[j] = fmaf(row.slope, static_cast<float>(token - row.position), scores[j]);
+    });
+  }
+
+  // A row that attends to a value that is not finite has no finite output. Other rows must not notice it.
+  __device__ __forceinline__ void note_bad(const float (&scores)[kScores], int stage) {
+    for_all<kScores>([&](int j) {
+      const int i = j / 4 * 8 + column() + j % 2;
+      if ((tables_.bad[stage][i / 32] >> (i % 32) & 1) != 0 && scores[j] != -INFINITY) {
+        tables_.rows[slot(j / 2 % 2)].is_bad = true;
+      }
+    });
+  }
+
+  __device__ __forceinline__ static void pack(const float (&scores)[kScores], uint32_t (&weights)[kSteps][4]) {
+    for_all<kSteps, 4>([&](int k, int i) { weights[k][i] = pack_halves(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]); });
+  }
+
+  const DecodeParams& params_;
+  ChunkTables<Shape>& tables_;
+  const uint32_t memory_;
+  uint32_t query_;
+  float shift_[2], sum_[2];
+  float output_[kParts][kOutputs];
+};
+
+// Writes the rows in shared memory: the unit's output, or this thread block's part of it, and then the output if this
+// part is the last to arrive.
+template <class Shape>
+__device__ __forceinline__ void finish_chunk(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
+                                             const float* outputs, ChunkTables<Shape>& tables, float* workspace,
+                                             int thread) {
+  using Slot = Partial<Shape::kRows, Shape::kHeadDim>;
+  constexpr int kThreads = kConsumers * kWarpgroup, kQuads = Shape::kHeadDim / 4;
+  const int64_t unit = unit_of(plan, segment);
+  const bool is_whole = segment.num_parts == 1;
+  float* const slot = slot_of<Slot>(plan, unit, segment.part, workspace);
+  meet<kConsumersMeet, kThreads>();
+#pragma unroll 4
+  for (int index = thread; index < Shape::kRows * kQuads; index += kThreads) {
+    const int row = index / kQuads, c = index % kQuads * 4;
+    const Output output(params, plan, segment, tables.constants, Shape::kRows, row, c);
+    if (!output.exists()) continue;
+    const float4 values = *reinterpret_cast<const float4*>(outputs + row * Shape::kOutputStride + c);
+    const float2 sums = tables.sums[row];
+    if (is_whole) {
+      output.write(values, sums.x, sums.y);
+    } else {
+      __stcg(Slot::values(slot, row, c), values);
+      if (c == 0) __stcg(Slot::sums(slot, row), sums);
+    }
+  }
+  if (is_whole) return;
+  meet<kConsumersMeet, kThreads>();
+  if (thread == 0) tables.is_last = count_part(params, segment, unit);
+  meet<kConsumersMeet, kThreads>();
+  if (!tables.is_last) return;
+  const float* const slots = slot_of<Slot>(plan, unit, 0, workspace);
+#pragma unroll 2
+  for (int index = thread; index < Shape::kRows * kQuads; index += kThreads) {
+    const int row = index / kQuads, c = index % kQuads * 4;
+    const Output output(params, plan, segment, tables.constants, Shape::kRows, row, c);
+    if (!output.exists()) continue;
+    float4 total = {};
+    float maximum = -INFINITY, sum = 0.f;
+#pragma unroll 4
+    for (int part = 0; part < segment.num_parts; ++part) {
+      float* from = const_cast<float*>(slots) + part * Slot::kFloats;
+      const float2 own = __ldcg(Slot::sums(from, row));
+      const float4 values = __ldcg(Slot::values(from, row, c));
+      const float before = maximum;
+      maximum = fmaxf(before, own.x);
+      const float kept = exp2_below(before, maximum), weight = exp2_below(own.x, maximum);
+      sum = sum * kept + own.y * weight;
+      total.x = total.x * kept + values.x * weight, total.y = total.y * kept + values.y * weight;
+      total.z = total.z * kept + values.z * weight, total.w = total.w * kept + values.w * weight;
+    }
+    output.write(total, maximum, sum);
+  }
+}
+
+template <class Shape>
+__global__ void __launch_bounds__(kChunkThreads, 1)
+    attend_chunk(const __grid_constant__ DecodeParams params, const __grid_constant__ NewTokens,
+                 const __grid_constant__ DecodePlan plan, float* workspace) {
+#if KVQ_HAS_WGMMA
+  extern __shared__ __align__(kSwizzleBytes) unsigned char memory[];
+  auto& tables = *reinterpret_cast<ChunkTables<Shape>*>(memory + Shape::kTablesAt);
+  Segment segment = segment_of_cta(plan);
+  if (threadIdx.x == 0) {
+    for_all<2, Shape::kMostStages>([&](int side, int stage) {
+      tables.filled[side][stage].init(kWarpgroup);
+      tables.emptied[side][stage].init(kConsumers * kWarpgroup / kLanes);
+    });
+  }
+  wait_for_launch_before();
+  const Bounds bounds(params, plan, segment.b);
+  const Span span = find_rounds<Shape::kTileTokens>(params, plan, bounds, segment);
+  if (!segment.has_rounds()) return;
+  if (threadIdx.x == 0) tables.begin = span.begin, tables.end = span.end;
+  prepare_query<Shape>(params, plan, segment, memory, tables);
+  show_to_products();
+  __syncthreads();
+
+  const int stride = plan.num_splits.value, first_step = segment.first_step, last_step = segment.last_step;
+  const int thread = threadIdx.x % kWarpgroup, role = threadIdx.x / kWarpgroup - kConsumers;
+  if (role == 0) {
+    set_registers<kFillerRegisters, false>();
+    fill_tiles<Shape, true>({params, plan, segment, span, bounds, memory, tables, thread}, {first_step, last_step, stride});
+  } else if (role == 1) {
+    set_registers<kFillerRegisters, false>();
+    fill_tiles<Shape, false>({params, plan, segment, span, bounds, memory, tables, thread}, {first_step, last_step, stride});
+  } else {
+    set_registers<kConsumerRegisters, true>();
+    Attention<Shape> attention(params, plan, segment, span, memory, tables, threadIdx.x);
+    attention.attend(first_step, last_step, stride);
+    meet<kConsumersMeet, kConsumers * kWarpgroup>();
+    float* const outputs = reinterpret_cast<float*>(memory);
+    attention.share(outputs);
+    finish_chunk<Shape>(params, plan, segment, outputs, tables, workspace, threadIdx.x);
+  }
+#endif
+}
+
+}  // namespace hf_kvquant::cuda

@@ -1,0 +1,439 @@
+// Fills tiles of keys and values: one warpgroup each dequantises codes to float16, in the layout that products read,
+// while others attend. Every code is unpacked once for all query rows of a thread block.
+//
+// float16 holds every code exactly, and code · scale + zero to 11 bits. Its range is narrow, so numbers of a tile are
+// multiplied by a power of two, which scores and weights undo.
+#pragma once
+
+#include "../attend/fragments.cuh"
+#include "shape.cuh"
+
+namespace hf_kvquant::cuda {
+
+// The number whose exponent bits are those of 2^exponent.
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
+
+__device__ __forceinline__ bool is_finite_bits(uint32_t magnitude) { return magnitude < 0x7f800000u; }
+
+__device__ __forceinline__ uint32_t magnitude_of(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// x · scale + zero, two float16 numbers each.
+__device__ __forceinline__ uint32_t scaled(uint32_t x, uint2 scale_zero) {
+  const auto halves = [](uint32_t bits) { return *reinterpret_cast<const __half2*>(&bits); };
+  const __half2 y = __hfma2(halves(x), halves(scale_zero.x), halves(scale_zero.y));
+  return *reinterpret_cast<const uint32_t*>(&y);
+}
+
+// Eight codes as float16 numbers, in the order of place_of_channel: e4m3 codes as they are, integers as subnormal
+// numbers, which are kUnits<kStorage>[i % 2] times smaller. One mask or permutation unpacks two codes.
+template <Storage kStorage>
+__device__ __forceinline__ void unpack(const uint32_t* words, uint32_t (&halves)[4]) {
+  for_all<2>([&](int i) {
+    if constexpr (kStorage == Storage::fp8) {
+      halves[2 * i] = halves_of_e4m3(words[i] & 0xffff), halves[2 * i + 1] = halves_of_e4m3(words[i] >> 16);
+    } else if constexpr (kStorage == Storage::int8) {
+      halves[2 * i] = __byte_perm(words[i], 0, 0x4140), halves[2 * i + 1] = __byte_perm(words[i], 0, 0x4342);
+    } else {
+      const uint32_t word = words[0] >> (8 * i);
+      halves[2 * i] = word & kLowNibbles, halves[2 * i + 1] = word & kHighNibbles;
+    }
+  });
+}
+
+// What unpacked codes of a pair of channels have to be multiplied by, besides the scale.
+template <Storage kStorage>
+__device__ __forceinline__ constexpr float unit_of_pair(int pair) {
+  return !is_integer(kStorage) ? 1.f : kStorage == Storage::int4 && pair % 2 == 1 ? kHighNibbleUnit : kLowNibbleUnit;
+}
+
+// Loads words of memory, or zeros if `is_held` is false, without a branch.
+template <int kBytes>
+__device__ __forceinline__ void load_words_if(bool is_held, const void* from, uint32_t* words) {
+  static_assert(kBytes == 8 || kBytes == 16);
+  for_all<kBytes / 4>([&](int w) { words[w] = 0; });
+  if constexpr (kBytes == 16) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %4, 0; @p ld.global.v4.b32 {%0,%1,%2,%3}, [%5];}"
+                 : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+                 : "r"(static_cast<int>(is_held)), "l"(from));
+  } else {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.v2.b32 {%0,%1}, [%3];}"
+                 : "+r"(words[0]), "+r"(words[1])
+                 : "r"(static_cast<int>(is_held)), "l"(from));
+  }
+}
+
+// The same for a float16 number.
+__device__ __forceinline__ uint32_t load_half_if(bool is_held, const half_bits* from) {
+  // A register of 32 bits: to widen a narrower one would wait for the load.
+  uint32_t bits = 0;
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p ld.global.u16 %0, [%2];}"
+               : "+r"(bits)
+               : "r"(static_cast<int>(is_held)), "l"(from));
+  return bits;
+}
+
+// The steps of a thread block that are still to be filled.
+template <int kStages>
+struct TileSteps {
+  int step, last_step, stride, number = 0;
+
+  __device__ __forceinline__ bool has_more() const { return step < last_step; }
+  __device__ __forceinline__ int stage() const { return number % kStages; }
+  __device__ __forceinline__ void advance() { step += stride, ++number; }
+  __device__ __forceinline__ void wait_until_empty(Barrier* emptied) const {
+    emptied[stage()].wait(number / kStages - 1);
+  }
+};
+
+// Where the tiles of keys or values of one head come from and go to.
+template <class Shape, bool kIsKey>
+struct TileSource {
+  static constexpr int kTileTokens = Shape::kTileTokens;
+  using Steps = TileSteps<kIsKey ? Shape::kKeyStages : Shape::kValueStages>;
+  static constexpr int kMeeting = kIsKey ? 1 : 2;  // the number of the barrier of this warpgroup
+  const DecodeParams& params;
+  const Laps laps;
+  ChunkTables<Shape>& tables;
+  const Tail tail;
+  unsigned char* const tiles;  // of the first stage
+  const int b, h, begin, count, thread;
+
+  __device__ __forceinline__ TileSource(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
+                                        const Span& span, const Bounds& bounds, unsigned char* memory,
+                                        ChunkTables<Shape>& tables, int thread)
+      : params(params),
+        laps(plan.laps),
+        tables(tables),
+        tail(params, kIsKey ? params.key_side : params.value_side, bounds.num_tokens(plan), bounds.start),
+        tiles(memory + (kIsKey ? Shape::kKeysAt : Shape::kValuesAt)),
+        b(segment.b),
+        h(segment.h),
+        begin(span.begin),
+        count(span.end - span.begin),
+        thread(thread) {}
+
+  __device__ __forceinline__ const Side& side() const { return kIsKey ? params.key_side : params.value_side; }
+  __device__ __forceinline__ unsigned char* tile(int stage) const { return tiles + stage * Shape::kTileBytes; }
+
+  // Whether some row of the thread block attends to a token.
+  __device__ __forceinline__ bool is_seen(int token) const {
+    return static_cast<unsigned>(token - begin) < static_cast<unsigned>(count);
+  }
+
+  // Whether some token of a tile is in the tail.
+  __device__ __forceinline__ bool is_dense(int first) const {
+    return side().tail != nullptr && (first + kTileTokens > tail.begin || (first + kTileTokens > tail.start &&
+                                                                           first < tail.start + tail.dense_first));
+  }
+
+  // Finds the exponent of a tile from a bound on the magnitudes of this thread's part of it. Returns 2^-exponent.
+  // `bits` as of kTileBits.
+  __device__ __forceinline__ float find_exponent(uint32_t bound, int bits, int stage, bool& is_finite) const {
+    bound = __reduce_max_sync(kAllLanes, bound);
+    if (thread % kLanes == 0) tables.bounds[!kIsKey][thread / kLanes] = bound;
+    meet<kMeeting, kWarpgroup>();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bound = max(bound, tables.bounds[!kIsKey][i]);
+    is_finite = is_finite_bits(bound);
+    int exponent = max(static_cast<int>(bound >> 23) - 127 - (bits - 1), -100);
+    if (bound == 0 || !is_finite) exponent = 0;
+    if (thread == 0) {
+      if constexpr (kIsKey) {
+        tables.key_unit[stage] = power_of_two(exponent);
+      } else {
+        tables.value_tile[stage] = {static_cast<float>(exponent), !is_finite};
+      }
+    }
+    return power_of_two(-exponent);
+  }
+
+  __device__ __forceinline__ void clear_bad(int stage) const {
+    if (thread < kTileTokens / 32) tables.bad[stage][thread] = 0;
+    meet<kMeeting, kWarpgroup>();
+  }
+
+  // Notes a token of a tile whose values are not finite.
+  __device__ __forceinline__ void note_bad(int stage, int i) const {
+    atomicOr(&tables.bad[stage][i / 32], 1u << (i % 32));
+  }
+
+  // Loads eight channels of a token; a key of the tail is transformed as it would be before it is quantised. All lanes
+  // call this together.
+  __device__ __forceinline__ void load(int token, int c, const LaneTransform<kChunk>& inverted,
+                                       float (&x)[kChunk]) const {
+    const bool is_held = c < side().head_dim && is_seen(token), is_plain = is_held && tail.has(side(), token);
+    for_all<kChunk>([&](int k) { x[k] = 0.f; });
+    if (is_plain) {
+      tail.load(side(), b, h, token, c, x);
+    } else if (is_held) {
+      load_channels(side(), b, h, laps.row(token), c, x);
+    }
+    if (!kIsKey || is_identity(params.key_transform)) return;
+    float transformed[1][kChunk];
+    for_all<kChunk>([&](int k) { transformed[0][k] = x[k]; });
+    transform_keys(params.key_transform, inverted, side().head_dim, thread % kLanes, c / kChunk, transformed);
+    for_all<kChunk>([&](int k) { x[k] = is_plain ? transformed[0][k] : x[k]; });
+  }
+};
+
+// Fills a tile of which some tokens are in the tail. There are few of these.
+template <class Shape, bool kIsKey>
+__device__ __noinline__ void fill_dense(const TileSource<Shape, kIsKey> source, int first, int stage) {
+  constexpr int kLanesOfToken = Shape::kHeadDim / kChunk, kTokens = kWarpgroup / kLanesOfToken;
+  const Side& side = source.side();
+  const int c = source.thread % kLanesOfToken * kChunk, own = source.thread / kLanesOfToken;
+  LaneTransform<kChunk> inverted;
+  if (kIsKey) {
+    inverted = {source.params.key_transform, side.head_dim, source.h, c};
+    inverted.invert(source.params.key_transform);
+  }
+  float x[kChunk];
+  uint32_t bound = 0;
+#pragma unroll 1
+  for (int i = own; i < Shape::kTileTokens; i += kTokens) {
+    source.load(first + i, c, inverted, x);
+    for_all<kChunk>([&](int k) { bound = max(bound, magnitude_of(x[k])); });
+  }
+  bool is_finite;
+  const float unit = source.find_exponent(bound, kTileBits, stage, is_finite);
+  if (!kIsKey && !is_finite) source.clear_bad(stage);
+#pragma unroll 1
+  for (int i = own; i < Shape::kTileTokens; i += kTokens) {
+    source.load(first + i, c, inverted, x);
+    uint32_t halves[kChunk];
+    for_all<kChunk>([&](int k) {
+      if (!kIsKey && !is_finite_bits(magnitude_of(x[k]))) {
+        source.note_bad(stage, i);
+        x[k] = 0.f;
+      }
+      halves[k] = float_to_half(x[k] * unit);
+    });
+    const bool is_int4 = side.storage == Storage::int4;
+    uint32_t words[4];
+    for_all<4>([&](int k) {
+      words[k] = is_int4 ? halves[k] | halves[k + 4] << 16 : halves[2 * k] | halves[2 * k + 1] << 16;
+    });
+    *reinterpret_cast<uint4*>(source.tile(stage) + unit_at(Shape::kTileTokens, i, c / kChunk)) = {words[0], words[1],
+                                                                                               words[2], words[3]};
+  }
+  show_to_products();
+  // The next tile's bounds overwrite those of this one.
+  meet<TileSource<Shape, kIsKey>::kMeeting, kWarpgroup>();
+}
+
+// Keys or values of one head, of one format. Threads take 16 channels of a token at a time.
+template <class Shape, bool kIsKey, Storage kStorage, Scales kScales>
+class Filler {
+  using Steps = typename TileSource<Shape, kIsKey>::Steps;
+  static constexpr bool kHasBlocks = kScales == Scales::blocks;
+  static constexpr int kTileTokens = Shape::kTileTokens, kChannels = 16, kLanesOfRow = Shape::kHeadDim / kChannels;
+  static constexpr int kRowsOfPass = kWarpgroup / kLanesOfRow, kItems = kTileTokens / kRowsOfPass;
+  // Scales of a tile: of channels, of tokens and groups, or of tokens.
+  static constexpr int kAllScales =
+      kHasBlocks ? Shape::kHeadDim : kTileTokens * (kScales == Scales::groups ? Shape::kMaxGroups : 1);
+  static constexpr int kEntries = (kAllScales + kWarpgroup - 1) / kWarpgroup;
+  static constexpr int kMeeting = TileSource<Shape, kIsKey>::kMeeting;
+  static constexpr int kWords = kChannels * bits_of(kStorage) / 32;
+  // Items whose scales are loaded together, as far as there are registers.
+  static constexpr int kAtOnce = kWords == 4 ? 2 : kItems;
+
+ public:
+  __device__ __forceinline__ Filler(const TileSource<Shape, kIsKey>& source) : source_(source) {
+    // Lanes of a row are such that eight neighbours store to different banks: four units of two rows.
+    const int lane = source.thread % kLanes, warp = source.thread / kLanes;
+    constexpr int kRowsOfWarp = kLanes / kLanesOfRow;
+    if constexpr (kLanesOfRow > 4) {
+      chunk_ = (lane & 3) | (lane >> 3) % (kLanesOfRow / 4) * 4;
+      row_ = warp * kRowsOfWarp + ((lane >> 2 & 1) | lane / (2 * kLanesOfRow) * 2);
+    } else {
+      chunk_ = lane & 3;
+      row_ = warp * kRowsOfWarp + lane / 4;
+    }
+    const Side& side = source.side();
+    codes_from_ = code_row(side, source.b, source.h, row_) + chunk_ * kWords * 4;
+    scales_from_ = scale_at(side, source.b, source.h, 0, 0);
+    if (has_zero()) zeros_from_ = zero_at(side, source.b, source.h, 0, 0);
+  }
+
+  // Fills tiles from `steps` on, until the last or until one is dense.
+  __device__ __forceinline__ void fill_some(Steps& steps) {
+    load(steps.step * Shape::kTileTokens);
+    bool is_more = true;
+#pragma unroll 1
+    while (is_more) {
+      const int first = steps.step * Shape::kTileTokens, stage = steps.stage();
+      steps.wait_until_empty(source_.tables.emptied[!kIsKey]);
+      prepare_scales(stage);
+      store(source_.tile(stage));
+      show_to_products();
+      source_.tables.filled[!kIsKey][stage].arrive();
+      steps.advance();
+      is_more = steps.has_more() && !source_.is_dense(steps.step * Shape::kTileTokens);
+      if (is_more) load(steps.step * Shape::kTileTokens);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ bool has_zero() const { return is_integer(kStorage) && !source_.side().is_symmetric; }
+
+  // Starts to load the scales and codes of the tile whose first token is `first`.
+  __device__ __forceinline__ void load(int first) {
+    const Side& side = source_.side();
+    const int row = source_.laps.row(first);
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      const int entry = source_.thread + e * kWarpgroup, token = entry % kTileTokens, group = entry / kTileTokens;
+      bool is_held;
+      int64_t scale_at, zero_at;
+      if constexpr (kHasBlocks) {
+        is_held = entry < side.head_dim;
+        scale_at = row / kBlockSize * side.scale_stride_g + entry;
+        zero_at = row / kBlockSize * side.zero_stride_g + entry;
+      } else {
+        is_held = group < side.num_groups && source_.is_seen(first + token);
+        scale_at = int64_t{row + token} * static_cast<int>(side.scale_stride_t);
+        zero_at = int64_t{row + token} * static_cast<int>(side.zero_stride_t);
+        if (kScales == Scales::groups) scale_at += group * side.scale_stride_g, zero_at += group * side.zero_stride_g;
+      }
+      scales_[e] = load_half_if(is_held, scales_from_ + scale_at);
+      zeros_[e] = load_half_if(is_held && has_zero(), zeros_from_ + zero_at);
+    }
+    const int stride = static_cast<int>(side.codes_stride_t);
+    const uint8_t* from = codes_from_ + int64_t{row} * stride;
+    const unsigned count = chunk_ * kChannels < side.head_dim ? source_.count : 0;
+    const unsigned token = first + row_ - source_.begin;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      load_words_if<kWords * 4>(token + i * kRowsOfPass < count, from, codes_[i]);
+      from += kRowsOfPass * stride;
+    }
+  }
+
+  // Puts the loaded scales, times a power of two, where all threads find them.
+  __device__ __forceinline__ void prepare_scales(int stage) {
+    const Side& side = source_.side();
+    uint2* const table = source_.tables.scales[!kIsKey];
+    // Of integers more than needed, so that scales in units of subnormal numbers stay finite.
+    constexpr float kMost = max_code(kStorage, false);
+    uint32_t bound = 0, bounds[kEntries];
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      bounds[e] = magnitude_of(fmaf(fabsf(half_to_float(scales_[e])), kMost, fabsf(half_to_float(zeros_[e]))));
+      bound = max(bound, bounds[e]);
+    }
+    bool is_finite;
+    const float unit = source_.find_exponent(bound, is_integer(kStorage) ? kIntegerTileBits : kTileBits, stage, is_finite);
+    if (!kIsKey && !is_finite) {
+      source_.clear_bad(stage);
+#pragma unroll
+      for (int e = 0; e < kEntries; ++e) {
+        if (is_finite_bits(bounds[e])) continue;
+        source_.note_bad(stage, (source_.thread + e * kWarpgroup) % kTileTokens);
+        scales_[e] = zeros_[e] = 0;
+      }
+    }
+    const float offset = code_offset(kStorage, side.is_symmetric);
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      const int entry = source_.thread + e * kWarpgroup;
+      const float own = half_to_float(scales_[e]) * unit;
+      const uint32_t zero = float_to_half(half_to_float(zeros_[e]) * unit - offset * own);
+      if constexpr (kHasBlocks) {
+        // Pairs of channels as they lie in the tile.
+        if (entry < Shape::kHeadDim) {
+          const int place = place_of_channel(kStorage, entry);
+          half_bits* pair = reinterpret_cast<half_bits*>(table + place / 2);
+          pair[place % 2] = float_to_half(own * unit_of_pair<kStorage>(place / 2)), pair[2 + place % 2] = zero;
+        }
+      } else if (kAllScales % kWarpgroup == 0 || entry < kAllScales) {
+        const uint32_t scale = float_to_half(own * unit_of_pair<kStorage>(0));
+        table[entry] = {scale | scale << 16, zero | zero << 16};
+      }
+    }
+    meet<kMeeting, kWarpgroup>();
+  }
+
+  __device__ __forceinline__ void store(unsigned char* tile) const {
+    constexpr int kHalf = bits_of(kStorage) / 4;  // words of eight codes
+    constexpr int kStep = kRowsOfPass * kLineBytes / 16;
+    static_assert(kRowsOfPass % 8 == 0, "so units stay where they are");
+    const Side& side = source_.side();
+    const int at = unit_at(kTileTokens, row_, 2 * chunk_);
+    uint4* const low = reinterpret_cast<uint4*>(tile + at);
+    uint4* const high = reinterpret_cast<uint4*>(tile + (at ^ 16));  // the next unit
+    const auto put = [&](int i, auto scale_of) {
+      uint32_t x[4], y[4];
+      unpack<kStorage>(codes_[i], x);
+      unpack<kStorage>(codes_[i] + kHalf, y);
+      low[i * kStep] = {scaled(x[0], scale_of(0)), scaled(x[1], scale_of(1)), scaled(x[2], scale_of(2)),
+                        scaled(x[3], scale_of(3))};
+      high[i * kStep] = {scaled(y[0], scale_of(4)), scaled(y[1], scale_of(5)), scaled(y[2], scale_of(6)),
+                         scaled(y[3], scale_of(7))};
+    };
+    if constexpr (kHasBlocks) {
+      uint2 scales[8];
+      for_all<8>([&](int k) { scales[k] = source_.tables.scales[0][chunk_ * 8 + k]; });
+      for_all<kItems>([&](int i) { put(i, [&](int k) { return scales[k]; }); });
+    } else {
+      const int group = kScales == Scales::rows
+                            ? 0
+                            : min(chunk_ * kChannels / (side.head_dim / side.num_groups), side.num_groups - 1);
+      const uint2* from = source_.tables.scales[!kIsKey] + group * kTileTokens + row_;
+      // Loads before stores, of which the compiler cannot know that they are to another place.
+      for_all<kItems / kAtOnce>([&](int part) {
+        uint2 scales[kAtOnce];
+        for_all<kAtOnce>([&](int i) { scales[i] = from[(part * kAtOnce + i) * kRowsOfPass]; });
+        for_all<kAtOnce>([&](int i) {
+          constexpr bool kHasTwo = kStorage == Storage::int4;
+          const uint2 second = {kHasTwo ? sixteenth_of(scales[i].x) : scales[i].x, scales[i].y};
+          put(part * kAtOnce + i, [&](int k) { return k % 2 == 0 ? scales[i] : second; });
+        });
+      });
+    }
+  }
+
+  // a / 16 in float16, both halves.
+  static __device__ __forceinline__ uint32_t sixteenth_of(uint32_t halves) {
+    static_assert(kLowNibbleUnit == 16 * kHighNibbleUnit);
+    return multiply_halves(halves, 0x2c002c00u);
+  }
+
+  const TileSource<Shape, kIsKey> source_;
+  int chunk_, row_;
+  const uint8_t* codes_from_;  // of this thread's first token and channels in row 0
+  const half_bits *scales_from_, *zeros_from_ = nullptr;
+  uint32_t codes_[kItems][kWords], scales_[kEntries], zeros_[kEntries];
+};
+
+// Fills all tiles of keys or values of a thread block.
+template <class Shape, bool kIsKey>
+__device__ __forceinline__ void fill_tiles(const TileSource<Shape, kIsKey>& source,
+                                           typename TileSource<Shape, kIsKey>::Steps steps) {
+  const Side& side = source.side();
+#pragma unroll 1
+  while (steps.has_more()) {
+    if (source.is_dense(steps.step * Shape::kTileTokens)) {
+      const int stage = steps.stage();
+      steps.wait_until_empty(source.tables.emptied[!kIsKey]);
+      fill_dense<Shape, kIsKey>(source, steps.step * Shape::kTileTokens, stage);
+      source.tables.filled[!kIsKey][stage].arrive();
+      steps.advance();
+      continue;
+    }
+    if constexpr (kIsKey) {
+      if (side.has_channel_scales) {
+        Filler<Shape, kIsKey, Storage::int4, Scales::blocks>(source).fill_some(steps);
+        continue;
+      }
+    }
+    with_storage(side.storage, [&](auto storage) {
+      if (side.num_groups == 1) {
+        Filler<Shape, kIsKey, decltype(storage)::value, Scales::rows>(source).fill_some(steps);
+      } else {
+        Filler<Shape, kIsKey, decltype(storage)::value, Scales::groups>(source).fill_some(steps);
+      }
+    });
+  }
+}
+
+}  // namespace hf_kvquant::cuda

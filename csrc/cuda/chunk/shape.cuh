@@ -1,0 +1,84 @@
+// The constants of one instantiation of the chunk kernel, and its shared memory.
+#pragma once
+
+#include "../attend/combine.cuh"
+#include "../common/transform.cuh"
+#include "wgmma.cuh"
+
+namespace hf_kvquant::cuda {
+
+constexpr int kConsumers = 2;  // warpgroups that attend, of 64 query rows each
+constexpr int kRowsOfWarpgroup = 64;
+constexpr int kChunkThreads = (kConsumers + 2) * kWarpgroup;  // two fill tiles, of keys and of values
+constexpr int kConsumerRegisters = 192, kFillerRegisters = 64;  // of a thread, 256 together
+
+// `kChangesScores`: with softcap or ALiBi, whose code would take registers from others.
+template <int kHeadDim_, bool kChangesScores_>
+struct ChunkShape {
+  static constexpr bool kChangesScores = kChangesScores_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kRows = kConsumers * kRowsOfWarpgroup;
+  // Fewer tokens with 256 channels, whose output takes half of all registers.
+  static constexpr int kTileTokens = kHeadDim <= 128 ? 128 : 64;
+  // Of keys and of values. Values are awaited by the softmax of the same tile, so their stages need more of a lead.
+  static constexpr int kKeyStages = 2, kValueStages = kHeadDim <= 128 ? 3 : 2;
+  static constexpr int kMostStages = kValueStages;
+  static constexpr int kMaxGroups = kHeadDim / kGroupChannels;
+
+  static constexpr int kQueryBytes = kRows * kHeadDim * 2;
+  static constexpr int kTileBytes = kTileTokens * kHeadDim * 2;  // of keys or of values
+  static constexpr int kKeysAt = kQueryBytes, kValuesAt = kKeysAt + kKeyStages * kTileBytes;
+  static constexpr int kTablesAt = kValuesAt + kValueStages * kTileBytes;
+  static constexpr int kOutputStride = kHeadDim + 4;  // floats; the output overwrites query and tiles in the end
+  static_assert(kRows * kOutputStride * 4 <= kTablesAt, "the output fits");
+};
+
+// Tiles are float16 numbers times 2^exponent, the power of two that brings the largest of a tile below 2^kTileBits.
+// Integer codes are unpacked to subnormal numbers, and for their scales to be finite, such tiles stay below
+// 2^kIntegerTileBits. Query rows are brought below 2^kTileBits, too.
+constexpr int kTileBits = 15, kIntegerTileBits = -5;
+
+// Everything in shared memory but matrices.
+template <class Shape>
+struct ChunkTables {
+  // Of keys [0] and values [1], by stage.
+  Barrier filled[2][Shape::kMostStages], emptied[2][Shape::kMostStages];
+  float key_unit[Shape::kKeyStages];  // 2^exponent
+  // Of values the exponent, and whether some of them are not finite.
+  struct ValueTile {
+    float exponent;
+    int has_bad;
+  } value_tile[Shape::kValueStages];
+  // Values that are not finite, by token, where a tile has some. They are zeros in the tile: weights of rows that do not attend to them are
+  // zeros too, and zero times NaN is NaN.
+  uint32_t bad[Shape::kValueStages][Shape::kTileTokens / 32];
+
+  float factors[Shape::kRows], constants[Shape::kRows];  // of the query, see prepare_query
+  float2 sums[Shape::kRows];
+  int begin, end;  // tokens that any row attends to
+  struct Whole {
+    int from, until;
+  } whole[kConsumers * kWarpgroup / kLanes];  // tokens that all rows of a warp's warpgroup attend to
+  struct Row {
+    int position;
+    float slope;  // of ALiBi, in log2 units
+    float kept;   // of the sums, when the shift was raised
+    bool is_bad;  // attends to a value that is not finite
+  } rows[Shape::kRows];
+  bool is_last;
+  // Of the warpgroups that fill tiles:
+  uint32_t bounds[2][4];
+  // Scale and zero of tokens [group][token], twice each, or of pairs of channels.
+  uint2 scales[2][Shape::kMaxGroups * Shape::kTileTokens];
+};
+
+// Channels lie in the order in which words of codes are unpacked: of eight int4 codes 0, 4, 1, 5, 2, 6, 3, 7.
+__device__ __forceinline__ int place_of_channel(Storage storage, int c) {
+  return storage == Storage::int4 ? (c & ~7) | (c & 3) << 1 | (c & 4) >> 2 : c;
+}
+
+__device__ __forceinline__ int channel_at(Storage storage, int place) {
+  return storage == Storage::int4 ? (place & ~7) | (place & 7) >> 1 | (place & 1) << 2 : place;
+}
+
+}  // namespace hf_kvquant::cuda

@@ -1,0 +1,174 @@
+"""Attention of many new tokens at once, for which CUDA kernels have a kernel of their own from 128 query rows on.
+
+`test_ops.py` and `test_cuda_decode.py` compare the ops with `reference.py` for few tokens; here are as many as a chunk
+of a prompt has, and what could go wrong with them: several tiles of rows and of tokens, tiles in which only some rows
+see some tokens, maxima that rise late, and numbers that do not fit float16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from cases import Case, clone, filled, make_transform, name_of, queries
+from checks import pair, run_decode
+from compare import assert_close, assert_same
+from tolerances import precision_bounds, root_mean_square
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hf_kvquant import ops
+from hf_kvquant.config import PRESETS
+from hf_kvquant.spec import reference
+from hf_kvquant.spec.formats import KVFormat
+
+CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+QUANTIZED = [name for name in PRESETS if name != "none"]
+VARIANTS = [
+    *(PRESETS[name] for name in QUANTIZED),
+    pair(KVFormat("int8", symmetric=False)),
+    pair(KVFormat("int4")),
+    pair(KVFormat("int4", "group", 64, symmetric=False)),
+    (KVFormat("fp8", "tensor"), KVFormat("int8", "token")),
+    (KVFormat("int8", "group", 32), KVFormat("fp8", "group", 64)),
+]
+variants = pytest.mark.parametrize("formats", VARIANTS, ids=lambda formats: "+".join(map(name_of, formats)))
+
+
+def extras_for(case: Case, name: str) -> dict[str, Any]:
+    """What changes scores or weights."""
+    every = {
+        "softcap": 6.0,
+        "sinks": torch.linspace(-2, 5, case.num_q_heads),
+        "alibi_slopes": torch.linspace(0.005, 0.3, case.num_q_heads),
+    }
+    return every if name == "all" else {name: every[name]} if name in every else {}
+
+
+@variants
+def test_chunks_match_the_reference(engine: str, formats: tuple[KVFormat, KVFormat]) -> None:
+    """Chunks that fill tiles of rows or not, over several tiles of tokens, with padding and unequal lengths."""
+    for i, (q_len, num_q_per_kv) in enumerate([(128, 1), (33, 4), (129, 1), (130, 2), (40, 5)]):
+        head_dim = 64 if formats[0].group_size or formats[1].group_size else (128, 64, 96)[i % 3]
+        name = ("none", "softcap", "sinks", "alibi_slopes", "all")[i]
+        lengths, starts = (q_len, q_len + 37, 512), (0, min(q_len, 130), 65) if i % 2 else None
+        dtype = (torch.bfloat16, torch.float16)[i % 2]
+        case = Case(formats, head_dim, dtype, num_q_per_kv, q_len, lengths, starts, 1, capacity=512)
+        window = (0, 40, 300)[i % 3]
+        run_decode(engine, case, sliding_window=window, num_splits=(0, 1, 3)[i % 3], **extras_for(case, name))
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel"])
+def test_wide_heads(engine: str, preset: str) -> None:
+    case = Case(PRESETS[preset], 256, torch.bfloat16, 2, 64, (300, 64), None, 1, capacity=384)
+    run_decode(engine, case)
+    case = dataclasses.replace(case, head_dim=192)
+    run_decode(engine, case, num_splits=2)
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel", "fp8"])
+def test_dense_windows_and_transforms(engine: str, preset: str) -> None:
+    """Tokens of the tail have keys in the model's basis, and are in tiles together with codes."""
+    for i, (sink_length, residual_length) in enumerate([(0, 0), (4, 0), (0, 32), (3, 150)]):
+        case = Case(PRESETS[preset], 64, torch.bfloat16, 4, 40, (300, 40, 129), (0, 7, 100), 1, capacity=384)
+        case = dataclasses.replace(case, sink_length=sink_length, residual_length=residual_length)
+        run_decode(engine, case, softcap=8.0 if i == 2 else 0.0)
+        if preset == "int4-channel":
+            continue
+        transform = make_transform("center+smooth+rotate", 64, 1)
+        planes = tuple(filled(case, side, None, transform if side == 0 else None) for side in (0, 1))
+        run_decode(engine, case, planes=planes, key_transform=transform)  # type: ignore[arg-type]
+
+
+def test_maxima_may_rise_late(engine: str) -> None:
+    """Every tile of tokens has larger logits than the one before, up to what overflows exp, or far smaller ones."""
+    case = Case(PRESETS["int8"], 64, torch.bfloat16, 4, 40, (700, 300), None, 1, capacity=768)
+    for factor in (1.0, 30.0, -30.0):
+        key = torch.randn(2, 1, 768, 64)
+        key[..., 0] = torch.arange(768) / 100 * factor
+        query = queries(case)
+        query[..., 0] = 4
+        planes = filled(case, 0, key.to(case.dtype)), filled(case, 1)
+        run_decode(engine, case, planes=planes, query=query)
+
+
+@pytest.mark.parametrize("preset", QUANTIZED)
+def test_sizes_beyond_float16(engine: str, preset: str) -> None:
+    """Keys and values of one tile that are thousands of times larger, or smaller, than those of another."""
+    case = Case(PRESETS[preset], 64, torch.bfloat16, 4, 40, (500,), None, 1, capacity=512)
+    for key_size, value_size in ((1e-4, 1e-4), (1e-2, 3e4), (1e3, 1e-3)):
+        size = torch.where(torch.arange(512) < 200, 1.0, 1e-2).view(1, 1, -1, 1)
+        sides = [torch.randn(1, 1, 512, 64) * size * each for each in (key_size, value_size)]
+        planes = filled(case, 0, sides[0].to(case.dtype)), filled(case, 1, sides[1].to(case.dtype))
+        query = (queries(case).float() / key_size).to(case.dtype)
+        run_decode(engine, case, planes=planes, query=query)
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4", "fp8"])
+def test_bad_values_stay_with_those_who_see_them(engine: str, preset: str) -> None:
+    """A value that is NaN makes the outputs of its own and later tokens NaN, and of no others."""
+    case = Case(PRESETS[preset], 64, torch.bfloat16, 4, 40, (300, 200), None, 1, capacity=384)
+    value = torch.randn(2, 1, 384, 64).to(case.dtype)
+    value[0, 0, 290, 3] = torch.nan
+    planes = filled(case, 0), filled(case, 1, value)
+    out, lse = ops.decode(
+        queries(case).to(engine),
+        None,
+        *(clone(made, engine) for made in planes),
+        case.lengths_tensor().to(engine),
+        case.layout,
+        softmax_scale=0.125,
+    )
+    assert out[0, :30].isfinite().all() and out[0, 30:].isnan().all()
+    assert out[1].isfinite().all() and lse.isfinite().all()
+
+
+@variants
+def test_a_sequence_does_not_depend_on_its_batch(engine: str, formats: tuple[KVFormat, KVFormat]) -> None:
+    lengths = (500, 130, 40, 512)
+    case = Case(formats, 64, torch.bfloat16, 4, 40, lengths, None, 1, capacity=512)
+    planes, query = [clone(filled(case, side), engine) for side in (0, 1)], queries(case).to(engine)
+
+    def attend(rows: list[int], num_splits: int) -> tuple[Tensor, Tensor]:
+        held = case.lengths_tensor()[rows].to(engine)
+        # Scales that all sequences share have one row.
+        some = [made.map(lambda x: x[rows] if x.shape[0] > 1 else x) for made in planes]
+        return ops.decode(query[rows], None, *some, held, case.layout, softmax_scale=0.125, num_splits=num_splits)
+
+    for num_splits in (1, 3):
+        out, lse = attend([0, 1, 2, 3], num_splits)
+        for rows in ([0], [2, 1], [3]):
+            ours, our_lse = attend(rows, num_splits)
+            assert_same(ours, out[rows].cpu(), f"{case}, rows {rows}, {num_splits} splits")
+            assert_same(our_lse, lse[rows].cpu(), f"{case}, rows {rows}, {num_splits} splits")
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
+@pytest.mark.parametrize("preset", QUANTIZED)
+def test_precision_is_that_of_torch(preset: str, dtype: torch.dtype) -> None:
+    """Against float64 over the same codes, at most twice the error of PyTorch's attention over dense tensors."""
+    for length, q_len, factor in ((1024, 128, 1.0), (8192, 64, 0.05), (4096, 300, 3.0)):
+        case = Case(PRESETS[preset], 128, dtype, 4, q_len, (length,) * 2, None, 2, capacity=length)
+        query = (torch.randn(2, 8, q_len, 128, device="cuda") * factor).to(dtype)
+        sides = [torch.randn(2, 2, length, 128, device="cuda").to(dtype) for _ in range(2)]
+        planes = [filled(case, side, sides[side]) for side in (0, 1)]
+        held = case.lengths_tensor().cuda()
+        out, _ = ops.decode(query, None, *planes, held, case.layout, softmax_scale=128**-0.5)
+        key, value = (
+            reference.dequantize(made, kv_format, lengths=held)
+            for made, kv_format in zip(planes, case.formats, strict=True)
+        )
+        sees = torch.ones(q_len, length, dtype=torch.bool, device="cuda").tril(length - q_len)
+        repeated = [x.double().repeat_interleave(4, dim=1) for x in (key, value)]
+        scores = (query.double() @ repeated[0].mT * 128**-0.5).masked_fill(~sees, -torch.inf)
+        exact = (scores.softmax(-1) @ repeated[1]).transpose(1, 2)
+        torch_out = scaled_dot_product_attention(
+            query, key.to(dtype), value.to(dtype), attn_mask=sees, enable_gqa=True
+        ).transpose(1, 2)
+        worst, typical = precision_bounds(exact, torch_out, dtype)
+        assert_close(out, exact.float().cpu(), worst, str(case))
+        error = root_mean_square(out.double() - exact)
+        assert error <= typical, f"{case}: root mean square of errors {error:.3e}, bound {typical:.3e}"
