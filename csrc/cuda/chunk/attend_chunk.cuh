@@ -1,12 +1,18 @@
 // Attention of many new tokens over codes, on the tensor cores of compute capability 9.0: 128 query rows of a key-value
-// head share each tile of keys and values, so that it is unpacked once for all of them.
+// head share each tile of keys and values, so that codes are unpacked once for all of them.
 //
-// Two warpgroups fill tiles (fill.cuh), two attend to them, 64 rows each, as in FlashAttention-3 (Shah et al. 2024):
-// the products of one tile with keys run while the previous tile's with values do, and softmax runs beside them.
-// schedule.cuh cuts units into thread blocks as for few rows; a step is a tile, and thread blocks take steps in turn.
+// Two warpgroups fill tiles (fill.cuh), two attend to them, 64 rows each. As in FlashAttention-3 (Shah et al. 2024), the
+// products of one tile with keys and of the tile before with values run beside the softmax. schedule.cuh cuts units into
+// thread blocks as for few rows; a step is a tile, and thread blocks take steps in turn.
 //
 // Softmax. Scores are in log2 units. P' = 2^(score + exponent of the values - shift), rounded to float16. A shift is
-// raised only when P' would exceed 2^15, and then starts at 2^7: float16 keeps relative precision down to 2^-14.
+// raised only when P' would exceed 2^15, and the largest P' is 2^7 then: float16 keeps relative precision down to 2^-14.
+//
+// Where the time goes (H200, 2026-11, int4, 1,024 tokens behind 32k): of 3,700 clocks a tile, products would need 2,048
+// if they were never interrupted. A warpgroup takes 1,400 to issue its products, 700 for the maximum, 1,000 for the
+// exponentials, 300 to wait for values. Tried and no faster: that the two warpgroups take turns (FlashAttention-3's
+// "ping-pong"); no maximum, but another product where the sum of P' is too large (1,900 us instead of 1,050, since
+// registers went to memory).
 #pragma once
 
 #include "fill.cuh"
@@ -16,10 +22,10 @@ namespace hf_kvquant::cuda {
 constexpr int kConsumersMeet = 3;  // the number of their barrier
 constexpr float kMostBits = 15.f, kFreshBits = 7.f;  // log2 of the largest P', and of the largest after a raise
 
-// The query rows of a thread block, as float16 numbers in the layout that products read: query ≈ factor · number, the
-// factor a power of two. Stored factors contain the softmax scale and log2(e); `constants` are what every logit lacks
-// because keys are stored without their center, in log2 units. A negative softmax scale turns the query, since the
-// maximum of a row is found before factors multiply it.
+// The query rows of a thread block, as float16 numbers in the layout that products read. query ≈ factor · number, and
+// the factor is a power of two. Stored factors contain the softmax scale and log2(e). `constants` are what every logit
+// lacks because keys are stored without their center, in log2 units. A negative softmax scale turns the query, since
+// the maximum of a row is found before factors multiply it.
 template <class Shape>
 __device__ __forceinline__ void prepare_query(const DecodeParams& params, const DecodePlan& plan,
                                               const Segment& segment, unsigned char* memory,
@@ -198,7 +204,9 @@ class Attention {
   static constexpr float kLeast = -1e30f;  // of shifts: below all scores, and not so far that differences are NaN
 
   // The rows of this lane in the thread block, and the first of its columns in every eight.
-  static __device__ __forceinline__ int slot(int i) { return threadIdx.x / kLanes * 16 + threadIdx.x % kLanes / 4 + 8 * i; }
+  static __device__ __forceinline__ int slot(int i) {
+    return threadIdx.x / kLanes * 16 + threadIdx.x % kLanes / 4 + 8 * i;
+  }
   static __device__ __forceinline__ int column() { return threadIdx.x % 4 * 2; }
 
   // This warp no longer reads a stage.
@@ -275,7 +283,8 @@ class Attention {
     return is_raised;
   }
 
-  // Applies factors, which become 1, softcap and ALiBi, and sets the scores of tokens that a row does not attend to to -inf.
+  // Applies factors, which become 1, softcap and ALiBi, and sets the scores of tokens that a row does not attend to
+  // to -inf.
   __device__ __forceinline__ void mask(float (&scores)[kScores], int step, float (&factor)[2]) const {
     const int first = step * Shape::kTileTokens;
     int from[2], until[2];
@@ -318,7 +327,9 @@ class Attention {
   }
 
   __device__ __forceinline__ static void pack(const float (&scores)[kScores], uint32_t (&weights)[kSteps][4]) {
-    for_all<kSteps, 4>([&](int k, int i) { weights[k][i] = pack_halves(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]); });
+    for_all<kSteps, 4>([&](int k, int i) {
+      weights[k][i] = pack_halves(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
+    });
   }
 
   const DecodeParams& params_;
@@ -411,10 +422,12 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
   const int thread = threadIdx.x % kWarpgroup, role = threadIdx.x / kWarpgroup - kConsumers;
   if (role == 0) {
     set_registers<kFillerRegisters, false>();
-    fill_tiles<Shape, true>({params, plan, segment, span, bounds, memory, tables, thread}, {first_step, last_step, stride});
+    fill_tiles<Shape, true>({params, plan, segment, span, bounds, memory, tables, thread},
+                            {first_step, last_step, stride});
   } else if (role == 1) {
     set_registers<kFillerRegisters, false>();
-    fill_tiles<Shape, false>({params, plan, segment, span, bounds, memory, tables, thread}, {first_step, last_step, stride});
+    fill_tiles<Shape, false>({params, plan, segment, span, bounds, memory, tables, thread},
+                             {first_step, last_step, stride});
   } else {
     set_registers<kConsumerRegisters, true>();
     Attention<Shape> attention(params, plan, segment, span, memory, tables, threadIdx.x);

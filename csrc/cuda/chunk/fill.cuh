@@ -126,17 +126,27 @@ struct TileSource {
                                                                            first < tail.start + tail.dense_first));
   }
 
-  // Finds the exponent of a tile from a bound on the magnitudes of this thread's part of it. Returns 2^-exponent.
-  // `bits` as of kTileBits.
-  __device__ __forceinline__ float find_exponent(uint32_t bound, int bits, int stage, bool& is_finite) const {
+  // The maximum over all threads.
+  __device__ __forceinline__ uint32_t largest(uint32_t bound) const {
     bound = __reduce_max_sync(kAllLanes, bound);
     if (thread % kLanes == 0) tables.bounds[!kIsKey][thread / kLanes] = bound;
     meet<kMeeting, kWarpgroup>();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) bound = max(bound, tables.bounds[!kIsKey][i]);
+    for_all<kWarpgroup / kLanes>([&](int i) { bound = max(bound, tables.bounds[!kIsKey][i]); });
+    return bound;
+  }
+
+  // Finds the exponent of a tile from a bound on the magnitudes of this thread's part of it, or from `finite_bound()`,
+  // the same without numbers that are not finite, where there are such. `bits` as of kTileBits. Returns 2^-exponent.
+  template <class Bound>
+  __device__ __forceinline__ float find_exponent(uint32_t bound, Bound finite_bound, int bits, int stage,
+                                                 bool& is_finite) const {
+    bound = largest(bound);
     is_finite = is_finite_bits(bound);
-    int exponent = max(static_cast<int>(bound >> 23) - 127 - (bits - 1), -100);
-    if (bound == 0 || !is_finite) exponent = 0;
+    if (!is_finite) {
+      meet<kMeeting, kWarpgroup>();  // the bounds are read
+      bound = largest(finite_bound());
+    }
+    const int exponent = bound == 0 ? 0 : max(static_cast<int>(bound >> 23) - 127 - (bits - 1), -100);
     if (thread == 0) {
       if constexpr (kIsKey) {
         tables.key_unit[stage] = power_of_two(exponent);
@@ -188,14 +198,17 @@ __device__ __noinline__ void fill_dense(const TileSource<Shape, kIsKey> source, 
     inverted.invert(source.params.key_transform);
   }
   float x[kChunk];
-  uint32_t bound = 0;
+  uint32_t bound = 0, finite = 0;
 #pragma unroll 1
   for (int i = own; i < Shape::kTileTokens; i += kTokens) {
     source.load(first + i, c, inverted, x);
-    for_all<kChunk>([&](int k) { bound = max(bound, magnitude_of(x[k])); });
+    for_all<kChunk>([&](int k) {
+      bound = max(bound, magnitude_of(x[k]));
+      if (is_finite_bits(magnitude_of(x[k]))) finite = max(finite, magnitude_of(x[k]));
+    });
   }
   bool is_finite;
-  const float unit = source.find_exponent(bound, kTileBits, stage, is_finite);
+  const float unit = source.find_exponent(bound, [&] { return finite; }, kTileBits, stage, is_finite);
   if (!kIsKey && !is_finite) source.clear_bad(stage);
 #pragma unroll 1
   for (int i = own; i < Shape::kTileTokens; i += kTokens) {
@@ -322,7 +335,13 @@ class Filler {
       bound = max(bound, bounds[e]);
     }
     bool is_finite;
-    const float unit = source_.find_exponent(bound, is_integer(kStorage) ? kIntegerTileBits : kTileBits, stage, is_finite);
+    const auto finite_bound = [&] {
+      uint32_t finite = 0;
+      for_all<kEntries>([&](int e) { finite = max(finite, is_finite_bits(bounds[e]) ? bounds[e] : 0); });
+      return finite;
+    };
+    constexpr int kBits = is_integer(kStorage) ? kIntegerTileBits : kTileBits;
+    const float unit = source_.find_exponent(bound, finite_bound, kBits, stage, is_finite);
     if (!kIsKey && !is_finite) {
       source_.clear_bad(stage);
 #pragma unroll

@@ -19,9 +19,9 @@ struct ChunkShape {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRows = kConsumers * kRowsOfWarpgroup;
   // Fewer tokens with 256 channels, whose output takes half of all registers.
-  static constexpr int kTileTokens = kHeadDim <= 128 ? 128 : 64;
+  static constexpr int kTileTokens = kHeadDim <= 128 ? 128 : 32;
   // Of keys and of values. Values are awaited by the softmax of the same tile, so their stages need more of a lead.
-  static constexpr int kKeyStages = 2, kValueStages = kHeadDim <= 128 ? 3 : 2;
+  static constexpr int kKeyStages = 2, kValueStages = 3;
   static constexpr int kMostStages = kValueStages;
   static constexpr int kMaxGroups = kHeadDim / kGroupChannels;
 
@@ -49,8 +49,8 @@ struct ChunkTables {
     float exponent;
     int has_bad;
   } value_tile[Shape::kValueStages];
-  // Values that are not finite, by token, where a tile has some. They are zeros in the tile: weights of rows that do not attend to them are
-  // zeros too, and zero times NaN is NaN.
+  // Values that are not finite, by token, where a tile has some. They are zeros in the tile: weights of rows that do
+  // not attend to them are zeros too, and zero times NaN is NaN.
   uint32_t bad[Shape::kValueStages][Shape::kTileTokens / 32];
 
   float factors[Shape::kRows], constants[Shape::kRows];  // of the query, see prepare_query

@@ -31,11 +31,11 @@ __device__ __forceinline__ constexpr int unit_at(int num_rows, int row, int unit
   return (unit >> 3) * num_rows * kLineBytes + row * kLineBytes + (((unit & 7) ^ (row & 7)) << 4);
 }
 
-// The lower half of a matrix's description; the upper half, KVQ_SWIZZLED, is the same for all. Adding to it moves the matrix by as many
-// units of 16 bytes. The rows are those or the columns of the product, and channels are summed over ...
+// The lower half of a matrix's description; the upper half, KVQ_SWIZZLED, is the same for all. Adding n moves the matrix
+// by 16 · n bytes. Channels are summed over ...
 __device__ __forceinline__ uint32_t describe(uint32_t address) { return (address & 0x3ffff) >> 4 | 1u << 16; }
 
-// ... or rows are summed over, and blocks of 64 channels are `block_bytes` apart.
+// ... or tokens are, and then blocks of 64 channels are `block_bytes` apart.
 __device__ __forceinline__ uint32_t describe_transposed(uint32_t address, int block_bytes) {
   return (address & 0x3ffff) >> 4 | static_cast<uint32_t>(block_bytes / 16) << 16;
 }
@@ -46,6 +46,7 @@ __device__ __forceinline__ uint32_t describe_transposed(uint32_t address, int bl
 #define KVQ_ACC4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define KVQ_ACC16(d, i) KVQ_ACC4(d, i), KVQ_ACC4(d, i + 4), KVQ_ACC4(d, i + 8), KVQ_ACC4(d, i + 12)
 #define KVQ_ACC32(d) KVQ_ACC16(d, 0), KVQ_ACC16(d, 16)
+#define KVQ_LIST16 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
 #define KVQ_ACC64(d) KVQ_ACC16(d, 0), KVQ_ACC16(d, 16), KVQ_ACC16(d, 32), KVQ_ACC16(d, 48)
 #define KVQ_LIST32                                                                   \
   "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21," \
@@ -75,6 +76,16 @@ __device__ __forceinline__ void multiply(float (&d)[32], uint32_t a, uint32_t b,
                "mov.b64 a, {%32, " KVQ_SWIZZLED "}; mov.b64 b, {%33, " KVQ_SWIZZLED "};\n"
                "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " KVQ_LIST32 ", a, b, p, 1, 1, 0, 0;}"
                : KVQ_ACC32(d)
+               : "r"(a), "r"(b), "r"(adds));
+#endif
+}
+
+__device__ __forceinline__ void multiply(float (&d)[16], uint32_t a, uint32_t b, int adds) {
+#if KVQ_HAS_WGMMA
+  asm volatile("{.reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %18, 0;\n"
+               "mov.b64 a, {%16, " KVQ_SWIZZLED "}; mov.b64 b, {%17, " KVQ_SWIZZLED "};\n"
+               "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 " KVQ_LIST16 ", a, b, p, 1, 1, 0, 0;}"
+               : KVQ_ACC16(d, 0)
                : "r"(a), "r"(b), "r"(adds));
 #endif
 }

@@ -11,9 +11,9 @@ namespace {
 // share the scales of a block, a second one might already be in the next round.
 constexpr int kMaxAppended = 4, kMaxAppendedToBlock = 1;
 
-// The fewest query rows of a key-value head from which the chunk kernel is faster (H200, 2026-11), and the channels that
-// it takes at a time.
-constexpr int kMinChunkRows = 128, kUnitChannels = 16;
+// The fewest query rows of a key-value head for which the chunk kernel is faster (H200, 2026-11).
+constexpr int kMinChunkRows = 128;
+constexpr int kUnitChannels = 16;  // that a thread of it takes at a time
 
 // Whether scales can be copied 16 bytes (eight tokens) at a time, or need no copy because all tokens share one.
 bool has_copyable_scales(const Side& side) {

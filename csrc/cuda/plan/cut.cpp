@@ -114,12 +114,13 @@ bool has_chunk_code(const AttendKernel& kernel, const Device& device) {
   });
 }
 
-int64_t choose_chunk_splits(const Device& device, int64_t num_units, int64_t steps) {
+int64_t choose_chunk_splits(const AttendKernel& kernel, const Device& device, int64_t num_units, int64_t steps) {
   const ArchSpec arch = arch_of(device.capability, device.num_multiprocessors);
+  const double tile = arch.tile * kernel.step_tokens * kernel.head_dim / (128 * 128);
   const auto time = [&](int64_t splits) {
     const auto waves = static_cast<double>((num_units * splits + device.num_multiprocessors - 1) /
                                            device.num_multiprocessors);
-    return waves * (arch.chunk_start + arch.tile * static_cast<double>((steps + splits - 1) / splits)) +
+    return waves * (arch.chunk_start + tile * static_cast<double>((steps + splits - 1) / splits)) +
            (splits > 1 ? arch.combine_chunk * static_cast<double>(splits) : 0);
   };
   int64_t best = 1;

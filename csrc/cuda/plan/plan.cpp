@@ -180,7 +180,7 @@ DecodePlan plan_chunk(const DecodeParams& params) {
   const int64_t steps = std::max(1, (most_tokens(params) + kernel.step_tokens - 1) / kernel.step_tokens);
   const Device device = current_device();
   const int64_t splits = params.num_splits > 0 ? std::min<int64_t>(params.num_splits, steps)
-                                               : choose_chunk_splits(device, num_units, steps);
+                                               : choose_chunk_splits(kernel, device, num_units, steps);
   const int64_t ctas_of_head = row_tiles * splits;
   if (std::max(ctas_of_head, int64_t{plan.max_length} / kernel.step_tokens + 1) * splits > INT32_MAX ||
       rows_of(params) * plan.rows.num_q_per_kv.value > INT32_MAX) {

@@ -50,6 +50,6 @@ Cut choose_cut(const AttendKernel& kernel, const Device& device, int64_t num_uni
                int64_t most_splits);
 
 // The same for a chunk kernel, of which one thread block runs on a multiprocessor.
-int64_t choose_chunk_splits(const Device& device, int64_t num_units, int64_t steps);
+int64_t choose_chunk_splits(const AttendKernel& kernel, const Device& device, int64_t num_units, int64_t steps);
 
 }  // namespace hf_kvquant::cuda
