@@ -11,8 +11,8 @@
 // Where the time goes (H200, 2026-11, int4, 1,024 tokens behind 32k): of 3,700 clocks a tile, products would need 2,048
 // if they were never interrupted. A warpgroup takes 1,400 to issue its products, 700 for the maximum, 1,000 for the
 // exponentials, 300 to wait for values. Tried and no faster: that the two warpgroups take turns (FlashAttention-3's
-// "ping-pong"); no maximum, but another product where the sum of P' is too large (1,900 us instead of 1,050, since
-// registers went to memory).
+// "ping-pong"); no maximum, but another product with the keys where the sum of P' is too large (1,900 us instead of
+// 1,050, since registers went to memory); no maximum where a bound on the scores allows it (1,220 us).
 #pragma once
 
 #include "fill.cuh"
