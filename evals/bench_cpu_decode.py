@@ -8,11 +8,11 @@ time is shown with its GB/s and its share of the read bandwidth: that of a plain
 between the cases of the same run. At short lengths little is read, and the fixed costs of a call show instead.
 
 Method:
-- Batch 1, one new token. Ours is the whole op, including append of that token and combine of splits, with keys and
-  queries transformed as the preset says, with centres and smoothing factors.
+- Batch 1, one new token; the last cases are chunks of many. Ours is the whole op, including append of new tokens and
+  combine of splits, with keys and queries transformed as the preset says, with centres and smoothing factors.
 - PyTorch's is `scaled_dot_product_attention` alone, without the append to its cache, in float32 and bfloat16, each with
   `enable_gqa` and with the heads of a group as rows of one head (what transformers does, minus its copies). Every time
-  is compared with the fastest of the four.
+  is compared with the fastest of the four. Chunks have a causal mask, as in transformers.
 - Contenders take turns within one run. Each turn uses another of several buffer sets, which together are far larger
   than the last-level cache. A time is the median of the turns, with the 10th and 90th percentiles.
 - Results are checked against `reference.py` in the same run; a wrong one ends it.
@@ -54,16 +54,23 @@ WARM_UPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One step of one layer, batch 1."""
+    """One step of one layer, batch 1. Of `length` tokens, the last `num_new` are new."""
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     length: int
+    num_new: int = 1
 
     def describe(self) -> str:
         """The shape in words, for the table."""
-        return f"{self.num_q_heads}/{self.num_kv_heads} heads of {self.head_dim}, {self.length} tokens"
+        chunk = "" if self.num_new == 1 else f", {self.num_new} of them new"
+        return f"{self.num_q_heads}/{self.num_kv_heads} heads of {self.head_dim}, {self.length} tokens{chunk}"
+
+    def mask(self) -> Tensor | None:
+        """Which tokens each new one sees, `[num_new, length]`; `None` if it is all."""
+        everything = torch.ones(self.num_new, self.length, dtype=torch.bool)
+        return None if self.num_new == 1 else everything.tril(self.length - self.num_new)
 
 
 # The first is the one shown on the pages.
@@ -73,6 +80,7 @@ SHAPES = [
     Shape(32, 8, 128, 1024),
     Shape(32, 8, 64, 16384),
     Shape(32, 32, 128, 4096),
+    *(Shape(32, 8, 128, length, num_new) for length in (8192, 32768) for num_new in (16, 128, 1024)),
 ]
 
 
@@ -108,16 +116,18 @@ def torch_contenders(shape: Shape, dtype: torch.dtype) -> list[Contender]:
     num_bytes = 2 * kv_heads * shape.length * head_dim * dtype.itemsize
     num_sets = sets_needed(num_bytes)
     caches = [torch.randn(2, 1, kv_heads, shape.length, head_dim).to(dtype) for _ in range(num_sets)]
-    query = torch.randn(1, shape.num_q_heads, 1, head_dim).to(dtype)
+    query = torch.randn(1, shape.num_q_heads, shape.num_new, head_dim).to(dtype)
     packed = query.view(1, kv_heads, -1, head_dim)
+    mask = shape.mask()
+    packed_mask = None if mask is None else mask.repeat(shape.num_q_heads // kv_heads, 1)
 
     def run_gqa(i: int) -> Tensor:
         key, value = caches[i]
-        return scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
 
     def run_packed(i: int) -> Tensor:
         key, value = caches[i]
-        return scaled_dot_product_attention(packed, key, value)
+        return scaled_dot_product_attention(packed, key, value, attn_mask=packed_mask)
 
     name = str(dtype).removeprefix("torch.")
     return [
@@ -147,8 +157,8 @@ def our_contender(shape: Shape, preset: str, dtype: torch.dtype) -> tuple[Conten
     num_bytes += layout.tail_bytes(rows, dtype) // 2
     num_sets = sets_needed(num_bytes)
     planes = [first, *([side.map(torch.clone) for side in first] for _ in range(num_sets - 1))]
-    query = torch.randn(1, shape.num_q_heads, 1, head_dim).to(dtype)
-    new = keys[:, :, -1:], values[:, :, -1:]
+    query = torch.randn(1, shape.num_q_heads, shape.num_new, head_dim).to(dtype)
+    new = keys[:, :, -shape.num_new :], values[:, :, -shape.num_new :]
 
     def run(i: int) -> Tensor:
         return ops.decode(
@@ -182,7 +192,8 @@ def check(
     )
     key = reference.undo_key_transform(key, transform)
     key, value = (x[:, :, : int(lengths[0])].to(query.dtype) for x in (key, value))
-    plain = scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(1, 2)
+    mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    plain = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
     largest = float(expected.abs().max())
     error = float((out.float() - expected).abs().max()) / largest
     bound = 2 * float((plain.float() - expected).abs().max()) / largest + torch.finfo(query.dtype).eps
@@ -194,20 +205,21 @@ def check(
 def time_in_turns(contenders: list[Contender], turns: int) -> dict[str, list[float]]:
     """Seconds of every turn of every contender, sorted."""
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for turn in range(WARM_UPS + turns):
+    warm_ups = min(WARM_UPS, turns)
+    for turn in range(warm_ups + turns):
         for contender in contenders:
             start = time.perf_counter()
             contender.run(turn % contender.num_sets)
-            if turn >= WARM_UPS:
+            if turn >= warm_ups:
                 times[contender.name].append(time.perf_counter() - start)
     return {name: sorted(seconds) for name, seconds in times.items()}
 
 
-def best_forms(contenders: list[Contender]) -> list[Contender]:
+def best_forms(contenders: list[Contender], turns: int) -> list[Contender]:
     """Per dtype, the form of PyTorch's attention that is faster on this machine. The other would only take time."""
     best: dict[str, tuple[float, Contender]] = {}
     for contender in contenders:
-        seconds = time_in_turns([contender], 5)[contender.name][2]
+        seconds = time_in_turns([contender], turns)[contender.name][turns // 2]
         dtype = contender.name.split()[1]
         if dtype not in best or seconds < best[dtype][0]:
             best[dtype] = (seconds, contender)
@@ -216,7 +228,9 @@ def best_forms(contenders: list[Contender]) -> list[Contender]:
 
 def measure(shape: Shape, dtype: torch.dtype, turns: int) -> dict[str, Any]:
     """Measure one case: PyTorch's attention in both dtypes, and every preset with queries in `dtype`."""
-    dense = best_forms([c for kind in (torch.float32, torch.bfloat16) for c in torch_contenders(shape, kind)])
+    turns = max(1, turns // shape.num_new)  # chunks take long, and their times vary less
+    kinds = (torch.float32, torch.bfloat16)
+    dense = best_forms([c for kind in kinds for c in torch_contenders(shape, kind)], min(5, turns))
     ours = {preset: our_contender(shape, preset, dtype) for preset in PRESETS}
     contenders = [*dense, *(contender for contender, _ in ours.values())]
     times = time_in_turns(contenders, turns)
