@@ -1,18 +1,19 @@
 // Attention of many new tokens over codes, on the tensor cores of compute capability 9.0: 128 query rows of a key-value
 // head share each tile of keys and values, so that codes are unpacked once for all of them.
 //
-// Two warpgroups fill tiles (fill.cuh), two attend to them, 64 rows each. As in FlashAttention-3 (Shah et al. 2024), the
-// products of one tile with keys and of the tile before with values run beside the softmax. schedule.cuh cuts units into
-// thread blocks as for few rows; a step is a tile, and thread blocks take steps in turn.
+// Two warpgroups fill tiles (fill.cuh), two attend to them, 64 rows each. As in FlashAttention-3 (Shah et al. 2024),
+// the products of one tile with keys and of the tile before with values run beside the softmax. schedule.cuh cuts units
+// into thread blocks as for few rows; a step is a tile, and thread blocks take steps in turn.
 //
 // Softmax. Scores are in log2 units. P' = 2^(score + exponent of the values - shift), rounded to float16. A shift is
-// raised only when P' would exceed 2^15, and the largest P' is 2^7 then: float16 keeps relative precision down to 2^-14.
+// raised only when P' would exceed 2^15, and the largest P' is 2^7 then. float16 keeps its precision down to 2^-14.
 //
 // Where the time goes (H200, 2026-11, int4, 1,024 tokens behind 32k): of 3,700 clocks a tile, products would need 2,048
 // if they were never interrupted. A warpgroup takes 1,400 to issue its products, 700 for the maximum, 1,000 for the
 // exponentials, 300 to wait for values. Tried and no faster: that the two warpgroups take turns (FlashAttention-3's
 // "ping-pong"); no maximum, but another product with the keys where the sum of P' is too large (1,900 us instead of
-// 1,050, since registers went to memory); no maximum where a bound on the scores allows it (1,220 us).
+// 1,050, since registers went to memory). To leave out the maximum where a bound on the scores allows it took 1,220 us
+// in a version whose results were wrong, so this is open.
 #pragma once
 
 #include "fill.cuh"
@@ -368,7 +369,8 @@ __device__ __forceinline__ void finish_chunk(const DecodeParams& params, const D
   }
   if (is_whole) return;
   meet<kConsumersMeet, kThreads>();
-  if (thread == 0) tables.is_last = count_part(params, segment, unit);
+  const unsigned last = segment.num_parts - 1;
+  if (thread == 0) tables.is_last = count_part(params, unit, last) == last;
   meet<kConsumersMeet, kThreads>();
   if (!tables.is_last) return;
   const float* const slots = slot_of<Slot>(plan, unit, 0, workspace);

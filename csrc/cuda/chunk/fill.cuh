@@ -10,7 +10,7 @@
 
 namespace hf_kvquant::cuda {
 
-// The number whose exponent bits are those of 2^exponent.
+// 2^exponent.
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
 
 __device__ __forceinline__ bool is_finite_bits(uint32_t magnitude) { return magnitude < 0x7f800000u; }
@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t scaled(uint32_t x, uint2 scale_zero) {
 }
 
 // Eight codes as float16 numbers, in the order of place_of_channel: e4m3 codes as they are, integers as subnormal
-// numbers, which are kUnits<kStorage>[i % 2] times smaller. One mask or permutation unpacks two codes.
+// numbers, which are as many times smaller as unit_of_pair says. One mask or permutation unpacks two codes.
 template <Storage kStorage>
 __device__ __forceinline__ void unpack(const uint32_t* words, uint32_t (&halves)[4]) {
   for_all<2>([&](int i) {

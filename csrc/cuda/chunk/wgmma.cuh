@@ -31,8 +31,8 @@ __device__ __forceinline__ constexpr int unit_at(int num_rows, int row, int unit
   return (unit >> 3) * num_rows * kLineBytes + row * kLineBytes + (((unit & 7) ^ (row & 7)) << 4);
 }
 
-// The lower half of a matrix's description; the upper half, KVQ_SWIZZLED, is the same for all. Adding n moves the matrix
-// by 16 · n bytes. Channels are summed over ...
+// The lower half of a matrix's description; the upper half, KVQ_SWIZZLED, is the same for all. Adding n moves the
+// matrix by 16 · n bytes. Channels are summed over ...
 __device__ __forceinline__ uint32_t describe(uint32_t address) { return (address & 0x3ffff) >> 4 | 1u << 16; }
 
 // ... or tokens are, and then blocks of 64 channels are `block_bytes` apart.

@@ -72,6 +72,24 @@ Cut fastest_cut(const AttendKernel& kernel, const Device& device, int64_t num_un
   return best;
 }
 
+int64_t fastest_chunk_splits(const AttendKernel& kernel, const Device& device, int64_t num_units, int64_t steps) {
+  const ArchSpec arch = arch_of(device.capability, device.num_multiprocessors);
+  const double tile = arch.tile * kernel.step_tokens * kernel.head_dim / (128 * 128);
+  const auto time = [&](int64_t splits) {
+    const auto waves = static_cast<double>((num_units * splits + device.num_multiprocessors - 1) /
+                                           device.num_multiprocessors);
+    return waves * (arch.chunk_start + tile * static_cast<double>((steps + splits - 1) / splits)) +
+           (splits > 1 ? arch.combine_chunk * static_cast<double>(splits) : 0);
+  };
+  int64_t best = 1;
+  const int64_t filling = 4 * int64_t{device.num_multiprocessors} / std::max<int64_t>(1, num_units) + 1;
+  const int64_t most = std::min(steps, filling);
+  for (int64_t splits = 2; splits <= most; ++splits) {
+    if (time(splits) < time(best)) best = splits;
+  }
+  return best;
+}
+
 }  // namespace
 
 Occupancy occupancy_of(const AttendKernel& kernel, int num_warps, const Device& device) {
@@ -115,20 +133,8 @@ bool has_chunk_code(const AttendKernel& kernel, const Device& device) {
 }
 
 int64_t choose_chunk_splits(const AttendKernel& kernel, const Device& device, int64_t num_units, int64_t steps) {
-  const ArchSpec arch = arch_of(device.capability, device.num_multiprocessors);
-  const double tile = arch.tile * kernel.step_tokens * kernel.head_dim / (128 * 128);
-  const auto time = [&](int64_t splits) {
-    const auto waves = static_cast<double>((num_units * splits + device.num_multiprocessors - 1) /
-                                           device.num_multiprocessors);
-    return waves * (arch.chunk_start + tile * static_cast<double>((steps + splits - 1) / splits)) +
-           (splits > 1 ? arch.combine_chunk * static_cast<double>(splits) : 0);
-  };
-  int64_t best = 1;
-  const int64_t most = std::min<int64_t>(steps, 4 * int64_t{device.num_multiprocessors} / num_units + 1);
-  for (int64_t splits = 2; splits <= most; ++splits) {
-    if (time(splits) < time(best)) best = splits;
-  }
-  return best;
+  return remember(std::make_tuple(kernel.function, device.number, num_units, steps),
+                  [&] { return fastest_chunk_splits(kernel, device, num_units, steps); });
 }
 
 }  // namespace hf_kvquant::cuda
