@@ -1,4 +1,4 @@
-"""`generate` end to end: milliseconds a decode step, prefill and memory, of our caches and of transformers'.
+r"""`generate` end to end: milliseconds a decode step, prefill and memory, of our caches and of transformers'.
 
     python evals/bench_generate.py --model llama-3-8b --output evals/results/generate.json
 
@@ -20,21 +20,25 @@ Method:
   transformers' static cache gets 64x8k in chunks. So that case is measured after the others, by `--cases 64x8k
   --systems int8-static,int4-static,int4-capture --resume`.
 
-`generate_cases.py` has models, cases and goals, and computes the largest context and batch that fit from the memory
-that a case took.
+Cases named `turn`, `chunked` or `assisted` are scenarios: a chat's next turn, a long prompt in chunks, and assisted
+decoding, which `generate_scenarios.py` describes and measures. They run only if they are named:
+
+    python evals/bench_generate.py --cases turn,assisted --systems dynamic,static,int8,int4,int8-capture,int4-capture \
+        --output evals/results/scenarios.json
+
+`generate_systems.py` has the systems. `generate_cases.py` has models, cases and goals, and computes the largest context
+and batch that fit from the memory that a case took.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
-import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,155 +48,43 @@ from generate_cases import (
     DEFAULT_CASES,
     FLOOR_CONTEXT,
     MODELS,
+    SCENARIOS,
     Case,
     Goal,
+    Scenario,
     check_goals,
     largest,
+    parse_case,
     roofline_ms,
+)
+from generate_scenarios import measure_scenario, predictable, scenario_table
+from generate_systems import (
+    SYSTEMS,
+    WARM_UP_CONTEXT,
+    Clock,
+    bytes_per_token,
+    call,
+    check_served,
+    clean_up,
 )
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, StaticCache
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
-from transformers.generation.streamers import BaseStreamer
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from hf_kvquant import KVQuantCache, ops, patched
+from hf_kvquant import ops
 from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu_state
 
 DTYPE = torch.bfloat16
-WARM_UP_CONTEXT = 64
+FLOOR = "static"
+DEFAULT_SYSTEMS = ["static", "int8-static", "int4-static", "int4-capture"]
 # If the whole prompt does not fit into memory, it is prefilled in this many chunks.
 CHUNKS = 8
 # Timed calls: two, or one if the first took longer than this.
 CALLS, LONG_SECONDS = 2, 10.0
 
 
-# --- the systems ------------------------------------------------------------------------------------------------------
-
-# Sets a model up for a capacity in tokens, and yields a function that makes the arguments of each call of `generate`.
-System = Callable[[Any, int], contextlib.AbstractContextManager[Callable[[], dict[str, Any]]]]
-
-
-@contextlib.contextmanager
-def transformers_cache(model: Any, capacity: int, **arguments: Any) -> Iterator[Callable[[], dict[str, Any]]]:
-    """A cache that `generate` makes itself."""
-    yield lambda: arguments
-
-
-@contextlib.contextmanager
-def static_cache(model: Any, capacity: int) -> Iterator[Callable[[], dict[str, Any]]]:
-    """One static cache for all calls: its addresses stay, so graphs of the compiled step are recorded only once."""
-    cache = StaticCache(config=model.config, max_cache_len=capacity)
-
-    def arguments() -> dict[str, Any]:
-        cache.reset()
-        return {"past_key_values": cache}
-
-    yield arguments
-
-
-@contextlib.contextmanager
-def ours(model: Any, capacity: int, *, grows: bool = False, **config: Any) -> Iterator[Callable[[], dict[str, Any]]]:
-    """A patched model; its cache is static unless it `grows`."""
-    with patched(model, config if grows else {**config, "max_cache_len": capacity}):
-        yield dict
-
-
-def _quantized(**config: Any) -> System:
-    return functools.partial(transformers_cache, cache_implementation="quantized", cache_config=config)
-
-
-SYSTEMS: dict[str, System] = {
-    "dynamic": transformers_cache,
-    "static": static_cache,
-    "quanto-int4": _quantized(backend="quanto", nbits=4, axis_key=0, axis_value=0),
-    "hqq-int4": _quantized(backend="hqq", nbits=4, axis_key=1, axis_value=1),
-    "int8": functools.partial(ours, preset="int8", grows=True),
-    "int4": functools.partial(ours, preset="int4", grows=True),
-    "int8-static": functools.partial(ours, preset="int8"),
-    "int4-static": functools.partial(ours, preset="int4"),
-    "int8-capture": functools.partial(ours, preset="int8", capture=True),
-    "int4-capture": functools.partial(ours, preset="int4", capture=True),
-}
-FLOOR = "static"
-DEFAULT_SYSTEMS = ["static", "int8-static", "int4-static", "int4-capture"]
-
-
 # --- measuring --------------------------------------------------------------------------------------------------------
-
-
-class Clock(BaseStreamer):  # type: ignore[misc]
-    """Notes when tokens arrive on the host, and the peak of allocated memory up to the first token and after it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.times: list[float] = []
-        self.peaks: list[int | None] = []
-        self.start = self.now()
-
-    def now(self) -> float:
-        """The time in seconds, after the device has finished its work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def put(self, value: Tensor) -> None:
-        """Take the prompt (`[batch, tokens]`), then each step's tokens (`[batch]`)."""
-        if value.ndim == 1:
-            self.times.append(time.perf_counter() - self.start)
-        if len(self.times) == 1:
-            self._note_peak()
-
-    def end(self) -> None:
-        """Take the end of the text."""
-        self._note_peak()
-
-    def _note_peak(self) -> None:
-        if self.device.type == "cuda":
-            self.peaks.append(torch.cuda.max_memory_allocated())
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            self.peaks.append(None)
-
-
-def call(model: Any, case: Case, num_new: int, arguments: Mapping[str, Any]) -> tuple[Clock, Any]:
-    """Call `generate` once on random tokens. Returns when tokens arrived, and what it returned."""
-    prompt = torch.randint(5, model.config.vocab_size, (case.batch, case.context), device=model.device)
-    if model.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    clock = Clock(model.device)
-    result = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        min_new_tokens=num_new,
-        max_new_tokens=num_new,
-        do_sample=False,
-        streamer=clock,
-        **arguments,
-    )
-    if len(clock.times) != num_new:
-        raise RuntimeError(f"{len(clock.times)} tokens arrived instead of {num_new}")
-    return clock, result
-
-
-def bytes_per_token(cache: Cache) -> int | None:
-    """Bytes that one token of one sequence takes in all layers; `None` if the cache does not tell."""
-    if isinstance(cache, KVQuantCache):
-        return cache.bytes_per_token
-    if not all(type(layer) in (DynamicLayer, StaticLayer) for layer in cache.layers):
-        return None
-    sides = [side for layer in cache.layers for side in (layer.keys, layer.values)]
-    return sum(side.shape[1] * side.shape[3] * side.element_size() for side in sides)
-
-
-def check_served(cache: Cache) -> None:
-    """Refuse figures of our cache if attention read dequantised tensors."""
-    if isinstance(cache, KVQuantCache):
-        reasons = sorted({reason for storage in cache.storages for reason in storage.tally.fallbacks})
-        if reasons:
-            raise RuntimeError(f"attention runs on dequantised tensors: {'; '.join(reasons)}")
 
 
 def measure(model: Any, name: str, case: Case, num_new: int) -> dict[str, Any]:
@@ -272,23 +164,48 @@ def total_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def clean_up() -> None:
-    """Forget compiled code, its graphs and their memory."""
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def attempt(model: Any, name: str, case: Case, num_new: int) -> tuple[dict[str, Any] | None, str | None]:
-    """A system's row, or the reason why there is none."""
+def attempt(run: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
+    """The row that `run` measures, or the reason why there is none."""
     row, reason = None, None
     try:
-        row = measure(model, name, case, num_new)
+        row = run()
     except Exception as error:  # a system of another package may fail in any way, and must not end the run
         reason = describe_error(error)
     clean_up()
     return row, reason
+
+
+def add_rows(found: dict[str, Any], systems: list[str], run: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """`found` with the row of every system that `run` measures, or the reason why there is none."""
+    for name in systems:
+        row, reason = attempt(functools.partial(run, name))
+        if row is not None:
+            found["rows"].append(row)
+        else:
+            found["failures"].append({"system": name, "reason": reason})
+    return found
+
+
+def run_case(
+    model: Any,
+    case: Case,
+    arguments: argparse.Namespace,
+    floors: dict[int, tuple[dict[str, Any] | None, str | None]],
+) -> dict[str, Any]:
+    """A case as a results file shows it, without rooflines. `floors`, by batch, are filled in as they are needed."""
+    num_new = arguments.new_tokens
+    if case.batch not in floors:
+        floors[case.batch] = attempt(lambda: measure(model, FLOOR, Case(case.batch, FLOOR_CONTEXT), num_new))
+    floor, reason = floors[case.batch]
+    failures = [] if reason is None else [{"system": "floor", "reason": reason}]
+    found = {"case": case.name, **dataclasses.asdict(case), "floor": floor, "rows": [], "failures": failures}
+    return add_rows(found, arguments.systems, lambda name: measure(model, name, case, num_new))
+
+
+def run_scenario(model: Any, scenario: Scenario, systems: list[str], assistant: Any) -> dict[str, Any]:
+    """A scenario as a results file shows it."""
+    found = {"scenario": scenario.name, **dataclasses.asdict(scenario), "rows": [], "failures": []}
+    return add_rows(found, systems, lambda name: measure_scenario(model, name, scenario, assistant))
 
 
 def add_roofline(row: dict[str, Any], weight_bytes: int, bandwidth: float) -> None:
@@ -399,7 +316,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", type=torch.device, help="(default: cuda if there is a GPU, else cpu)")
     cases = ",".join(case.name for case in DEFAULT_CASES)
-    parser.add_argument("--cases", type=_cases, default=DEFAULT_CASES, help=f"batch x context (default: {cases})")
+    scenarios = f"or scenarios: {', '.join(SCENARIOS)}, also with sizes such as {SCENARIOS['turn'].name}"
+    known = f"batch x context, {scenarios} (default: {cases})"
+    parser.add_argument("--cases", type=_cases, default=DEFAULT_CASES, help=known)
     systems = f"all, or some of {', '.join(SYSTEMS)} (default: {','.join(DEFAULT_SYSTEMS)})"
     parser.add_argument("--systems", type=_systems, default=DEFAULT_SYSTEMS, help=systems)
     parser.add_argument(
@@ -414,14 +333,16 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--new-tokens must be at least 8, got {arguments.new_tokens}")
     if arguments.resume and arguments.output is None:
         parser.error("--resume needs --output, the results to resume")
+    if arguments.model not in MODELS and any(case.name.startswith("assisted") for case in arguments.cases):
+        parser.error(f"assisted changes weights, so --model must be one of {models}, got {arguments.model}")
     if arguments.device is None:
         arguments.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return arguments
 
 
-def _cases(words: str) -> list[Case]:
+def _cases(words: str) -> list[Case | Scenario]:
     try:
-        return [Case.parse(word) for word in words.split(",")]
+        return [parse_case(word) for word in words.split(",")]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -451,14 +372,14 @@ _SHARED = (
 )
 
 
-def kept(results: dict[str, Any], path: Path) -> tuple[list[str], list[dict[str, Any]]]:
-    """The commands and cases of the earlier runs in a results file; empty if there is no file.
+def kept(results: dict[str, Any], path: Path) -> tuple[list[str], list[dict[str, Any]], list[dict[str, Any]]]:
+    """The commands, cases and scenarios of the earlier runs in a results file; empty if there is no file.
 
     Raises:
         SystemExit: They are of another commit, machine or model.
     """
     if not path.exists():
-        return [], []
+        return [], [], []
     earlier = json.loads(path.read_text(encoding="utf-8"))
     for key in _SHARED:
         if earlier.get(key) != results.get(key):
@@ -466,7 +387,7 @@ def kept(results: dict[str, Any], path: Path) -> tuple[list[str], list[dict[str,
                 f"bench_generate: `--resume` must find results of the same {key}, {results.get(key)}, got "
                 f"{earlier.get(key)} in {path}. Name another --output."
             )
-    return earlier.get("commands", [earlier["command"]]), earlier["cases"]
+    return earlier.get("commands", [earlier["command"]]), earlier["cases"], earlier.get("scenarios", [])
 
 
 def main() -> None:
@@ -496,10 +417,11 @@ def main() -> None:
     }
     for key, value in results.items():
         console.print(f"{key:>18}  {value}", highlight=False, markup=False)
-    commands, cases = kept(results, arguments.output) if arguments.resume else ([], [])
-    done = {case["case"] for case in cases}
+    commands, cases, scenarios = kept(results, arguments.output) if arguments.resume else ([], [], [])
+    done = {case["case"] for case in cases} | {scenario["scenario"] for scenario in scenarios}
     # `command` is that of the newest run, as on every card; `commands` are those of all runs that measured the cases.
-    results |= {"commands": [*commands, results["command"]], "cases": cases, "checks": [], "state_after": None}
+    results |= {"commands": [*commands, results["command"]], "cases": cases, "scenarios": scenarios}
+    results |= {"checks": [], "state_after": None}
 
     def save() -> None:
         results["checks"] = check_goals(results)
@@ -509,26 +431,24 @@ def main() -> None:
             arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
     floors: dict[int, tuple[dict[str, Any] | None, str | None]] = {}
+    assistant = None
     for shape in arguments.cases:
         if shape.name in done:
             continue
-        if shape.batch not in floors:
-            floors[shape.batch] = attempt(model, FLOOR, Case(shape.batch, FLOOR_CONTEXT), arguments.new_tokens)
-        floor, reason = floors[shape.batch]
-        failures = [] if reason is None else [{"system": "floor", "reason": reason}]
-        case = {"case": shape.name, **dataclasses.asdict(shape), "read_gbps": bandwidth, "floor": floor}
-        case |= {"rows": [], "failures": failures}
-        results["cases"].append(case)
-        for name in arguments.systems:
-            row, reason = attempt(model, name, shape, arguments.new_tokens)
-            if row is not None:
-                case["rows"].append(row)
-            else:
-                failures.append({"system": name, "reason": reason})
-        for row in [*case["rows"], *([] if floor is None else [floor])]:
-            add_roofline(row, results["weight_bytes_read"], bandwidth)
-        console.print(case_table(case))
-        for failure in failures:
+        if isinstance(shape, Scenario):
+            if shape.kind == "assisted" and assistant is None:
+                assistant = predictable(model)
+            found = run_scenario(model, shape, arguments.systems, assistant)
+            results["scenarios"].append(found)
+            table = scenario_table(found)
+        else:
+            found = run_case(model, shape, arguments, floors)
+            for row in [*found["rows"], *([] if found["floor"] is None else [found["floor"]])]:
+                add_roofline(row, results["weight_bytes_read"], bandwidth)
+            results["cases"].append(found | {"read_gbps": bandwidth})
+            table = case_table(found)
+        console.print(table)
+        for failure in found["failures"]:
             console.print(f"{failure['system']}: {failure['reason']}", highlight=False, markup=False)
         save()
     results["state_after"] = gpu_state() if is_gpu else None

@@ -1,6 +1,7 @@
-"""The models, cases and goals of the benchmark of `generate`, and numbers computed from its results.
+"""The models, cases, scenarios and goals of the benchmark of `generate`, and numbers computed from its results.
 
-Nothing here needs a GPU or a model. `bench_generate.py` has the systems that are compared, and measures.
+Nothing here needs a GPU or a model. `generate_systems.py` has the systems that are compared, `bench_generate.py` and
+`generate_scenarios.py` measure.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import re
 from typing import Any
+
+from decode_cases import thousands
 
 # Model types of transformers and their sizes. Weights are random.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,6 +72,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # The context of the floor, a step that reads hardly any cache.
 FLOOR_CONTEXT = 64
+# Tokens that are proposed in a round of assisted decoding, and the least to be made: two rounds and a token.
+PROPOSED = 5
+MIN_ASSISTED = 2 * (PROPOSED + 1) + 1
 # Share of a GPU's memory that can be used. The rest is for the driver and fragmentation.
 USABLE = 0.97
 
@@ -83,8 +89,7 @@ class Case:
     @property
     def name(self) -> str:
         """`8x16k`."""
-        context = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
-        return f"{self.batch}x{context}"
+        return f"{self.batch}x{thousands(self.context)}"
 
     @staticmethod
     def parse(name: str) -> Case:
@@ -93,13 +98,77 @@ class Case:
         Raises:
             ValueError: The name has another form.
         """
-        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(k?)", name)
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*k?)", name)
         if match is None:
             raise ValueError(f"a case must be batch and context, such as 8x16k or 2x100, got {name!r}")
-        return Case(int(match[1]), int(match[2]) * (1024 if match[3] else 1))
+        return Case(int(match[1]), _tokens(match[2]))
+
+
+def _tokens(text: str) -> int:
+    return int(text.removesuffix("k")) * (1024 if text.endswith("k") else 1)
 
 
 DEFAULT_CASES = [Case(1, 2048), Case(1, 32768), Case(8, 16384), Case(64, 8192)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """What a user of one sequence feels.
+
+    Attributes:
+        kind: `"turn"`: the first token after `size` new tokens behind `context` tokens in the cache; `"chunked"`: a
+            prompt of `context` tokens in chunks of `size`; `"assisted"`: `size` tokens after a prompt of `context`, of
+            which some are proposed.
+        context: Tokens.
+        size: Tokens.
+    """
+
+    kind: str
+    context: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        """`turn:32k:512`."""
+        return f"{self.kind}:{thousands(self.context)}:{thousands(self.size)}"
+
+    @staticmethod
+    def parse(name: str) -> Scenario:
+        """The scenario of a name like `turn`, for its usual sizes, or `turn:1k:64`.
+
+        Raises:
+            ValueError: The name has another form.
+        """
+        kind, _, sizes = name.partition(":")
+        if kind in SCENARIOS and name == kind:
+            return SCENARIOS[kind]
+        match = re.fullmatch(r"([1-9]\d*k?):([1-9]\d*k?)", sizes)
+        if kind not in SCENARIOS or match is None:
+            raise ValueError(
+                f"a scenario must be one of {', '.join(SCENARIOS)}, alone or with two sizes such as turn:32k:512, got "
+                f"{name!r}"
+            )
+        scenario = Scenario(kind, _tokens(match[1]), _tokens(match[2]))
+        if kind == "assisted" and scenario.size < MIN_ASSISTED:
+            raise ValueError(f"assisted must make at least {MIN_ASSISTED} tokens, got {scenario.size}")
+        return scenario
+
+
+# With their usual sizes. The long prompt leaves room for new tokens within the 128k positions of the models.
+SCENARIOS = {
+    "turn": Scenario("turn", 32768, 512),
+    "chunked": Scenario("chunked", 131072 - 64, 2048),
+    "assisted": Scenario("assisted", 32768, 128),
+}
+
+
+def parse_case(name: str) -> Case | Scenario:
+    """A case or a scenario, by its name.
+
+    Raises:
+        ValueError: The name has another form.
+    """
+    return Case.parse(name) if name[:1].isdigit() else Scenario.parse(name)
 
 
 # --- goals ------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """That the scripts in `evals/` measure what they say, and abort where a number would mean nothing.
 
-`fidelity.py` runs on a few tokens. `bench_decode.py` needs a GPU to time anything: here it runs on the CPU with its
-clock replaced, over tiny shapes, so that everything but the times is real. `bench_generate.py` runs on a CPU as it is,
-with a tiny model. Timing decides no test.
+`fidelity.py` runs on a few tokens. `bench_decode.py` and `bench_chunks.py` need a GPU to time anything: here they run
+on the CPU with their clock replaced, over tiny shapes, so that everything but the times is real. `bench_generate.py`
+runs on a CPU as it is, with a tiny model. Timing decides no test.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from test_capture import Recorded
 
 from hf_kvquant import PRESETS, KVQuantCache
+from hf_kvquant.graphs import capture
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = """
@@ -504,6 +506,10 @@ def test_generate_arithmetic(generating: ModuleType) -> None:
         (["--systems", "int4,int5"], "unknown systems ['int5']"),
         (["--new-tokens", "7"], "--new-tokens must be at least 8, got 7"),
         (["--resume"], "--resume needs --output, the results to resume"),
+        (["--cases", "turn:8"], "a scenario must be one of turn, chunked, assisted, alone or with two sizes such as "),
+        (["--cases", "chat:8:8"], "a scenario must be one of turn, chunked, assisted, alone or with two sizes such as"),
+        (["--cases", "assisted:8:12"], "assisted must make at least 13 tokens, got 12"),
+        (["--cases", "assisted", "--model", "a/b"], "assisted changes weights, so --model must be one of llama-3-8b"),
     ],
 )
 def test_generate_argument_errors(
@@ -512,6 +518,87 @@ def test_generate_argument_errors(
     with pytest.raises(SystemExit):
         generating.parse(words)
     assert message in capsys.readouterr().err
+
+
+def test_scenario_results(
+    generating: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(capture.RUNNERS, "cpu", Recorded)
+    systems = ["dynamic", "static", "int8", "int4-static", "int4-capture"]
+    words = ("--cases", "turn:40:8,chunked:50:16,assisted:60:32", "--systems", ",".join(systems))
+    results, printed = run_generating(generating, monkeypatch, capsys, tmp_path / "scenarios.json", *words)
+    assert results["cases"] == []
+    turn, chunked, assisted = results["scenarios"]
+    assert (turn["scenario"], turn["kind"], chunked["context"], chunked["size"]) == ("turn:40:8", "turn", 50, 16)
+    for scenario, tokens in ((turn, 48), (chunked, 50)):
+        rows = {row["system"]: row for row in scenario["rows"]}
+        assert list(rows) == systems and scenario["failures"] == []
+        # Two layers, keys and values, two heads of 32: bf16, or codes with scales, and zeros for int4.
+        sizes = [row["cache_bytes"] for row in rows.values()]
+        assert sizes == [tokens * size for size in (512, 512, 8 * (32 + 2), 8 * (16 + 4), 8 * (16 + 4))]
+        for row in rows.values():
+            assert len(row["calls_s"]) == 3 and row["first_token_s"] == sorted(row["calls_s"])[1]
+            assert row["peak_bytes"] is None
+    # Every system accepts as many proposals as transformers' dynamic cache, and goes on as without.
+    rows = {row["system"]: row for row in assisted["rows"]}
+    assert list(rows) == [name for name in systems if name != "static"]
+    assert rows["int4-capture"]["plain"]["is_captured"] is True
+    for way in ("assistant", "lookup"):
+        assert 0.5 < rows["dynamic"][way]["accepted"] < 5
+        for row in rows.values():
+            assert row["plain"]["accepted"] == 0 and row["failures"] == {}
+            assert row[way]["accepted"] == rows["dynamic"][way]["accepted"]
+            assert row[way]["equal"] is True and row[way]["equal_tokens"] == 32
+    assert rows["int8"]["plain"]["is_captured"] is rows["int8"]["lookup"]["is_captured"] is False
+    (failure,) = assisted["failures"]
+    assert failure["system"] == "static" and "not supported with Static cache classes" in failure["reason"]
+    assert "assistant tokens/s" in printed and "static: ValueError: assisted generate" in printed
+    again, _ = run_generating(generating, monkeypatch, capsys, tmp_path / "scenarios.json", "--resume", *words)
+    assert again["scenarios"] == results["scenarios"]
+
+
+def test_scenario_of_which_a_part_fails(
+    generating: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The other ways of decoding are measured; so is where tokens begin to differ."""
+    scenarios = sys.modules["generate_scenarios"]
+    decode = scenarios._decode
+
+    def fail(model: Any, scenario: Any, options: Any, arguments: Any) -> Any:
+        if "assistant_model" in options:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        figures, tokens = decode(model, scenario, options, arguments)
+        return figures, tokens if options else [*tokens[:7], -1, *tokens[8:]]
+
+    monkeypatch.setattr(scenarios, "_decode", fail)
+    words = ("--cases", "assisted:60:32", "--systems", "int4")
+    results, printed = run_generating(generating, monkeypatch, capsys, tmp_path / "scenarios.json", *words)
+    (row,) = results["scenarios"][0]["rows"]
+    assert row["assistant"] is None and row["failures"] == {"assistant": "OutOfMemoryError: CUDA out of memory."}
+    assert row["lookup"]["equal"] is False and row["lookup"]["equal_tokens"] == 7 and "the first 7" in printed
+    assert row["plain"]["tokens_per_s"] > 0 and "OutOfMemoryError" in printed
+
+
+@pytest.mark.parametrize(("model_type", "is_tied"), [("llama", False), ("llama", True), ("qwen2", False)])
+def test_weights_that_can_be_guessed(generating: ModuleType, model_type: str, is_tied: bool) -> None:
+    """The model goes around the circle; the assistant, its first eighth, is wrong about a fifth of it."""
+    scenarios, cases = (sys.modules[name] for name in ("generate_scenarios", "generate_cases"))
+    sizes = {**cases.MODELS["tiny"][1], "num_hidden_layers": 16, "vocab_size": 2000, "tie_word_embeddings": is_tied}
+    config = generating.AutoConfig.for_model(model_type, **sizes)
+    model = generating.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    assistant = scenarios.predictable(model)
+    assert len(assistant.model.layers) == 2 and len(model.model.layers) == 16
+    shared = [each.model.layers[1].mlp.up_proj.weight.data_ptr() for each in (model, assistant)]
+    assert shared[0] == shared[1]
+    tokens = torch.arange(1024)
+    with torch.no_grad():
+        expected, guessed = (each(tokens[None]).logits[0].argmax(dim=-1) for each in (model, assistant))
+    assert torch.equal(expected, (tokens + 1) % 1024)
+    assert 0.15 < (guessed != expected).float().mean() < 0.25
+    # The prompt goes around as well, but for jumps from a fifth of its tokens.
+    prompt = scenarios.circling_prompt(model, 2000)
+    assert prompt.shape == (1, 2000) and torch.equal(prompt, scenarios.circling_prompt(model, 2000))
+    assert 0.15 < (prompt[0, 1:] != (prompt[0, :-1] + 1) % 1024).float().mean() < 0.25
 
 
 @pytest.mark.parametrize(
