@@ -9,26 +9,31 @@ that are in the cache already; to append them takes microseconds. The peers atte
 - `cudnn`: the same without a causal mask, since PyTorch's cuDNN attention cannot align one with the last token. It
   computes a little more than it would have to.
 
-Each result is checked against the reference on a few rows. Times are medians of calls back to back.
+Each result is checked against the reference on a few rows. Calls are timed as in `bench_decode.py`: replays of a CUDA
+graph over buffers that are cold in L2, so the host's time does not count. A call that cannot be captured is timed back
+to back, and marked. Ratios are to the fastest bf16 kernel, and, for few new tokens, to the same kernel with one.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_decode import random_planes
-from decode_cases import DEVICE, DTYPE, Shape
+from decode_cases import DEVICE, DTYPE, Shape, bytes_held, thousands
+from gpu_timing import MIN_CALLS, Forms, Timing, sets_needed, time_calls
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from hf_kvquant import PRESETS, ops
-from hf_kvquant.evaluation.provenance import card, gpu_card
+from hf_kvquant.evaluation.provenance import card, gpu_card, gpu_state
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.layout import KVLayout
 
@@ -43,27 +48,30 @@ NUM_Q_HEADS, NUM_KV_HEADS = 32, 8
 CHECKED_ROWS = 16  # of the newest tokens of the last sequence
 
 
-def median_us(run: Callable[[], object], calls: int) -> float:
-    """The median time of a call."""
-    for _ in range(3):
-        run()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
-    for start, end in events:
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(start.elapsed_time(end) * 1e3 for start, end in events)[calls // 2]
+# Calls of this many new tokens or more take milliseconds: few of them are enough.
+LONG = 1024
+REPLAYS, LONG_REPLAYS = 20, 5
+FEW = (4, 8, 16)  # new tokens that are compared with one
+PEERS = ("flash", "cudnn")
+COMPARED = ("int8", "int4")
 
 
-def peers(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Callable[[], object]]:
-    """PyTorch's attention of `[batch, heads, tokens, head_dim]`, by name."""
+def timed(run: Callable[[int], object], num_sets: int, num_new: int) -> Timing:
+    """The time of `run(i)`, which works on buffer set `i`."""
+    replays, min_calls = (LONG_REPLAYS, 1) if num_new >= LONG else (REPLAYS, MIN_CALLS)
+    return time_calls(run, num_sets, replays, can_fall_back=True, min_calls=min_calls)
+
+
+def peers(query: Tensor, keys: Tensor, values: Tensor) -> Forms:
+    """PyTorch's attention by name, for a query `[batch, heads, tokens, head_dim]` and sets of such keys and values."""
     aten = torch.ops.aten
     return {
-        "flash": lambda: aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, True, return_debug_mask=False
+        "flash": lambda i: aten._scaled_dot_product_flash_attention(
+            query, keys[i], values[i], 0.0, True, return_debug_mask=False
         ),
-        "cudnn": lambda: aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, False, False),
+        "cudnn": lambda i: aten._scaled_dot_product_cudnn_attention(
+            query, keys[i], values[i], None, True, 0.0, False, False
+        ),
     }
 
 
@@ -82,7 +90,7 @@ def check(out: Tensor, query: Tensor, planes: tuple[Any, Any], layout: KVLayout,
     return float(error.item())
 
 
-def measure(batch: int, length: int, num_new: int, presets: list[str], head_dim: int, calls: int) -> dict[str, Any]:
+def measure(batch: int, length: int, num_new: int, presets: list[str], head_dim: int) -> dict[str, Any]:
     """All times of one case, in microseconds.
 
     Raises:
@@ -90,44 +98,83 @@ def measure(batch: int, length: int, num_new: int, presets: list[str], head_dim:
     """
     shape = Shape(batch, NUM_Q_HEADS, NUM_KV_HEADS, head_dim, length)
     query = torch.randn(batch, NUM_Q_HEADS, num_new, head_dim, dtype=DTYPE, device=DEVICE)
-    key, value = torch.randn(2, batch, NUM_KV_HEADS, length, head_dim, dtype=DTYPE, device=DEVICE)
-    times = {name: median_us(run, calls) for name, run in peers(query, key, value).items()}
-    del key, value
+    num_sets = sets_needed(bytes_held(shape, PRESETS["none"]))
+    keys, values = torch.randn(2, num_sets, batch, NUM_KV_HEADS, length, head_dim, dtype=DTYPE, device=DEVICE)
+    timings = {name: timed(run, num_sets, num_new) for name, run in peers(query, keys, values).items()}
+    del keys, values
     lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
     counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
     for preset in presets:
         layout = KVLayout(*PRESETS[preset])
-        planes = random_planes(shape, layout.key), random_planes(shape, layout.value)
+        num_sets = sets_needed(bytes_held(shape, PRESETS[preset]))
+        sets = [(random_planes(shape, layout.key), random_planes(shape, layout.value)) for _ in range(num_sets)]
 
-        def run(layout: KVLayout = layout, planes: tuple[Any, Any] = planes) -> Tensor:
+        def run(i: int, layout: KVLayout = layout, sets: list[tuple[Any, Any]] = sets) -> Tensor:
             options = {"softmax_scale": head_dim**-0.5, "counters": counters}
-            return ops.decode(query, None, *planes, lengths, layout, **options)[0]
+            return ops.decode(query, None, *sets[i], lengths, layout, **options)[0]
 
-        error = check(run(), query, planes, layout, length)
+        error = check(run(0), query, sets[0], layout, length)
         if not error <= 2e-2:
             raise SystemExit(f"bench_chunks: {batch} x {length} + {num_new}, {preset}: relative error {error:.2e}.")
-        times[preset] = median_us(run, calls)
-    return {"batch": batch, "length": length, "num_new": num_new, "us": times}
+        timings[preset] = timed(run, num_sets, num_new)
+    return {
+        "batch": batch,
+        "length": length,
+        "num_new": num_new,
+        "us": {name: timing.median_us for name, timing in timings.items()},
+        "timings": {name: dataclasses.asdict(timing) for name, timing in timings.items()},
+    }
+
+
+def add_ratios(cases: list[dict[str, Any]]) -> None:
+    """Add how many times as fast a preset is as the fastest bf16 kernel, and what few tokens cost against one."""
+    one = {(case["batch"], case["length"]): case["us"] for case in cases if case["num_new"] == 1}
+    for case in cases:
+        fastest = min(case["us"][name] for name in PEERS)
+        case["speedup"] = {name: fastest / us for name, us in case["us"].items() if name not in PEERS}
+        single = one.get((case["batch"], case["length"])) if case["num_new"] in FEW else None
+        case["over_one"] = None if single is None else {name: us / single[name] for name, us in case["us"].items()}
+
+
+def case_table(results: dict[str, Any]) -> Table:
+    """Microseconds of every kernel, and the ratios of some."""
+    names = list(results["cases"][0]["us"])
+    compared = [name for name in COMPARED if name in names]
+    table = Table(title="microseconds a layer; *: not captured", title_justify="left")
+    ratios = [f"{name}: times bf16" for name in compared] + [f"{name}: times one" for name in compared]
+    for column in ("new tokens", *names, *ratios):
+        table.add_column(column, justify="left" if column == "new tokens" else "right")
+    for case in results["cases"]:
+        cells = [f"{case['batch']} x {thousands(case['length'])} + {case['num_new']:,}"]
+        for timing in case["timings"].values():
+            cells.append(f"{timing['median_us']:.1f}{'' if timing['is_captured'] else '*'}")
+        cells += [f"{case['speedup'][name]:.2f}" for name in compared]
+        cells += ["" if case["over_one"] is None else f"{case['over_one'][name]:.2f}" for name in compared]
+        table.add_row(*cells)
+    return table
 
 
 def main() -> None:
+    """Measure every case. Print the table, and the results as one line of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--presets", nargs="+", choices=sorted(PRESETS), default=DEFAULT_PRESETS)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--calls", type=int, default=11, help="timed calls, of which the median counts")
     parser.add_argument("--output", type=Path, help="write the results here, as JSON")
     arguments = parser.parse_args()
     if not ops.has_kernels("cuda"):
         raise SystemExit("bench_chunks: needs a GPU and an extension built with CUDA.")
-    results = {**card(), **gpu_card(), "head_dim": arguments.head_dim, "cases": []}
-    table = Table("new tokens", "flash", "cudnn", *arguments.presets, title="microseconds a layer")
+    started = time.perf_counter()
+    torch.manual_seed(0)
+    results = {**card(), **gpu_card(), "head_dim": arguments.head_dim, "state_before": gpu_state(), "cases": []}
     for batch, length, num_new in CASES:
-        row = measure(batch, length, num_new, arguments.presets, arguments.head_dim, arguments.calls)
-        results["cases"].append(row)
-        table.add_row(f"{batch} x {length} + {num_new}", *(f"{time:.0f}" for time in row["us"].values()))
-    Console(width=120).print(table)
+        results["cases"].append(measure(batch, length, num_new, arguments.presets, arguments.head_dim))
+        torch.cuda.empty_cache()
+    add_ratios(results["cases"])
+    results |= {"state_after": gpu_state(), "wall_s": time.perf_counter() - started}
+    Console(width=160).print(case_table(results))
     if arguments.output is not None:
-        arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+        arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

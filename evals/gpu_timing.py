@@ -1,7 +1,7 @@
 """Times calls on a GPU, by replays of a CUDA graph over rotating buffer sets that are cold in L2.
 
-Everything that `bench_decode.py` compares is timed by `time_calls`, including the read kernel, whose bandwidth its
-shares are relative to. That script and `decode_peers.py` decide what is timed.
+Everything that `bench_decode.py` and `bench_chunks.py` compare is timed by `time_calls`, including the read kernel,
+whose bandwidth shares are relative to. Those scripts and `decode_peers.py` decide what is timed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def sets_needed(num_bytes: float) -> int:
     return max(MIN_SETS, math.ceil(COLD_BYTES / num_bytes))
 
 
-def calls_needed(num_sets: int) -> int:
+def calls_needed(num_sets: int, min_calls: int = MIN_CALLS) -> int:
     """How many calls a graph holds; every set is used equally often."""
-    return num_sets * math.ceil(MIN_CALLS / num_sets)
+    return num_sets * math.ceil(min_calls / num_sets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,13 @@ class Timing:
     is_captured: bool
 
 
-def time_calls(run: Callable[[int], object], num_sets: int, replays: int, can_fall_back: bool = False) -> Timing:
+def time_calls(
+    run: Callable[[int], object],
+    num_sets: int,
+    replays: int,
+    can_fall_back: bool = False,
+    min_calls: int = MIN_CALLS,
+) -> Timing:
     """Time `run(i)`, which works on buffer set `i`, by replays of a graph that holds calls on all sets in turn.
 
     Args:
@@ -58,8 +64,9 @@ def time_calls(run: Callable[[int], object], num_sets: int, replays: int, can_fa
         num_sets: Number of buffer sets.
         replays: Replays of the graph, after a rest of `REST_SECONDS`.
         can_fall_back: Whether to time the same calls back to back, between two events, if they cannot be captured.
+        min_calls: The least calls in a graph. Long calls need fewer, since the launch of a graph takes microseconds.
     """
-    num_calls = calls_needed(num_sets)
+    num_calls = calls_needed(num_sets, min_calls)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

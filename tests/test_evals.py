@@ -304,6 +304,7 @@ def test_bench_sets_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         num_sets = timing.sets_needed(num_bytes)
         assert num_sets >= 4 and num_sets * num_bytes >= 240e6
         assert timing.calls_needed(num_sets) >= 16 and timing.calls_needed(num_sets) % num_sets == 0
+        assert timing.calls_needed(num_sets, min_calls=1) == num_sets
 
 
 def test_bench_goals_are_of_cases_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,6 +600,80 @@ def test_weights_that_can_be_guessed(generating: ModuleType, model_type: str, is
     prompt = scenarios.circling_prompt(model, 2000)
     assert prompt.shape == (1, 2000) and torch.equal(prompt, scenarios.circling_prompt(model, 2000))
     assert 0.15 < (prompt[0, 1:] != (prompt[0, :-1] + 1) % 1024).float().mean() < 0.25
+
+
+# --- the benchmark of many new tokens ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chunking(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`bench_chunks.py` over tiny shapes on the CPU, where a call takes as many microseconds as it has new tokens."""
+    chunks = importlib.import_module("bench_chunks")
+
+    def time_calls(run: Callable[[int], object], num_sets: int, replays: int, **options: Any) -> Any:
+        assert options["can_fall_back"]
+        shape = run(num_sets - 1).shape  # type: ignore[attr-defined]
+        return sys.modules["gpu_timing"].Timing(10.0 * shape[1], 9.0, 11.0, num_sets, shape[1] < 8)
+
+    def peers(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> dict[str, Callable[[int], object]]:
+        assert keys.shape == values.shape and len(keys) == 2
+        return {name: lambda i: query.transpose(1, 2) for name in chunks.PEERS}
+
+    for name, value in {"time_calls": time_calls, "peers": peers, "sets_needed": lambda num_bytes: 2}.items():
+        monkeypatch.setattr(chunks, name, value)
+    monkeypatch.setattr(chunks, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(chunks, "CASES", [(1, 200, 1), (1, 200, 4), (2, 100, 16)])
+    monkeypatch.setattr(chunks, "gpu_card", lambda: {"gpu": "none"})
+    monkeypatch.setattr(chunks, "gpu_state", dict)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return chunks
+
+
+def run_chunking(chunks: ModuleType, monkeypatch: pytest.MonkeyPatch, path: Path, *words: str) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "evals" / "bench_chunks.py"), "--output", str(path), *words])
+    chunks.main()
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return results
+
+
+def test_chunk_results(
+    chunking: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    results = run_chunking(chunking, monkeypatch, tmp_path / "chunks.json", "--presets", "int8", "int4", "fp8")
+    printed = capsys.readouterr().out
+    assert json.loads(printed.splitlines()[-1]) == results
+    one, four, sixteen = results["cases"]
+    assert list(one["us"]) == ["flash", "cudnn", "int8", "int4", "fp8"]
+    assert one["us"]["int8"] == 10 and four["us"]["int4"] == 40 and four["timings"]["int8"]["num_sets"] == 2
+    assert list(four["speedup"]) == ["int8", "int4", "fp8"] and four["speedup"]["int8"] == 1.0
+    assert four["over_one"]["int4"] == 4.0 and list(four["over_one"]) == list(four["us"])
+    # One token is not compared with itself, nor 16 with one of another batch.
+    assert one["over_one"] is sixteen["over_one"] is None
+    assert "1 x 200 + 4" in printed and "160.0*" in printed and "40.0*" not in printed
+
+
+def test_chunk_wrong_result_aborts(chunking: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    decode = chunking.ops.decode
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        out, lse = decode(*args, **kwargs)
+        return out * 1.1, lse
+
+    monkeypatch.setattr(chunking.ops, "decode", wrong)
+    with pytest.raises(SystemExit, match=r"bench_chunks: 1 x 200 \+ 1, int8: relative error"):
+        run_chunking(chunking, monkeypatch, tmp_path / "chunks.json", "--presets", "int8")
+
+
+def test_long_chunks_take_few_calls(chunking: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def time_calls(run: Any, num_sets: int, replays: int, **options: Any) -> None:
+        asked.append((replays, options["min_calls"]))
+
+    monkeypatch.setattr(chunking, "time_calls", time_calls)
+    for num_new in (1023, 1024):
+        chunking.timed(lambda i: None, 4, num_new)
+    assert asked == [(20, 16), (5, 1)]
 
 
 @pytest.mark.parametrize(
