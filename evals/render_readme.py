@@ -5,8 +5,9 @@
 A page marks the place of a part with `<!-- begin: NAME -->` and `<!-- end -->`; `parts` has the text for each name. A
 test renders every page again and compares, so every number on a page comes from a results file. A picture is compared
 by the numbers in its description, since its bytes depend on the version of matplotlib (`pip install matplotlib`, needed
-only for drawing). `pictures.py` draws, `render_generate.py` has the table of `generate`, `render_families.py` that of
-model families. The other scripts of this folder and `hf_kvquant/evaluation/` measure.
+only for drawing). `pictures.py` draws, `render_generate.py` has the tables of `generate`, `render_chunks.py` that of
+many new tokens, `render_families.py` that of model families. The other scripts of this folder and
+`hf_kvquant/evaluation/` measure.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pictures
+import render_chunks
 import render_families
 import render_generate
 
@@ -36,6 +38,8 @@ GENERATE_PICTURE = RESULTS / "generate.svg"
 MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The results files that parts are made from.
 FILES = ("fidelity", "fidelity_windows", "tasks", "cpu_decode", "decode", "generate", "families")
+# Parts of the same names are made from these where they exist.
+OPTIONAL_FILES = ("chunks", "scenarios")
 # What is shown of `decode.json`. Names are those of decode_cases.py.
 GPU_CASES = ["64x8k", "512x8k-1head", "32x4k-32heads", "128x16k", "64x16k-ragged", "16x8k", "1x128k", "1x8k", "1x1k"]
 GPU_PRESETS = ["int8", "int4"]
@@ -53,7 +57,8 @@ def load(name: str) -> dict[str, Any]:
 
 def load_all() -> dict[str, dict[str, Any]]:
     """All results files, by name."""
-    return {name: load(name) for name in FILES}
+    present = [name for name in OPTIONAL_FILES if (RESULTS / f"{name}.json").exists()]
+    return {name: load(name) for name in [*FILES, *present]}
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------
@@ -79,6 +84,14 @@ def parts(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         "offloading": [offloading_sentence(fidelity)],
         "families": [render_families.families_table(families), render_families.caption(families)],
     }
+    if "chunks" in results:
+        paragraphs["chunks"] = [render_chunks.chunk_table(results["chunks"]), render_chunks.caption(results["chunks"])]
+    if "scenarios" in results:
+        scenarios = results["scenarios"]
+        paragraphs["scenarios"] = [
+            render_generate.scenario_table(scenarios),
+            render_generate.scenario_caption(scenarios),
+        ]
     return {name: "\n\n".join(each) for name, each in paragraphs.items()}
 
 

@@ -194,6 +194,85 @@ def test_generate_table(renderer: ModuleType) -> None:
     assert renderer.render_generate.compared(results, "8x16k") == ((45.0, 5.0), 9.0, (17.0, 4.0))
 
 
+def scenario_results() -> dict[str, Any]:
+    """A results file of bench_generate.py with scenarios only."""
+
+    def first(system: str, seconds: float, peak_bytes: int) -> dict[str, Any]:
+        return {"system": system, "first_token_s": seconds, "peak_bytes": peak_bytes}
+
+    def speed(tokens_per_s: float, **more: Any) -> dict[str, Any]:
+        return {"tokens_per_s": tokens_per_s, "accepted": 2.44, "equal": True, "is_captured": False, **more}
+
+    slow = {"system": "dynamic", "plain": speed(40.0), "assistant": speed(90.4), "lookup": None}
+    slow["failures"] = {"lookup": "TypeError: no lookup"}
+    fast = {
+        "system": "int4-capture",
+        "plain": speed(150.0),
+        "assistant": speed(300.0, is_captured=True, equal=False, equal_tokens=7),
+        "lookup": speed(250.0),
+    }
+    refusal = {"system": "static", "reason": "ValueError: not with static caches."}
+    turns = [first("static", 0.08, 1), first("int4-capture", 0.0512, 1)]
+    prompts = [first("int4-capture", 14.31, 33_000_000_000)]
+    return {
+        **{key: generate_results()[key] for key in ("dtype", "torch", "transformers", "gpu", "date")},
+        "scenarios": [
+            {"kind": "turn", "context": 32768, "size": 512, "rows": turns, "failures": []},
+            {"kind": "chunked", "context": 131008, "size": 2048, "rows": prompts, "failures": []},
+            {"kind": "assisted", "context": 32768, "size": 128, "rows": [slow, fast], "failures": [refusal]},
+        ],
+    }
+
+
+def test_scenario_table(renderer: ModuleType) -> None:
+    results = scenario_results()
+    lines = renderer.render_generate.scenario_table(results).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert {len(row) for row in rows} == {7}
+    assert rows[2:] == [
+        ["transformers, dynamic", "-", "-", "-", "40", "90 (2.4)", "-"],
+        ["transformers, static", "80", "-", "-", "-", "-", "-"],
+        ["`int4`, captured", "51", "14.3", "33.0", "150", "300 (2.4, same for 7 tokens)", "250 (2.4, not captured)"],
+    ]
+    caption = renderer.render_generate.scenario_caption(results)
+    assert "512 new tokens behind 32,768 in the cache" in caption and "131,008 tokens in chunks of 2,048" in caption
+    reasons = "transformers, static: ValueError: not with static caches; transformers, dynamic: TypeError: no lookup"
+    assert f"A dash: not measured ({reasons})." in caption
+
+
+def chunk_results() -> dict[str, Any]:
+    """A results file of bench_chunks.py with one case."""
+    us = {"flash": 1511.4, "cudnn": 799.0, "int8": 1145.0, "int4": 710.0, "fp8": 1200.0}
+    speedup = {"int8": 0.698, "int4": 1.125, "fp8": 0.666}
+    case = {"batch": 1, "length": 32768, "num_new": 1024, "us": us, "speedup": speedup}
+    card = {"gpu": "Some GPU", "torch": "2.11.0", "date": "2026-11-24 10:00 UTC", "head_dim": 128}
+    return {**card, "cases": [case]}
+
+
+def test_chunk_table(renderer: ModuleType) -> None:
+    lines = renderer.render_chunks.chunk_table(chunk_results()).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert rows[0][1:5] == ["flash, bf16, µs", "cuDNN, bf16, µs", "`int8`, µs", "`int4`, µs"]
+    assert rows[2:] == [["1 x 32k + 1,024", "1,511", "799", "1,145", "710", "0.70x", "1.12x"]]
+    assert "Some GPU, torch 2.11.0, 2026-11-24" in renderer.render_chunks.caption(chunk_results())
+
+
+def test_parts_of_results_that_may_be_missing(
+    renderer: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are made if their file exists."""
+    for name in renderer.FILES:
+        (tmp_path / f"{name}.json").write_text((renderer.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    monkeypatch.setattr(renderer, "RESULTS", tmp_path)
+    before = renderer.parts(renderer.load_all())
+    (tmp_path / "chunks.json").write_text(json.dumps(chunk_results()), encoding="utf-8")
+    (tmp_path / "scenarios.json").write_text(json.dumps(scenario_results()), encoding="utf-8")
+    after = renderer.parts(renderer.load_all())
+    assert set(after) - set(before) == {"chunks", "scenarios"}
+    assert "1 x 32k + 1,024" in after["chunks"] and "`evals/results/chunks.json`" in after["chunks"]
+    assert "transformers, static" in after["scenarios"] and "`evals/results/scenarios.json`" in after["scenarios"]
+
+
 def test_gpu_picture_shows_the_results(renderer: ModuleType) -> None:
     numbers = renderer.pictures.plotted_decode(gpu_results())
     assert numbers["time"] == {"int8": [[8192, 254.4]], "int4": [[8192, 9.87]]}
