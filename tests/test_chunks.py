@@ -8,6 +8,8 @@ see some tokens, maxima that rise late, and numbers that do not fit float16.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from hf_kvquant import ops
 from hf_kvquant.config import PRESETS
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import KVFormat
+from hf_kvquant.spec.planes import Planes
 
 CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 QUANTIZED = [name for name in PRESETS if name != "none"]
@@ -47,6 +50,24 @@ def extras_for(case: Case, name: str) -> dict[str, Any]:
     return every if name == "all" else {name: every[name]} if name in every else {}
 
 
+def exact_and_torch(case: Case, query: Tensor, planes: Sequence[Planes]) -> tuple[Tensor, Tensor]:
+    """Attention to full planes in float64, and PyTorch's attention in the working dtype to the same dense tensors."""
+    held, num_q_per_kv = case.lengths_tensor().to(query.device), case.num_q_per_kv
+    length = case.lengths[0]
+    key, value = (
+        reference.dequantize(made, kv_format, lengths=held)[:, :, :length]
+        for made, kv_format in zip(planes, case.formats, strict=True)
+    )
+    sees = torch.ones(case.q_len, length, dtype=torch.bool, device=query.device).tril(length - case.q_len)
+    repeated = [x.double().repeat_interleave(num_q_per_kv, dim=1) for x in (key, value)]
+    scores = (query.double() @ repeated[0].mT * case.head_dim**-0.5).masked_fill(~sees, -torch.inf)
+    exact = (scores.softmax(-1) @ repeated[1]).transpose(1, 2)
+    torch_out = scaled_dot_product_attention(
+        query, key.to(case.dtype), value.to(case.dtype), attn_mask=sees, enable_gqa=True
+    )
+    return exact, torch_out.transpose(1, 2)
+
+
 @pytest.mark.sanitize
 @variants
 def test_chunks_match_the_reference(engine: str, formats: tuple[KVFormat, KVFormat]) -> None:
@@ -67,6 +88,13 @@ def test_wide_heads(engine: str, preset: str) -> None:
     run_decode(engine, case)
     case = dataclasses.replace(case, head_dim=192)
     run_decode(engine, case, num_splits=2)
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4", "int4-g32", "int4-channel"])
+def test_value_heads_may_be_narrower(engine: str, preset: str) -> None:
+    for head_dim, value_dim in ((128, 64), (64, 32), (192, 128)):
+        case = Case(PRESETS[preset], head_dim, torch.bfloat16, 4, 40, (300, 64), None, 1, value_dim, capacity=384)
+        run_decode(engine, case)
 
 
 @pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel", "fp8"])
@@ -157,6 +185,49 @@ def test_a_sequence_does_not_depend_on_its_batch(engine: str, formats: tuple[KVF
             assert_same(our_lse, lse[rows].cpu(), f"{case}, rows {rows}, {num_splits} splits")
 
 
+@pytest.mark.parametrize("preset", [name for name in QUANTIZED if PRESETS[name][0].block_size is None])
+def test_a_prompt_may_be_cut_into_any_chunks(engine: str, preset: str) -> None:
+    """Over the same codes, results differ by no more than the rounding of both. (New blocks are dense until full.)"""
+    q_len, length = 150, 600
+    case = Case(PRESETS[preset], 64, torch.bfloat16, 4, q_len, (length,), None, 1, capacity=640)
+    planes, query = [filled(case, side) for side in (0, 1)], queries(case)
+    on_device = [clone(made, engine) for made in planes]
+
+    def attend(first: int, last: int) -> Tensor:
+        held = torch.tensor([length - q_len + last], dtype=torch.int32, device=engine)
+        some = query[:, :, first:last].to(engine)
+        return ops.decode(some, None, *on_device, held, case.layout, softmax_scale=64**-0.5)[0]
+
+    exact, torch_out = exact_and_torch(case, query, planes)
+    worst, _ = precision_bounds(exact, torch_out, case.dtype)
+    whole = attend(0, q_len)
+    for cuts in ((0, 32, 150), (0, 1, 5, 140, 150), (0, 75, 150)):
+        pieces = [attend(first, last) for first, last in itertools.pairwise(cuts)]
+        assert_close(torch.cat(pieces, dim=1), whole.float().cpu(), 2 * worst, f"{case}, cut at {cuts}")
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("preset", ["int8", "int4-channel"])
+def test_a_graph_may_hold_a_chunk(preset: str) -> None:
+    """Lengths are read on the device, so a replay serves other ones."""
+    case = Case(PRESETS[preset], 128, torch.bfloat16, 4, 64, (1024, 1024), None, 2, capacity=1024)
+    planes, query = [clone(filled(case, side), "cuda") for side in (0, 1)], queries(case).cuda()
+    lengths, counters = case.lengths_tensor().cuda(), torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device="cuda")
+
+    def attend() -> tuple[Tensor, Tensor]:
+        return ops.decode(query, None, *planes, lengths, case.layout, softmax_scale=0.1, counters=counters)
+
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = attend()
+    for held in ((1000, 300), (64, 700), (513, 1024)):
+        lengths.copy_(torch.tensor(held))
+        graph.replay()
+        for ours, expected in zip(results, attend(), strict=True):
+            assert_same(ours, expected.cpu(), f"{case}, {held}")
+
+
 @CUDA_ONLY
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
 @pytest.mark.parametrize("preset", QUANTIZED)
@@ -169,17 +240,7 @@ def test_precision_is_that_of_torch(preset: str, dtype: torch.dtype) -> None:
         planes = [filled(case, side, sides[side]) for side in (0, 1)]
         held = case.lengths_tensor().cuda()
         out, _ = ops.decode(query, None, *planes, held, case.layout, softmax_scale=128**-0.5)
-        key, value = (
-            reference.dequantize(made, kv_format, lengths=held)
-            for made, kv_format in zip(planes, case.formats, strict=True)
-        )
-        sees = torch.ones(q_len, length, dtype=torch.bool, device="cuda").tril(length - q_len)
-        repeated = [x.double().repeat_interleave(4, dim=1) for x in (key, value)]
-        scores = (query.double() @ repeated[0].mT * 128**-0.5).masked_fill(~sees, -torch.inf)
-        exact = (scores.softmax(-1) @ repeated[1]).transpose(1, 2)
-        torch_out = scaled_dot_product_attention(
-            query, key.to(dtype), value.to(dtype), attn_mask=sees, enable_gqa=True
-        ).transpose(1, 2)
+        exact, torch_out = exact_and_torch(case, query, planes)
         worst, typical = precision_bounds(exact, torch_out, dtype)
         assert_close(out, exact.float().cpu(), worst, str(case))
         error = root_mean_square(out.double() - exact)

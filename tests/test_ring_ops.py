@@ -163,6 +163,12 @@ def test_in_16_bits_with_every_extra(engine: str, preset: str, dtype: torch.dtyp
     walk(engine, case, **extras)
 
 
+@pytest.mark.parametrize("preset", ["int8", "int4", "int4-channel"])
+def test_in_16_bits_with_many_rows(engine: str, preset: str) -> None:
+    """Of 38 and 39 tokens so many that a chunk kernel serves them, here with nothing that changes scores."""
+    walk(engine, case_of(PRESETS[preset], dtype=torch.bfloat16, num_q_per_kv=8))
+
+
 @pytest.mark.parametrize("head_dim", [40, 256])
 def test_other_head_dims_without_padding(engine: str, head_dim: int) -> None:
     case = case_of(PRESETS["k8v4"], lengths=(0, 0), starts=None, num_q_per_kv=8)
