@@ -30,6 +30,9 @@ struct AttendKernel {
   bool has_key_zero, has_value_zero;
   bool has_pairs;  // a warp quantises a new key and its value side by side; this needs are_pairs in choose.cpp
   int num_threads;  // of a thread block of a chunk kernel; 0: the plan chooses
+  // Merges the parts of a chunk kernel, `combine_ctas` thread blocks for a unit; nullptr: the kernel does that itself.
+  void (*combine)(DecodeParams, NewTokens, DecodePlan, float* workspace);
+  int combine_threads, combine_ctas;
 };
 
 // Warps of a thread block of the attention kernel: the plan chooses 4 or 8.

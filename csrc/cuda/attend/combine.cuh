@@ -36,24 +36,19 @@ __device__ __forceinline__ float* slot_of(const DecodePlan& plan, int64_t unit, 
   return workspace + (unit * plan.num_splits.value + part) * Partial::kFloats;
 }
 
-// One thread counts one more part of a unit as written to the workspace, after a barrier of all that wrote it. Returns
-// how many were counted before; the counter wraps to 0 behind `last`. After another barrier, these parts may be read.
-__device__ __forceinline__ unsigned count_part(const DecodeParams& params, int64_t unit, unsigned last) {
-  unsigned before;
-  // One instruction releases what was written and acquires what others wrote; two fences around an atomic cost more.
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(params.counters + unit), "r"(last)
-               : "memory");
-  return before;
-}
-
-// The same for all threads of the thread block that wrote the part. Returns whether it was the last one.
+// Counts one more part of a unit as written to the workspace. All threads of the thread block that wrote it call this.
+// Returns whether it was the last part; if so, all parts may be read.
 __device__ __forceinline__ bool arrive(const DecodeParams& params, const Segment& segment, int64_t unit) {
   __syncthreads();
   unsigned before = 0;
   const unsigned last = segment.num_parts - 1;
-  if (threadIdx.x == 0) before = count_part(params, unit, last);
+  if (threadIdx.x == 0) {
+    // One instruction releases what was written and acquires what others wrote; two fences around an atomic cost more.
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(params.counters + unit), "r"(last)
+                 : "memory");
+  }
   return __syncthreads_or(threadIdx.x == 0 && before == last);
 }
 

@@ -14,8 +14,11 @@ AttendKernel kernel_of() {
   kernel.head_dim = kHeadDim;
   kernel.rows_per_tile = Shape::kRows;
   kernel.step_tokens = Shape::kTileTokens;
-  kernel.slot_floats = static_cast<int>(Partial<Shape::kRows, kHeadDim>::kFloats);
+  kernel.slot_floats = static_cast<int>(ChunkPartial<Shape>::kFloats);
   kernel.num_threads = kChunkThreads;
+  kernel.combine = combine_chunk<Shape>;
+  kernel.combine_threads = kCombineThreads;
+  kernel.combine_ctas = kCombineCtas<Shape>;
   return kernel;
 }
 

@@ -13,7 +13,16 @@
 // exponentials, 300 to wait for values. Tried and no faster: that the two warpgroups take turns (FlashAttention-3's
 // "ping-pong"); no maximum, but another product with the keys where the sum of P' is too large (1,900 us instead of
 // 1,050, since registers went to memory). To leave out the maximum where a bound on the scores allows it took 1,220 us
-// in a version whose results were wrong, so this is open.
+// in a version whose results were wrong, so this is open. Not kept:
+// - Products of int8 with keys. Queries rounded to int8 by row alone cost 2.1 to 5.4 times the error of PyTorch's bf16
+//   attention, and twice that error is the bound.
+// - To dequantise and let cuDNN attend, the prefix whole and the end causal, merged by lse. Of int8, 938 us instead of
+//   1,158, and 3,357 instead of 4,411 for 4,096 tokens. But cuDNN plans for 37 ms whenever the number of queries or keys
+//   is new, which all layers together do not gain back, and in slices of equal size only 3 % were left.
+//
+// GPUs without wgmma keep the kernels for few rows. Three versions with mma, measured here, took as long: 16 rows a warp
+// 2,540 us, with four more warps that fill tiles 2,445, 32 rows a warp 2,890; those for few rows take 2,335 (int4) and
+// 2,793 (int8). Two or three warps a scheduler waited for each other's latency and used a third of its slots.
 #pragma once
 
 #include "fill.cuh"
@@ -21,6 +30,10 @@
 namespace hf_kvquant::cuda {
 
 constexpr int kConsumersMeet = 3;  // the number of their barrier
+constexpr int kCombineThreads = 256;
+// Thread blocks that combine the parts of a unit.
+template <class Shape>
+constexpr int kCombineCtas = Shape::kRows * Shape::kHeadDim / 4 / kCombineThreads;
 constexpr float kMostBits = 15.f, kFreshBits = 7.f;  // log2 of the largest P', and of the largest after a raise
 
 // The query rows of a thread block, as float16 numbers in the layout that products read. query ≈ factor · number, and
@@ -341,17 +354,25 @@ class Attention {
   float output_[kParts][kOutputs];
 };
 
-// Writes the rows in shared memory: the unit's output, or this thread block's part of it, and then the output if this
-// part is the last to arrive.
+// The result of a part in the workspace: that of combine.cuh, and the constants of its rows.
 template <class Shape>
-__device__ __forceinline__ void finish_chunk(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
+struct ChunkPartial : Partial<Shape::kRows, Shape::kHeadDim> {
+  using Base = Partial<Shape::kRows, Shape::kHeadDim>;
+  static constexpr int64_t kFloats = Base::kFloats + Shape::kRows;
+
+  static __device__ __forceinline__ float* constants(float* slot) { return slot + Base::kFloats; }
+};
+
+// Writes the rows in shared memory: the unit's output, or this thread block's part of it, for combine_chunk. Not inlined,
+// which changes how the compiler orders the loop before it: 1,096 us instead of 1,145 (int4, 1,024 tokens behind 32k).
+template <class Shape>
+__device__ __noinline__ void finish_chunk(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
                                              const float* outputs, ChunkTables<Shape>& tables, float* workspace,
                                              int thread) {
-  using Slot = Partial<Shape::kRows, Shape::kHeadDim>;
+  using Slot = ChunkPartial<Shape>;
   constexpr int kThreads = kConsumers * kWarpgroup, kQuads = Shape::kHeadDim / 4;
-  const int64_t unit = unit_of(plan, segment);
   const bool is_whole = segment.num_parts == 1;
-  float* const slot = slot_of<Slot>(plan, unit, segment.part, workspace);
+  float* const slot = slot_of<Slot>(plan, unit_of(plan, segment), segment.part, workspace);
   meet<kConsumersMeet, kThreads>();
 #pragma unroll 4
   for (int index = thread; index < Shape::kRows * kQuads; index += kThreads) {
@@ -362,38 +383,12 @@ __device__ __forceinline__ void finish_chunk(const DecodeParams& params, const D
     const float2 sums = tables.sums[row];
     if (is_whole) {
       output.write(values, sums.x, sums.y);
-    } else {
-      __stcg(Slot::values(slot, row, c), values);
-      if (c == 0) __stcg(Slot::sums(slot, row), sums);
+      continue;
     }
-  }
-  if (is_whole) return;
-  meet<kConsumersMeet, kThreads>();
-  const unsigned last = segment.num_parts - 1;
-  if (thread == 0) tables.is_last = count_part(params, unit, last) == last;
-  meet<kConsumersMeet, kThreads>();
-  if (!tables.is_last) return;
-  const float* const slots = slot_of<Slot>(plan, unit, 0, workspace);
-#pragma unroll 2
-  for (int index = thread; index < Shape::kRows * kQuads; index += kThreads) {
-    const int row = index / kQuads, c = index % kQuads * 4;
-    const Output output(params, plan, segment, tables.constants, Shape::kRows, row, c);
-    if (!output.exists()) continue;
-    float4 total = {};
-    float maximum = -INFINITY, sum = 0.f;
-#pragma unroll 4
-    for (int part = 0; part < segment.num_parts; ++part) {
-      float* from = const_cast<float*>(slots) + part * Slot::kFloats;
-      const float2 own = __ldcg(Slot::sums(from, row));
-      const float4 values = __ldcg(Slot::values(from, row, c));
-      const float before = maximum;
-      maximum = fmaxf(before, own.x);
-      const float kept = exp2_below(before, maximum), weight = exp2_below(own.x, maximum);
-      sum = sum * kept + own.y * weight;
-      total.x = total.x * kept + values.x * weight, total.y = total.y * kept + values.y * weight;
-      total.z = total.z * kept + values.z * weight, total.w = total.w * kept + values.w * weight;
-    }
-    output.write(total, maximum, sum);
+    __stcg(Slot::values(slot, row, c), values);
+    if (c > 0) continue;
+    __stcg(Slot::sums(slot, row), sums);
+    __stcg(Slot::constants(slot) + row, tables.constants[row]);
   }
 }
 
@@ -440,6 +435,48 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
     finish_chunk<Shape>(params, plan, segment, outputs, tables, workspace, threadIdx.x);
   }
 #endif
+}
+
+// Merges the parts of all units, in the order of the sequence. A launch of its own: many thread blocks start and read the
+// parts in less time than it takes one of those that attended (H200, 2026-11, 32 tokens behind 32k: 63 us, not 88).
+template <class Shape>
+__global__ void __launch_bounds__(kCombineThreads)
+    combine_chunk(const __grid_constant__ DecodeParams params, const __grid_constant__ NewTokens,
+                  const __grid_constant__ DecodePlan plan, float* workspace) {
+  using Slot = ChunkPartial<Shape>;
+  constexpr int kQuads = Shape::kHeadDim / 4, kAtOnce = 8;
+  wait_for_launch_before();
+  Segment segment = {};
+  segment.b = blockIdx.z, segment.h = blockIdx.y, segment.row_tile = blockIdx.x / kCombineCtas<Shape>;
+  find_rounds<Shape::kTileTokens>(params, plan, Bounds(params, plan, segment.b), segment);
+  if (segment.num_parts == 1) return;
+  const int row = blockIdx.x % kCombineCtas<Shape> * (kCombineThreads / kQuads) + threadIdx.x / kQuads;
+  const int c = threadIdx.x % kQuads * 4;
+  float* const slots = slot_of<Slot>(plan, unit_of(plan, segment), 0, workspace);
+  const Output output(params, plan, segment, Slot::constants(slots), Shape::kRows, row, c);
+  if (!output.exists()) return;
+  float4 total = {};
+  float maximum = -INFINITY, sum = 0.f;
+#pragma unroll 1
+  for (int first = 0; first < segment.num_parts; first += kAtOnce) {
+    float2 sums[kAtOnce];
+    float4 values[kAtOnce];
+    for_all<kAtOnce>([&](int i) {
+      float* const slot = slots + (first + i) * Slot::kFloats;
+      const bool is_there = first + i < segment.num_parts;
+      sums[i] = is_there ? __ldcg(Slot::sums(slot, row)) : make_float2(-INFINITY, 0.f);
+      values[i] = is_there ? __ldcg(Slot::values(slot, row, c)) : float4{};
+    });
+    for_all<kAtOnce>([&](int i) {
+      const float before = maximum;
+      maximum = fmaxf(before, sums[i].x);
+      const float kept = exp2_below(before, maximum), weight = exp2_below(sums[i].x, maximum);
+      sum = sum * kept + sums[i].y * weight;
+      total.x = total.x * kept + values[i].x * weight, total.y = total.y * kept + values[i].y * weight;
+      total.z = total.z * kept + values[i].z * weight, total.w = total.w * kept + values[i].w * weight;
+    });
+  }
+  output.write(total, maximum, sum);
 }
 
 }  // namespace hf_kvquant::cuda

@@ -65,7 +65,6 @@ struct ChunkTables {
     float kept;   // of the sums, when the shift was raised
     bool is_bad;  // attends to a value that is not finite
   } rows[Shape::kRows];
-  bool is_last;
   // Of the warpgroups that fill tiles:
   uint32_t bounds[2][4];
   // Scale and zero of tokens [group][token], twice each, or of pairs of channels.

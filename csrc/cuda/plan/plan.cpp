@@ -191,10 +191,7 @@ DecodePlan plan_chunk(const DecodeParams& params) {
   plan.num_row_tiles = static_cast<int>(row_tiles);
   plan.num_splits = divisor(splits);
   plan.ctas_of_head = static_cast<int>(ctas_of_head);
-  if (splits > 1) {
-    plan.num_counters = num_units;
-    plan.workspace_floats = num_units * splits * kernel.slot_floats;
-  }
+  if (splits > 1) plan.workspace_floats = num_units * splits * kernel.slot_floats;
   return plan;
 }
 
@@ -267,6 +264,10 @@ void decode(const DecodeParams& params, const AppendParams* new_tokens, const De
   const Launch how = {dim3(plan.ctas_of_head, params.num_kv_heads, params.batch), num_threads,
                       static_cast<size_t>(plan.shared_bytes), stream, plan.may_overlap};
   launch("decode", plan.kernel.function, how, params, appended, plan, workspace);
+  if (plan.kernel.combine == nullptr || plan.workspace_floats == 0) return;
+  const Launch after = {dim3(plan.num_row_tiles * plan.kernel.combine_ctas, params.num_kv_heads, params.batch),
+                        plan.kernel.combine_threads, 0, stream, plan.may_overlap};
+  launch("decode", plan.kernel.combine, after, params, appended, plan, workspace);
 }
 
 }  // namespace hf_kvquant::cuda
