@@ -17,12 +17,12 @@
 // - Products of int8 with keys. Queries rounded to int8 by row alone cost 2.1 to 5.4 times the error of PyTorch's bf16
 //   attention, and twice that error is the bound.
 // - To dequantise and let cuDNN attend, the prefix whole and the end causal, merged by lse. Of int8, 938 us instead of
-//   1,158, and 3,357 instead of 4,411 for 4,096 tokens. But cuDNN plans for 37 ms whenever the number of queries or keys
-//   is new, which all layers together do not gain back, and in slices of equal size only 3 % were left.
+//   1,158, and 3,357 instead of 4,411 for 4,096 tokens. But cuDNN plans for 37 ms whenever the number of queries or
+//   keys is new, which all layers together do not gain back, and in slices of equal size only 3 % were left.
 //
-// GPUs without wgmma keep the kernels for few rows. Three versions with mma, measured here, took as long: 16 rows a warp
-// 2,540 us, with four more warps that fill tiles 2,445, 32 rows a warp 2,890; those for few rows take 2,335 (int4) and
-// 2,793 (int8). Two or three warps a scheduler waited for each other's latency and used a third of its slots.
+// GPUs without wgmma keep the kernels for few rows. Three versions with mma, measured here, took as long: 16 rows a
+// warp 2,540 us, with four more warps that fill tiles 2,445, 32 rows a warp 2,890; those for few rows take 2,335 (int4)
+// and 2,793 (int8). Two or three warps a scheduler cannot hide latencies, and used a third of its slots.
 #pragma once
 
 #include "fill.cuh"
@@ -363,8 +363,8 @@ struct ChunkPartial : Partial<Shape::kRows, Shape::kHeadDim> {
   static __device__ __forceinline__ float* constants(float* slot) { return slot + Base::kFloats; }
 };
 
-// Writes the rows in shared memory: the unit's output, or this thread block's part of it, for combine_chunk. Not inlined,
-// which changes how the compiler orders the loop before it: 1,096 us instead of 1,145 (int4, 1,024 tokens behind 32k).
+// Writes the rows in shared memory: the unit's output, or this thread block's part of it, for combine_chunk. Not
+// inlined: the compiler then orders the loop before it better, 1,096 us instead of 1,145 (as above).
 template <class Shape>
 __device__ __noinline__ void finish_chunk(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
                                              const float* outputs, ChunkTables<Shape>& tables, float* workspace,
@@ -437,8 +437,8 @@ __global__ void __launch_bounds__(kChunkThreads, 1)
 #endif
 }
 
-// Merges the parts of all units, in the order of the sequence. A launch of its own: many thread blocks start and read the
-// parts in less time than it takes one of those that attended (H200, 2026-11, 32 tokens behind 32k: 63 us, not 88).
+// Merges the parts of all units, in the order of the sequence. A launch of its own: many thread blocks start and read
+// the parts in less time than one of those that attended would take (32 tokens behind 32k: 63 us instead of 88).
 template <class Shape>
 __global__ void __launch_bounds__(kCombineThreads)
     combine_chunk(const __grid_constant__ DecodeParams params, const __grid_constant__ NewTokens,
