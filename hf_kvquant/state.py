@@ -20,6 +20,9 @@ from .config import KVQuantConfig
 from .storage.pool import BufferPool
 
 _ATTRIBUTE = "_hf_kvquant"
+# The most new tokens of a captured forward, and so the most graphs that a model keeps for several tokens. Assistants
+# propose 20 by default, and transformers' schedules seldom go far beyond. Longer chunks run uncaptured.
+MOST_NEW_TOKENS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +78,8 @@ class Captures:
     # Enough for a model that alternates between a few batch sizes. A graph takes the memory of one step.
     LIMIT = 4
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
         self._steps: OrderedDict[Hashable, Any] = OrderedDict()
 
     def __len__(self) -> int:
@@ -84,11 +88,24 @@ class Captures:
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The step kept under a key. If there is none, make it and drop the least recently used one."""
         if key not in self._steps:
-            while len(self._steps) >= self.LIMIT:
+            while len(self._steps) >= self._limit:
                 self._steps.popitem(last=False)
             self._steps[key] = make()
         self._steps.move_to_end(key)
         return self._steps[key]
+
+
+@dataclasses.dataclass
+class Assisted:
+    """An assisted call of `generate` that is running.
+
+    Attributes:
+        beyond: Tokens that proposals may go beyond the requested length.
+        max_length: Tokens that static caches of this call must hold; `None` before the model's cache is made.
+    """
+
+    beyond: int
+    max_length: int | None = None
 
 
 class ModelNotes:
@@ -97,6 +114,8 @@ class ModelNotes:
     Attributes:
         pool: Free buffers of static caches.
         captures: Captured decode steps.
+        chunk_captures: Captured forwards over several new tokens, which must not evict decode steps.
+        assisted: The assisted call that this model or its assistant is to make static caches for.
         fusion: Which kernels of the model are fused in captured steps; `None` before the first one.
         bias_centers: Centres found in the key biases; `None` before they are looked for.
         num_kv_heads: By layer, how many key-value heads this rank computes; `None` before they are counted.
@@ -107,6 +126,8 @@ class ModelNotes:
     def __init__(self) -> None:
         self.pool = BufferPool()
         self.captures = Captures()
+        self.chunk_captures = Captures(MOST_NEW_TOKENS)
+        self.assisted: Assisted | None = None
         self.fusion: Any = None
         self.bias_centers: dict[int, Tensor] | None = None
         self.num_kv_heads: dict[int, int] | None = None
@@ -118,6 +139,7 @@ class ModelNotes:
         self.pool.close()
         self.pool = BufferPool()
         self.captures = Captures()
+        self.chunk_captures = Captures(MOST_NEW_TOKENS)
 
 
 _notes: WeakKeyDictionary[nn.Module, ModelNotes] = WeakKeyDictionary()

@@ -415,7 +415,6 @@ def test_masks_with_holes(model: Any, prefill_chunk_size: int | None, monkeypatc
     "options",
     [
         {"num_beams": 3},
-        {"prompt_lookup_num_tokens": 2, "inputs": left_padded(batch=1)},
         {"use_cache": False},
         {"disable_compile": True},
         {"cache_implementation": "dynamic"},

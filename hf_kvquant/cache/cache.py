@@ -199,6 +199,7 @@ class KVQuantCache(QuantizedCache):
                 `activate_past_recording`), or a step that ended early cannot be undone.
             ValueError: `tokens_to_remove` is positive.
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers may give a tensor; each layer would wait for the device
         if tokens_to_remove <= 0:
             tokens_to_remove = min(0, tokens_to_remove + self._steps.undo(may_round=True))
         for storage in self.storages:

@@ -8,6 +8,8 @@ in `generation_config`, where it would clash with `past_key_values=` and leak in
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,6 +36,8 @@ from .encoder_decoder import (
     decoder_cache,
     leave_uncompiled,
 )
+
+logger = logging.getLogger(__name__)
 
 HOOK = "_prepare_cache_for_generation"
 # The length of static caches that `generate` sizes itself is a multiple of this, so that calls of similar length share
@@ -72,8 +76,7 @@ def prepare_cache(
     generation_mode, batch, max_length = args
     batch *= max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     if generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION:
-        # Proposals go beyond the requested length, and an assistant's `generate` is called many times with one cache.
-        max_length = None
+        max_length = _assisted_length(model, generation_config, max_length)
     call = _Call(model, generation_config, model_kwargs, batch, max_length, check_capturable)
 
     def prepare(generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
@@ -107,6 +110,34 @@ def prepare_cache(
     if generation_config.is_assistant:
         cache.activate_past_recording()  # type: ignore[no-untyped-call]
     return None
+
+
+def _assisted_length(model: PreTrainedModel, generation_config: Any, max_length: int) -> int | None:
+    """Tokens that a static cache of assisted decoding must hold; `None` if the cache is to grow.
+
+    Proposals may go beyond the requested length, and an assistant's `generate` is called many times with one cache,
+    each time for the next few tokens. So the call that they belong to has noted what is needed.
+    """
+    assisted, patch = notes_on(model).assisted, patch_of(model)
+    if assisted is None or patch is None:
+        return None
+    if not generation_config.is_assistant:
+        assisted.max_length = max_length + assisted.beyond
+    needed, given = assisted.max_length, patch.config.max_cache_len
+    if needed is not None and given is not None and given < needed:
+        _log_growing(needed, given)
+        return None
+    return needed
+
+
+@functools.cache
+def _log_growing(needed: int, given: int) -> None:
+    logger.warning(
+        "generate does not capture this assisted decoding: `max_cache_len` must be at least %d for this prompt, "
+        "max_new_tokens and the proposals, got %d. Correct, slower.",
+        needed,
+        given,
+    )
 
 
 def asks_for_us(generation_config: Any) -> bool:

@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from ..cache.cache import KVQuantCache
-from ..state import notes_on
+from ..state import MOST_NEW_TOKENS, Captures, notes_on
 from .fusion import fused
 from .prefetch import Prefetch
 
@@ -116,10 +116,11 @@ class StepRunner(abc.ABC):
         self._device = device
         self._has_run = False
         self._replay: Callable[[], None] | None = None
+        self._num_tokens = 0  # that a replay appends
         self._result: Any = None
 
     def run(self, step: Callable[[], Any], cache: KVQuantCache) -> Any:
-        """Run a step, which appends one token to the cache, on the current stream. A recorded one is not called again.
+        """Run a step, which appends tokens to the cache, on the current stream. A recorded one is not called again.
 
         Returns:
             The result of the step. The next run overwrites its tensors.
@@ -138,7 +139,7 @@ class StepRunner(abc.ABC):
             self._replay, self._result = self._recorded(step, cache)
         try:
             if is_recorded:
-                cache.note_replayed(1)
+                cache.note_replayed(self._num_tokens)
             self._replay()
         except BaseException:
             cache.ask_device()  # which has run all of the graph or nothing
@@ -148,7 +149,9 @@ class StepRunner(abc.ABC):
     def _recorded(self, step: Callable[[], Any], cache: KVQuantCache) -> tuple[Callable[[], None], Any]:
         length = cache.storages[0].length
         try:
-            return self._record(step)
+            recorded = self._record(step)
+            self._num_tokens = cache.storages[0].length - length
+            return recorded
         except BaseException as error:
             cache.forget_capture(length)
             if not isinstance(error, Exception):
@@ -206,7 +209,7 @@ RUNNERS: dict[str, type[StepRunner]] = {"cuda": CudaGraph}
 class CapturedStep(abc.ABC):
     """A forward over static inputs, followed by `_finish`.
 
-    `inputs` are those of the model's forward for one token. Tensors are copied, and caches left out.
+    `inputs` are those of the model's forward for a few new tokens. Tensors are copied, and caches left out.
     """
 
     def __init__(self, inputs: Mapping[str, Any], device: torch.device) -> None:
@@ -215,7 +218,7 @@ class CapturedStep(abc.ABC):
         self._runner = RUNNERS[device.type](device)
 
     def run(self, model: PreTrainedModel, cache: KVQuantCache) -> Any:
-        """Append a token to the cache. Returns what `_finish` returns, as `StepRunner.run` does."""
+        """Append the tokens to the cache. Returns what `_finish` returns, as `StepRunner.run` does."""
 
         def step() -> Any:
             with fused(model):
@@ -270,12 +273,16 @@ class Forward:
 
     On a model patched with `capture=True`, it is what `get_compiled_call` returns. Other caches than captured ones get
     the compiled model, with `compile_config`.
+
+    Forwards over up to `MOST_NEW_TOKENS` new tokens are captured too if `are_chunks_captured`, one for each number of
+    tokens. Prompts that come in chunks are not: each number of tokens would occur once.
     """
 
-    def __init__(self, model: PreTrainedModel, compile_config: Any) -> None:
+    def __init__(self, model: PreTrainedModel, compile_config: Any, *, are_chunks_captured: bool = False) -> None:
         self._model = model
         self._compile_config = compile_config
-        self._kept: tuple[Hashable, _CapturedForward] | None = None
+        self._most_new_tokens = MOST_NEW_TOKENS if are_chunks_captured else 1
+        self._kept = Captures(self._most_new_tokens)
 
     def __call__(self, **inputs: Any) -> Any:
         """Run the forward. See `PreTrainedModel.forward` for arguments and results."""
@@ -283,19 +290,23 @@ class Forward:
         if not is_captured(cache):
             return type(self._model).get_compiled_call(self._model, self._compile_config)(**inputs)
         input_ids = inputs.get("input_ids")
-        if input_ids is None or input_ids.shape[1] != 1 or any(storage.is_empty for storage in cache.storages):
+        num_tokens = 0 if input_ids is None else input_ids.shape[1]
+        is_served = 1 <= num_tokens <= self._most_new_tokens
+        if not is_served or any(storage.is_empty for storage in cache.storages):
             return self._model(**inputs)  # a chunk of the prompt
         for storage in cache.storages:
-            storage.check_room(1)
+            storage.check_room(num_tokens)
         # Weights do not move within one call of `generate`, so they are checked only once.
         quick_key = (buffers_of(cache), signature_of(inputs))
-        if self._kept is None or self._kept[0] != quick_key:
-            step = notes_on(self._model).captures.get(
-                ("forward", key_of(self._model, cache, inputs)),
-                lambda: _CapturedForward(inputs, self._model.device),
-            )
-            self._kept = quick_key, step
-        return self._kept[1].forward(self._model, cache, inputs)
+        step: _CapturedForward = self._kept.get(quick_key, lambda: self._captured(num_tokens, cache, inputs))
+        return step.forward(self._model, cache, inputs)
+
+    def _captured(self, num_tokens: int, cache: KVQuantCache, inputs: Mapping[str, Any]) -> Any:
+        """The captured forward for these inputs, new or from an earlier call."""
+        notes = notes_on(self._model)
+        captures = notes.captures if num_tokens == 1 else notes.chunk_captures
+        key = ("forward", key_of(self._model, cache, inputs))
+        return captures.get(key, lambda: _CapturedForward(inputs, self._model.device))
 
 
 @functools.cache

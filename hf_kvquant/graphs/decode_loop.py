@@ -28,6 +28,7 @@ from ..attention.masks import is_bounds
 from ..cache.cache import KVQuantCache
 from ..state import notes_on
 from ..storage import rewind
+from . import assisted
 from .capture import CapturedStep, fill, is_captured, key_of, log_slower_loop
 
 # Steps in flight beyond the one whose flags are awaited. One hides the host's launch of the next step behind the
@@ -54,28 +55,30 @@ _ADVANCED = ("attention_mask", "position_ids", "past_key_values")
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces `model.generate` on a model patched with `capture=True`; same arguments, same results."""
     method = type(model).generate
-    own = ("generate", "_sample")
+    own = ("generate", "_sample", "_assisted_decoding")
     if any(getattr(type(model), name) is not getattr(GenerationMixin, name) for name in own):
         return method(model, *args, **kwargs)
     call = inspect.signature(method).bind(model, *args, **kwargs).arguments
     options = {**call, **call.get("kwargs", {})}
-    if not _is_sampling(model, options):
+    if options.get("custom_generate") or options.get("synced_gpus"):
         return method(model, *args, **kwargs)
-    # generate does not pass its streamer to a custom method.
-    loop = functools.partial(decode, streamer=options.get("streamer"))
-    return method(model, *args, **kwargs, custom_generate=loop)
-
-
-def _is_sampling(model: Any, options: Mapping[str, Any]) -> bool:
-    """Whether `generate` would call `_sample`, with only options that it also passes to a custom method."""
-    if any(options.get(name) for name in ("custom_generate", "assistant_model", "synced_gpus")):
-        return False
+    assistant = options.get("assistant_model")
     config, _ = model._prepare_generation_config(options.get("generation_config"), **options.get("kwargs", {}))
     if config.stop_strings is not None or config.token_healing:
         log_slower_loop("stop strings and token healing need the tokenizer")
-        return False
-    mode = config.get_generation_mode(None)
-    return mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) and not config.disable_compile
+        return method(model, *args, **kwargs)
+    mode = None if config.disable_compile else config.get_generation_mode(assistant)
+    if mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        # generate does not pass its streamer to a custom method.
+        loop = functools.partial(decode, streamer=options.get("streamer"))
+        return method(model, *args, **kwargs, custom_generate=loop)
+    assisted_loop = None
+    if mode == GenerationMode.ASSISTED_GENERATION:
+        assisted_loop = assisted.decoding_method(model, config, options)
+    if assisted_loop is None:
+        return method(model, *args, **kwargs)
+    with assisted.sized(model, config, assistant):
+        return method(model, *args, **kwargs, custom_generate=assisted_loop)
 
 
 def decode(model: Any, input_ids: Tensor, *, streamer: Any = None, **call: Any) -> Any:
@@ -88,6 +91,8 @@ def decode(model: Any, input_ids: Tensor, *, streamer: Any = None, **call: Any) 
         ValueError: The cache is full.
     """
     if is_captured(call.get("past_key_values")):
+        if call["generation_config"].is_assistant:  # always asked for scores
+            return type(model)._sample(assisted.Replayed(model), input_ids, streamer=streamer, **call)
         loop = _Loop(model, input_ids, streamer, **call)
         reason = loop.why_not()
         if reason is None:
