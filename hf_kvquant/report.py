@@ -181,7 +181,7 @@ def _served_by(
 
 
 def _kind(config: KVQuantConfig, cache: KVQuantCache | None) -> str:
-    """The kind of a cache. Caches that `generate` makes for assisted decoding grow, whatever config was patched in."""
+    """The kind of a cache. Caches that `generate` makes for assisted decoding grow unless their steps are captured."""
     if config.capture:
         return "captured"
     is_static = config.static or (cache is not None and any(storage.is_static for storage in cache.storages))

@@ -62,9 +62,9 @@ def decoding_method(model: Any, config: Any, options: Mapping[str, Any]) -> Call
 
 def _why_not(model: Any, config: Any, options: Mapping[str, Any]) -> str | None:
     assistant = options.get("assistant_model")
+    if config.assistant_early_exit is not None:
+        return "the model assists itself by its first layers"
     if config.prompt_lookup_num_tokens is None:
-        if config.assistant_early_exit is not None:
-            return "the model assists itself by its first layers"
         if config.use_mtp or config.speculation_type or "Assistant" in type(assistant).__name__:
             return "proposals are made from the model's hidden states"
         if options.get("assistant_tokenizer") is not None:
@@ -85,7 +85,8 @@ def sized(model: Any, config: Any, assistant: Any) -> Iterator[None]:
 
     An assistant without `capture=True` keeps its growing cache.
     """
-    # Proposals of an assistant end before the requested length. Those of prompt lookup are as many as asked for.
+    # In transformers 5.17 to 5.23, an assistant's proposals end before the requested length. Those of prompt lookup are
+    # as many as asked for, wherever they start.
     assisted = Assisted(beyond=config.prompt_lookup_num_tokens or 0)
     patch = None if assistant is None else patch_of(assistant)
     served = [model]

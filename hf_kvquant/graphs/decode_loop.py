@@ -4,7 +4,8 @@ The captured function runs the model, chooses the token, notes which sequences a
 The host keeps a few steps in flight and reads the tokens and flags of each when they arrive. Steps that ran beyond the
 stop are undone. Results equal those of transformers' loop token for token, also when sampling.
 
-The loop serves greedy decoding, and sampling that depends on the newest scores only. Everything else goes through
+The loop serves greedy decoding, and sampling that depends on the newest scores only. Assisted decoding is in
+`assisted.py`. Everything else goes through
 transformers' loop, over the captured forward of `capture.py`; the log says so, and why.
 """
 
