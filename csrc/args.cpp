@@ -201,6 +201,11 @@ Side side(const CacheArgs& args, const char* name, const std::vector<Tensor>& pl
   const size_t count = 1 + is_quantized + !side.is_symmetric + has_tail;
   KVQ_CHECK(planes.size() == count, Subject{args.where, name}, "be ", count, " tensors for this layout, got ",
             planes.size(), ".", kMade);
+  if (has_tail && side.ring > 0 && planes.back().defined() && planes.back().dim() == 4) {
+    // A tail may have more rows for the newest tokens than attention reads; blocks stay whole.
+    const int64_t ring = planes.back().size(2) - sinks, step = side.has_channel_scales ? kBlockSize : 1;
+    if (ring > side.ring && ring <= kMaxInt - sinks && ring % step == 0) side.ring = static_cast<int>(ring);
+  }
 
   // Checks the next plane and returns its memory. Writes strides, which are 0 for axes of size 1.
   size_t num_read = 0;

@@ -114,7 +114,7 @@ struct Side {
   // newest tokens (from tail_begin on). nullptr where there are neither; Storage::none never has a tail.
   void* tail;                   // [batch, num_kv_heads, sink_length + ring, head_dim], rows contiguous; see tail_row
   Dtype tail_dtype;
-  int ring;                     // residual_length; with has_channel_scales rounded up to whole blocks, plus one block
+  int ring;                     // at least residual_length; with has_channel_scales whole blocks, and one block more
   int64_t tail_stride_b, tail_stride_h, tail_stride_t;  // in elements
 };
 
@@ -122,6 +122,11 @@ struct Side {
 KVQ_ON_DEVICE inline int tail_begin(const Side& side, int length, int residual_length) {
   const int begin = length > residual_length ? length - residual_length : 0;
   return side.has_channel_scales ? begin / kBlockSize * kBlockSize : begin;
+}
+
+// The first of the newest tokens that the tail keeps: those that attention reads, and others for a crop.
+KVQ_ON_DEVICE inline int tail_kept(const Side& side, int length) {
+  return tail_begin(side, length, side.has_channel_scales ? side.ring - kBlockSize : side.ring);
 }
 
 // Whether a token is one of the first `sink_length` that are not padding. These have rows of their own in the tail.

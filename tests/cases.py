@@ -92,13 +92,15 @@ class Case:
     capacity: int = 128
     sink_length: int = 0
     residual_length: int = 0
+    slack: int = 0
 
     def __str__(self) -> str:
         keys, values = (kv_format.describe() for kv_format in self.formats)
         formats = keys if keys == values else f"{keys}+{values}"
         text = f"{formats}-hd{self.head_dim}-{name_of(self.dtype)}-gqa{self.num_q_per_kv}-q{self.q_len}"
         text += f"-len{','.join(map(str, self.lengths))}"
-        return text + (f"-dense{self.sink_length}+{self.residual_length}" if any(self.windows.values()) else "")
+        text += f"-dense{self.sink_length}+{self.residual_length}" if any(self.windows.values()) else ""
+        return text + (f"-slack{self.slack}" if self.slack else "")
 
     @property
     def batch(self) -> int:
@@ -184,7 +186,7 @@ def filled(case: Case, side: int, x: Tensor | None = None, key_transform: KeyTra
     if x is None:
         x = tokens(case, case.capacity, head_dim)
     shape = case.batch, case.num_kv_heads, head_dim, case.capacity
-    outside = poisoned(kv_format, *shape, case.dtype, device=str(x.device), **case.windows)
+    outside = poisoned(kv_format, *shape, case.dtype, device=str(x.device), slack=case.slack, **case.windows)
     if outside.tail is not None:
         starts = case.starts_tensor()
         for b, length in enumerate(case.lengths):

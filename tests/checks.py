@@ -35,7 +35,7 @@ def run_append(engine: str, case: Case, key: Tensor, value: Tensor, key_transfor
     for side, x in enumerate((key, value)):
         kv_format = case.formats[side]
         shape = case.batch, case.num_kv_heads, case.head_dims()[side], case.capacity
-        made = poisoned(kv_format, *shape, case.dtype, **case.windows)
+        made = poisoned(kv_format, *shape, case.dtype, slack=case.slack, **case.windows)
         if kv_format.granularity == "tensor":
             # The scale of an earlier, smaller chunk: the new tokens run into the clamps.
             frozen = reference.compute_scale(torch.randn(x.shape), kv_format)

@@ -128,6 +128,7 @@ def draw_case(dice: random.Random, is_ring: bool) -> tuple[Case, str]:
         num_kv_heads=dice.randint(1, 3),
         value_dim=value_dim,
         capacity=capacity,
+        slack=dice.choice((0, 0, 5, 64)),
         **(windows if is_windowed else {}),
     )
     kind = "" if is_channel or not key_format.is_quantized else dice.choice(("", "", "center", "smooth", "rotate"))
@@ -138,7 +139,7 @@ def draw_planes(case: Case, side: int) -> Planes:
     """Planes that hold random codes, and scales that are finite, everywhere."""
     kv_format, head_dim = case.formats[side], case.head_dims()[side]
     shape = case.batch, case.num_kv_heads, case.capacity, head_dim
-    planes = poisoned(kv_format, *shape[:2], head_dim, case.capacity, case.dtype, **case.windows)
+    planes = poisoned(kv_format, *shape[:2], head_dim, case.capacity, case.dtype, slack=case.slack, **case.windows)
     x = torch.randn(shape)
     if not kv_format.is_quantized:
         planes.codes.copy_(x)

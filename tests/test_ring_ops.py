@@ -60,7 +60,8 @@ def grown(case: Case, count: int) -> Case:
 def empty(case: Case, side: int, capacity: int) -> Planes:
     """Poisoned planes; a frozen scale is that of an earlier chunk."""
     kv_format, head_dim = case.formats[side], case.head_dims()[side]
-    made = poisoned(kv_format, case.batch, case.num_kv_heads, head_dim, capacity, case.dtype, **case.windows)
+    windows = {"slack": case.slack, **case.windows}
+    made = poisoned(kv_format, case.batch, case.num_kv_heads, head_dim, capacity, case.dtype, **windows)
     if kv_format.granularity == "tensor":
         x = torch.randn(case.batch, 1, 4, head_dim, generator=torch.Generator().manual_seed(side))
         made = Planes(made.codes, *reference.compute_scale(x, kv_format), made.tail)

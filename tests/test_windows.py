@@ -55,7 +55,7 @@ def spoiled(case: Case, device: str = "cpu") -> list[Planes]:
     made = []
     for kv_format, head_dim in zip(case.formats, case.head_dims(), strict=True):
         shape = case.batch, case.num_kv_heads, head_dim, case.capacity
-        planes = poisoned(kv_format, *shape, case.dtype, **case.windows)
+        planes = poisoned(kv_format, *shape, case.dtype, slack=case.slack, **case.windows)
         if kv_format.granularity == "tensor":
             for plane, number in zip((planes.scale, planes.zero), (0.05, -1.0), strict=True):
                 if plane is not None:
@@ -67,29 +67,30 @@ def spoiled(case: Case, device: str = "cpu") -> list[Planes]:
 # --- the reference ----------------------------------------------------------------------------------------------------
 
 
-def row_by_hand(token: int, length: int, start: int, is_block: bool, window: tuple[int, int]) -> int | None:
-    """The row of a tail that a token is in, `None` where it is not."""
+def row_by_hand(token: int, length: int, start: int, is_block: bool, window: tuple[int, int], slack: int) -> int | None:
+    """The row of a tail from which attention reads a token, `None` where it does not."""
     sink_length, residual_length = window
     if start <= token < start + sink_length:
         return token - start
-    begin, ring = max(0, length - residual_length), residual_length
+    begin, ring = max(0, length - residual_length), residual_length + slack
     if is_block:
-        begin, ring = begin - begin % 128, math.ceil(residual_length / 128) * 128 + 128
+        begin, ring = begin - begin % 128, sum(math.ceil(each / 128) * 128 for each in (residual_length, slack, 1))
     return sink_length + token % ring if token >= begin else None
 
 
+@pytest.mark.parametrize("slack", [0, 64, 130])
 @windows
 @pytest.mark.parametrize("kv_format", [BLOCKS, INT4], ids=name_of)
-def test_tokens_and_rows(kv_format: KVFormat, window: tuple[int, int]) -> None:
+def test_tokens_and_rows(kv_format: KVFormat, window: tuple[int, int], slack: int) -> None:
     for length, start in itertools.product((0, 1, 4, 7, 128, 129, 255, 256, 300, 511), (0, 3, 250)):
         planes = kv_format.allocate(
             1, 1, 8, 512, dtype=torch.float32, device=torch.device("cpu"), sink_length=window[0],
-            residual_length=window[1],
+            residual_length=window[1], slack=slack,
         )  # fmt: skip
         is_dense, row = reference.dense_tokens(
             planes, kv_format, torch.tensor([length]), torch.tensor([start]), *window
         )
-        expected = [row_by_hand(token, length, start, kv_format is BLOCKS, window) for token in range(length)]
+        expected = [row_by_hand(token, length, start, kv_format is BLOCKS, window, slack) for token in range(length)]
         assert is_dense[0, :length].tolist() == [each is not None for each in expected]
         assert not is_dense[0, length:].any()
         held = [each for each in expected if each is not None]
@@ -177,15 +178,18 @@ def test_attention_matches_float64(kind: str) -> None:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("slack", [0, 64])
 @windows
 @variants
-def test_append_matches_reference(engine: str, formats: tuple[KVFormat, KVFormat], window: tuple[int, int]) -> None:
+def test_append_matches_reference(
+    engine: str, formats: tuple[KVFormat, KVFormat], window: tuple[int, int], slack: int
+) -> None:
     """A history of chunks, padding of more than a block included; bitwise, everything that is not written too."""
     index = VARIANTS.index(formats) + WINDOWS.index(window)
     head_dim, dtype = (64, 128, 16, 80)[index % 4], (torch.bfloat16, torch.float32, torch.float16)[index % 3]
     case = Case(
         formats, head_dim, dtype, lengths=(0, 0), starts=(0, 140), value_dim=32, capacity=640, sink_length=window[0],
-        residual_length=window[1],
+        residual_length=window[1], slack=slack,
     )  # fmt: skip
     has_transform = formats[0].is_quantized and formats[0] is not BLOCKS
     transform = make_transform("center+smooth+rotate", head_dim) if has_transform else None
@@ -204,6 +208,29 @@ def test_append_matches_reference(engine: str, formats: tuple[KVFormat, KVFormat
                 new[side], planes[side], formats[side], lengths, None if side else transform, starts, **case.windows
             )
             assert_same_planes(ours[side], planes[side], f"{case}, {length} tokens")
+
+
+@pytest.mark.parametrize("window", [(0, 16), (3, 40), (0, 0)], ids=str)
+@variants
+def test_a_tail_keeps_what_a_crop_brings_back(formats: tuple[KVFormat, KVFormat], window: tuple[int, int]) -> None:
+    """Also of a chunk that is longer than the window: up to 64 tokens behind it are in their rows."""
+    case = Case(formats, 16, capacity=512, sink_length=window[0], residual_length=window[1], slack=64)
+    planes = spoiled(case)
+    x = [torch.randn(3, 2, 512, 16) for _ in range(2)]
+    length = 0
+    for count in (140, 1, 1, 60, 5, 200, 1, 30):
+        length += count
+        lengths = torch.full((3,), length)
+        for side, made in enumerate(planes):
+            new = x[side][:, :, length - count : length]
+            reference.append(new, made, formats[side], lengths, **case.windows)
+            if made.tail is None:
+                continue
+            for removed in range(64 if made.tail.shape[2] > window[0] else 0):
+                first = max(window[0], formats[side].tail_begin(length - removed, window[1]))
+                position = torch.arange(first, length - removed)
+                row = window[0] + position % (made.tail.shape[2] - window[0])
+                assert_same(made.tail[:, :, row], x[side][:, :, position], f"{removed} of {length} tokens removed")
 
 
 @variants
@@ -238,7 +265,7 @@ def test_decode_serves_every_length(engine: str, formats: tuple[KVFormat, KVForm
         starts = (None, (0, 3, 100), (0, 130, 7), (129, 0, 380))[(i + index) % 4]
         case = Case(
             formats, head_dim, dtype, (4, 1, 8)[i % 3], 1, lengths, starts, capacity=384, sink_length=window[0],
-            residual_length=window[1],
+            residual_length=window[1], slack=(0, 20)[i // 2],
         )  # fmt: skip
         transform = make_transform("center+smooth+rotate", head_dim) if has_transform and i % 2 else None
         run_decode(engine, case, planes=(filled(case, 0, None, transform), filled(case, 1)), key_transform=transform)
@@ -253,7 +280,7 @@ def test_decode_serves_chunks_splits_and_masks(
     index = VARIANTS.index(formats)
     case = Case(
         formats, 64, (torch.float32, torch.bfloat16)[index % 2], num_q_per_kv, q_len, (700, 140, 513), (0, 129, 5),
-        capacity=768, sink_length=4, residual_length=100,
+        capacity=768, sink_length=4, residual_length=100, slack=index % 3 * 64,
     )  # fmt: skip
     has_transform = formats[0].is_quantized and formats[0] is not BLOCKS
     transform = make_transform("center+rotate", 64) if has_transform else None
@@ -271,10 +298,10 @@ def test_decode_serves_chunks_splits_and_masks(
 
 @variants
 def test_decode_appends_first(engine: str, formats: tuple[KVFormat, KVFormat]) -> None:
-    for length, q_len in ((1, 1), (128, 1), (257, 2), (300, 40)):
+    for length, q_len, slack in ((1, 1, 0), (128, 1, 0), (257, 2, 0), (300, 40, 0), (128, 1, 64), (300, 40, 64)):
         before, case = (
             Case(formats, 64, torch.bfloat16, 2, q_len, (held,) * 2, (0, 9), capacity=384, sink_length=4,
-                 residual_length=37)
+                 residual_length=37, slack=slack)
             for held in (length - q_len, length)
         )  # fmt: skip
         planes = [clone(filled(before, side), engine) for side in (0, 1)]
@@ -633,14 +660,20 @@ BROKEN: list[tuple[tuple[KVFormat, KVFormat], int, Any, str]] = [
     (
         pair(INT4),
         1,
-        lambda planes: replaced(planes, tail=planes.tail.repeat(1, 1, 2, 1)),
-        "`value_planes.tail` must be [2, 2, 14, 64] of the model's dtype, got [2, 2, 28, 64] float32. Planes",
+        lambda planes: replaced(planes, tail=planes.tail.repeat(1, 1, 1, 2)),
+        "`value_planes.tail` must be [2, 2, 14, 64] of the model's dtype, got [2, 2, 14, 128] float32. Planes",
     ),
     (
         (BLOCKS, INT4),
         0,
         lambda planes: replaced(planes, tail=planes.tail[:, :, :132]),
         "`key_planes.tail` must be [2, 2, 260, 64] of the model's dtype, got [2, 2, 132, 64] float32. Planes",
+    ),
+    (
+        (BLOCKS, INT4),
+        0,
+        lambda planes: replaced(planes, tail=planes.tail.repeat(1, 1, 2, 1)),
+        "`key_planes.tail` must be [2, 2, 260, 64] of the model's dtype, got [2, 2, 520, 64] float32. Planes",
     ),
     (
         pair(INT4),
@@ -679,6 +712,10 @@ def test_bad_windows_are_named() -> None:
     for name in ("sink_length", "residual_length"):
         with pytest.raises(ValueError, match=f"^KVLayout: `{name}` must not be negative, got -1.$"):
             dataclasses.replace(case.layout, **{name: -1})
+    first = dataclasses.replace(case, sink_length=4)
+    planes = [replaced(filled(first, side), tail=torch.zeros(2, 2, 4 + side, 64)) for side in (0, 1)]
+    with pytest.raises(REFUSED, match=r"^append: `value_planes.tail` must be \[2, 2, 4, 64\] .*, got \[2, 2, 5, 64\]"):
+        ops.append(*new, *planes, lengths, first.layout)
     spoiled_planes = [replaced(filled(case, side), tail=torch.zeros(2, 2, 14, 64)) for side in (0, 1)]
     with pytest.raises(REFUSED, match=r"^append: `key_planes` must be 3 tensors for this layout, got 4\. Planes"):
         ops.append(*new, spoiled_planes[0], filled(case, 1), lengths, case.layout)

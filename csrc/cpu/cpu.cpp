@@ -137,7 +137,7 @@ void check_frozen(const Kernels& kernels, const QuantizeTask& task, int batch, b
   }
 }
 
-// Copies to the tail those new tokens of one head that attention will read from there: those in the dense windows.
+// Copies to the tail those new tokens of one head that it keeps.
 void keep_dense(const QuantizeTask& task, int b, int head) {
   const Side& side = *task.side;
   const Dense& source = *task.source;
@@ -150,7 +150,7 @@ void keep_dense(const QuantizeTask& task, int b, int head) {
     std::memcpy(static_cast<uint8_t*>(side.tail) + to * size, static_cast<const uint8_t*>(source.data) + from * size,
                 static_cast<size_t>(side.head_dim) * size);
   };
-  const int recent = std::max(tail_begin(side, length, task.residual_length), first_new);
+  const int recent = std::max(tail_kept(side, length), first_new);
   for (int token = std::max(start, first_new); token < recent && is_sink(token, start, task.sink_length); ++token) {
     copy(token);
   }

@@ -219,6 +219,8 @@ def _expected(where: str, arguments: Arguments, cache: _Cache) -> dict[str, Expe
         ("key", "value"), cache.planes, cache.layout.formats, cache.head_dims, strict=True
     ):
         shapes = kv_format.plane_shapes(batch, heads, head_dim, capacity, **cache.layout.windows)
+        if planes.tail is not None and kv_format.serves_tail(planes.tail.shape[2], **cache.layout.windows):
+            shapes["tail"] = batch, heads, planes.tail.shape[2], head_dim
         new = arguments[side]
         if (new is None) != (arguments["key"] is None):
             raise ValueError(f"{where}: `{side}` must be given exactly where `key` is. Give both or neither.")

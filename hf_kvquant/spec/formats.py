@@ -182,19 +182,26 @@ class KVFormat:
             return (batch, 1, 1, capacity)
         return (batch, num_kv_heads, self.num_groups(head_dim), capacity)
 
-    def tail_rows(self, sink_length: int = 0, residual_length: int = 0) -> int:
+    def tail_rows(self, sink_length: int = 0, residual_length: int = 0, slack: int = 0) -> int:
         """Rows of the tail; 0 for no tail.
 
         Args:
             sink_length: First tokens that stay dense.
             residual_length: Newest tokens that stay dense.
+            slack: Tokens behind these that a tail also keeps, for a crop. Attention does not read them.
         """
         if not self.is_quantized:
             return 0
         if self.block_size is None:
-            return sink_length + residual_length
+            return sink_length + residual_length + (slack if residual_length else 0)
         # Whole blocks, so that each block is contiguous, and one more because the window may begin within a block.
-        return sink_length + (-(-residual_length // self.block_size) + 1) * self.block_size
+        blocks = -(-residual_length // self.block_size) + 1 - (-slack // self.block_size)
+        return sink_length + blocks * self.block_size
+
+    def serves_tail(self, rows: int, sink_length: int = 0, residual_length: int = 0) -> bool:
+        """Whether a tail can have so many rows: `tail_rows` with any slack. The other arguments are those of it."""
+        slack = rows - self.tail_rows(sink_length, residual_length)
+        return slack >= 0 and rows == self.tail_rows(sink_length, residual_length, slack)
 
     def plane_names(self, sink_length: int = 0, residual_length: int = 0) -> list[str]:
         """The planes that exist, in the order of `Planes.tensors`. The arguments are those of `tail_rows`."""
@@ -214,6 +221,7 @@ class KVFormat:
         capacity: int,
         sink_length: int = 0,
         residual_length: int = 0,
+        slack: int = 0,
     ) -> dict[str, tuple[int, int, int, int]]:
         """The shapes of the planes that exist, by name. See `allocate`."""
         scale = self.scale_shape(batch, num_kv_heads, head_dim, capacity)
@@ -221,7 +229,7 @@ class KVFormat:
             "codes": (batch, num_kv_heads, capacity, self.row_bytes(head_dim) if self.is_quantized else head_dim),
             "scale": scale,
             "zero": scale,
-            "tail": (batch, num_kv_heads, self.tail_rows(sink_length, residual_length), head_dim),
+            "tail": (batch, num_kv_heads, self.tail_rows(sink_length, residual_length, slack), head_dim),
         }
         return {name: shapes[name] for name in self.plane_names(sink_length, residual_length)}
 
@@ -253,6 +261,7 @@ class KVFormat:
         device: torch.device,
         sink_length: int = 0,
         residual_length: int = 0,
+        slack: int = 0,
     ) -> Planes:
         """New planes for `capacity` tokens.
 
@@ -269,13 +278,14 @@ class KVFormat:
             device: Of the planes.
             sink_length: As in `tail_rows`.
             residual_length: As in `tail_rows`.
+            slack: As in `tail_rows`.
 
         Raises:
             ValueError: `head_dim` does not fit; see `num_groups`.
         """
         self.num_groups(head_dim)
         assert self.block_size is None or capacity % self.block_size == 0
-        shapes = self.plane_shapes(batch, num_kv_heads, head_dim, capacity, sink_length, residual_length)
+        shapes = self.plane_shapes(batch, num_kv_heads, head_dim, capacity, sink_length, residual_length, slack)
         planes = {
             name: torch.zeros(shape, dtype=self.plane_dtype(name) or dtype, device=device)
             for name, shape in shapes.items()

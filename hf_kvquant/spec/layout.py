@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -115,12 +115,13 @@ class KVLayout:
         return _unpacked(tuple(numbers))
 
     def allocate(
-        self, shape: Shape, capacity: int, *, dtype: torch.dtype, device: torch.device
+        self, shape: Shape, capacity: int, *, dtype: torch.dtype, device: torch.device, slack: int = 0
     ) -> tuple[Planes, Planes]:
         """New planes of keys and of values for `capacity` tokens, zeroed. See `KVFormat.allocate`."""
         batch, num_kv_heads, *head_dims = shape
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "slack": slack, **self.windows}
         key, value = (
-            each.allocate(batch, num_kv_heads, head_dim, capacity, dtype=dtype, device=device, **self.windows)
+            each.allocate(batch, num_kv_heads, head_dim, capacity, **options)
             for each, head_dim in zip(self.formats, head_dims, strict=True)
         )
         return key, value

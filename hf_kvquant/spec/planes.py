@@ -18,7 +18,8 @@ class Planes:
         scale: `[batch, num_kv_heads | 1, num_groups, capacity | 1]` float16; for granularity `channel`
             `[batch, num_kv_heads, capacity / block_size, head_dim]`.
         zero: Like `scale`; `None` when symmetric.
-        tail: `[batch, num_kv_heads, sink_length + ring, head_dim]` in the model's dtype: dense tokens. `None` without
+        tail: `[batch, num_kv_heads, sink_length + ring, head_dim]` in the model's dtype: dense tokens. The token at
+            position t is in row `sink_length` + t mod ring, except the first `sink_length` tokens. `None` without
             dense windows, except with granularity `channel`, which always has a tail.
     """
 

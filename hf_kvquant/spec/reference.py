@@ -18,6 +18,7 @@ affected. Bits of codes are in `codes.py`, layouts in `formats.py`, allocation i
 Dense windows: the first `sink_length` tokens that are not padding and the last `residual_length` tokens are kept dense,
 in the tail, and attention reads them there. The window is placed after the whole chunk is appended, so all queries of a
 chunk see the same tokens as codes. Every token gets codes at once, so nothing happens when it leaves the window.
+The tail may have room for more of the newest tokens than the window: a crop finds them there.
 
 Rings: in planes whose rows are a ring, the token at position t is in row t mod capacity. The rows hold the newest
 `capacity` tokens; `ring_positions` says which. All else uses positions in the sequence, which may exceed the capacity.
@@ -286,13 +287,18 @@ def dense_tokens(
         position = torch.arange(planes.codes.shape[2], device=lengths.device).expand(lengths.shape[0], -1)
     if planes.tail is None:
         return torch.zeros_like(position, dtype=torch.bool), torch.zeros_like(position)
-    behind_start = position if starts is None else position - starts.long().unsqueeze(1)
-    is_sink = (behind_start >= 0) & (behind_start < sink_length)
+    is_sink, row = _tail_rows(planes.tail, position, starts, sink_length)
     is_recent = position >= kv_format.tail_begin(lengths.long(), residual_length).unsqueeze(1)
-    ring = max(1, planes.tail.shape[2] - sink_length)  # 0 where nothing is recent
-    row = torch.where(is_sink, behind_start, sink_length + position % ring)
     is_dense = (is_sink | is_recent) & (position < lengths.unsqueeze(1))
     return is_dense, row.masked_fill(~is_dense, 0)
+
+
+def _tail_rows(tail: Tensor, position: Tensor, starts: Tensor | None, sink_length: int) -> tuple[Tensor, Tensor]:
+    """Which tokens are among the first `sink_length`, and the row of each token in the tail: `[batch, tokens]`."""
+    behind_start = position if starts is None else position - starts.long().unsqueeze(1)
+    is_sink = (behind_start >= 0) & (behind_start < sink_length)
+    ring = max(1, tail.shape[2] - sink_length)  # 0 where nothing is recent
+    return is_sink, torch.where(is_sink, behind_start, sink_length + position % ring)
 
 
 def dequantize(
@@ -438,9 +444,12 @@ def append(
         return
     q_len = x.shape[2]
     position = (lengths.long() - q_len).unsqueeze(1) + torch.arange(q_len, device=x.device)  # [batch, q_len]
-    is_dense, row = dense_tokens(planes, kv_format, lengths, starts, sink_length, residual_length, position)
+    is_sink, row = _tail_rows(planes.tail, position, starts, sink_length)
+    # Beyond what attention reads, the tail may have rows for a crop.
+    num_kept = planes.tail.shape[2] - sink_length - (kv_format.block_size or 0)
+    is_kept = is_sink | (position >= kv_format.tail_begin(lengths.long(), num_kept).unsqueeze(1))
     for b in range(x.shape[0]):
-        planes.tail[b][:, row[b, is_dense[b]]] = x[b][:, is_dense[b]].to(planes.tail.dtype)
+        planes.tail[b][:, row[b, is_kept[b]]] = x[b][:, is_kept[b]].to(planes.tail.dtype)
 
 
 def _append_tokens(x: Tensor, planes: Planes, kv_format: KVFormat, lengths: Tensor, is_ring: bool) -> None:

@@ -306,7 +306,7 @@ struct TailUpdate {
         end(tail_begin(job.side, max(length, 0), jobs.residual_length)) {}
 };
 
-// All threads of a thread block copy the new tokens of one head that now belong to the tail.
+// All threads of a thread block copy the new tokens of one head that the tail keeps.
 __device__ void copy_to_tail(const Jobs& jobs, const Job& job, const TailUpdate& update, int64_t b, int64_t h) {
   const Side& side = job.side;
   const Dense& dense = job.dense;
@@ -324,7 +324,7 @@ __device__ void copy_to_tail(const Jobs& jobs, const Job& job, const TailUpdate&
       }
     }
   };
-  const int first = max(update.end, update.old);
+  const int first = max(tail_kept(side, update.length), update.old);
   copy(first, update.length);
   copy(max(update.start, update.old), min(update.start + jobs.dense_first, first));
 }

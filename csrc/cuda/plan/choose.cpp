@@ -107,6 +107,10 @@ bool can_append(const AttendKernel& kernel, const AppendParams* new_tokens, int6
     // With dense windows, older tokens complete blocks of keys.
     if (is_blocked || !has_aligned_rows(new_tokens->key) || !has_aligned_rows(new_tokens->value)) return false;
   }
+  // The tail gets only what attention reads there, and keys of blocks only a tail of one block.
+  const int window = new_tokens->residual_length, num_written = is_blocked ? kBlockSize : window;
+  const bool has_slack = std::max(new_tokens->key_side.ring, new_tokens->value_side.ring) > num_written;
+  if (has_slack && (is_blocked || new_tokens->q_len > window)) return false;
   // Tokens that share the scale of a channel must be in one round.
   if (is_blocked && kernel.step_tokens * num_warps % kBlockSize != 0) return false;
   if (kernel.has_pairs && !are_pairs(*new_tokens)) return false;
