@@ -415,6 +415,8 @@ class ReferenceLayer(DynamicLayer):
         self.formats = (formats.key, formats.value)
         self.windows = {"sink_length": formats.sink_length, "residual_length": formats.residual_length}
         self.transform = transform
+        self.slack = 0  # tokens behind the dense windows that are remembered as they were given
+        self.is_lost = [torch.zeros(0, dtype=torch.bool) for _ in range(2)]  # by side and position: they no longer are
         self.frozen: list[Planes | None] = [None, None]  # per-tensor scales of the first chunk
         self.replay = None if replay is None else iter(replay)
         self.mask = mask
@@ -439,6 +441,10 @@ class ReferenceLayer(DynamicLayer):
             for side, x in enumerate((key_states, value_states))
         ]
         super().update(*both)
+        for side in range(2):
+            added = torch.zeros(key_states.shape[2], dtype=torch.bool)
+            self.is_lost[side] = torch.cat((self.is_lost[side], added))
+            self.is_lost[side][: self._remembered_from(side)] = True
         if self.formats[0].block_size is not None:
             residual_length = self.windows["residual_length"]
             self._close_blocks(
@@ -448,6 +454,15 @@ class ReferenceLayer(DynamicLayer):
 
     def _has_tail(self, side: int) -> bool:
         return self.formats[side].tail_rows(**self.windows) > 0
+
+    def activate_past_recording(self) -> None:
+        """Remember more tokens as they were given, from now on."""
+        self.slack = 64
+
+    def _remembered_from(self, side: int) -> int:
+        kv_format, residual_length = self.formats[side], self.windows["residual_length"]
+        slack = self.slack if kv_format.block_size is None else -(-self.slack // 128) * 128
+        return kv_format.tail_begin(self.get_seq_length(), residual_length + slack)
 
     def _starts(self) -> Tensor:
         batch = self.keys.shape[0]
@@ -468,15 +483,16 @@ class ReferenceLayer(DynamicLayer):
         return torch.where((is_sink | (column >= begin))[:, None, :, None], given, coded)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Tokens that become the newest ones again go on as they were seen."""
-        old_length = self.get_seq_length()
+        """Tokens that become the newest ones again go on as they were seen, unless they are remembered."""
+        length = max(0, self.get_seq_length() + tokens_to_remove)
         for side in range(2):
-            if self._has_tail(side) and old_length:
-                x, residual_length = (self.keys, self.values)[side], self.windows["residual_length"]
-                lengths = old_length + tokens_to_remove, old_length
-                begin, end = (self.formats[side].tail_begin(length, residual_length) for length in lengths)
-                given = x.chunk(2, dim=-1)[1]
-                given[:, :, begin:end] = self.seen(side)[:, :, begin:end]
+            begin = self.formats[side].tail_begin(length, self.windows["residual_length"])
+            is_reopened = self.is_lost[side].clone()
+            is_reopened[:begin] = False
+            if self._has_tail(side) and is_reopened.any():
+                given = (self.keys, self.values)[side].chunk(2, dim=-1)[1]
+                given[:, :, is_reopened] = self.seen(side)[:, :, is_reopened]
+            self.is_lost[side] = (self.is_lost[side] & ~is_reopened)[:length]
         super().crop(tokens_to_remove)
 
     def _through_codes(self, side: int, x: Tensor) -> Tensor:

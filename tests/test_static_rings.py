@@ -196,7 +196,8 @@ def test_crops(config: Any, held: int, removed: int) -> None:
     """As far as a growing ring whose past was recorded goes."""
     twins = Twins(65, config, PADS)
     twins.give(40)
-    twins.growing.activate_past_recording()
+    for cache in twins.both():
+        cache.activate_past_recording()
     for tokens in (held - 40 - 11, *[1] * 11):
         twins.give(tokens, "flushes")
     for cache in twins.both():

@@ -79,6 +79,8 @@ class DenseModel:
         self.formats = formats
         self.transform = transform
         self.starts: Tensor | None = None
+        self.slack = 0  # tokens behind the dense windows that are remembered as they came
+        self.is_lost = [torch.zeros(0, dtype=torch.bool) for _ in range(2)]  # by side and position: they no longer are
         self.sides: list[Tensor] = []
         self.given: list[Tensor] = []
         self.frozen: list[tuple[Tensor | None, Tensor | None]] = []
@@ -130,6 +132,8 @@ class DenseModel:
         self.sides = [torch.cat(pair, dim=2) for pair in zip(self.sides, new, strict=True)] if self.sides else new
         self.given = [torch.cat(pair, dim=2) for pair in zip(self.given, given, strict=True)] if self.given else given
         self.dtype = key.dtype
+        self.is_lost = [torch.cat((x, torch.zeros(key.shape[2], dtype=torch.bool))) for x in self.is_lost]
+        self.forget_slack()
         if self.formats.key.block_size is not None:
             begin, end = (self.tail_begin(0, length) for length in (old_length, self.length))
             if end > begin:
@@ -138,6 +142,12 @@ class DenseModel:
                 x = self.given[0][:, :, begin:end]
                 planes = reference.quantize(x, self.formats.key, is_padding=is_left_out)
                 self.sides[0][:, :, begin:end] = reference.dequantize(planes, self.formats.key)
+
+    def forget_slack(self) -> None:
+        """Tokens behind the dense windows and the slack are only remembered as codes."""
+        for side in range(2) if self.sides else ():
+            slack = self.slack if self.of_side(side).block_size is None else -(-self.slack // 128) * 128
+            self.is_lost[side][: self.tail_begin(side, self.length - slack)] = True
 
     @property
     def decoded(self) -> list[Tensor]:
@@ -161,11 +171,14 @@ class DenseModel:
     def crop(self, count: int) -> None:
         length = max(0, self.length - count)
         for side in range(2) if self.sides else ():
-            begin, end = self.tail_begin(side, length), min(length, self.tail_begin(side, self.length))
-            if begin < end:  # newest tokens again, as codes have left them
-                x = self.decoded[side][:, :, begin:end].to(self.dtype).float()
-                is_first = self.is_first()[:, None, begin:end, None]
-                self.given[side][:, :, begin:end] = torch.where(is_first, self.given[side][:, :, begin:end], x)
+            is_reopened = self.is_lost[side].clone()
+            is_reopened[: self.tail_begin(side, length)] = False
+            is_reopened[length:] = False
+            if is_reopened.any():  # newest tokens again, as codes have left them
+                x = self.decoded[side].to(self.dtype).float()
+                is_coded = is_reopened & ~self.is_first()
+                self.given[side] = torch.where(is_coded[:, None, :, None], x, self.given[side])
+            self.is_lost[side] = (self.is_lost[side] & ~is_reopened)[:length]
         self.sides, self.given = ([x[:, :, :length].clone() for x in each] for each in (self.sides, self.given))
 
     def select(self, index: Tensor) -> None:
@@ -337,6 +350,13 @@ class StorageMachine(RuleBasedStateMachine):
         rewind.crop(self.storage, count)
         self.model.crop(count)
 
+    @rule()
+    def expect_crops(self) -> None:
+        rewind.expect_crops(self.storage)
+        self.model.slack = 64
+        if self.pinned:
+            self.pinned = addresses(self.storage)
+
     @precondition(lambda self: self.storage.is_allocated)
     @rule(data=st.data())
     def select(self, data: st.DataObject) -> None:
@@ -374,8 +394,8 @@ class StorageMachine(RuleBasedStateMachine):
     def release(self, batch: int, dtype: torch.dtype) -> None:
         self.storage.release()
         assert not self.storage.is_allocated and self.storage.num_bytes == 0
-        self.model = DenseModel(self.model.formats, self.model.transform)
-        self.batch, self.dtype, self.pinned = batch, dtype, []
+        slack, self.model = self.model.slack, DenseModel(self.model.formats, self.model.transform)
+        self.batch, self.dtype, self.pinned, self.model.slack = batch, dtype, [], slack
 
     @rule(copier=st.sampled_from([copy.deepcopy, lambda storage: pickle.loads(pickle.dumps(storage))]))
     def duplicate(self, copier: Callable[[LayerStore], LayerStore]) -> None:
@@ -409,7 +429,9 @@ class StorageMachine(RuleBasedStateMachine):
             device=old.device,
             starts=old.starts,
         )
-        assert twin.capacity == old.capacity and twin.num_bytes == old.num_bytes
+        assert twin.capacity == old.capacity and (twin.num_bytes == old.num_bytes or old.rows.slack)
+        self.model.slack = 0
+        self.model.forget_slack()
         for planes in old.planes:
             for tensor in planes.tensors():
                 tensor.fill_(7)  # the one left behind must not share memory with its twin
@@ -468,6 +490,7 @@ class WindowMachine(StorageMachine):
         dtype=st.sampled_from([torch.float32, torch.bfloat16]),
         device=st.sampled_from(DEVICES),
         transform=st.sampled_from(["", *TRANSFORMS]),
+        is_announced=st.booleans(),
     )
     def build(  # type: ignore[override]
         self,
@@ -481,6 +504,7 @@ class WindowMachine(StorageMachine):
         dtype: torch.dtype,
         device: str,
         transform: str,
+        is_announced: bool,
     ) -> None:
         transform = "" if key_format.block_size is not None else transform
         self.padding = padding
@@ -489,6 +513,8 @@ class WindowMachine(StorageMachine):
         self.storage = LayerStore(formats, max_cache_len=max_cache_len, key_transform=self.storage.key_transform)
         self.model = DenseModel(formats, self.model.transform)
         self.pad()
+        if is_announced:
+            self.expect_crops()
 
     def pad(self) -> None:
         starts = [self.padding[b % len(self.padding)] for b in range(self.batch)]

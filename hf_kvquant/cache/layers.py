@@ -158,6 +158,13 @@ class KVQuantLayer(CacheLayerMixin):
             )
         rewind.crop(self.storage, -int(tokens_to_remove))  # transformers 5.17 gives a tensor
 
+    def activate_past_recording(self) -> None:
+        """Keep tokens that leave a dense window for a while, for callers that crop (such as assisted decoding).
+
+        A crop of up to `TAIL_SLACK` tokens then brings them back as they came, instead of dequantised.
+        """
+        rewind.expect_crops(self.storage)
+
     def reset(self) -> None:
         """Forget all tokens. A static layer keeps its buffers and their addresses."""
         if self.storage.is_static:
@@ -238,7 +245,8 @@ class KVQuantRingLayer(KVQuantLayer):
         self._ring.record_past(record_past, self.storage.length)
 
     def activate_past_recording(self) -> None:
-        """Keep tokens that leave the window between crops, for callers that crop (such as assisted decoding)."""
+        """Keep tokens that leave the window between crops, and those that leave a dense window for a while."""
+        super().activate_past_recording()
         self.record_past = True
 
     @property
@@ -305,6 +313,11 @@ class KVQuantHybridLayer(KVQuantLayer, LinearAttentionAndFullAttentionLayer):  #
         if tokens_to_remove <= 0:
             LinearAttentionLayer.crop(self, tokens_to_remove)
         KVQuantLayer.crop(self, tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        """Keep past states between crops, and tokens that leave a dense window for a while."""
+        KVQuantLayer.activate_past_recording(self)
+        LinearAttentionLayer.activate_past_recording(self)
 
     def reset(self) -> None:
         """Forget all tokens, and the state."""

@@ -399,7 +399,10 @@ def dequantize_tokens(
         at = None if planes.tail is None else ring_positions(lengths, capacity)
         x = dense(planes, position=at).index_select(2, position % capacity)
     else:
-        x = dense(planes.narrow(begin + num_tokens, kv_format.block_size))[:, :, begin:]
+        first = begin - begin % (kv_format.block_size or 1)
+        some = planes.narrow(begin + num_tokens, kv_format.block_size, first)
+        at = first + torch.arange(some.codes.shape[2], device=lengths.device).expand(lengths.shape[0], -1)
+        x = dense(some, position=at)[:, :, begin - first :]
     end = lengths.unsqueeze(1)
     is_absent = position >= end  # [batch, num_tokens]
     if num_seen:
@@ -509,44 +512,6 @@ def _append_in_blocks(
         planes.codes[b][:, row] = new.codes[0]
         scale[b][:, block] = new.scale[0]
         zero[b][:, block] = new.zero[0]
-
-
-def reopen(
-    planes: Planes,
-    kv_format: KVFormat,
-    old_length: int,
-    length: int,
-    sink_length: int = 0,
-    residual_length: int = 0,
-    key_transform: KeyTransform | None = None,
-    num_written: int | None = None,
-) -> None:
-    """Put tokens that a crop returns to the dense window back in the tail, dequantised: their dense values are lost.
-
-    Args:
-        planes: Their tail is written in place; their codes are not.
-        kv_format: Their format.
-        old_length: Tokens of every sequence before the crop.
-        length: Tokens left.
-        sink_length: First tokens that are dense; they do not change.
-        residual_length: Newest tokens that must be dense.
-        key_transform: The transform of the coded keys.
-        num_written: Of a ring, the most tokens that it ever had. Tokens that these have overwritten are skipped, since
-            no query sees them. `None` if rows are positions.
-    """
-    tail, begin, capacity = planes.tail, kv_format.tail_begin(length, residual_length), planes.codes.shape[2]
-    if num_written is not None:
-        has_blocks = kv_format.block_size is not None
-        num_coded = kv_format.tail_begin(num_written, residual_length) if has_blocks else num_written
-        begin = max(begin, num_coded - capacity)
-    end = min(length, kv_format.tail_begin(old_length, residual_length))
-    if tail is None or begin >= end:
-        return
-    position = torch.arange(begin, end, device=tail.device)
-    some = planes.rows(position % capacity, kv_format.block_size)
-    row = sink_length + position % (tail.shape[2] - sink_length)
-    # One of the first `sink_length` tokens is read from its fixed row, so this write to a ring row does no harm.
-    tail[:, :, row] = dequantize(some, kv_format, tail.dtype, key_transform=key_transform)
 
 
 def decode_attention(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..spec import reference
 from ..spec.layout import Shape
 from ..spec.planes import Planes
 from . import writer
@@ -137,9 +139,8 @@ def resize(store: LayerStore, capacity: int) -> None:
         if origin is not None:
             return old[side].rows(origin, kv_format.block_size)
         assert store.dtype is not None
-        grown = kv_format.allocate(
-            *store.shape[:2], head_dim, capacity, dtype=store.dtype, device=store.device, **store.layout.windows
-        )
+        grown = kv_format.allocate(*store.shape[:2], head_dim, capacity, dtype=store.dtype, device=store.device)
+        grown = dataclasses.replace(grown, tail=old[side].tail)
         new, before = (each.narrow(length, kv_format.block_size).tensors() for each in (grown, old[side]))
         for new_plane, old_plane in zip(new, before, strict=True):
             new_plane.copy_(old_plane)
@@ -147,4 +148,44 @@ def resize(store: LayerStore, capacity: int) -> None:
 
     store.residency.replace(store, (resized(0), resized(1)))
     store.rows.note_resized()
+    store.planes_changed()
+
+
+def copied_tail(store: LayerStore, side: int, slack: int = 0) -> Tensor | None:
+    """A copy of a side's tail, with rows for other slack. What is not in a dense window is zero.
+
+    Args:
+        store: Without pending tokens.
+        side: 0 for keys, 1 for values.
+        slack: As in `KVFormat.tail_rows`.
+    """
+    planes, kv_format, windows = store.planes[side], store.layout.formats[side], store.layout.windows
+    tail = planes.tail
+    if tail is None:
+        return None
+    copied = tail.new_zeros((*tail.shape[:2], kv_format.tail_rows(**windows, slack=slack), tail.shape[3]))
+    position = torch.arange(store.length, device=store.device).expand(store.batch, -1)
+    (is_dense, row), (_, target) = (
+        reference.dense_tokens(
+            dataclasses.replace(planes, tail=each),
+            kv_format,
+            store.lengths,
+            store.starts,
+            **windows,
+            position=position,
+        )
+        for each in (tail, copied)
+    )
+    sequence, token = is_dense.nonzero(as_tuple=True)
+    copied[sequence, :, target[sequence, token]] = tail[sequence, :, row[sequence, token]]
+    return copied
+
+
+def replace_tails(store: LayerStore, slack: int) -> None:
+    """Move the dense tokens of a layer into tails with other slack."""
+    key, value = (
+        dataclasses.replace(planes, tail=copied_tail(store, side, slack)) for side, planes in enumerate(store.planes)
+    )
+    store.residency.let_go()
+    store.residency.replace(store, (key, value))
     store.planes_changed()

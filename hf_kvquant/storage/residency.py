@@ -46,8 +46,8 @@ class Owned:
             store.key_transform = store.key_transform.to(store.device)
         store.writer.counters = writer.new_counters(store.device)
         assert store.dtype is not None
-        planes = store.layout.allocate(store.shape, capacity, dtype=store.dtype, device=store.device)
-        self.replace(store, planes)
+        options: dict[str, Any] = {"dtype": store.dtype, "device": store.device, "slack": store.rows.slack}
+        self.replace(store, store.layout.allocate(store.shape, capacity, **options))
 
     def let_go(self) -> None:
         """Keep the buffers for the layer alone: it is about to replace or drop some of them."""
@@ -75,6 +75,7 @@ class BufferKind:
         formats: Of keys and values.
         shape: Batch, key-value heads, head_dim of keys and of values.
         max_cache_len: Tokens that the buffers hold.
+        slack: Of the tails.
         dtype: The model's.
         device: Of the buffers.
         transform: Whether keys are centred, smoothed, rotated.
@@ -83,6 +84,7 @@ class BufferKind:
     formats: LayerFormats
     shape: Shape
     max_cache_len: int
+    slack: int
     dtype: torch.dtype
     device: torch.device
     transform: tuple[bool, bool, bool]
@@ -113,7 +115,8 @@ class Pooled(Owned):
         parts = (False,) * 3
         if transform is not None:
             parts = transform.center is not None, transform.smoothing is not None, transform.is_rotated
-        kind = BufferKind(store.formats, store.shape, store.max_cache_len, store.dtype, store.device, parts)
+        held = store.max_cache_len, store.rows.slack
+        kind = BufferKind(store.formats, store.shape, *held, store.dtype, store.device, parts)
         buffers = self._pool.take(store.name, kind)
         if buffers is None:
             if transform is not None:

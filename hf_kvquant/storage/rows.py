@@ -20,6 +20,9 @@ from ..spec.formats import BLOCK_SIZE
 
 # Buffers grow by half: at most a third of them is unused, and n tokens cost at most 3n token copies in all.
 GROWTH = 1.5
+# Tokens that a tail keeps behind the dense windows once crops are announced (`rewind.expect_crops`). Assistants propose
+# 20 by default, and prompt lookup 10. A block of keys with channel scales stays whole.
+TAIL_SLACK = 64
 
 
 class Linear:
@@ -36,6 +39,10 @@ class Linear:
     def __init__(self, alignment: int, max_cache_len: int | None) -> None:
         self.alignment = alignment
         self.max_cache_len = max_cache_len
+        self.slack = 0  # tokens that tails keep behind the dense windows
+        # Of keys and of values: after the last crop, the first token that had its row of the tail, in the longest
+        # sequence. Its tail also remembers tokens that were cropped: they have taken the rows of older ones.
+        self.tail_from = 0, 0
 
     def is_ring(self, capacity: int) -> bool:
         """Whether rows are used again in buffers of this capacity."""
@@ -98,9 +105,9 @@ class Linear:
     def forget_chunk(self, *, is_empty: bool) -> None:
         """Forget the newest chunk; `is_empty` if no tokens are left."""
 
-    def num_written(self, length: int, capacity: int) -> int | None:
-        """See `num_written` of `reference.reopen`."""
-        return None
+    def oldest(self, length: int, capacity: int) -> int:
+        """Position of the oldest token whose codes nothing has overwritten."""
+        return 0
 
     def capacity_after_crop(self, capacity: int) -> int:
         """The capacity that is kept after a crop."""
@@ -108,6 +115,7 @@ class Linear:
 
     def forget(self) -> None:
         """Forget what was noted: no token is held any more."""
+        self.tail_from = 0, 0
 
 
 class Ring(Linear):
@@ -245,14 +253,15 @@ class Ring(Linear):
         if self.kept_from is not None:
             self.kept_from = max(0, length - self.window + 1)
 
-    def num_written(self, length: int, capacity: int) -> int | None:
-        return max(self.most_held, length) if self.is_ring(capacity) else None
+    def oldest(self, length: int, capacity: int) -> int:
+        return max(0, max(self.most_held, length) - capacity) if self.is_ring(capacity) else 0
 
     def capacity_after_crop(self, capacity: int) -> int:
         """The past that was recorded is dropped."""
         return min(capacity, self.full_capacity)
 
     def forget(self) -> None:
+        super().forget()
         self.kept_from = None if self.kept_from is None else 0
         self.forget_chunk(is_empty=True)
 

@@ -7,9 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..spec import reference
 from ..spec.layout import Shape
-from .buffers import allocate
+from .buffers import allocate, copied_tail
 from .layer_store import LayerStore
 from .residency import Sides
 
@@ -19,27 +18,16 @@ _META = torch.device("meta")
 def held_planes(store: LayerStore) -> Sides:
     """The planes of keys and of values, cut to the tokens held. Views, except for the tail and of offloaded layers.
 
-    Unused rows of the tail are zeroed: they may hold cropped tokens, or those of a cache that had the buffers before,
-    and these must not be disclosed.
+    Tails have no slack, and unused rows of them are zeroed: they may hold cropped tokens, or those of a cache that had
+    the buffers before, and these must not be disclosed.
 
     Returns:
         Planes of `num_coded` tokens each (of a ring at most its rows) with the whole tail.
     """
     store.flush()
-    layout, length, lengths, planes = store.layout, store.length, store.lengths, store.planes
     held = []
-    for side, (whole, cut) in enumerate(zip(planes, layout.coded(planes, length), strict=True)):
-        tail = whole.tail
-        if tail is not None:
-            position = torch.arange(length, device=store.device).expand(store.batch, -1)
-            is_dense, row = reference.dense_tokens(
-                whole, layout.formats[side], lengths, store.starts, **layout.windows, position=position
-            )
-            sequence = torch.arange(store.batch, device=store.device).unsqueeze(1).expand_as(row)
-            is_used = torch.zeros((store.batch, tail.shape[2]), dtype=torch.bool, device=store.device)
-            is_used[sequence[is_dense], row[is_dense]] = True
-            tail = tail.masked_fill(~is_used[:, None, :, None], 0.0)
-        cut = dataclasses.replace(cut, tail=tail)
+    for side, cut in enumerate(store.layout.coded(store.planes, store.length)):
+        cut = dataclasses.replace(cut, tail=copied_tail(store, side))
         held.append(cut.map(torch.clone) if store.is_offloaded else cut)
     return held[0], held[1]
 
