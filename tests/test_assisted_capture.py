@@ -101,8 +101,8 @@ def test_families(family: str, device: str) -> None:
     compare.assert_same(captured(model, INT8, prompt_lookup_num_tokens=3), expected.cpu(), "tokens")
 
 
-# Growing and static caches are cut differently on a GPU, so they round differently; the coarser codes of int4 make other
-# tokens of that where a model accepts whatever it proposes itself.
+# Growing and static caches are cut differently on a GPU, so they round differently; with the coarser codes of int4,
+# this can change tokens where a model accepts whatever it proposes itself.
 @pytest.mark.parametrize(
     "preset, helper",
     [(preset, helper) for preset in ("int8", "int4") for helper in ("unpatched", "patched", "captured")]
