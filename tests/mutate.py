@@ -335,7 +335,7 @@ MUTATIONS = [
         ("        model.training,\n", "", "a step captured in training serves evaluation", "capture"),
         ("        cache.check_in_step()\n", "", "a step is captured over layers of different lengths", "capture"),
         (
-            "            storage.check_room(1)\n",
+            "            storage.check_room(num_tokens)\n",
             "            pass\n",
             "a full cache replays a step beyond its end",
             "capture",

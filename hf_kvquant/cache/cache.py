@@ -194,6 +194,9 @@ class KVQuantCache(QuantizedCache):
         If the newest step ended early, only some layers have its tokens. They count as removed, and go first: `crop(0)`
         undoes such a step, and so does a crop of as many tokens as it had.
 
+        With dense windows and `int4-channel`, tokens may return that had become codes, and are rounded. After
+        `activate_past_recording`, this needs a crop of more than 64 tokens.
+
         Raises:
             RuntimeError: A layer's sliding window would have to show tokens again that are already overwritten (see
                 `activate_past_recording`), or a step that ended early cannot be undone.

@@ -5,8 +5,8 @@ The host keeps a few steps in flight and reads the tokens and flags of each when
 stop are undone. Results equal those of transformers' loop token for token, also when sampling.
 
 The loop serves greedy decoding, and sampling that depends on the newest scores only. Assisted decoding is in
-`assisted.py`. Everything else goes through
-transformers' loop, over the captured forward of `capture.py`; the log says so, and why.
+`assisted.py`. Everything else goes through transformers' loop, over the captured forward of `capture.py`; the log says
+so, and why.
 """
 
 from __future__ import annotations
