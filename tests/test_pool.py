@@ -219,10 +219,28 @@ def test_a_kind_names_all_that_buffers_depend_on() -> None:
         greedy(model, left_padded())
         kind = next(kind for kind in notes_on(model).pool.kinds() if isinstance(kind, BufferKind))
     assert [field.name for field in dataclasses.fields(kind)] == [
-        "formats", "shape", "max_cache_len", "dtype", "device", "transform"
+        "formats", "shape", "max_cache_len", "slack", "dtype", "device", "transform"
     ]  # fmt: skip
     assert kind.shape == (3, 2, models.HEAD_DIM, models.HEAD_DIM) and kind.max_cache_len == 256
     assert kind.transform == (False, False, True)
+
+
+def test_announced_crops_have_other_buffers() -> None:
+    """Their tails are longer, before the first tokens and after."""
+    model = models.build("llama")
+    with patched(model, {"preset": "int4-channel", "static": True}):
+        pool = notes_on(model).pool
+        rows = []
+        for is_announced in (False, True, False):
+            cache = KVQuantCache(model.config, "int4-channel", max_cache_len=256, pool=pool)
+            if is_announced:
+                cache.activate_past_recording()
+            greedy(model, left_padded(), past_key_values=cache)
+            tail = cache.storages[0].planes[0].tail
+            assert tail is not None
+            rows.append(tail.shape[2])
+            del cache, tail
+        assert rows == [128, 256, 128]
 
 
 def test_growing_caches_and_those_of_transformers_leave_nothing() -> None:
