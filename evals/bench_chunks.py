@@ -28,6 +28,7 @@ import torch
 from bench_decode import random_planes
 from decode_cases import DEVICE, DTYPE, Shape, bytes_held, thousands
 from gpu_timing import MIN_CALLS, Forms, Timing, sets_needed, time_calls
+from render_chunks import COMPARED
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -53,7 +54,6 @@ LONG = 1024
 REPLAYS, LONG_REPLAYS = 20, 5
 FEW = (4, 8, 16)  # new tokens that are compared with one
 PEERS = ("flash", "cudnn")
-COMPARED = ("int8", "int4")
 
 
 def timed(run: Callable[[int], object], num_sets: int, num_new: int) -> Timing:

@@ -15,8 +15,8 @@
 // What happens before the first copy and after the last one counts, too: some thousand clocks of waiting for memory and
 // of instructions one after the other. So a thread block computes little before it copies and starts all loads before
 // it needs any of them, and the host prepares what is the same for all of them. At 1 x 8k (int8), a warp executes its
-// 2,650 instructions 1.3 times each and spends a quarter of its time waiting for their code. So such times change by 1
-// to 2 % with where the compiler puts it, even if no more is executed (ncu, 2026-11).
+// 2,650 instructions 1.3 times each and spends a quarter of its time waiting for their code (ncu, 2026-11). Two orders
+// of the same code differed by 1.5 %, though the slower one executed fewer instructions and alone took no more clocks.
 #pragma once
 
 #include "../common/quantize.cuh"
