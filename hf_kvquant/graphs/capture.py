@@ -105,6 +105,10 @@ def signature_of(value: Any) -> Hashable:
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
+class NotCapturable(RuntimeError):
+    """A step cannot be recorded. The cache is as it was before the step."""
+
+
 class StepRunner(abc.ABC):
     """Runs one function of static tensors many times: as usual the first time, then recorded, then replayed.
 
@@ -126,7 +130,7 @@ class StepRunner(abc.ABC):
             The result of the step. The next run overwrites its tensors.
 
         Raises:
-            RuntimeError: The step cannot be recorded. The cache is as it was before the step.
+            NotCapturable: The step cannot be recorded. The cache is as it was before the step.
             ValueError: Layers of the cache have different lengths.
         """
         cache.check_in_step()
@@ -156,7 +160,7 @@ class StepRunner(abc.ABC):
             cache.forget_capture(length)
             if not isinstance(error, Exception):
                 raise
-            raise RuntimeError(
+            raise NotCapturable(
                 "generate: `capture` must be False for this model, got True: its decode step cannot be captured as a "
                 "CUDA graph, probably because it waits for the device. Pass static=True instead, and generate compiles."
             ) from error
@@ -299,7 +303,15 @@ class Forward:
         # Weights do not move within one call of `generate`, so they are checked only once.
         quick_key = (buffers_of(cache), signature_of(inputs))
         step: _CapturedForward = self._kept.get(quick_key, lambda: self._captured(num_tokens, cache, inputs))
-        return step.forward(self._model, cache, inputs)
+        try:
+            return step.forward(self._model, cache, inputs)
+        except NotCapturable:
+            if num_tokens == 1:
+                raise
+            # In transformers 5.17 to 5.23, experts in float32 wait for the device only over several tokens.
+            _log_chunks_uncaptured(type(self._model).__name__)
+            self._most_new_tokens = 1
+            return self._model(**inputs)
 
     def _captured(self, num_tokens: int, cache: KVQuantCache, inputs: Mapping[str, Any]) -> Any:
         """The captured forward for these inputs, new or from an earlier call."""
@@ -307,6 +319,11 @@ class Forward:
         captures = notes.captures if num_tokens == 1 else notes.chunk_captures
         key = ("forward", key_of(self._model, cache, inputs))
         return captures.get(key, lambda: _CapturedForward(inputs, self._model.device))
+
+
+@functools.cache
+def _log_chunks_uncaptured(model: str) -> None:
+    logger.warning("generate captures no forward of %s over several tokens, since one failed. Correct, slower.", model)
 
 
 @functools.cache
