@@ -212,7 +212,9 @@ def _assisted(model: Any, name: str, scenario: Scenario, assistant: Any) -> dict
     row: dict[str, Any] = {"system": name, "plain": None, **dict.fromkeys(proposing), "failures": {}}
     tokens: dict[str, list[int]] = {}
     room = 2 * (PROPOSED + 1)  # for proposals beyond the last token
-    with SYSTEMS[name](model, scenario.context + scenario.size + room) as arguments:
+    capacity = scenario.context + scenario.size + room
+    # An assistant is patched like its model. Transformers makes it a cache of its own.
+    with SYSTEMS[name](model, capacity) as arguments, SYSTEMS[name](assistant, capacity):
         for way, options in proposing.items():
             try:
                 row[way], tokens[way] = _decode(model, scenario, options, arguments)
