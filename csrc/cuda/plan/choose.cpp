@@ -11,8 +11,9 @@ namespace {
 // share the scales of a block, a second one might already be in the next round.
 constexpr int kMaxAppended = 4, kMaxAppendedToBlock = 1;
 
-// The fewest query rows of a key-value head for which the chunk kernel is faster (H200, 2026-11).
-constexpr int kMinChunkRows = 128;
+// The fewest query rows of a key-value head for which the chunk kernel is faster (H200, 2026-11): where the attention
+// kernel would read the codes more than four times, but for short caches, of which the chunk kernel's start takes most.
+constexpr int kMinChunkRows = 65, kMinChunkRowsOfShort = 128, kShortCapacity = 8192;
 constexpr int kUnitChannels = 16;  // that a thread of it takes at a time
 
 // Whether scales can be copied 16 bytes (eight tokens) at a time, or need no copy because all tokens share one.
@@ -84,7 +85,8 @@ AttendKernel choose_kernel(const DecodeParams& params) {
 AttendKernel choose_chunk_kernel(const DecodeParams& params) {
   const Side &keys = params.key_side, &values = params.value_side;
   const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
-  if (num_rows < kMinChunkRows || params.query.dtype == Dtype::fp32) return {};
+  const int min_rows = params.capacity < kShortCapacity ? kMinChunkRowsOfShort : kMinChunkRows;
+  if (num_rows < min_rows || params.query.dtype == Dtype::fp32) return {};
   const AttendKernel kernel = chunk_kernel_for(
       std::max(keys.head_dim, values.head_dim), params.softcap > 0.f || params.alibi_slopes != nullptr);
   for (const Side* side : {&keys, &values}) {
