@@ -26,7 +26,7 @@ CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="counts what tak
 @pytest.fixture(autouse=True)
 def _logs_say_everything_again() -> None:
     assisted._log_uncaptured.cache_clear()
-    capture._log_chunks_uncaptured.cache_clear()
+    capture._log_proposals_uncaptured.cache_clear()
 
 
 @pytest.fixture
@@ -162,24 +162,23 @@ def test_graphs_are_found_again(model: Any, assistant: Any) -> None:
 def test_forwards_that_wait_for_the_device(
     model: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over several tokens they run uncaptured, over one they are refused as without proposals."""
+    """They run uncaptured, and are refused without proposals."""
     expected = uncaptured(model, INT8)
     embedding = model.model.embed_tokens  # before any token is appended, since what takes a graph's place runs
-    forward, fewest = embedding.forward, 2
+    forward = embedding.forward
 
-    def waiting(x: Tensor) -> Tensor:
-        if fewest <= x.shape[1] <= 5:
-            x.sum().item()
-        return forward(x)
+    def waiting(tokens: Tensor) -> Tensor:
+        if tokens.shape[1] <= 5:
+            tokens.sum().item()
+        return forward(tokens)
 
     monkeypatch.setattr(embedding, "forward", waiting)
     compare.assert_same(captured(model, INT8, prompt_lookup_num_tokens=3), expected.cpu(), "tokens")
     assert [record.message for record in caplog.records] == [
-        "generate captures no forward of LlamaForCausalLM over several tokens, since one failed. Correct, slower."
+        "generate captures no forward of LlamaForCausalLM over proposals, since one failed. Correct, slower."
     ]
-    fewest = 1
     with pytest.raises(RuntimeError, match="its decode step cannot be captured as a CUDA graph"):
-        captured(model, INT8, prompt_lookup_num_tokens=3)
+        captured(model, INT8)
 
 
 @CPU_ONLY

@@ -285,6 +285,7 @@ class Forward:
     def __init__(self, model: PreTrainedModel, compile_config: Any, *, are_chunks_captured: bool = False) -> None:
         self._model = model
         self._compile_config = compile_config
+        self._are_chunks_captured = are_chunks_captured
         self._most_new_tokens = MOST_NEW_TOKENS if are_chunks_captured else 1
         self._kept = Captures(self._most_new_tokens)
 
@@ -306,11 +307,12 @@ class Forward:
         try:
             return step.forward(self._model, cache, inputs)
         except NotCapturable:
-            if num_tokens == 1:
+            if not self._are_chunks_captured:
                 raise
-            # In transformers 5.17 to 5.23, experts in float32 wait for the device only over several tokens.
-            _log_chunks_uncaptured(type(self._model).__name__)
-            self._most_new_tokens = 1
+            # Experts that wait for the device do not where transformers has optimised the model for decoding, which its
+            # assisted loop does not do (5.17 to 5.23).
+            _log_proposals_uncaptured(type(self._model).__name__)
+            self._most_new_tokens = 0
             return self._model(**inputs)
 
     def _captured(self, num_tokens: int, cache: KVQuantCache, inputs: Mapping[str, Any]) -> Any:
@@ -322,8 +324,8 @@ class Forward:
 
 
 @functools.cache
-def _log_chunks_uncaptured(model: str) -> None:
-    logger.warning("generate captures no forward of %s over several tokens, since one failed. Correct, slower.", model)
+def _log_proposals_uncaptured(model: str) -> None:
+    logger.warning("generate captures no forward of %s over proposals, since one failed. Correct, slower.", model)
 
 
 @functools.cache

@@ -1,5 +1,8 @@
 // Dense keys and values for attention that no kernel serves, bit for bit as reference.dequantize_tokens. A lane has
 // eight channels of a few tokens at a time, so a warp has several rows side by side, and writes them without gaps.
+//
+// Of what a copy reaches, transformed keys reach 49 to 54 % (H200, 2026-11; others 80 and more): the rotation takes some
+// twelve instructions and four shuffles a channel. To rotate four tokens together gave int8 60 % and int4 48 %.
 #include <algorithm>
 
 #include "../common/codes.cuh"
