@@ -185,7 +185,9 @@ const char* part_of(const Side& side, size_t i) {
 // `name` is key_planes or value_planes; `params` has batch, heads, capacity and windows already.
 Side side(const CacheArgs& args, const char* name, const std::vector<Tensor>& planes, const FormatFields& format,
           const CacheParams& params) {
-  const int64_t batch = params.batch, heads = params.num_kv_heads, capacity = params.capacity;
+  const bool is_paged = params.page_table != nullptr;
+  const int64_t batch = is_paged ? params.num_pages : params.batch, heads = params.num_kv_heads;
+  const int64_t capacity = is_paged ? params.page_rows : params.capacity;  // of a page, where there are pages
   const auto granularity = static_cast<Granularity>(format.granularity);
   Side side{};
   side.storage = static_cast<Storage>(format.storage);
@@ -258,6 +260,25 @@ Side side(const CacheArgs& args, const char* name, const std::vector<Tensor>& pl
     side.tail_dtype = dense_dtype({args.where, name, "tail"}, planes.back());
   }
   return side;
+}
+
+// Turns planes of sequences into planes of pages.
+void set_pages(const CacheArgs& args, const LayoutFields& layout, CacheParams& params) {
+  const Subject subject{args.where, "page_table"};
+  const auto has_own_scales = [](const FormatFields& format) {
+    const auto granularity = static_cast<Granularity>(format.granularity);
+    return granularity != Granularity::tensor && granularity != Granularity::channel;
+  };
+  KVQ_CHECK(!params.is_ring && params.sink_length + params.residual_length == 0 && has_own_scales(layout.key) &&
+                has_own_scales(layout.value),
+            subject, "be None for this layout, got a tensor: rings, dense windows and the granularities tensor and ",
+            "channel have no pages.");
+  params.num_pages = params.batch, params.page_rows = params.capacity;
+  KVQ_CHECK(params.num_pages > 0 && params.page_rows > 0, subject, "be None for planes without rows, got a tensor.");
+  const Tensor& codes = args.key_planes[0];
+  params.page_table = array<const int32_t>(subject, args.page_table, codes, {kAny, kAny}, "");
+  params.batch = to_int(args.where, "batch", args.page_table->size(0));
+  params.capacity = to_int(args.where, "capacity", args.page_table->size(1) * params.page_rows);
 }
 
 KeyTransform key_transform(const CacheArgs& args, int num_kv_heads, const Side& side) {
@@ -403,10 +424,11 @@ CacheParams cache_params(const CacheArgs& args) {
   params.residual_length = static_cast<int>(layout.residual_length);
   params.is_ring = layout.rows == static_cast<int64_t>(Rows::ring);
   const bool has_blocks = layout.key.granularity == static_cast<int64_t>(Granularity::channel);
-  const int alignment = params.is_ring || has_blocks ? kBlockSize : kTokenAlignment;
+  const int alignment = params.is_ring || has_blocks || args.page_table.has_value() ? kBlockSize : kTokenAlignment;
   KVQ_CHECK(params.num_kv_heads > 0 && params.capacity % alignment == 0 && (params.capacity > 0 || !params.is_ring),
             Subject{where, "key_planes", "codes"}, "have heads and a capacity that is a ",
             params.is_ring ? "positive " : "", "multiple of ", alignment, ", got ", shape_of(codes), ".", kMade);
+  if (args.page_table.has_value()) set_pages(args, layout, params);
   params.key_side = side(args, "key_planes", args.key_planes, layout.key, params);
   params.value_side = side(args, "value_planes", args.value_planes, layout.value, params);
   constexpr const char* kOnePerSequence = " One number per sequence of the cache.";
@@ -506,6 +528,12 @@ void check_numbers(const char* where, const CacheParams& params) {
               length, " for sequence ", b, ".");
     KVQ_CHECK(params.starts == nullptr || params.starts[b] >= 0, Subject{where, "starts"}, "not be negative, got ",
               params.starts[b], " for sequence ", b, ".");
+    if (params.page_table == nullptr) continue;
+    const int32_t* pages = params.page_table + static_cast<int64_t>(b) * (params.capacity / params.page_rows);
+    for (int i = 0; i < length; i += params.page_rows, ++pages) {
+      KVQ_CHECK(*pages >= 0 && *pages < params.num_pages, Subject{where, "page_table"}, "have a page from 0 to ",
+                params.num_pages - 1, " for every token held, got ", *pages, " for token ", i, " of sequence ", b, ".");
+    }
   }
   constexpr float kLargest = std::numeric_limits<float>::max();
   const int64_t count = static_cast<int64_t>(params.num_kv_heads) * params.key_side.head_dim;

@@ -24,6 +24,7 @@ struct CacheArgs {
   const std::optional<Tensor>&starts, &key_center, &key_smoothing;
   bool rotates_key;
   const std::vector<int64_t>& layout;  // the numbers of LayoutFields
+  const std::optional<Tensor>& page_table;
 };
 
 // The tensor itself if its channels are contiguous, else a contiguous copy. The caller keeps it alive.

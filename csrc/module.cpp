@@ -106,9 +106,9 @@ template <class Device>
 void append(const Tensor& key, const Tensor& value, const std::vector<Tensor>& key_planes,
             const std::vector<Tensor>& value_planes, const Tensor& lengths, const std::optional<Tensor>& starts,
             const std::optional<Tensor>& key_center, const std::optional<Tensor>& key_smoothing, bool rotates_key,
-            const std::vector<int64_t>& layout) {
+            const std::vector<int64_t>& layout, const std::optional<Tensor>& page_table) {
   const CacheArgs args{"append", key_planes, value_planes, lengths, starts, key_center, key_smoothing, rotates_key,
-                       layout};
+                       layout, page_table};
   const CacheParams cache = cache_params(args);
   const Tensor key_rows = with_contiguous_channels(key), value_rows = with_contiguous_channels(value);
   const AppendParams params = append_params(args, cache, key_rows, value_rows, nullptr);
@@ -124,9 +124,9 @@ std::tuple<Tensor, Tensor> decode(
     const std::optional<Tensor>& counters, const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
     const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap, int64_t sliding_window,
     int64_t num_splits, const std::optional<Tensor>& key_center, const std::optional<Tensor>& key_smoothing,
-    bool rotates_key, const std::vector<int64_t>& layout) {
+    bool rotates_key, const std::vector<int64_t>& layout, const std::optional<Tensor>& page_table) {
   const CacheArgs args{"decode", key_planes, value_planes, lengths, starts, key_center, key_smoothing, rotates_key,
-                       layout};
+                       layout, page_table};
   const CacheParams cache = cache_params(args);
   const Tensor query_rows = with_contiguous_channels(query);
   DecodeParams params = decode_params(args, cache, query_rows, counters, sinks, alibi_slopes, softmax_scale, softcap,
@@ -159,7 +159,7 @@ std::tuple<Tensor, Tensor> dequantize(const std::vector<Tensor>& key_planes, con
                                       const std::optional<Tensor>& key_smoothing, bool rotates_key,
                                       const std::vector<int64_t>& layout) {
   const CacheArgs args{"dequantize", key_planes, value_planes, lengths, starts, key_center, key_smoothing, rotates_key,
-                       layout};
+                       layout, std::nullopt};
   DequantizeParams params = dequantize_params(cache_params(args), begin, num_tokens, num_seen, dtype);
   const CudaDevice device(key_planes[0]);
   device.check("dequantize", params);

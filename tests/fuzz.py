@@ -16,6 +16,7 @@ from cases import DTYPES, Case, make_formats, make_transform, poisoned, queries,
 from torch import Tensor
 
 from hf_kvquant.config import PRESETS
+from hf_kvquant.spec.formats import BLOCK_SIZE
 from hf_kvquant.spec.planes import Planes
 
 Call = dict[str, Any]
@@ -104,7 +105,7 @@ def draw_case(dice: random.Random, is_ring: bool) -> tuple[Case, str]:
     batch, q_len, capacity = (
         dice.randint(1, 3),
         dice.choice((0, 1, 1, 2, 5, 17)),
-        128 if is_channel or is_ring else 64 * dice.randint(1, 3),
+        128 if is_channel or is_ring else 64 * dice.randint(1, 4),
     )
     most = dice.choice((capacity, 700, 2**30)) if is_ring else capacity
     lengths = tuple(dice.choice((q_len, most, dice.randint(q_len, most))) for _ in range(batch))
@@ -155,6 +156,22 @@ def draw_planes(case: Case, side: int) -> Planes:
     return planes
 
 
+def has_pages(case: Case) -> bool:
+    """Whether its rows can be in pages."""
+    return not case.layout.has_tail and all(each.granularity != "tensor" for each in case.formats)
+
+
+def in_pages(planes: Planes, table: Tensor) -> Planes:
+    """The same rows in pages, where a page table puts them."""
+
+    def cut(plane: Tensor, axis: int) -> Tensor:
+        pages = plane.unflatten(axis, (-1, BLOCK_SIZE)).movedim(axis, 1).flatten(0, 1)
+        return pages[table.flatten().argsort()]
+
+    scale, zero = (None if each is None else cut(each, 3) for each in (planes.scale, planes.zero))
+    return Planes(cut(planes.codes, 2), scale, zero)
+
+
 def draw_call(dice: random.Random, memory: Memory, name: str) -> Call:
     """A call of an op that has nothing wrong with it."""
     torch.manual_seed(dice.getrandbits(32))
@@ -168,9 +185,15 @@ def draw_call(dice: random.Random, memory: Memory, name: str) -> Call:
     has_new = name == "append" or dice.random() < 0.5
     for side, head_dim in zip(SIDES, case.head_dims(), strict=True):
         call[side] = memory.place(tokens(case, case.q_len, head_dim)) if has_new else None
-    for index, side in enumerate(SIDES):
+    planes = [draw_planes(case, index) for index in range(2)]
+    call["page_table"] = None
+    if not is_ring and case.capacity % BLOCK_SIZE == 0 and has_pages(case) and dice.random() < 0.3:
+        table = torch.randperm(case.batch * case.capacity // BLOCK_SIZE).int().view(case.batch, -1)
+        call["page_table"] = memory.place(table, 0)
+        planes = [in_pages(each, table) for each in planes]
+    for each, side in zip(planes, SIDES, strict=True):
         # Rows of codes and tails, and the channels of blocks, are contiguous; that much is asked of planes.
-        call[f"{side}_planes"] = [memory.place(x) for x in draw_planes(case, index).tensors()]
+        call[f"{side}_planes"] = [memory.place(x) for x in each.tensors()]
     call["lengths"] = memory.place(case.lengths_tensor(), 0)
     starts = case.starts_tensor()
     call["starts"] = None if starts is None else memory.place(starts, 0)

@@ -441,7 +441,7 @@ def op_arguments(engine: str, kv_format: KVFormat) -> tuple[tuple[Any, ...], tup
     counters = torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=engine)
     extras = (counters, starts, None, slopes, 0.125, 0.0, 16, 0)
     center, smoothing = to(engine, torch.randn(2, 64), 0.5 + torch.rand(2, 64))
-    kinds = (*((None, None, False) if has_blocks else (center, smoothing, True)), case.layout.packed)
+    kinds = (*((None, None, False) if has_blocks else (center, smoothing, True)), case.layout.packed, None)
     return (key, value, *spelled, lengths, starts, *kinds), (query, key, value, *spelled, lengths, *extras, *kinds)
 
 

@@ -65,10 +65,10 @@ void load_query(const Work& work, const Row& row, int r) {
 // (code - center) + query · (zero + center · scale).
 void scale_queries(const Work& work, int block) {
   const Side& side = work.params.key_side;
-  const int b = work.task.b, head = work.task.kv_head;
+  const int slot = work.slot, head = work.task.kv_head;
   float *scale = work.tile, *zero = work.tile + work.key_stride;  // padded with zeros, like the query
-  load_row({scales_of(side, b, head).at(block, 0), Dtype::fp16, 0, 0, 0}, 0, side.head_dim, scale);
-  load_row({zeros_of(side, b, head).at(block, 0), Dtype::fp16, 0, 0, 0}, 0, side.head_dim, zero);
+  load_row({scales_of(side, slot, head).at(block, 0), Dtype::fp16, 0, 0, 0}, 0, side.head_dim, scale);
+  load_row({zeros_of(side, slot, head).at(block, 0), Dtype::fp16, 0, 0, 0}, 0, side.head_dim, zero);
   const Float center = broadcast(center_of(side.storage));
   for (int c = 0; c < work.key_stride; c += kWidth) store(zero + c, fma(center, load(scale + c), load(zero + c)));
   for_row_blocks(work.task.num_rows, [&](auto size, int first) {
@@ -171,13 +171,14 @@ void merge_row(const Row& other, const float* other_out, int value_dim, Row& row
 // within one block of granularity channel.
 struct Run {
   int end;
-  int offset;  // token t of the sequence is in row t - offset of the codes; 0 except in a ring that has wrapped around
+  int slot, offset;  // token t of the sequence is in row t - offset of the codes, at this first index
   bool has_dense_keys, has_dense_values;
   int key_row, value_row;  // in the tails, of the first token of the run, if dense
 };
 
 Run run_from(const DecodeParams& params, int b, int token, int end) {
-  Run run = {end, 0, false, false, 0, 0};
+  const Place place = place_of(params, b, token);
+  Run run = {end, place.slot, token - place.row, false, false, 0, 0};
   const int start = params.starts == nullptr ? 0 : params.starts[b];
   const auto cut = [&run, token](int64_t at) {
     if (token < at && at < run.end) run.end = static_cast<int>(at);
@@ -194,10 +195,8 @@ Run run_from(const DecodeParams& params, int b, int token, int end) {
     row = tail_row(side, token, start, params.sink_length);
     if (!is_first) cut((int64_t{token} / side.ring + 1) * side.ring);
   };
-  if (params.is_ring) {
-    run.offset = token - row_of(token, params.capacity, true);
-    cut(int64_t{run.offset} + params.capacity);
-  }
+  const bool is_paged = params.page_table != nullptr;
+  if (params.is_ring || is_paged) cut(int64_t{run.offset} + (is_paged ? params.page_rows : params.capacity));
   look(params.key_side, run.has_dense_keys, run.key_row);
   look(params.value_side, run.has_dense_values, run.value_row);
   if (params.key_side.has_channel_scales) cut((int64_t{token} / kBlockSize + 1) * kBlockSize);
@@ -218,7 +217,7 @@ Work make_work(const DecodeParams& params, const AttendTask& task, float* memory
 int64_t attend_scratch(const DecodeParams& params) { return make_work(params, AttendTask(), nullptr).size; }
 
 void attend(const DecodeParams& params, const AttendTask& task, float* scratch, const Partial& partial) {
-  const Work work = make_work(params, task, scratch);
+  Work work = make_work(params, task, scratch);
   const bool has_blocks = params.key_side.has_channel_scales;
   Row rows[kMaxRows], dense_rows[kMaxRows];
   const Side key_codes = has_blocks ? codes_of_blocks(params.key_side) : params.key_side;
@@ -245,11 +244,12 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
   std::memset(work.out, 0, sizeof(float) * round_up(task.num_rows, 4) * values.stride);
   bool has_dense_sums = false;
 
-  Run run = {task.begin, 0, false, false, 0, 0};
+  Run run = {task.begin, 0, 0, false, false, 0, 0};
   for (int begin = task.begin, first_of_run = begin, scaled_block = -1, end; begin < task.end; begin = end) {
     if (begin == run.end) {
       run = run_from(params, task.b, begin, task.end);
       first_of_run = begin;
+      work.slot = run.slot;
     }
     end = min_of(begin + kTile, run.end);
     const int count = end - begin, first = begin - run.offset, from_run = begin - first_of_run;
@@ -264,7 +264,7 @@ void attend(const DecodeParams& params, const AttendTask& task, float* scratch, 
       keys.kernel->score(work, keys, first, count);
     }
     const bool is_flawed = !run.has_dense_values && restore != nullptr &&
-                           !load_scales(values.side, task.b, task.kv_head, first, count, work.value_scale,
+                           !load_scales(values.side, work.slot, task.kv_head, first, count, work.value_scale,
                                         work.value_zero, /*is_centered=*/false);
     const Values& target = run.has_dense_values ? dense_values : is_flawed ? flawed_values : values;
     if (target.rows == dense_rows && !has_dense_sums) {

@@ -113,8 +113,8 @@ template <class Kind, int kRows>
 inline void score_codes(const Work& work, const Keys& keys, int begin, int count) {
   const Side& side = keys.side;
   const AttendTask& task = work.task;
-  load_scales(side, task.b, task.kv_head, begin, count, work.key_scale, work.key_zero);
-  const CodeRows source = {codes_of(side, task.b, task.kv_head, begin), side.codes_stride_t, side.head_dim};
+  load_scales(side, work.slot, task.kv_head, begin, count, work.key_scale, work.key_zero);
+  const CodeRows source = {codes_of(side, work.slot, task.kv_head, begin), side.codes_stride_t, side.head_dim};
   with_codes(side, [&](auto kind) {
     using Kind = decltype(kind);
     for_row_blocks(task.num_rows, [&](auto size, int r) {
@@ -136,8 +136,8 @@ inline void score_codes(const Work& work, const Keys& keys, int begin, int count
 inline bool add_codes(const Work& work, const Values& values, int, int begin, int count) {
   const Side& side = values.side;
   const AttendTask& task = work.task;
-  if (!load_scales(side, task.b, task.kv_head, begin, count, work.value_scale, work.value_zero)) return false;
-  const CodeRows source = {codes_of(side, task.b, task.kv_head, begin), side.codes_stride_t, side.head_dim};
+  if (!load_scales(side, work.slot, task.kv_head, begin, count, work.value_scale, work.value_zero)) return false;
+  const CodeRows source = {codes_of(side, work.slot, task.kv_head, begin), side.codes_stride_t, side.head_dim};
   bool is_done = true;
   with_codes(side, [&](auto kind) {
     using Kind = decltype(kind);
@@ -178,7 +178,7 @@ inline void score_tile(const Work& work, const Keys& keys, int begin, int count)
   const CodeRows source = {reinterpret_cast<const uint8_t*>(work.tile), work.key_stride * 4, work.key_stride};
   for (int t = 0; t < count; t += tokens_at_once(task)) {
     const int tokens = min_of(tokens_at_once(task), count - t);
-    dequantize_tile(keys.side, task.b, task.kv_head, begin + t, tokens, work.tile, work.key_stride);
+    dequantize_tile(keys.side, work.slot, task.kv_head, begin + t, tokens, work.tile, work.key_stride);
     for_row_blocks(task.num_rows, [&](auto size, int r) {
       score_rows<TileCodes, size>(source, tokens, keys.query + r * work.key_stride, work.key_stride,
                                   work.scores + r * kTile + t);
@@ -208,7 +208,7 @@ inline bool add_tile(const Work& work, const Values& values, int token, int begi
   const CodeRows source = {reinterpret_cast<const uint8_t*>(work.tile), work.value_stride * 4, work.value_stride};
   for (int t = 0; t < count; t += tokens_at_once(task)) {
     const int tokens = min_of(tokens_at_once(task), count - t);
-    if (!dequantize_tile(values.side, task.b, task.kv_head, begin + t, tokens, work.tile, work.value_stride)) {
+    if (!dequantize_tile(values.side, work.slot, task.kv_head, begin + t, tokens, work.tile, work.value_stride)) {
       poison(work, values, token + t, tokens);
     }
     for_row_blocks(task.num_rows, [&](auto size, int first) {

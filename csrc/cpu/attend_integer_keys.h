@@ -273,8 +273,8 @@ void score_chunks(const Side& side, const QuerySet& set, int group, int first_ch
 inline void score_integers(const Work& work, const Keys& keys, int begin, int count) {
   const Side& side = keys.side;
   const AttendTask& task = work.task;
-  load_scales(side, task.b, task.kv_head, begin, count, work.key_scale, work.key_zero);
-  const uint8_t* codes = codes_of(side, task.b, task.kv_head, begin);
+  load_scales(side, work.slot, task.kv_head, begin, count, work.key_scale, work.key_zero);
+  const uint8_t* codes = codes_of(side, work.slot, task.kv_head, begin);
   for (int first = 0; first < task.num_rows; first += 4) {
     const QuerySet& set = static_cast<const QuerySet*>(work.query_sets)[first / 4];
     const int chunks = set.num_chunks / side.num_groups;

@@ -260,7 +260,7 @@ void add_weighted(const Side& side, const Weights& weights, int num_words, const
 // The scales and zeros of the tile have been loaded, and are finite.
 inline bool add_integers(const Work& work, const Values& values, int, int begin, int count) {
   const Side& side = values.side;
-  const uint8_t* codes = codes_of(side, work.task.b, work.task.kv_head, begin);
+  const uint8_t* codes = codes_of(side, work.slot, work.task.kv_head, begin);
   const Weights weights(side, work.integer_weights);
   const int num_words = work.params.query.dtype == Dtype::fp32 ? 2 : 1;
   with_constant<false, true>(side.num_groups > 1, [&](auto is_grouped) {

@@ -73,6 +73,7 @@ inline int sums_stride(const Side& side) { return round_up(side.head_dim, KVQ_WI
 struct Work {
   const DecodeParams& params;
   const AttendTask& task;
+  int slot;  // the first index of the planes, of the tokens at hand
   int key_stride, value_stride;  // of rows of the query and of a tile: head_dim padded to whole vectors
 
   // Of the query rows, [kMaxRows, ...]: after the transform; as they came, for keys in a tail; times the scales of a
@@ -92,7 +93,7 @@ struct Work {
 
   // `integer_bytes`: memory for the last three.
   Work(const DecodeParams& params, const AttendTask& task, float* memory, const int64_t (&integer_bytes)[3])
-      : params(params), task(task) {
+      : params(params), task(task), slot(task.b) {
     const auto take = [&memory](int64_t count) {
       float* start = memory;
       // As integers, since `size` lays out memory that starts at address 0.

@@ -117,16 +117,16 @@ float* append_scratch(int64_t count) {
 }
 
 // The first new token that gets codes. A ring would overwrite those before it, and two tokens must not race for a row.
-int first_kept(const QuantizeTask& task) { return task.is_ring ? std::max(0, task.q_len - task.capacity) : 0; }
+int first_kept(const CacheParams& cache) { return cache.is_ring ? std::max(0, cache.q_len - cache.capacity) : 0; }
 
 // All tokens of a sequence share a frozen scale, so one number that is not finite makes it NaN for all of them.
 void check_frozen(const Kernels& kernels, const QuantizeTask& task, int batch, bool is_small) {
   const Side& side = *task.side;
   const int64_t scratch_size = kernels.quantize_scratch(task);
   std::vector<std::atomic<bool>> is_flawed(batch);
-  run_tasks(static_cast<int64_t>(batch) * task.num_heads, is_small, [&](int64_t i) {
-    const int b = static_cast<int>(i / task.num_heads), head = static_cast<int>(i % task.num_heads);
-    if (!kernels.is_finite(task, b, head, first_kept(task), task.q_len, append_scratch(scratch_size))) {
+  run_tasks(static_cast<int64_t>(batch) * task.cache->num_kv_heads, is_small, [&](int64_t i) {
+    const int b = static_cast<int>(i / task.cache->num_kv_heads), head = static_cast<int>(i % task.cache->num_kv_heads);
+    if (!kernels.is_finite(task, b, head, first_kept(*task.cache), task.cache->q_len, append_scratch(scratch_size))) {
       is_flawed[b] = true;
     }
   });
@@ -140,18 +140,19 @@ void check_frozen(const Kernels& kernels, const QuantizeTask& task, int batch, b
 // Copies to the tail those new tokens of one head that it keeps.
 void keep_dense(const QuantizeTask& task, int b, int head) {
   const Side& side = *task.side;
+  const CacheParams& cache = *task.cache;
   const Dense& source = *task.source;
-  const int size = bytes_of(side.tail_dtype), length = task.lengths[b], first_new = length - task.q_len;
-  const int start = task.starts == nullptr ? 0 : task.starts[b];
+  const int size = bytes_of(side.tail_dtype), length = cache.lengths[b], first_new = length - cache.q_len;
+  const int start = cache.starts == nullptr ? 0 : cache.starts[b];
   const auto copy = [&](int token) {
     const int64_t from = b * source.stride_b + head * source.stride_h + (token - first_new) * source.stride_t;
     const int64_t to = b * side.tail_stride_b + head * side.tail_stride_h +
-                       tail_row(side, token, start, task.sink_length) * side.tail_stride_t;
+                       tail_row(side, token, start, cache.sink_length) * side.tail_stride_t;
     std::memcpy(static_cast<uint8_t*>(side.tail) + to * size, static_cast<const uint8_t*>(source.data) + from * size,
                 static_cast<size_t>(side.head_dim) * size);
   };
   const int recent = std::max(tail_kept(side, length), first_new);
-  for (int token = std::max(start, first_new); token < recent && is_sink(token, start, task.sink_length); ++token) {
+  for (int token = std::max(start, first_new); token < recent && is_sink(token, start, cache.sink_length); ++token) {
     copy(token);
   }
   for (int token = recent; token < length; ++token) copy(token);
@@ -161,9 +162,7 @@ void keep_dense(const QuantizeTask& task, int b, int head) {
 void append_side(const Kernels& kernels, const AppendParams& params, const Dense& source, const Side& side,
                  const KeyTransform* transform) {
   if (transform != nullptr && is_identity(*transform)) transform = nullptr;
-  const QuantizeTask task = {&source,       &side,           transform,    params.lengths,
-                             params.starts, params.num_kv_heads, params.q_len, params.capacity,
-                             params.sink_length, params.residual_length, params.is_ring};
+  const QuantizeTask task = {&params, &source, &side, transform};
   const int64_t scratch_size = kernels.quantize_scratch(task);
   const int64_t numbers = static_cast<int64_t>(params.batch) * params.num_kv_heads * params.q_len * side.head_dim;
   const bool is_small = numbers <= kSmallAppend;
@@ -178,7 +177,7 @@ void append_side(const Kernels& kernels, const AppendParams& params, const Dense
   if (side.has_channel_scales) return;
   if (side.storage != Storage::none && side.is_frozen) check_frozen(kernels, task, params.batch, is_small);
   const int heads = side.storage != Storage::none && side.is_shared_by_heads ? 1 : params.num_kv_heads;
-  const int kept = first_kept(task), chunks = (params.q_len - kept + kTokensPerTask - 1) / kTokensPerTask;
+  const int kept = first_kept(params), chunks = (params.q_len - kept + kTokensPerTask - 1) / kTokensPerTask;
   run_tasks(static_cast<int64_t>(params.batch) * heads * chunks, is_small, [&](int64_t i) {
     const int first = kept + static_cast<int>(i % chunks) * kTokensPerTask;
     const int head = static_cast<int>(i / chunks % heads), b = static_cast<int>(i / chunks / heads);

@@ -27,13 +27,10 @@ struct Partial {
 
 // New tokens of one side.
 struct QuantizeTask {
+  const CacheParams* cache;
   const Dense* source;
   const Side* side;
   const KeyTransform* transform;  // nullptr: none
-  const int32_t* lengths;
-  const int32_t* starts;  // nullptr: 0
-  int num_heads, q_len, capacity, sink_length, residual_length;
-  bool is_ring;
 };
 
 struct Kernels {

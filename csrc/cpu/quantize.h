@@ -70,7 +70,7 @@ inline void store_codes(Float x, Float divisor, Float zero, uint8_t* row, int c)
 
 // The end of the heads that are quantised together from `head` on, because they share a scale.
 inline int end_of_heads(const QuantizeTask& task, int head) {
-  return task.side->storage != Storage::none && task.side->is_shared_by_heads ? task.num_heads : head + 1;
+  return task.side->storage != Storage::none && task.side->is_shared_by_heads ? task.cache->num_kv_heads : head + 1;
 }
 
 // Where the row of new token `i` starts in the source, in elements.
@@ -78,9 +78,9 @@ inline int64_t source_offset(const Dense& source, int b, int head, int i) {
   return b * source.stride_b + head * source.stride_h + i * source.stride_t;
 }
 
-// The row of the planes that new token `i` is written to.
-inline int row_of_new(const QuantizeTask& task, int b, int i) {
-  return row_of(task.lengths[b] - task.q_len + i, task.capacity, task.is_ring);
+// Where new token `i` is written to.
+inline Place place_of_new(const QuantizeTask& task, int b, int i) {
+  return place_of(*task.cache, b, task.cache->lengths[b] - task.cache->q_len + i);
 }
 
 // New token `i`, transformed, in float32: the rows of heads `head` ... `head_end` - 1, one after the other.
@@ -92,15 +92,15 @@ void load_token(const QuantizeTask& task, int b, int head, int head_end, int i, 
   }
 }
 
-// Quantises a token of one head, or of all heads that share a scale, into row `target`. `stride` of `rows` is in bytes.
+// Quantises a token of one head, or of all heads that share a scale. `stride` of `rows` is in bytes.
 template <Storage kStorage, Dtype kDtype, bool kIsSymmetric>
-void quantize_token(const QuantizeTask& task, int b, int head, int target, const uint8_t* rows, int64_t stride) {
+void quantize_token(const QuantizeTask& task, Place place, int head, const uint8_t* rows, int64_t stride) {
   const Side& side = *task.side;
   const int group_size = side.head_dim / side.num_groups, head_end = end_of_heads(task, head);
   for (int g = 0; g < side.num_groups; ++g) {
     const int begin = g * group_size, end = begin + group_size;
-    half_bits* scale = scales_of(side, b, head).at(g, target);
-    half_bits* zero = kIsSymmetric ? nullptr : zeros_of(side, b, head).at(g, target);
+    half_bits* scale = scales_of(side, place.slot, head).at(g, place.row);
+    half_bits* zero = kIsSymmetric ? nullptr : zeros_of(side, place.slot, head).at(g, place.row);
     Scales<int16_t> found;
     if (side.is_frozen) {
       found = {static_cast<int16_t>(*scale), kIsSymmetric ? int16_t{0} : static_cast<int16_t>(*zero)};
@@ -120,7 +120,7 @@ void quantize_token(const QuantizeTask& task, int b, int head, int target, const
     }
     const float divisor = half_to_float(found.scale), offset = kIsSymmetric ? 0.0f : half_to_float(found.zero);
     for (int h = head; h < head_end; ++h) {
-      uint8_t* row = codes_of(side, b, h, target);
+      uint8_t* row = codes_of(side, place.slot, h, place.row);
       if (divisor != divisor) {  // codes are 0 where there is no scale
         using Kind = Codes<kStorage>;
         std::memset(row + Kind::bytes_of_channels(begin), 0, Kind::bytes_of_channels(group_size));
@@ -146,7 +146,7 @@ void quantize_tokens(const QuantizeTask& task, int b, int head, int first, int l
       rows = reinterpret_cast<const uint8_t*>(scratch);
       stride = padded_row(task.side->head_dim) * static_cast<int64_t>(sizeof(float));
     }
-    quantize_token<kStorage, kDtype, kIsSymmetric>(task, b, head, row_of_new(task, b, i), rows, stride);
+    quantize_token<kStorage, kDtype, kIsSymmetric>(task, place_of_new(task, b, i), head, rows, stride);
   }
 }
 
@@ -167,7 +167,8 @@ void copy_token(const QuantizeTask& task, int b, int head, int i, uint8_t* row, 
 void quantize(const QuantizeTask& task, int b, int head, int first, int last, float* scratch) {
   const Side& side = *task.side;
   for (int i = first; side.storage == Storage::none && i < last; ++i) {
-    copy_token(task, b, head, i, codes_of(side, b, head, row_of_new(task, b, i)), scratch);
+    const Place place = place_of_new(task, b, i);
+    copy_token(task, b, head, i, codes_of(side, place.slot, head, place.row), scratch);
   }
   with_storage(side.storage, [&](auto storage) {
     with_dtype(task.transform == nullptr ? task.source->dtype : Dtype::fp32, [&](auto dtype) {
@@ -212,21 +213,22 @@ void quantize_channels(const Side& side, const float* rows, int stride, int firs
 // the tail, which the new tokens have not been written to yet.
 void quantize_blocks(const QuantizeTask& task, int b, int head, float* scratch) {
   const Side& side = *task.side;
+  const CacheParams& cache = *task.cache;
   const Dense tail = {side.tail, side.tail_dtype, side.tail_stride_b, side.tail_stride_h, side.tail_stride_t};
-  const int first_new = task.lengths[b] - task.q_len, stride = padded_row(side.head_dim);
+  const int first_new = cache.lengths[b] - cache.q_len, stride = padded_row(side.head_dim);
   // In 64 bits: `starts` may be as large as an int can be, so adding sink_length could overflow it.
-  const int64_t first_counted = (task.starts == nullptr ? int64_t{0} : task.starts[b]) + task.sink_length;
-  const int end = tail_begin(side, task.lengths[b], task.residual_length);
-  int begin = tail_begin(side, first_new, task.residual_length);
-  if (task.is_ring) begin = max_of(begin, end - task.capacity);  // older blocks would be overwritten
+  const int64_t first_counted = (cache.starts == nullptr ? int64_t{0} : cache.starts[b]) + cache.sink_length;
+  const int end = tail_begin(side, cache.lengths[b], cache.residual_length);
+  int begin = tail_begin(side, first_new, cache.residual_length);
+  if (cache.is_ring) begin = max_of(begin, end - cache.capacity);  // older blocks would be overwritten
   for (; begin < end; begin += kBlockSize) {
     for (int t = 0; t < kBlockSize; ++t) {
       const int token = begin + t;
       const Dense& source = token < first_new ? tail : *task.source;
-      const int row = token < first_new ? task.sink_length + token % side.ring : token - first_new;
+      const int row = token < first_new ? cache.sink_length + token % side.ring : token - first_new;
       load_row(source, source_offset(source, b, head, row), side.head_dim, scratch + t * stride);
     }
-    const int target = row_of(begin, task.capacity, task.is_ring), block = target / kBlockSize;
+    const int target = place_of(cache, b, begin).row, block = target / kBlockSize;
     const int64_t left_out = first_counted - begin;
     const int first = left_out < 0 ? 0 : left_out < kBlockSize ? static_cast<int>(left_out) : kBlockSize;
     half_bits* scale = scales_of(side, b, head).at(block, 0);

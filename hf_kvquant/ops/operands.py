@@ -49,7 +49,14 @@ class Operands:
         self._dequantize = torch_ops.dequantize.default if serves and codes.device.type == "cuda" else None
         self._decode = (torch_ops.decode if serves else torch_ops.decode_reference).default
 
-    def append(self, key: Tensor, value: Tensor, lengths: Tensor, starts: Tensor | None = None) -> None:
+    def append(
+        self,
+        key: Tensor,
+        value: Tensor,
+        lengths: Tensor,
+        starts: Tensor | None = None,
+        page_table: Tensor | None = None,
+    ) -> None:
         """Quantise new tokens into the planes, as `reference.append` defines it.
 
         Args:
@@ -59,8 +66,12 @@ class Operands:
                 `lengths - q_len … lengths - 1`.
             starts: `[batch]` int32 on the same device: first position that is not padding. Granularity `channel` leaves
                 padding out of its scales, and the first `sink_length` tokens are counted from here.
+            page_table: `[batch, pages of a sequence]` int32 on the same device, if the first axis of the planes is that
+                of pages: token t is in row t mod P of page `page_table[b, t // P]`, P being the rows of a page. Pages
+                that hold no token may have any number. On a CPU other numbers are refused; on a GPU, where the host
+                does not know them, they mean page 0.
         """
-        self._append(key, value, *self._planes, lengths, starts, *self._kinds)
+        self._append(key, value, *self._planes, lengths, starts, *self._kinds, page_table)
 
     def decode(
         self,
@@ -76,6 +87,7 @@ class Operands:
         softcap: float = 0.0,
         sliding_window: int = 0,
         num_splits: int = 0,
+        page_table: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Append new tokens if there are any, then attend to everything stored: see `reference.decode_attention`.
 
@@ -101,6 +113,7 @@ class Operands:
                 sequence gives bitwise the same output in every batch, all other arguments being equal. Kernels use
                 fewer parts if the capacity is too small for so many, and at most 127 or 255 for a ring on a GPU;
                 neither depends on the batch or its lengths. The reference does not cut sequences.
+            page_table: As in `append`. The capacity of a sequence is that of its pages.
 
         Returns:
             out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`, new memory. Zero where nothing is
@@ -135,6 +148,7 @@ class Operands:
             sliding_window,
             num_splits,
             *self._kinds,
+            page_table,
         )
         return result
 
@@ -172,9 +186,10 @@ def append(
     layout: KVLayout,
     key_transform: KeyTransform | None = None,
     starts: Tensor | None = None,
+    page_table: Tensor | None = None,
 ) -> None:
     """`Operands.append` for a single call."""
-    Operands(key_planes, value_planes, layout, key_transform).append(key, value, lengths, starts)
+    Operands(key_planes, value_planes, layout, key_transform).append(key, value, lengths, starts, page_table)
 
 
 def decode(

@@ -17,7 +17,9 @@ for the reference, so that PyTorch does not broadcast over a mistake, and what t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as torch_ops
 from ..spec import reference
+from ..spec.formats import BLOCK_SIZE
 from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout
 from ..spec.planes import Planes
@@ -34,11 +37,12 @@ from .kernels import MAX_RING_LENGTH, NUM_COUNTERS, warn_reference
 
 _PLANES = "Tensor(a!)[] key_planes, Tensor(b!)[] value_planes"
 _KINDS = "Tensor? key_center, Tensor? key_smoothing, bool rotates_key, int[] layout"
-APPEND_SCHEMA = f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, Tensor? starts, {_KINDS}) -> ()"
+_PAGES = "Tensor? page_table=None"
+APPEND_SCHEMA = f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, Tensor? starts, {_KINDS}, {_PAGES}) -> ()"
 DECODE_SCHEMA = (
     f"decode(Tensor query, Tensor? key, Tensor? value, {_PLANES}, Tensor lengths, Tensor(c!)? counters, "
     "Tensor? starts, Tensor? sinks, Tensor? alibi_slopes, float softmax_scale, float softcap, int sliding_window, "
-    f"int num_splits, {_KINDS}) -> (Tensor out, Tensor lse)"
+    f"int num_splits, {_KINDS}, {_PAGES}) -> (Tensor out, Tensor lse)"
 )
 DEQUANTIZE_SCHEMA = (
     "dequantize(Tensor[] key_planes, Tensor[] value_planes, Tensor lengths, Tensor? starts, SymInt begin, "
@@ -150,27 +154,41 @@ def _dequantize(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _arguments_of(op: str, args: Sequence[object]) -> dict[str, Any]:
-    """The arguments of an op, by their names in its schema."""
-    schema = getattr(torch_ops, op).default._schema
-    return dict(zip((argument.name for argument in schema.arguments), args, strict=True))
+    """The arguments of an op, by their names in its schema. torch leaves out a last one that is None by default."""
+    names = [argument.name for argument in getattr(torch_ops, op).default._schema.arguments]
+    return dict(itertools.zip_longest(names, args))
 
 
 def _append(*args: Any) -> None:
     arguments = _arguments_of("append", args)
     cache = _checked("append", arguments)
     warn_reference(cache.planes[0].codes.device, *cache.head_dims)
-    with torch.no_grad():  # as the kernels do
-        _append_reference(arguments, cache)
+    with torch.no_grad(), _linear(cache, arguments) as linear:  # as the kernels do
+        _append_reference(arguments, linear)
 
 
 def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     arguments = _arguments_of("decode", args)
     cache = _checked("decode", arguments)
     warn_reference(cache.planes[0].codes.device, *cache.head_dims)
-    with torch.no_grad():
+    with torch.no_grad(), _linear(cache, arguments) as linear:
         if arguments["key"] is not None:
-            _append_reference(arguments, cache)
-        return _decode_reference(arguments, cache)
+            _append_reference(arguments, linear)
+        return _decode_reference(arguments, linear)
+
+
+@contextlib.contextmanager
+def _linear(cache: _Cache, arguments: Arguments) -> Iterator[_Cache]:
+    """The cache with the rows of each sequence side by side. Pages then get the new tokens that are written to it."""
+    page_table, key = arguments["page_table"], arguments["key"]
+    if page_table is None:
+        yield cache
+        return
+    key_planes, value_planes = planes = [reference.gather_pages(side, page_table) for side in cache.planes]
+    yield dataclasses.replace(cache, planes=(key_planes, value_planes))
+    if key is not None:
+        for gathered, side in zip(planes, cache.planes, strict=True):
+            reference.scatter_pages(gathered, side, page_table, arguments["lengths"], key.shape[2])
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -185,10 +203,13 @@ def _checked(where: str, arguments: Arguments) -> _Cache:
     _check_tensors(where, arguments)
     _check_ranks(where, arguments)
     cache = _Cache.of(where, arguments)
-    batch, heads, capacity, _ = arguments["key_planes"][0].shape
-    if heads == 0 or capacity % cache.layout.token_alignment:
-        expected = f"heads and a capacity that is a multiple of {cache.layout.token_alignment}"
-        raise ValueError(f"{where}: `key_planes.codes` must have {expected}, got {[batch, heads, capacity]}.")
+    slots, heads, rows, _ = arguments["key_planes"][0].shape
+    alignment = cache.layout.token_alignment if arguments["page_table"] is None else BLOCK_SIZE
+    if heads == 0 or rows % alignment:
+        expected = f"heads and a capacity that is a multiple of {alignment}"
+        raise ValueError(f"{where}: `key_planes.codes` must have {expected}, got {[slots, heads, rows]}.")
+    if arguments["page_table"] is not None:
+        _check_pages(where, arguments["page_table"], cache.layout, slots, rows)
     for name, (x, sizes, dtypes) in _expected(where, arguments, cache).items():
         fits = x.ndim == len(sizes) and all(size in (None, found) for size, found in zip(sizes, x.shape, strict=True))
         if not fits or x.dtype not in dtypes:
@@ -199,6 +220,7 @@ def _checked(where: str, arguments: Arguments) -> _Cache:
             f"{where}: `key_center`, `key_smoothing` and `rotates_key` must be left out where every channel of the "
             "keys has a scale, got a transform."
         )
+    capacity = rows if arguments["page_table"] is None else arguments["page_table"].shape[1] * rows
     lengths, most = arguments["lengths"], MAX_RING_LENGTH if cache.layout.is_ring else capacity
     num_new = 0 if arguments["key"] is None else arguments["key"].shape[2]
     # On a GPU the host would have to wait for the numbers.
@@ -207,18 +229,49 @@ def _checked(where: str, arguments: Arguments) -> _Cache:
             f"{where}: `lengths` must be between the {num_new} new tokens and {most}, got {lengths.tolist()}. "
             "Make a larger cache (max_cache_len), or crop or reset this one."
         )
+    if arguments["page_table"] is not None:
+        _check_page_numbers(where, arguments["page_table"], lengths, slots, rows)
     return cache
+
+
+def _check_pages(where: str, page_table: Tensor, layout: KVLayout, num_pages: int, page_rows: int) -> None:
+    if layout.is_ring or layout.has_tail or any(each.granularity == "tensor" for each in layout.formats):
+        raise ValueError(
+            f"{where}: `page_table` must be None for this layout, got a tensor: rings, dense windows and the "
+            "granularities tensor and channel have no pages."
+        )
+    if num_pages * page_rows == 0:
+        raise ValueError(f"{where}: `page_table` must be None for planes without rows, got a tensor.")
+    if page_table.ndim != 2 or page_table.dtype != torch.int32:
+        raise ValueError(
+            f"{where}: `page_table` must be [batch, pages] torch.int32, got {list(page_table.shape)} "
+            f"{page_table.dtype}."
+        )
+
+
+def _check_page_numbers(where: str, page_table: Tensor, lengths: Tensor, num_pages: int, page_rows: int) -> None:
+    if lengths.device.type != "cpu":  # the host would have to wait for the numbers
+        return
+    is_held = torch.arange(page_table.shape[1]) * page_rows < lengths[:, None]
+    is_bad = is_held & ((page_table < 0) | (page_table >= num_pages))
+    if bool(is_bad.any()):
+        b, i = is_bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"{where}: `page_table` must have a page from 0 to {num_pages - 1} for every token held, got "
+            f"{int(page_table[b, i])} for token {i * page_rows} of sequence {b}."
+        )
 
 
 def _expected(where: str, arguments: Arguments, cache: _Cache) -> dict[str, Expected]:
     """What the tensors of a call must be, by name."""
-    batch, heads, capacity, _ = arguments["key_planes"][0].shape
+    slots, heads, rows, _ = arguments["key_planes"][0].shape
+    batch = slots if arguments["page_table"] is None else arguments["page_table"].shape[0]
     expected: dict[str, Expected] = {}
     q_len = arguments["query"].shape[2] if where == "decode" else arguments["key"].shape[2]
     for side, planes, kv_format, head_dim in zip(
         ("key", "value"), cache.planes, cache.layout.formats, cache.head_dims, strict=True
     ):
-        shapes = kv_format.plane_shapes(batch, heads, head_dim, capacity, **cache.layout.windows)
+        shapes = kv_format.plane_shapes(slots, heads, head_dim, rows, **cache.layout.windows)
         if planes.tail is not None and kv_format.serves_tail(planes.tail.shape[2], **cache.layout.windows):
             shapes["tail"] = batch, heads, planes.tail.shape[2], head_dim
         new = arguments[side]
@@ -350,7 +403,7 @@ def _resolving(op: str) -> Callable[..., Any]:
 
     def resolve(*args: Any) -> Any:
         overload, resolved = getattr(torch_ops, op).default, []
-        for argument, x in zip(overload._schema.arguments, args, strict=True):
+        for argument, x in zip(overload._schema.arguments, args, strict=False):  # see _arguments_of
             if any(each.is_neg() for _, each in _tensors({argument.name: x})):
                 if argument.is_write:
                     raise ValueError(

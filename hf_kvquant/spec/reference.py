@@ -600,6 +600,34 @@ def decode_attention(
     return out.transpose(1, 2).to(query.dtype).contiguous(), lse
 
 
+def gather_pages(planes: Planes, page_table: Tensor) -> Planes:
+    """Copy the pages of every sequence side by side: the planes of `page_table.shape[0]` sequences.
+
+    Args:
+        planes: Their first axis is that of pages. Every token has scales of its own.
+        page_table: `[batch, pages of a sequence]` int32. Numbers that are no page stand for pages without tokens.
+    """
+    page = page_table.clamp(0, len(planes.codes) - 1).long()
+
+    def gather(plane: Tensor, axis: int) -> Tensor:
+        return plane[page].movedim(1, axis).flatten(axis, axis + 1)
+
+    scale, zero = (None if each is None else gather(each, 3) for each in (planes.scale, planes.zero))
+    return Planes(gather(planes.codes, 2), scale, zero)
+
+
+def scatter_pages(gathered: Planes, planes: Planes, page_table: Tensor, lengths: Tensor, num_new: int) -> None:
+    """Copy those pages back to `planes` that hold the newest `num_new` of `lengths` tokens. See `gather_pages`."""
+    num_pages, rows = page_table.shape[1], planes.codes.shape[2]
+    begin = torch.arange(num_pages, device=lengths.device) * rows
+    is_written = (begin < lengths[:, None]) & (begin + rows > lengths[:, None] - num_new)
+    sequence, number = is_written.nonzero(as_tuple=True)
+    page = page_table[sequence, number].long()
+    for old, new in zip(planes.tensors(), gathered.tensors(), strict=True):
+        axis = 2 if old is planes.codes else 3
+        old[page] = new.unflatten(axis, (num_pages, rows)).movedim(axis, 1)[sequence, number]
+
+
 # --- operations between linear layers ---------------------------------------------------------------------------------
 
 

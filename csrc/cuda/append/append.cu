@@ -71,8 +71,8 @@ struct Lanes {
 
 // The consecutive tokens of a lane in one head.
 struct Tokens {
-  unsigned b, h;
-  int64_t row;     // of the first in the planes
+  unsigned slot, h;  // of the planes
+  int64_t row;       // of the first in the planes
   int begin, end;  // those that are new and have room
 
   __device__ bool has_room(int r) const { return r >= begin && r < end; }
@@ -129,7 +129,7 @@ __device__ void quantize_rows(const Side& side, const Lanes& lanes, const Tokens
                               const Values<kDtype> (&x)[kRows]) {
   StoredScale values[kRows];
   if (side.is_frozen) {
-    const StoredScale frozen = load_scale<kIsSymmetric>(side, tokens.b, 0, 0, 0);
+    const StoredScale frozen = load_scale<kIsSymmetric>(side, tokens.slot, 0, 0, 0);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) values[r] = frozen;
   } else {
@@ -139,7 +139,7 @@ __device__ void quantize_rows(const Side& side, const Lanes& lanes, const Tokens
     compute_scales<kStorage>(extents, side.clip_ratio, lanes.lane, lanes.position, lanes.lanes_per_group, values);
   }
   half_bits scales[kRows], zeros[kRows];
-  uint8_t* target = Codes<kStorage>::at(code_row(side, tokens.b, tokens.h, tokens.row), lanes.chunk * kChunk);
+  uint8_t* target = Codes<kStorage>::at(code_row(side, tokens.slot, tokens.h, tokens.row), lanes.chunk * kChunk);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     scales[r] = values[r].scale, zeros[r] = values[r].zero;
@@ -148,9 +148,9 @@ __device__ void quantize_rows(const Side& side, const Lanes& lanes, const Tokens
     target += side.codes_stride_t;
   }
   if (side.is_frozen || lanes.position != 0) return;
-  store_plane(scale_at(side, tokens.b, tokens.h, lanes.group, tokens.row), side.scale_stride_t, scales, tokens);
+  store_plane(scale_at(side, tokens.slot, tokens.h, lanes.group, tokens.row), side.scale_stride_t, scales, tokens);
   if constexpr (!kIsSymmetric) {
-    store_plane(zero_at(side, tokens.b, tokens.h, lanes.group, tokens.row), side.zero_stride_t, zeros, tokens);
+    store_plane(zero_at(side, tokens.slot, tokens.h, lanes.group, tokens.row), side.zero_stride_t, zeros, tokens);
   }
 }
 
@@ -177,7 +177,7 @@ __device__ void append_tile(const Job& job, const Lanes& lanes, const LaneTransf
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (!tokens.has_room(r)) continue;
-      store_values(code_row(side, tokens.b, tokens.h, tokens.row + r), side.dense_dtype, lanes.chunk, x[r]);
+      store_values(code_row(side, tokens.slot, tokens.h, tokens.row + r), side.dense_dtype, lanes.chunk, x[r]);
     }
     return;
   }
@@ -212,9 +212,12 @@ __device__ void append_rows(const Jobs& jobs, const Job& job, unsigned cta) {
 #pragma unroll 1
   for (int tile = start; tile < end; tile += tokens_per_tile) {
     const int i = tile + lanes.row * kRows;
-    // With several tokens per lane, their rows are consecutive, which excludes rings (see `append`).
-    const int64_t row = kRows > 1 ? before + i : jobs.laps.row(static_cast<int>(before) + i);
-    const Tokens tokens = {b, h, row, first_with_room - i, end_of_room - i};
+    // With several tokens per lane, their rows are consecutive, which excludes rings and pages (see `append`).
+    const int position = static_cast<int>(before) + i;
+    const int64_t row = kRows > 1 ? before + i : jobs.laps.row(position);
+    const bool has_room = i >= first_with_room && i < end_of_room;  // the page table has no more
+    const unsigned slot = kRows > 1 || !has_room ? b : jobs.laps.slot(b, position);
+    const Tokens tokens = {slot, h, row, first_with_room - i, end_of_room - i};
     append_tile<kIsTransformed, kDtype, kRows>(job, lanes, inverted, tokens, origin + i * dense.stride_t, count - i);
   }
 }
@@ -230,7 +233,7 @@ struct Token {
   Lanes lanes;
   unsigned b, i;
   bool has_room;
-  int row;  // of the planes, if there is room
+  int slot, row;  // of the planes, if there is room
 
   __device__ Token(const Jobs& jobs, const Job& job, unsigned cta) : jobs(jobs), job(job), lanes(job.side) {
     b = cta / job.q_len;
@@ -238,6 +241,7 @@ struct Token {
     const int64_t t = int64_t{jobs.lengths[b]} - job.q_len + i;
     has_room = t >= 0 && t < jobs.max_length;
     row = jobs.laps.row(static_cast<int>(t));
+    slot = has_room ? jobs.laps.slot(b, static_cast<int>(t)) : 0;
   }
 
   // Calls `use` with the channels of this lane in each head that it takes.
@@ -274,9 +278,9 @@ __device__ void quantize_token(const Token& token) {
   for (int w = 0; w < kNumWarps; ++w) extents[0].include(of_warps[w]);
 
   const StoredScale value = compute_scale<kStorage>(extents[0].range(), side.clip_ratio);
-  if (threadIdx.x == 0) store_scale<kIsSymmetric>(side, value, token.b, 0, 0, token.row);
+  if (threadIdx.x == 0) store_scale<kIsSymmetric>(side, value, token.slot, 0, 0, token.row);
   token.for_heads([&](int h, const Wide& x) {
-    uint8_t* target = Codes<kStorage>::at(code_row(side, token.b, h, token.row), token.lanes.chunk * kChunk);
+    uint8_t* target = Codes<kStorage>::at(code_row(side, token.slot, h, token.row), token.lanes.chunk * kChunk);
     encode<kStorage, kIsSymmetric>(x, value).store(target);
   });
 }
@@ -434,8 +438,8 @@ __global__ void __launch_bounds__(kNumWarps* kLanes) spoil_frozen_scales(const _
   if (!job.side.is_frozen || !token.has_room) return;
   token.for_heads([&](int, const Wide& x) {
     if (isfinite(Extent<Dtype::fp32, true>::of(x).high)) return;
-    *scale_at(job.side, token.b, 0, 0, 0) = kHalfNan;
-    if (!job.side.is_symmetric) *zero_at(job.side, token.b, 0, 0, 0) = kHalfNan;
+    *scale_at(job.side, token.slot, 0, 0, 0) = kHalfNan;
+    if (!job.side.is_symmetric) *zero_at(job.side, token.slot, 0, 0, 0) = kHalfNan;
   });
 }
 
@@ -459,9 +463,9 @@ bool has_aligned_rows(const Dense& dense, const AppendParams& params) {
 }  // namespace
 
 void append(const AppendParams& params, void* stream) {
-  // Rings do not use the kernels for prompts: they keep few tokens of a prompt, and looking for their end among the
-  // tokens of a lane made every prompt 2 to 8 % slower (H200, 2026-11).
-  const bool is_prompt = !params.is_ring && params.q_len >= kMinPromptTokens && has_aligned_rows(params.key, params) &&
+  // Rings and pages do not use the kernels for prompts: looking for their end among the tokens of a lane made every
+  // prompt 2 to 8 % slower (H200, 2026-11).
+  const bool is_prompt = !params.is_ring && params.page_table == nullptr && params.q_len >= kMinPromptTokens && has_aligned_rows(params.key, params) &&
                          has_aligned_rows(params.value, params);
   const int q_len = params.q_len;
   const Jobs all = {{{params.key, params.key_side, params.key_transform, q_len, 1, 0, 0},
@@ -472,8 +476,8 @@ void append(const AppendParams& params, void* stream) {
                     params.capacity,
                     params.sink_length,
                     params.residual_length,
-                    laps_of(params.capacity, params.is_ring),
-                    max_length_of(params.capacity, params.is_ring)};
+                    laps_of(params),
+                    max_length_of(params)};
   // Only so many of the newest tokens get rows. Blocks of tokens and tails may take older ones.
   const int num_rows = params.is_ring ? std::min(q_len, params.capacity) : q_len;
   Jobs of_rows = all;

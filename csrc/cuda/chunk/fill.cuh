@@ -176,7 +176,7 @@ struct TileSource {
     if (is_plain) {
       tail.load(side(), b, h, token, c, x);
     } else if (is_held) {
-      load_channels(side(), b, h, laps.row(token), c, x);
+      load_channels(side(), laps.slot(b, token), h, laps.row(token), c, x);
     }
     if (!kIsKey || is_identity(params.key_transform)) return;
     float transformed[1][kChunk];
@@ -263,9 +263,9 @@ class Filler {
       row_ = warp * kRowsOfWarp + lane / 4;
     }
     const Side& side = source.side();
-    codes_from_ = code_row(side, source.b, source.h, row_) + chunk_ * kWords * 4;
-    scales_from_ = scale_at(side, source.b, source.h, 0, 0);
-    if (has_zero()) zeros_from_ = zero_at(side, source.b, source.h, 0, 0);
+    codes_from_ = code_row(side, 0, source.h, row_) + chunk_ * kWords * 4;
+    scales_from_ = scale_at(side, 0, source.h, 0, 0);
+    if (has_zero()) zeros_from_ = zero_at(side, 0, source.h, 0, 0);
   }
 
   // Fills tiles from `steps` on, until the last or until one is dense.
@@ -292,7 +292,9 @@ class Filler {
   // Starts to load the scales and codes of the tile whose first token is `first`.
   __device__ __forceinline__ void load(int first) {
     const Side& side = source_.side();
-    const int row = source_.laps.row(first);
+    const int row = source_.laps.row(first), slot = source_.laps.slot(source_.b, first);
+    const half_bits* const scales_from = scales_from_ + slot * side.scale_stride_b;
+    const half_bits* const zeros_from = zeros_from_ + slot * side.zero_stride_b;
 #pragma unroll
     for (int e = 0; e < kEntries; ++e) {
       const int entry = source_.thread + e * kWarpgroup, token = entry % kTileTokens, group = entry / kTileTokens;
@@ -308,11 +310,11 @@ class Filler {
         zero_at = int64_t{row + token} * static_cast<int>(side.zero_stride_t);
         if (kScales == Scales::groups) scale_at += group * side.scale_stride_g, zero_at += group * side.zero_stride_g;
       }
-      scales_[e] = load_half_if(is_held, scales_from_ + scale_at);
-      zeros_[e] = load_half_if(is_held && has_zero(), zeros_from_ + zero_at);
+      scales_[e] = load_half_if(is_held, scales_from + scale_at);
+      zeros_[e] = load_half_if(is_held && has_zero(), zeros_from + zero_at);
     }
     const int stride = static_cast<int>(side.codes_stride_t);
-    const uint8_t* from = codes_from_ + int64_t{row} * stride;
+    const uint8_t* from = codes_from_ + slot * side.codes_stride_b + int64_t{row} * stride;
     const unsigned count = chunk_ * kChannels < side.head_dim ? source_.count : 0;
     const unsigned token = first + row_ - source_.begin;
 #pragma unroll
@@ -419,7 +421,7 @@ class Filler {
 
   const TileSource<Shape, kIsKey> source_;
   int chunk_, row_;
-  const uint8_t* codes_from_;  // of this thread's first token and channels in row 0
+  const uint8_t* codes_from_;  // of this thread's first token and channels, in slot and row 0
   const half_bits *scales_from_, *zeros_from_ = nullptr;
   uint32_t codes_[kItems][kWords], scales_[kEntries], zeros_[kEntries];
 };

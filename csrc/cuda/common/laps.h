@@ -1,6 +1,5 @@
-// Finds the row of a token in the planes: its position or, in a ring, position mod capacity, like row_of in format.h.
-// It avoids the division of row_of, which takes longer than most of what kernels do before they copy. The arithmetic is
-// the same on the host.
+// Finds where a token is in the planes, like place_of in format.h. It avoids the division there, which takes longer than
+// most of what kernels do before they copy. The arithmetic is the same on the host.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +14,17 @@
 
 namespace hf_kvquant::cuda {
 
-// Tokens go through the rows of a ring in laps. Other planes have a single lap without end.
+// Tokens go through the rows of a ring in laps. With pages, every lap is in another page. Other planes have a single lap
+// without end.
 struct Laps {
   int num_rows;         // of a lap, a multiple of kBlockSize; INT32_MAX for a single lap
   unsigned reciprocal;  // ⌈2²³⁺ˢ / blocks of a lap⌉, s being `shift`; 0 for a single lap
   int shift;            // ⌈log2 of the blocks of a lap⌉
+  const int32_t* pages;  // [batch, num_laps]; nullptr: none
+  int num_laps, num_pages;
 
-  // The first position of the lap that a position is in; exact below kMaxRingLength, that is, 2²³ blocks.
-  KVQ_BOTH int begin(int position) const {
+  // The number of the lap that a position is in; exact below kMaxRingLength, that is, 2²³ blocks.
+  KVQ_BOTH int number(int position) const {
     // 2⁹ times the number of the position's block: below 2³².
     const uint32_t block = static_cast<uint32_t>(position) / kBlockSize << 9;
 #ifdef __CUDA_ARCH__
@@ -30,24 +32,39 @@ struct Laps {
 #else
     const uint32_t product = static_cast<uint32_t>(uint64_t{block} * reciprocal >> 32);
 #endif
-    return static_cast<int>(product >> shift) * num_rows;
+    return static_cast<int>(product >> shift);
   }
 
+  // The first position of that lap.
+  KVQ_BOTH int begin(int position) const { return number(position) * num_rows; }
+
   KVQ_BOTH int row(int position) const { return position - begin(position); }
+
+#ifdef __CUDACC__
+  // The index of the first axis of the planes. Nobody has checked the page table on a GPU, and no page must be read
+  // outside of the planes.
+  __device__ __forceinline__ int slot(int b, int position) const {
+    if (pages == nullptr) return b;
+    const int page = pages[int64_t{b} * num_laps + number(position)];
+    return static_cast<unsigned>(page) < static_cast<unsigned>(num_pages) ? page : 0;
+  }
+#endif
 };
 
-// The laps of planes with `capacity` rows.
-inline Laps laps_of(int capacity, bool is_ring) {
-  if (!is_ring) return {INT32_MAX, 0, 0};
-  const auto num_blocks = static_cast<uint32_t>(capacity) / kBlockSize;
+inline Laps laps_of(const CacheParams& params) {
+  const bool is_paged = params.page_table != nullptr;
+  if (!params.is_ring && !is_paged) return {INT32_MAX, 0, 0, nullptr, 0, 0};
+  const int num_rows = is_paged ? params.page_rows : params.capacity;
+  const auto num_blocks = static_cast<uint32_t>(num_rows) / kBlockSize;
   int shift = 0;
   while (uint64_t{1} << shift < num_blocks) ++shift;
   const uint64_t unit = uint64_t{1} << (23 + shift);
-  return {capacity, static_cast<unsigned>((unit + num_blocks - 1) / num_blocks), shift};
+  return {num_rows,         static_cast<unsigned>((unit + num_blocks - 1) / num_blocks), shift, params.page_table,
+          is_paged ? params.capacity / num_rows : 0, params.num_pages};
 }
 
 // The most tokens of a sequence that there is room for. Kernels skip tokens beyond it.
-KVQ_BOTH int max_length_of(int capacity, bool is_ring) { return is_ring ? kMaxRingLength : capacity; }
+KVQ_BOTH int max_length_of(const CacheParams& params) { return params.is_ring ? kMaxRingLength : params.capacity; }
 
 }  // namespace hf_kvquant::cuda
 

@@ -44,7 +44,7 @@ struct Output {
       l = l * weight + (sink == maximum && maximum != -INFINITY ? 1.f : exp_below(sink, maximum));
     }
     // As in combine.cuh.
-    if (params.lengths[b] > max_length_of(params.capacity, params.is_ring)) l = NAN;
+    if (params.lengths[b] > max_length_of(params)) l = NAN;
     const int64_t row = (b * params.q_len + i) * params.num_q_heads + head;
     store_value(params.out, params.query.dtype, row * head_dim + c, l == 0.f ? 0.f : sum / l);
     if (c == 0) params.lse[(b * params.num_q_heads + head) * params.q_len + i] = maximum + logf(l);
@@ -141,7 +141,7 @@ __device__ void merge_workers(const DecodeParams& params, const State<kRows>& st
 }
 
 // Tails take registers, above all for the untransformed query that multiplies their keys. The same instantiation serves
-// rings, so that other calls need not look up the rows of tokens.
+// rings and pages, so that other calls need not look up the rows of tokens.
 template <int kRows, bool kHasTails>
 __global__ void __launch_bounds__(kNumThreads)
     attend(const __grid_constant__ DecodeParams params, int num_splits, int num_tiles, int lanes_per_worker, Laps laps,
@@ -210,7 +210,8 @@ __global__ void __launch_bounds__(kNumThreads)
       if (kHasTails && tail.has(side, static_cast<int>(t))) {
         tail.load(side, b, h, static_cast<int>(t), c, x);
       } else {
-        load_channels(side, b, h, kHasTails ? laps.row(static_cast<int>(t)) : t, c, x);
+        const int token = static_cast<int>(t);
+        load_channels(side, kHasTails ? laps.slot(b, token) : b, h, kHasTails ? laps.row(token) : t, c, x);
       }
     };
     if (is_in_range && has_key) load(params.key_side, key_tail, key);
@@ -273,7 +274,8 @@ int lanes_for(int head_dim) {
 
 void decode_general(const DecodeParams& params, const DecodePlan& plan, float* workspace, void* stream) {
   const int num_splits = static_cast<int>(plan.num_splits.value);
-  const bool has_tails = params.key_side.tail != nullptr || params.value_side.tail != nullptr || params.is_ring;
+  const bool has_tails = params.key_side.tail != nullptr || params.value_side.tail != nullptr || params.is_ring ||
+                         params.page_table != nullptr;
   const auto attend_with = [has_tails](auto rows) {
     constexpr int kRows = decltype(rows)::value;
     return has_tails ? attend<kRows, true> : attend<kRows, false>;
@@ -286,7 +288,7 @@ void decode_general(const DecodeParams& params, const DecodePlan& plan, float* w
   const size_t shared_bytes = sizeof(float) * num_workers * plan.rows_per_tile * (params.value_side.head_dim + 2);
   const int64_t num_ctas = int64_t{num_splits} * plan.num_row_tiles * params.num_kv_heads * params.batch;
   launch("decode", kernel, num_ctas, kNumThreads, shared_bytes, stream, params, num_splits, plan.num_row_tiles,
-         lanes_per_worker, laps_of(params.capacity, params.is_ring), max_length_of(params.capacity, params.is_ring),
+         lanes_per_worker, laps_of(params), max_length_of(params),
          workspace);
   if (num_splits > 1) {
     const int64_t num_rows = int64_t{params.batch} * params.num_q_heads * params.q_len;

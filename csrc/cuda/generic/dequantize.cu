@@ -168,8 +168,8 @@ void dequantize(const DequantizeParams& params, void* stream) {
     const int64_t tokens_of_cta = int64_t{kNumWarps} * kTokens * (kLanes / (side.head_dim / kChunk));
     const int64_t ctas_of_head = (params.num_tokens + tokens_of_cta - 1) / tokens_of_cta;
     launch("dequantize", kernel, ctas_of_head * params.num_kv_heads * params.batch, kNumWarps * kLanes, 0, stream,
-           params, is_key, static_cast<unsigned>(ctas_of_head), laps_of(params.capacity, params.is_ring),
-           max_length_of(params.capacity, params.is_ring));
+           params, is_key, static_cast<unsigned>(ctas_of_head), laps_of(params),
+           max_length_of(params));
   }
 }
 

@@ -69,6 +69,7 @@ bool are_pairs(const AppendParams& new_tokens) {
 }  // namespace
 
 AttendKernel choose_kernel(const DecodeParams& params) {
+  if (params.page_table != nullptr) return {};
   const Side &keys = params.key_side, &values = params.value_side;
   for (const AttendRow& row : kAttendTable) {
     if (!serves(row, keys, values)) continue;

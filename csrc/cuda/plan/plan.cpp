@@ -132,8 +132,8 @@ Extras place_operands(const DecodeParams& params, const AttendKernel& kernel, De
   plan.query_stride_b = static_cast<uint32_t>(params.query.stride_b);
   plan.query_stride_h = static_cast<uint32_t>(params.query.stride_h);
   plan.query_stride_t = static_cast<uint32_t>(params.query.stride_t);
-  plan.laps = laps_of(params.capacity, params.is_ring);
-  plan.max_length = max_length_of(params.capacity, params.is_ring);
+  plan.laps = laps_of(params);
+  plan.max_length = max_length_of(params);
   list_scales(params, kernel, plan);
   plan.is_dense = is_dense(keys, kernel.head_dim) && is_dense(values, kernel.head_dim);
   plan.has_gaps = !plan.is_dense || has_gaps(keys, kernel.has_key_zero) || has_gaps(values, kernel.has_value_zero);

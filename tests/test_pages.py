@@ -1,0 +1,198 @@
+"""Pages: under any page table, ops give the bits that they give over the rows of each sequence side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_same
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_kvquant import PRESETS, KeyTransform, ops
+from hf_kvquant.spec.layout import KVLayout
+from hf_kvquant.spec.planes import Planes
+
+HEADS, HEAD_DIM, GARBAGE = 2, 64, 99
+PAGED = [name for name in PRESETS if name != "int4-channel"]
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+ENGINES = ["cpu", "reference", CUDA]
+
+
+def operands(engine: str, planes: tuple[Planes, Planes], layout: KVLayout, transform: KeyTransform | None) -> Any:
+    made = ops.Operands(*planes, layout, transform)
+    if engine == "reference":
+        made._append = torch.ops.hf_kvquant.append_reference.default
+        made._decode = torch.ops.hf_kvquant.decode_reference.default
+    return made
+
+
+def with_gaps(plane: Tensor) -> Tensor:
+    """The same plane with memory between its pages that must not be read or written."""
+    numel = plane[0].numel()
+    memory = torch.full((len(plane), numel + 64), GARBAGE, dtype=plane.dtype, device=plane.device)
+    memory[:, :numel] = 0
+    return memory[:, :numel].unflatten(1, plane.shape[1:])
+
+
+def random_table(lengths: list[int], page_rows: int, num_pages: int, num_spare: int) -> Tensor:
+    """A table with pages in random order. Where no token is held, it has numbers that are no page."""
+    table = torch.randperm(len(lengths) * num_pages + num_spare)[: len(lengths) * num_pages].view(len(lengths), -1)
+    is_held = torch.arange(num_pages) * page_rows < torch.tensor(lengths)[:, None]
+    return torch.where(is_held, table, torch.tensor(-1)).int()
+
+
+def compared(
+    name: str, engine: str, page_rows: int, lengths: list[int], chunks: list[int], options: dict[str, Any] | None = None
+) -> None:
+    """Append chunks to sequences that end with `lengths` tokens, with pages and without; attend from the second on."""
+    device = torch.device("cuda" if engine == "cuda" else "cpu")
+    layout, batch = KVLayout(*PRESETS[name]), len(lengths)
+    num_pages = -(-max(lengths) // page_rows) + 1
+    table = random_table(lengths, page_rows, num_pages, num_spare=3).to(device)
+    shape = HEADS, HEAD_DIM, HEAD_DIM
+    # The fastest kernels are for half precision.
+    where: dict[str, Any] = {"dtype": torch.bfloat16 if engine == "cuda" else torch.float32, "device": device}
+    rows = layout.allocate((batch, *shape), num_pages * page_rows, **where)
+    pool = layout.allocate((batch * num_pages + 3, *shape), page_rows, **where)
+    pages = pool[0].map(with_gaps), pool[1].map(with_gaps)
+    transform = None
+    if name != "none":
+        center, smoothing = (
+            torch.randn(HEADS, HEAD_DIM, device=device),
+            torch.rand(HEADS, HEAD_DIM, device=device) + 0.5,
+        )
+        transform = KeyTransform(center, smoothing, True)
+    over_rows, over_pages = (operands(engine, planes, layout, transform) for planes in (rows, pages))
+    left = sum(chunks)
+    for q_len in chunks:
+        left -= q_len
+        held = torch.tensor(lengths, dtype=torch.int32, device=device) - left
+        key, value = torch.randn(2, batch, HEADS, q_len, HEAD_DIM, **where)
+        if q_len == chunks[0]:
+            over_rows.append(key, value, held)
+            over_pages.append(key, value, held, page_table=table)
+            continue
+        query = torch.randn(batch, 2 * HEADS, q_len, HEAD_DIM, **where)
+        given_options = {"softmax_scale": 0.125, "num_splits": 3, **(options or {})}
+        expected = over_rows.decode(query, (key, value), held, **given_options)
+        actual = over_pages.decode(query, (key, value), held, **given_options, page_table=table)
+        for x, y, what in zip(actual, expected, ("out", "lse"), strict=True):
+            assert_same(x, y.cpu(), f"{what} of {q_len} tokens")
+    check_written(pages, rows, table, lengths)
+
+
+def check_written(pages: tuple[Planes, Planes], rows: tuple[Planes, Planes], table: Tensor, lengths: list[int]) -> None:
+    """Pages hold what rows hold, and nothing else has changed."""
+    for paged, linear in zip(pages, rows, strict=True):
+        for plane, expected in zip(paged.tensors(), linear.tensors(), strict=True):
+            axis = 2 if plane is paged.codes else 3
+            page_rows, is_free = plane.shape[axis], torch.ones(len(plane), dtype=torch.bool)
+            for b, length in enumerate(lengths):
+                for i in range(-(-length // page_rows)):
+                    page = int(table[b, i])
+                    is_free[page] = False
+                    part = expected[b].narrow(axis - 1, i * page_rows, page_rows)
+                    assert_same(plane[page], part.cpu(), f"page {i} of sequence {b}")
+            assert not plane[is_free.to(plane.device)].any(), "a page that no sequence has was written"
+            base = plane._base
+            assert base is None or bool((base[:, plane[0].numel() :] == GARBAGE).all()), "memory between pages"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("page_rows", [128, 256])
+@pytest.mark.parametrize("name", PAGED)
+def test_pages_give_the_bits_of_rows_side_by_side(name: str, page_rows: int, engine: str) -> None:
+    torch.manual_seed(0)
+    compared(name, engine, page_rows, [400, 164, 620, 257], [60, 1, 2, 1, 70])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "options", [{"sliding_window": 70}, {"softcap": 5.0}, {"num_splits": 0}], ids=["window", "softcap", "splits"]
+)
+def test_options(options: dict[str, Any], engine: str) -> None:
+    torch.manual_seed(1)
+    compared("int4", engine, 128, [230, 613], [40, 20, 1, 80], options)
+
+
+@given(
+    name=st.sampled_from(PAGED),
+    page_rows=st.sampled_from([128, 256, 384]),
+    lengths=st.lists(st.integers(40, 600), min_size=1, max_size=5),
+    chunks=st.lists(st.integers(1, 10), min_size=1, max_size=4),
+    seed=st.integers(0, 2**31),
+)
+def test_any_lengths(name: str, page_rows: int, lengths: list[int], chunks: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    compared(name, "cpu", page_rows, lengths, chunks)
+
+
+def test_sequences_may_share_pages() -> None:
+    """A common prefix is read from the same pages, and is not written."""
+    layout, lengths = KVLayout(*PRESETS["int8"]), torch.tensor([258, 258], dtype=torch.int32)
+    planes = layout.allocate((4, HEADS, HEAD_DIM, HEAD_DIM), 128, dtype=torch.float32, device=torch.device("cpu"))
+    table = torch.tensor([[3, 0, 1], [3, 0, 2]], dtype=torch.int32)
+    torch.manual_seed(0)
+    prefix = torch.randn(2, 1, HEADS, 256, HEAD_DIM)
+    ops.append(*prefix, *planes, torch.tensor([256], dtype=torch.int32), layout, page_table=table[:1])
+    before = planes[0].codes[[0, 3]].clone()
+    new, query = torch.randn(2, 1, HEADS, 2, HEAD_DIM).expand(2, 2, -1, -1, -1), torch.randn(1, 4, 2, HEAD_DIM)
+    out, _ = ops.decode(
+        query.expand(2, -1, -1, -1), tuple(new), *planes, lengths, layout, softmax_scale=0.125, page_table=table
+    )
+    assert_same(out[1], out[0], "sequences with the same tokens")
+    assert_same(planes[0].codes[[0, 3]], before, "shared pages")
+
+
+def call(engine: str, *, layout: KVLayout | None = None, **changes: Any) -> None:
+    layout = KVLayout(*PRESETS["int8"]) if layout is None else layout
+    rows = changes.pop("page_rows", 128)
+    planes = layout.allocate((4, HEADS, HEAD_DIM, HEAD_DIM), rows, dtype=torch.float32, device=torch.device("cpu"))
+    arguments: dict[str, Any] = {
+        "lengths": torch.tensor([100, 200], dtype=torch.int32),
+        "page_table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
+        **changes,
+    }
+    new = torch.randn(2, 2, HEADS, 1, HEAD_DIM)
+    operands(engine, planes, layout, None).append(new[0], new[1], **arguments)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"layout": KVLayout(*PRESETS["int8"], rows="ring")}, "`page_table` must be None for this layout"),
+        ({"layout": KVLayout(*PRESETS["int8"], residual_length=4)}, "`page_table` must be None for this layout"),
+        ({"layout": KVLayout(*PRESETS["int4-channel"])}, "`page_table` must be None for this layout"),
+        ({"page_rows": 0}, "`page_table` must be None for planes without rows"),
+        ({"page_rows": 192}, "a capacity that is a multiple of 128"),
+        ({"page_table": torch.zeros(2, 2, dtype=torch.int64)}, "`page_table`"),
+        ({"page_table": torch.zeros(2, dtype=torch.int32)}, "`page_table`"),
+        ({"page_table": torch.zeros(3, 2, dtype=torch.int32)}, "`key`|batch"),
+        (
+            {"page_table": torch.tensor([[0, 1], [2, -1]], dtype=torch.int32)},
+            "`page_table` must have a page from 0 to 3 for every token held, got -1 for token 128 of sequence 1",
+        ),
+        (
+            {"page_table": torch.tensor([[4, 1], [2, 3]], dtype=torch.int32)},
+            "`page_table` must have a page from 0 to 3 for every token held, got 4 for token 0 of sequence 0",
+        ),
+        ({"lengths": torch.tensor([100, 257], dtype=torch.int32)}, "`lengths` must be between"),
+    ],
+)
+def test_refusals(engine: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        call(engine, **changes)
+    call(engine)
+
+
+def test_frozen_scales_have_no_pages() -> None:
+    key, value = PRESETS["int8"]
+    frozen = KVLayout(dataclasses.replace(key, granularity="tensor"), value)
+    for engine in ("cpu", "reference"):
+        with pytest.raises((ValueError, RuntimeError), match="granularities tensor and channel have no pages"):
+            call(engine, layout=frozen)
