@@ -41,9 +41,10 @@ constexpr int kTailTileTokens = 16;  // tokens of dense windows that a warp take
 constexpr int kGroupChannels = 32;   // channels of a group in the kernels for groups
 
 // The kernel with the smallest head dim (64, 128 or 256) that holds `head_dim` and the fewest rows (4, 8 or 16, as far
-// as compiled) that hold `num_rows`, or else the most rows.
+// as compiled) that hold `num_rows`, or else the most rows. Kernels for pages are kernels of their own, so that others
+// need no page table: not for granularity channel, which has no pages.
 template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales>
-AttendKernel kernel_for(int head_dim, int num_rows);
+AttendKernel kernel_for(int head_dim, int num_rows, bool is_paged);
 
 // The kernel for many query rows, which serves all formats with codes. `changes_scores`: by softcap or ALiBi.
 AttendKernel chunk_kernel_for(int head_dim, bool changes_scores);

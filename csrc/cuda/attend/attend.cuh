@@ -42,6 +42,7 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
                                              const DecodePlan& plan, const Segment& segment, const uint4& pair, int i,
                                              int t, int lane) {
   const int b = segment.b, h = segment.h, row = plan.laps.row(t);
+  const int to = Shape::kIsPaged ? plan.laps.slot(b, t) : b;  // the sequence or page
   const KeyTransform& transform = params.key_transform;
   if constexpr (Shape::kHasPairs) {
     const uint4 words = i == 0 ? pair : load_pair(params, new_tokens, segment, i, lane);
@@ -50,7 +51,7 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
       const Values<Dtype::fp32> key = transformed(transform, params.key_side.head_dim, h, x, lane % (kLanes / 2));
       if (lane < kLanes / 2) x = key;
     }
-    append_row<Shape::kKey, !Shape::kHasKeyZero>(lane < kLanes / 2 ? params.key_side : params.value_side, x, b, h, row,
+    append_row<Shape::kKey, !Shape::kHasKeyZero>(lane < kLanes / 2 ? params.key_side : params.value_side, x, to, h, row,
                                                  lane % (kLanes / 2));
     return;
   }
@@ -58,9 +59,9 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
     // The key goes to the tail unchanged, unless it fills a block; the value is quantised.
     const int64_t from = b * new_tokens.key.stride_b + h * new_tokens.key.stride_h;
     const Side& keys = params.key_side;
-    const int64_t to = b * keys.tail_stride_b + h * keys.tail_stride_h + t % kBlockSize * keys.tail_stride_t;
+    const int64_t at = b * keys.tail_stride_b + h * keys.tail_stride_h + t % kBlockSize * keys.tail_stride_t;
     for (int c = lane; c < keys.head_dim && (t + 1) % kBlockSize != 0; c += kLanes) {
-      static_cast<uint16_t*>(keys.tail)[to + c] = static_cast<const uint16_t*>(new_tokens.key.data)[from + c];
+      static_cast<uint16_t*>(keys.tail)[at + c] = static_cast<const uint16_t*>(new_tokens.key.data)[from + c];
     }
   }
   const auto load = [&](const Dense& dense, const Side& side) {
@@ -72,10 +73,10 @@ __device__ __forceinline__ void append_token(const DecodeParams& params, const N
   if constexpr (!Shape::kIsBlocked) {
     Values<Dtype::fp32> key = load(new_tokens.key, params.key_side);
     if (!is_identity(transform)) key = transformed(transform, params.key_side.head_dim, h, key, lane);
-    append_row<Shape::kKey, !Shape::kHasKeyZero>(params.key_side, key, b, h, row, lane);
+    append_row<Shape::kKey, !Shape::kHasKeyZero>(params.key_side, key, to, h, row, lane);
   }
   const Values<Dtype::fp32> value = load(new_tokens.value, params.value_side);
-  append_row<Shape::kValue, !Shape::kHasValueZero>(params.value_side, value, b, h, row, lane);
+  append_row<Shape::kValue, !Shape::kHasValueZero>(params.value_side, value, to, h, row, lane);
 }
 
 // Eight warps run on a multiprocessor, in one thread block or two, with all of its registers, so each has enough

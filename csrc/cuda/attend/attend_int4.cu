@@ -3,6 +3,6 @@
 
 namespace hf_kvquant::cuda {
 
-template AttendKernel kernel_for<Storage::int4, Storage::int4, true, true, Scales::rows>(int head_dim, int num_rows);
+template AttendKernel kernel_for<Storage::int4, Storage::int4, true, true, Scales::rows>(int, int, bool);
 
 }  // namespace hf_kvquant::cuda

@@ -3,6 +3,6 @@
 
 namespace hf_kvquant::cuda {
 
-template AttendKernel kernel_for<Storage::int8, Storage::int8, false, false, Scales::rows>(int head_dim, int num_rows);
+template AttendKernel kernel_for<Storage::int8, Storage::int8, false, false, Scales::rows>(int, int, bool);
 
 }  // namespace hf_kvquant::cuda

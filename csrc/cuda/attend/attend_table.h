@@ -11,7 +11,7 @@ struct AttendRow {
   Storage key, value;
   bool has_key_zero, has_value_zero;  // false: that side must be symmetric; true: it may be
   Scales scales;
-  AttendKernel (*kernel)(int head_dim, int num_rows);
+  AttendKernel (*kernel)(int head_dim, int num_rows, bool is_paged);
 };
 
 template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales>

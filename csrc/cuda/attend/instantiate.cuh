@@ -24,22 +24,39 @@ AttendKernel kernel_of() {
           Shape::kHasPairs};
 }
 
-template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales, int kHeadDim>
+template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales, int kHeadDim,
+          bool kIsPaged>
 AttendKernel kernel_for_rows(int num_rows) {
   if constexpr (kKey != Storage::fp8) {
-    if (num_rows <= 4) return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, 4>>();
+    using Four = Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, 4, kIsPaged>;
+    if (num_rows <= 4) return kernel_of<Four>();
   }
-  if (num_rows <= 8) return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, 8>>();
+  using Eight = Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, 8, kIsPaged>;
+  if (num_rows <= 8) return kernel_of<Eight>();
   // In granularity channel, scaled queries of 16 rows of 256 channels do not fit registers.
   constexpr int kMostRows = kScales == Scales::blocks && kHeadDim == 256 ? 8 : 16;
-  return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, kMostRows>>();
+  return kernel_of<Shape<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, kHeadDim, kMostRows, kIsPaged>>();
+}
+
+template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales, bool kIsPaged>
+AttendKernel kernel_for_dim(int head_dim, int num_rows) {
+  if (head_dim <= 64) {
+    return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, 64, kIsPaged>(num_rows);
+  }
+  if (head_dim <= 128) {
+    return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, 128, kIsPaged>(num_rows);
+  }
+  return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, 256, kIsPaged>(num_rows);
 }
 
 template <Storage kKey, Storage kValue, bool kHasKeyZero, bool kHasValueZero, Scales kScales>
-AttendKernel kernel_for(int head_dim, int num_rows) {
-  if (head_dim <= 64) return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, 64>(num_rows);
-  if (head_dim <= 128) return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, 128>(num_rows);
-  return kernel_for_rows<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, 256>(num_rows);
+AttendKernel kernel_for(int head_dim, int num_rows, bool is_paged) {
+  if constexpr (kScales != Scales::blocks) {
+    if (is_paged) {
+      return kernel_for_dim<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, true>(head_dim, num_rows);
+    }
+  }
+  return kernel_for_dim<kKey, kValue, kHasKeyZero, kHasValueZero, kScales, false>(head_dim, num_rows);
 }
 
 }  // namespace hf_kvquant::cuda

@@ -6,7 +6,8 @@
 // memory may hold anything, even uninitialised data.
 //
 // If the planes themselves are a ring, tokens continue at their first rows (laps.h). This never splits a step, since
-// steps are aligned and the number of rows is a multiple of a step.
+// steps are aligned and the number of rows is a multiple of a step. With pages, nearly every step of a warp is in
+// another page, so it has no pointers that move on: lanes hold the pages of its next 32 steps.
 #pragma once
 
 #include "../common/codes.cuh"
@@ -18,7 +19,7 @@ namespace hf_kvquant::cuda {
 // zeros of the step's block, channel by channel, instead of those of its tokens. Codes of keys end with the last full
 // block: the unfinished one has none (blocks.cuh).
 template <int kKeyRowBytes, int kValueRowBytes, bool kHasKeyZero, bool kHasValueZero, int kNumGroups, int kTilesPerStep,
-          int kBlockChannels>
+          int kBlockChannels, bool kIsPaged>
 class Pipeline {
  public:
   static constexpr int kStepTokens = 16 * kTilesPerStep;
@@ -84,21 +85,23 @@ class Pipeline {
   __device__ __forceinline__ void bound(const DecodeParams& params, const DecodePlan& plan, const Segment& segment,
                                         int begin, int end, int key_end) {
     begin_ = begin, end_ = end, key_end_ = kIsBlocked ? key_end : end;
-    whole_end_ = min(key_end_, lap_end_);
+    whole_end_ = kIsPaged ? end_ : min(key_end_, lap_end_);
     if (!is_dense_) {
-      const int row = plan.laps.row(first_);
-      key_codes_ = code_row(params.key_side, segment.b, segment.h, row);
-      value_codes_ = code_row(params.value_side, segment.b, segment.h, row);
+      const int slot = kIsPaged ? 0 : segment.b, row = kIsPaged ? 0 : plan.laps.row(first_);
+      key_codes_ = code_row(params.key_side, slot, segment.h, row);
+      value_codes_ = code_row(params.value_side, slot, segment.h, row);
     }
+    if constexpr (kIsPaged) find_pages(plan);
   }
 
   // Moves to a step.
   __device__ __forceinline__ void seek(const DecodePlan& plan, const Segment& segment, int step) {
     first_ = step * kStepTokens;
-    const int lap = plan.laps.begin(first_), row = first_ - lap;
-    lap_end_ = lap + plan.laps.num_rows;
-    key_codes_ = chunk_of(plan.key_codes.at(segment.b, segment.h, row * (kKeyRowBytes / 16) + lane_));
-    value_codes_ = chunk_of(plan.value_codes.at(segment.b, segment.h, row * (kValueRowBytes / 16) + lane_));
+    // With pages, pointers stay at the first rows of the first page.
+    const int lap = kIsPaged ? first_ : plan.laps.begin(first_), row = first_ - lap, slot = kIsPaged ? 0 : segment.b;
+    if constexpr (!kIsPaged) lap_end_ = lap + plan.laps.num_rows;
+    key_codes_ = chunk_of(plan.key_codes.at(slot, segment.h, row * (kKeyRowBytes / 16) + lane_));
+    value_codes_ = chunk_of(plan.value_codes.at(slot, segment.h, row * (kValueRowBytes / 16) + lane_));
 #pragma unroll
     for (int i = 0; i < kScaleCopies; ++i) {
       const int chunk = i * kLanes + lane_, number = chunk / (kNumGroups * kScaleChunks);
@@ -110,7 +113,8 @@ class Pipeline {
         further += plane.stride_g * min(plane.groups_per_group.quotient(group), plane.last_group);
       }
       has_scales_[i] = number < kNumTokenPlanes && plane.heads.data != nullptr;
-      scales_[i] = reinterpret_cast<const half_bits*>(plane.heads.at(segment.b, segment.h, further));
+      scales_[i] = reinterpret_cast<const half_bits*>(plane.heads.at(slot, segment.h, further));
+      if constexpr (kIsPaged) scale_strides_[i] = plane.heads.stride_b;
     }
     if constexpr (kIsBlocked) {
 #pragma unroll
@@ -128,10 +132,11 @@ class Pipeline {
                                        int step) {
     first_ = step * kStepTokens;
     const uint32_t to = memory_ + stage * kStageBytes;
+    if constexpr (kIsPaged) return fill_from_page(params, plan, list, to);
     if (is_dense_ && first_ >= begin_ && first_ + kStepTokens <= whole_end_) {
       fill_dense<kKeyRowBytes, false>(to, key_place_, key_codes_, end_);
       fill_dense<kValueRowBytes, false>(to + kValueAt, value_place_, value_codes_, end_);
-      fill_scales<false>(to);
+      fill_scales<false>(to, scales_);
     } else {
       while (first_ >= lap_end()) start_lap(params, plan.laps);
       if (is_dense_) {
@@ -142,7 +147,7 @@ class Pipeline {
         fill_rows(value_codes_, plan.value_chunks, list + plan.key_chunks.num_chunks * kChunkPlaceBytes, to + kValueAt,
                   end_);
       }
-      fill_scales<true>(to);
+      fill_scales<true>(to, scales_);
     }
     if constexpr (kIsBlocked) fill_block(params.key_side.head_dim, first_ - lap_end_ + plan.laps.num_rows, to);
     key_codes_ += int64_t{stride_} * row_stride(params.key_side);
@@ -166,6 +171,40 @@ class Pipeline {
 
   // Stride of rows of codes, in bytes: kRowBytes where rows are dense. plan.cpp has checked that it fits 32 bits.
   static __device__ __forceinline__ int row_stride(const Side& side) { return static_cast<int>(side.codes_stride_t); }
+
+  // Finds the pages of the next 32 steps, one in each lane.
+  __device__ __forceinline__ void find_pages(const DecodePlan& plan) {
+    const int64_t token = first_ + int64_t{lane_} * stride_;
+    page_ = token < end_ ? plan.laps.slot(blockIdx.z, static_cast<int>(token)) : 0;
+    num_used_ = 0;
+  }
+
+  // `fill` with pages.
+  __device__ __forceinline__ void fill_from_page(const DecodeParams& params, const DecodePlan& plan, uint32_t list,
+                                                 uint32_t to) {
+    if (num_used_ == kLanes) find_pages(plan);
+    const int page = __shfl_sync(kAllLanes, page_, num_used_++), row = plan.laps.row(first_);
+    const uint8_t* const keys =
+        key_codes_ + page * params.key_side.codes_stride_b + int64_t{row} * row_stride(params.key_side);
+    const uint8_t* const values =
+        value_codes_ + page * params.value_side.codes_stride_b + int64_t{row} * row_stride(params.value_side);
+    const half_bits* scales[kScaleCopies];
+    for_all<kScaleCopies>([&](int i) { scales[i] = scales_[i] + (uint64_t{scale_strides_[i]} * page * 8 + row); });
+    if (is_dense_ && first_ >= begin_ && first_ + kStepTokens <= whole_end_) {
+      fill_dense<kKeyRowBytes, false>(to, key_place_, keys, end_);
+      fill_dense<kValueRowBytes, false>(to + kValueAt, value_place_, values, end_);
+      fill_scales<false>(to, scales);
+      return;
+    }
+    if (is_dense_) {
+      fill_dense<kKeyRowBytes, true>(to, key_place_, keys, end_);
+      fill_dense<kValueRowBytes, true>(to + kValueAt, value_place_, values, end_);
+    } else {
+      fill_rows(keys, plan.key_chunks, list, to, end_);
+      fill_rows(values, plan.value_chunks, list + plan.key_chunks.num_chunks * kChunkPlaceBytes, to + kValueAt, end_);
+    }
+    fill_scales<true>(to, scales);
+  }
 
   // At the first step of a lap, moves pointers back by the rows of a lap. `fill` does not take this step as a whole
   // one, so whole steps, which are nearly all, need no check.
@@ -261,12 +300,12 @@ class Pipeline {
   }
 
   template <bool kIsEdge>
-  __device__ __forceinline__ void fill_scales(uint32_t to) const {
+  __device__ __forceinline__ void fill_scales(uint32_t to, const half_bits* const (&scales)[kScaleCopies]) const {
     for_all<kScaleCopies>([&](int i) {
       const int chunk = i * kLanes + lane_, token = first_ + chunk % kScaleChunks * kChunkTokens;
       if (!has_scales_[i]) return;
       // Scales before `begin` may be read: they are always initialised, and those tokens are masked.
-      copy_async<16>(to + kTokenScalesAt + chunk * 16, scales_[i], kIsEdge ? min(max(2 * (end_ - token), 0), 16) : 16);
+      copy_async<16>(to + kTokenScalesAt + chunk * 16, scales[i], kIsEdge ? min(max(2 * (end_ - token), 0), 16) : 16);
     });
   }
 
@@ -295,6 +334,10 @@ class Pipeline {
   bool has_scales_[kScaleCopies];
   const uint4* blocks_[kBlockCopies > 0 ? kBlockCopies : 1];  // the lane's chunks of scales of the first block
   uint32_t block_strides_[kBlockCopies > 0 ? kBlockCopies : 1];
+  // With pages: where scales of the next page are, in multiples of 16 bytes; the page of a later step, and how many of
+  // the pages in lanes have been used.
+  uint32_t scale_strides_[kIsPaged ? kScaleCopies : 1];
+  int page_ = 0, num_used_ = 0;
 };
 
 }  // namespace hf_kvquant::cuda

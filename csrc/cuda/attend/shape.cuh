@@ -10,13 +10,14 @@ namespace hf_kvquant::cuda {
 // With `kRows` 4, the high and low bytes of an integer query share a column tile (kIsPaired), which halves the work on
 // scores.
 template <Storage kKey_, Storage kValue_, bool kHasKeyZero_, bool kHasValueZero_, Scales kScales_, int kHeadDim_,
-          int kRows_>
+          int kRows_, bool kIsPaged_>
 struct Shape {
   static constexpr Storage kKey = kKey_, kValue = kValue_;
   static constexpr bool kHasKeyZero = kHasKeyZero_, kHasValueZero = kHasValueZero_;
   static constexpr Scales kScales = kScales_;
   static constexpr bool kIsGrouped = kScales == Scales::groups, kIsBlocked = kScales == Scales::blocks;
   static constexpr int kHeadDim = kHeadDim_, kRows = kRows_;
+  static constexpr bool kIsPaged = kIsPaged_;
   static constexpr bool kIsPaired = kRows == 4;
   static_assert(!kIsPaired || kKey != Storage::fp8, "only integer queries come in two bytes");
   // A warp quantises a new key and its value at once, with the same code: both have the same format, and each row takes
@@ -31,7 +32,7 @@ struct Shape {
   static constexpr int kTilesPerStep = kKeyRowBytes + kValueRowBytes > 192 ? 1 : 2;
   static constexpr int kNumStages = kKeyRowBytes + kValueRowBytes == 256 ? 4 : 3;
   using StepPipeline = Pipeline<kKeyRowBytes, kValueRowBytes, kHasKeyZero, kHasValueZero, kNumGroups, kTilesPerStep,
-                                kIsBlocked ? kHeadDim : 0>;
+                                kIsBlocked ? kHeadDim : 0, kIsPaged>;
 
   static constexpr int kColumnTiles = kRows <= 8 ? 1 : kRows / 8;  // of 8 query rows (kIsPaired: 4)
   static constexpr int kColumnsPerTile = kIsPaired ? 1 : 2;

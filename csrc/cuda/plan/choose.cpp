@@ -69,7 +69,6 @@ bool are_pairs(const AppendParams& new_tokens) {
 }  // namespace
 
 AttendKernel choose_kernel(const DecodeParams& params) {
-  if (params.page_table != nullptr) return {};
   const Side &keys = params.key_side, &values = params.value_side;
   for (const AttendRow& row : kAttendTable) {
     if (!serves(row, keys, values)) continue;
@@ -78,7 +77,7 @@ AttendKernel choose_kernel(const DecodeParams& params) {
                              has_loadable_tail(values, params.query.dtype);
     if (!is_loadable) return {};
     const int num_rows = params.num_q_heads / params.num_kv_heads * params.q_len;
-    return row.kernel(std::max(keys.head_dim, values.head_dim), num_rows);
+    return row.kernel(std::max(keys.head_dim, values.head_dim), num_rows, params.page_table != nullptr);
   }
   return {};
 }
