@@ -120,6 +120,12 @@ MUTATIONS = [
     *of(
         "hf_kvquant/spec/reference.py",
         (
+            "is_written = (begin < lengths[:, None])",
+            "is_written = (begin <= lengths[:, None])",
+            "a page without tokens is written",
+            "pages",
+        ),
+        (
             "is_absent = position >= end",
             "is_absent = position > end",
             "a static cache shows one token that was cropped",
@@ -393,7 +399,22 @@ MUTATIONS = [
         ("self._random_states[-1 - num_steps]", "self._random_states[-1]", "sampling goes on elsewhere", "capture"),
     ),
     *of(
+        "csrc/format.h",
+        (
+            "token - number * params.page_rows};",
+            "token};",
+            "tokens of later pages are beyond the first",
+            "pages",
+        ),
+    ),
+    *of(
         "csrc/args.cpp",
+        (
+            "*pages >= 0 && *pages < params.num_pages",
+            "*pages < params.num_pages",
+            "tokens without a page are read before the planes",
+            "pages",
+        ),
         (
             "side.head_dim > 0 && side.head_dim % 8 == 0 && side",
             "side.head_dim > 0 && side",
@@ -481,6 +502,12 @@ MUTATIONS = [
     ),
     *of(
         "csrc/cpu/attend.h",
+        (
+            "(is_paged ? params.page_rows : params.capacity)",
+            "params.capacity",
+            "attention reads on behind the end of a page",
+            "pages",
+        ),
         (
             "row.sum = weight * row.sum + other_weight * other.sum;",
             "row.sum = row.sum + other_weight * other.sum;",
