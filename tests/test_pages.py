@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any
 
 import pytest
+import tolerances
 import torch
-from compare import assert_same
+from compare import assert_close, assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,13 +19,12 @@ from hf_kvquant.spec.planes import Planes
 
 HEADS, HEAD_DIM, GARBAGE = 2, 64, 99
 PAGED = [name for name in PRESETS if name != "int4-channel"]
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
-ENGINES = ["cpu", "reference", CUDA]
+REFERENCE = "reference"
 
 
 def operands(engine: str, planes: tuple[Planes, Planes], layout: KVLayout, transform: KeyTransform | None) -> Any:
     made = ops.Operands(*planes, layout, transform)
-    if engine == "reference":
+    if engine == REFERENCE:
         made._append = torch.ops.hf_kvquant.append_reference.default
         made._decode = torch.ops.hf_kvquant.decode_reference.default
     return made
@@ -80,8 +80,11 @@ def compared(
         given_options = {"softmax_scale": 0.125, "num_splits": 3, **(options or {})}
         expected = over_rows.decode(query, (key, value), held, **given_options)
         actual = over_pages.decode(query, (key, value), held, **given_options, page_table=table)
+        # Where attention begins within a tile, it cuts tiles at other tokens, and adds in another order.
+        roundings = tolerances.NUM_ROUNDINGS if "sliding_window" in given_options else 0.0
         for x, y, what in zip(actual, expected, ("out", "lse"), strict=True):
-            assert_same(x, y.cpu(), f"{what} of {q_len} tokens")
+            bound = roundings * torch.finfo(y.dtype).eps * float(y.abs().max())
+            assert_close(x, y.cpu(), bound, f"{what} of {q_len} tokens")
     check_written(pages, rows, table, lengths)
 
 
@@ -102,7 +105,6 @@ def check_written(pages: tuple[Planes, Planes], rows: tuple[Planes, Planes], tab
             assert base is None or bool((base[:, plane[0].numel() :] == GARBAGE).all()), "memory between pages"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("page_rows", [128, 256])
 @pytest.mark.parametrize("name", PAGED)
 def test_pages_give_the_bits_of_rows_side_by_side(name: str, page_rows: int, engine: str) -> None:
@@ -110,7 +112,11 @@ def test_pages_give_the_bits_of_rows_side_by_side(name: str, page_rows: int, eng
     compared(name, engine, page_rows, [400, 326, 620, 257], [60, 1, 2, 1, 70])  # one fills its page
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", PAGED)
+def test_pages_of_the_reference(name: str) -> None:
+    compared(name, REFERENCE, 128, [400, 326], [60, 1, 1, 70])
+
+
 @pytest.mark.parametrize(
     "options", [{"sliding_window": 70}, {"softcap": 5.0}, {"num_splits": 0}], ids=["window", "softcap", "splits"]
 )
@@ -161,7 +167,7 @@ def call(engine: str, *, layout: KVLayout | None = None, **changes: Any) -> None
     operands(engine, planes, layout, None).append(new[0], new[1], **arguments)
 
 
-@pytest.mark.parametrize("engine", ["cpu", "reference"])
+@pytest.mark.parametrize("kind", ["cpu", REFERENCE])
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -172,7 +178,7 @@ def call(engine: str, *, layout: KVLayout | None = None, **changes: Any) -> None
         ({"page_rows": 192}, "a capacity that is a multiple of 128"),
         ({"page_table": torch.zeros(2, 2, dtype=torch.int64)}, "`page_table`"),
         ({"page_table": torch.zeros(2, dtype=torch.int32)}, "`page_table`"),
-        ({"page_table": torch.zeros(3, 2, dtype=torch.int32)}, "`key`|batch"),
+        ({"page_table": torch.zeros(3, 2, dtype=torch.int32)}, "`key`|`lengths`"),
         (
             {"page_table": torch.tensor([[0, 1], [2, -1]], dtype=torch.int32)},
             "`page_table` must have a page from 0 to 3 for every token held, got -1 for token 128 of sequence 1",
@@ -184,15 +190,15 @@ def call(engine: str, *, layout: KVLayout | None = None, **changes: Any) -> None
         ({"lengths": torch.tensor([100, 257], dtype=torch.int32)}, "`lengths` must be between"),
     ],
 )
-def test_refusals(engine: str, changes: dict[str, Any], message: str) -> None:
+def test_refusals(kind: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=message):
-        call(engine, **changes)
-    call(engine)
+        call(kind, **changes)
+    call(kind)
 
 
 def test_frozen_scales_have_no_pages() -> None:
     key, value = PRESETS["int8"]
     frozen = KVLayout(dataclasses.replace(key, granularity="tensor"), value)
-    for engine in ("cpu", "reference"):
+    for engine in ("cpu", REFERENCE):
         with pytest.raises((ValueError, RuntimeError), match="granularities tensor and channel have no pages"):
             call(engine, layout=frozen)

@@ -1,0 +1,299 @@
+"""Continuous batching: what a server makes of a fixed memory, with our pages and with transformers' own.
+
+    python evals/bench_batching.py --cache-gb 24 --output evals/results/batching.json
+
+Many requests share a GPU. How many run at once is limited by the memory for keys and values, and with them the tokens a
+second: a decode step costs hardly more for many requests than for few. So all systems get the same bytes of cache.
+
+Method:
+- Random weights and prompts, greedy, no end token, through transformers' `ContinuousBatchingManager`. All requests
+  arrive at once. Output lengths differ where the workload says so: equal ones run in waves, which flatters a small
+  cache.
+- A few requests run first and are not timed. They compile, capture graphs and fill allocators.
+- Prefix sharing is on, as it is by default.
+- Tokens held and requests that run are counted at each step. A step is mixed if it has prompts. The time to the first
+  token counts from the moment that a request was added, so it contains the queue.
+
+`transformers` is the unpatched model with the attention implementation that it was loaded with. `none` has pages in
+the model's dtype and our kernels; the others are presets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_generate import attempt, load
+from generate_cases import MODELS
+from rich.console import Console
+from rich.table import Table
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers.generation.continuous_batching.utils import WorkloadHints
+
+from hf_kvquant import PRESETS, patched
+from hf_kvquant.evaluation.provenance import card, gpu_card
+from hf_kvquant.spec.layout import KVLayout
+
+UNPATCHED = "transformers"
+SYSTEMS = [UNPATCHED, *PRESETS]
+DEFAULT_SYSTEMS = [UNPATCHED, "none", "int8", "int4"]
+PAGE_SIZE = 256
+WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Requests that arrive together.
+
+    Attributes:
+        requests: How many.
+        prompt: Tokens of each prompt.
+        new: The fewest and the most new tokens; the numbers between are equally frequent.
+        is_shared: Whether all prompts are the same but for their last tokens.
+    """
+
+    requests: int
+    prompt: int
+    new: tuple[int, int]
+    is_shared: bool = False
+
+    def prompts(self, vocab_size: int) -> list[list[int]]:
+        """The same in every run."""
+        draw = torch.Generator().manual_seed(0)
+        first = torch.randint(5, vocab_size, (self.prompt,), generator=draw)
+        prompts = []
+        for _ in range(self.requests):
+            own = torch.randint(5, vocab_size, (self.prompt,), generator=draw)
+            num_shared = self.prompt - min(16, self.prompt) if self.is_shared else 0
+            prompts.append(torch.cat([first[:num_shared], own[num_shared:]]).tolist())
+        return prompts
+
+    def new_tokens(self) -> list[int]:
+        """Of each request; the same in every run."""
+        fewest, most = self.new
+        draw = torch.Generator().manual_seed(1)
+        found: list[int] = torch.randint(fewest, most + 1, (self.requests,), generator=draw).tolist()
+        return found
+
+
+WORKLOADS = {
+    "W1": Workload(512, 1024, (128, 896)),
+    "W2": Workload(1024, 1024, (4096, 4096)),
+    "W3": Workload(64, 16384, (512, 512)),
+    "W4": Workload(256, 16384, (512, 512), is_shared=True),
+}
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Notes what each step of a scheduler contains."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.held: list[int] = []
+        self.running: list[int] = []
+        self.is_mixed: list[bool] = []
+        self._scheduler = scheduler
+        self._schedule = scheduler.schedule_batch
+        scheduler.schedule_batch = self
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        scheduled = self._schedule(*arguments, **options)
+        if scheduled[0]:
+            self.held.append(sum(state.current_len() for state in self._scheduler.active_requests.values()))
+            self.running.append(len(scheduled[0]))
+            self.is_mixed.append(any(each.query_length > 1 for each in scheduled[0]))
+        return scheduled
+
+    def clear(self) -> None:
+        """Forget the steps so far."""
+        for notes in (self.held, self.running, self.is_mixed):
+            notes.clear()
+
+
+def bytes_per_token(model: Any, system: str) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    config = model.config.get_text_config()
+    heads = config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layout = KVLayout(*PRESETS["none" if system == UNPATCHED else system])
+    of_layer: int = layout.bytes_per_token((1, heads, head_dim, head_dim), model.dtype)
+    return config.num_hidden_layers * of_layer
+
+
+@contextlib.contextmanager
+def running(model: Any, workload: Workload, num_blocks: int | None) -> Iterator[Any]:
+    """A manager that serves requests, with all that it had to set up done."""
+    _, most = workload.new
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(eos_token_id=-1, pad_token_id=0, do_sample=False, max_new_tokens=most),
+        continuous_batching_config=ContinuousBatchingConfig(page_size=PAGE_SIZE, num_blocks=num_blocks),
+        workload_hints=WorkloadHints(workload.prompt, most, workload.requests),
+    )
+    manager.warmup()
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.stop(block=True, hard_stop=True)
+        manager.destroy()
+
+
+def serve(manager: Any, prompts: list[list[int]], new_tokens: list[int]) -> list[GenerationOutput]:
+    """Add all requests, and wait for their results.
+
+    Raises:
+        RuntimeError: A request failed, or the manager ended.
+    """
+    for prompt, num_new in zip(prompts, new_tokens, strict=True):
+        manager.add_request(prompt, max_new_tokens=num_new, record_timestamps=True, eos_token_id=-1)
+    outputs: list[GenerationOutput] = []
+    while len(outputs) < len(prompts):
+        output = manager.get_result(timeout=1)
+        if output is not None and output.error is not None:
+            raise RuntimeError(f"a request failed: {output.error}")
+        if output is not None and output.is_finished():
+            outputs.append(output)
+        elif output is None and not manager.is_running():
+            raise RuntimeError("the manager ended before all requests were served")
+    return outputs
+
+
+def measure(model: Any, system: str, workload: Workload, cache_bytes: int | None) -> dict[str, Any]:
+    """The row of one system."""
+    of_token = bytes_per_token(model, system)
+    num_blocks = None if cache_bytes is None else max(1, cache_bytes // (of_token * PAGE_SIZE))
+    prompts, new_tokens = workload.prompts(model.config.vocab_size), workload.new_tokens()
+    patch = contextlib.nullcontext() if system == UNPATCHED else patched(model, system)
+    with patch, running(model, workload, num_blocks) as manager:
+        watch = Watch(manager.batch_processor.scheduler)
+        warm_up = [prompt[::-1] for prompt in prompts[:WARM_UP_REQUESTS]]  # shares no prefix
+        serve(manager, warm_up, [WARM_UP_TOKENS] * len(warm_up))
+        watch.clear()
+        start = time.perf_counter()
+        outputs = serve(manager, prompts, new_tokens)
+        seconds = time.perf_counter() - start
+        cache = manager.batch_processor.cache
+        room = cache.num_blocks * PAGE_SIZE
+    first = [output.timestamps[0] - output.created_time for output in outputs]
+    later = [b - a for output in outputs for a, b in zip(output.timestamps, output.timestamps[1:], strict=False)]
+    return {
+        "system": system,
+        "seconds": seconds,
+        "output_tokens_per_s": sum(new_tokens) / seconds,
+        "requests_per_s": workload.requests / seconds,
+        "bytes_per_token": of_token,
+        "room_tokens": room,
+        "most_held_tokens": max(watch.held),
+        "mean_running": statistics.mean(watch.running),
+        "steps": len(watch.running),
+        "mixed_share": statistics.mean(watch.is_mixed),
+        "first_token_s": percentiles(first),
+        "next_token_s": percentiles(later),
+    }
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    """Median and 99th percentile."""
+    ordered = sorted(seconds)
+    return {"median": statistics.median(ordered), "p99": ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]}
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def workload_table(found: dict[str, Any]) -> Table:
+    """The table of one workload, a row per system."""
+    new = "{} to {}".format(*found["new"]) if found["new"][0] < found["new"][1] else found["new"][0]
+    kind = "one shared prefix" if found["is_shared"] else "unique"
+    title = f"{found['workload']}: {found['requests']} requests, {found['prompt']:,} tokens ({kind}), {new} new"
+    table = Table(title=title, title_justify="left")
+    table.add_column("", justify="left")
+    for column in ("tokens/s", "requests/s", "held", "of room", "running", "mixed", "first s", "p99", "next ms", "p99"):
+        table.add_column(column, justify="right")
+    for row in found["rows"]:
+        first, later = row["first_token_s"], row["next_token_s"]
+        table.add_row(
+            row["system"],
+            f"{row['output_tokens_per_s']:.0f}",
+            f"{row['requests_per_s']:.2f}",
+            f"{row['most_held_tokens']:,}",
+            f"{row['most_held_tokens'] / row['room_tokens']:.0%}",
+            f"{row['mean_running']:.1f}",
+            f"{row['mixed_share']:.0%}",
+            *(f"{first[key]:.2f}" for key in ("median", "p99")),
+            *(f"{later[key] * 1e3:.1f}" for key in ("median", "p99")),
+        )
+    return table
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3-8b", help=f"random weights: {', '.join(MODELS)}; or a checkpoint")
+    parser.add_argument("--device", type=torch.device, help="(default: cuda if there is a GPU, else cpu)")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=DEFAULT_SYSTEMS)
+    parser.add_argument("--cache-gb", type=float, help="bytes of cache, in GB; default: all memory that is left")
+    parser.add_argument("--share", type=float, default=1.0, help="of the requests of each workload (default: all)")
+    parser.add_argument("--output", type=Path, help="also write the JSON here, after every workload")
+    arguments = parser.parse_args(words)
+    if arguments.cache_gb is not None and arguments.cache_gb <= 0:
+        parser.error(f"--cache-gb must be positive, got {arguments.cache_gb}")
+    if not 0 < arguments.share <= 1:
+        parser.error(f"--share must be above 0 and at most 1, got {arguments.share}")
+    if arguments.device is None:
+        arguments.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return arguments
+
+
+def main() -> None:
+    """Measure every workload. Print tables, and the results as one line of JSON."""
+    arguments = parse()
+    torch.manual_seed(0)
+    console = Console(width=160)
+    model = load(arguments.model, arguments.device)
+    results: dict[str, Any] = {
+        **card(),
+        **(gpu_card() if arguments.device.type == "cuda" else {}),
+        "model": arguments.model,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "page_size": PAGE_SIZE,
+        "cache_gb": arguments.cache_gb,
+        "workloads": [],
+    }
+    cache_bytes = None if arguments.cache_gb is None else int(arguments.cache_gb * 1e9)
+    for name in arguments.workloads:
+        workload = WORKLOADS[name]
+        workload = dataclasses.replace(workload, requests=max(1, round(workload.requests * arguments.share)))
+        found: dict[str, Any] = {"workload": name, **dataclasses.asdict(workload), "rows": [], "failures": []}
+        for system in arguments.systems:
+            row, reason = attempt(
+                lambda system=system, workload=workload: measure(model, system, workload, cache_bytes)
+            )
+            if row is not None:
+                found["rows"].append(row)
+            else:
+                found["failures"].append({"system": system, "reason": reason})
+        results["workloads"].append(found)
+        console.print(workload_table(found))
+        for failure in found["failures"]:
+            console.print(f"{failure['system']}: {failure['reason']}", highlight=False, markup=False)
+        if arguments.output is not None:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
