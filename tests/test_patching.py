@@ -433,12 +433,6 @@ def test_models_without_generate_take_a_cache() -> None:
         assert float((expected - dense).abs().max()) > 10 * bound, "quantisation does not show"
 
 
-def test_continuous_batching_wants_an_unpatched_model() -> None:
-    """transformers refuses: its pages are no cache of ours."""
-    with patched(models.llama(), "int8") as model, pytest.raises(ValueError, match=r"hf_kvquant.*not supported"):
-        model.generate_batch([[5, 6, 7], [8, 9]])
-
-
 def test_several_models_in_one_are_refused() -> None:
     """transformers makes no cache for BLT either, so there is nothing that it could generate."""
     size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}

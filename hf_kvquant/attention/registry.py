@@ -122,18 +122,15 @@ def attention(
         if is_bounds(attention_mask):  # the model has changed what `update` gave it
             attention_mask = mask_over_changed(prev, query, key.shape[2], attention_mask)
         return attend_densely(key, value, attention_mask)
-    _check_request(module, kwargs)
+    check_request(module, kwargs)
     step, storage = key.step, key.step.storage
-    reason = _why_not_kernel(module, query, attention_mask, storage.is_quantized, dropout, kwargs)
+    reason = why_not_kernel(module, query, attention_mask, storage.is_quantized, dropout, kwargs)
     if reason is None:
         out, _ = storage.attend(
             query,
             softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             starts=None if attention_mask is None else attention_mask[0].view(-1),
-            sinks=kwargs.get("s_aux"),
-            # sdpa has no softcap, and older versions of transformers drop it. Decode must do the same as prefill.
-            softcap=0.0 if prev == "sdpa" else kwargs.get("softcap") or 0.0,
-            sliding_window=kwargs.get("sliding_window") or 0,
+            **options_of(prev, kwargs),
         )
         return out, None
     if is_bounds(attention_mask) and not torch.compiler.is_compiling():
@@ -146,7 +143,17 @@ def attention(
     return attend_densely(dense_key, dense_value, mask)
 
 
-def _check_request(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
+def options_of(prev: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a call of attention asks of the op: the options of `ops.Operands.decode` that models pass."""
+    return {
+        "sinks": kwargs.get("s_aux"),
+        # sdpa has no softcap, and older versions of transformers drop it. Decode must do the same as prefill.
+        "softcap": 0.0 if prev == "sdpa" else kwargs.get("softcap") or 0.0,
+        "sliding_window": kwargs.get("sliding_window") or 0,
+    }
+
+
+def check_request(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Refuse what attention over codes cannot do, whatever computes it."""
     for name in _REFUSED:
         if kwargs.get(name) is not None:
@@ -161,7 +168,7 @@ def _check_request(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _why_not_kernel(
+def why_not_kernel(
     module: nn.Module, query: Tensor, mask: Tensor | None, is_quantized: bool, dropout: float, kwargs: dict[str, Any]
 ) -> str | None:
     """Why a layer has to attend to dense tensors, or `None` if the kernel can serve it."""

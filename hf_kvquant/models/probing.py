@@ -25,6 +25,12 @@ def num_kv_heads(model: PreTrainedModel) -> dict[int, int]:
 
 def keys_of_a_token(model: PreTrainedModel) -> dict[int, Tensor]:
     """The cached keys of one token, `[1, num_kv_heads, 1, head_dim]` for each layer that keeps all keys."""
+    return {index: key for index, (key, _) in states_of_a_token(model).items()}
+
+
+@torch.no_grad()
+def states_of_a_token(model: PreTrainedModel) -> dict[int, tuple[Tensor, Tensor]]:
+    """The cached key and value of one token, `[1, num_kv_heads, 1, head_dim]` each, as in `keys_of_a_token`."""
     cache = whole_cache(model)
     decoder: Any = model
     given: Cache = cache
@@ -37,7 +43,11 @@ def keys_of_a_token(model: PreTrainedModel) -> dict[int, Tensor]:
     whole = {
         i: layer for i, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer) and not layer.is_sliding
     }
-    return {i: layer.keys for i, layer in whole.items() if layer.keys is not None and layer.keys.numel() > 0}
+    return {
+        i: (layer.keys, layer.values)
+        for i, layer in whole.items()
+        if layer.keys is not None and layer.values is not None and layer.keys.numel() > 0
+    }
 
 
 def whole_cache(model: PreTrainedModel) -> DynamicCache:

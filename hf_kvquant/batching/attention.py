@@ -1,0 +1,150 @@
+"""Attention of a batch of requests over pages of codes, registered with transformers under one name for each `prev`.
+
+`prev` is the attention implementation that the model had before `patch`. As in `generate`, it computes the first chunk
+of a prompt, which attends to its own raw keys and values. The name is not registered for masks, so that transformers
+makes none.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..attention.masks import dense_mask
+from ..attention.registry import (
+    call_previous,
+    check_request,
+    implementation_name,
+    options_of,
+    set_attention,
+    why_not_kernel,
+)
+from ..models.probing import evaluating
+from ..models.text_config import text_config_of
+from .cache import PagedCache
+from .support import Call
+
+# What transformers passes through the model besides `cache`. Here `PagedCache.groups` says all of it.
+_OF_BATCHES = frozenset(PagedAttentionArgs.__annotations__)
+
+
+def paged_name(prev: str) -> str:
+    """The name of our paged attention over `prev`, such as `"sdpa"`, which is registered on the first call."""
+    name = f"{implementation_name(prev)}-pages"
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(name, functools.partial(paged_attention, prev=prev))
+    return name
+
+
+class Probe:
+    """Stands for a cache while a model is looked at.
+
+    Attributes:
+        calls: Of every call of attention, the layer's index, and the shapes of keys and values.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+
+@torch.no_grad()
+def calls_of_a_token(model: Any, prev: str) -> list[Call]:
+    """The calls of paged attention that a model would make for one token. The model is left unchanged.
+
+    Layers that compute attention elsewhere, or do not pass the cache on, make none.
+    """
+    name = f"{paged_name(prev)}-probe"
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(name, functools.partial(_note_shapes, prev=prev))
+    before, probe = text_config_of(model)._attn_implementation, Probe()
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    set_attention(model, name)
+    try:
+        with evaluating(model):
+            model(input_ids=token, position_ids=token, use_cache=False, cache=probe)
+    finally:
+        set_attention(model, before)
+    return probe.calls
+
+
+def _note_shapes(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, prev: str, **kwargs: Any) -> Any:
+    probe = kwargs.pop("cache", None)
+    if isinstance(probe, Probe):
+        probe.calls.append((module.layer_idx, key.shape, value.shape))
+    return call_previous(prev, module, query, key, value, mask, **kwargs)
+
+
+def paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    prev: str,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Write the new tokens of all requests, and attend for each to its own tokens.
+
+    Args:
+        module: The layer's attention module.
+        query: `[1, num_q_heads, tokens, head_dim]`, after RoPE: the new tokens of one request after the other, then
+            padding.
+        key, value: `[1, num_kv_heads, tokens, head_dim]` each.
+        attention_mask: `None`.
+        prev: The implementation for first chunks.
+        dropout: Of the attention weights; must be 0.
+        scaling: Multiplies query · key; `None` means `head_dim ** -0.5`.
+        cache: A `PagedCache`, told which requests there are.
+        **kwargs: Model-specific.
+
+    Returns:
+        `[1, tokens, num_q_heads, value head_dim]`, zero for padding, and `None`.
+
+    Raises:
+        NotImplementedError: The model asks for something that attention over codes does not support.
+        RuntimeError: `cache` is not ours: the model was called while its attention is that of a manager.
+    """
+    if not isinstance(cache, PagedCache):
+        raise RuntimeError(
+            f"continuous batching: `cache` must be the pages of a manager, got {type(cache).__name__}. Use the "
+            "manager, or stop it before calling the model or generate."
+        )
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_BATCHES}
+    check_request(module, kwargs)
+    reason = why_not_kernel(module, query, attention_mask, True, dropout, kwargs)
+    if reason is not None:
+        raise NotImplementedError(
+            f"continuous batching: {type(module).__name__} cannot attend to pages of codes, since {reason}. "
+            "Use generate, or unpatch the model."
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    operands = cache.allocator.operands[module.layer_idx]
+    out = query.new_zeros((query.shape[2], query.shape[1], value.shape[3]))
+    for group in cache.groups:
+        own_query, own_key, own_value = (group.take(x) for x in (query, key, value))
+        held: dict[str, Any] = {"lengths": group.lengths, "page_table": group.page_table}
+        if group.has_past:
+            options = {"softmax_scale": scale, **options_of(prev, kwargs)}
+            result, _ = operands.decode(own_query, (own_key, own_value), **held, **options)
+        else:
+            operands.append(own_key, own_value, **held)
+            result = _attend_raw(prev, module, own_query, own_key, own_value, scaling=scaling, **kwargs)
+        out[group.tokens] = result.flatten(0, 1)
+    return out.unsqueeze(0), None
+
+
+def _attend_raw(prev: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+    """Causal attention of whole prompts to themselves, `[requests, q_len, num_q_heads, head_dim]`, by `prev`."""
+    mask = dense_mask(prev, query, query.shape[2], 0, None)
+    out, _ = call_previous(prev, module, query, key, value, mask, **kwargs)
+    return out

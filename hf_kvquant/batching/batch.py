@@ -1,0 +1,77 @@
+"""`Group`: requests of one forward that attend together. The host splits a forward into groups once, for all layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What one request brings to a forward.
+
+    Attributes:
+        past: Tokens that the cache holds already.
+        q_len: New tokens.
+        pages: Numbers of its pages, with room for all of these.
+    """
+
+    past: int
+    q_len: int
+    pages: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Requests with equally many new tokens. Either all of them have a past, or none.
+
+    Attributes:
+        tokens: Where their tokens are among all tokens of the forward: a slice, or `[requests * q_len]` int64.
+        q_len: New tokens of each.
+        page_table: `[requests, pages]` int32, -1 where a request has no page.
+        lengths: `[requests]` int32: tokens held, the new ones included.
+        has_past: Whether tokens from earlier forwards are attended to.
+    """
+
+    tokens: slice | Tensor
+    q_len: int
+    page_table: Tensor
+    lengths: Tensor
+    has_past: bool
+
+    def take(self, x: Tensor) -> Tensor:
+        """Its part of `[1, heads, tokens, head_dim]`, as `[requests, heads, q_len, head_dim]`."""
+        taken = x[0].transpose(0, 1)[self.tokens]
+        return taken.view(-1, self.q_len, *taken.shape[1:]).transpose(1, 2)
+
+
+def groups_of(requests: Iterable[Request], device: torch.device) -> list[Group]:
+    """Split the requests of a forward, given in the order of their tokens, into groups."""
+    members: dict[tuple[int, bool], list[tuple[int, Request]]] = defaultdict(list)
+    begin = 0
+    for request in requests:
+        members[request.q_len, request.past > 0].append((begin, request))
+        begin += request.q_len
+    return [_group_of(each, device) for each in members.values()]
+
+
+def _group_of(members: list[tuple[int, Request]], device: torch.device) -> Group:
+    begins, requests = zip(*members, strict=True)
+    q_len, width = requests[0].q_len, max(len(request.pages) for request in requests)
+    rows = [[*request.pages, *[-1] * (width - len(request.pages))] for request in requests]
+    tokens: slice | Tensor = slice(begins[0], begins[-1] + q_len)
+    if any(after - before != q_len for before, after in itertools.pairwise(begins)):
+        first = torch.tensor(begins, device=device).unsqueeze(1)
+        tokens = (first + torch.arange(q_len, device=device)).flatten()
+    return Group(
+        tokens,
+        q_len,
+        torch.tensor(rows, dtype=torch.int32, device=device),
+        torch.tensor([request.past + q_len for request in requests], dtype=torch.int32, device=device),
+        requests[0].past > 0,
+    )

@@ -1,0 +1,216 @@
+"""transformers' paged cache with our pages: the allocator that lays them out, and the sizing of their memory.
+
+transformers gives out blocks (the pages of all layers for the same tokens) to requests, shares, copies, offloads and
+frees them. It moves bytes and does not look at them. So only three things are ours: how many bytes a page has, how
+they become planes, and how much memory a forward needs besides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+from transformers.generation.continuous_batching.cache_allocators import (
+    FULL_ATTENTION,
+    CachePool,
+    FullAttentionCacheAllocator,
+)
+from transformers.generation.continuous_batching.requests import FutureRequestState
+from transformers.utils.import_utils import is_psutil_available
+
+from .. import ops
+from ..spec.key_transform import KeyTransform
+from ..spec.pages import PART_ALIGNMENT, PageLayout
+from .batch import Group, Request, groups_of
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedLayer:
+    """How one layer keeps its keys and values.
+
+    Attributes:
+        page: The bytes of its pages.
+        key_transform: Of its keys; `None` for none.
+    """
+
+    page: PageLayout
+    key_transform: KeyTransform | None
+
+
+class PageAllocator(FullAttentionCacheAllocator):
+    """Gives out blocks of our pages. All pages of a block have the size of the largest one.
+
+    Args:
+        layers: By layer index; their pages have equally many tokens.
+        allow_block_sharing: Whether requests may share blocks of the same tokens.
+    """
+
+    def __init__(self, layers: Mapping[int, PagedLayer], allow_block_sharing: bool) -> None:
+        pages = [layer.page for layer in layers.values()]
+        self._layers = layers
+        self.head_dim, self.num_key_value_heads = pages[0].head_dims[0], pages[0].num_kv_heads
+        self.cache_dtype = pages[0].dtype
+        self.operands: dict[int, ops.Operands] = {}
+        self._before_cache_tensor_init(
+            index=0,
+            layer_indices=list(layers),
+            tokens_per_page=pages[0].num_tokens,
+            bytes_per_page=max(page.num_bytes for page in pages),
+            allow_block_sharing=allow_block_sharing,
+        )
+
+    def register_cache_tensor(
+        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: CachePool
+    ) -> None:
+        """Make the planes of every layer over the cache's bytes. The number of a block is that of its pages."""
+        self.bytes_per_sector = bytes_per_sector
+        self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
+        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+        for position, (index, layer) in enumerate(self._layers.items()):
+            planes = layer.page.planes(cache_tensor, position * self.bytes_per_page, self.bytes_per_block)
+            transform = None if layer.key_transform is None else layer.key_transform.to(cache_tensor.device)
+            self.operands[index] = ops.Operands(*planes, layer.page.layout, transform)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, read_index: Tensor, write_index: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Refused: see `PagedCache.update`."""
+        raise _other_attention()
+
+    def get_cache_for_block_table(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Refused: see `PagedCache.update`."""
+        raise _other_attention()
+
+
+class PageMemory(PagedAttentionMemoryHandler):
+    """Sizes a cache whose pages are attended to in place: no mask, and no keys and values that are gathered first."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.num_attention_masks = 0
+        # For each new token: its keys and values by group, and repeated for every query head where a prompt attends to
+        # itself.
+        num_kv_heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        self.kv_heads_at_peak = 2 * num_kv_heads + 2 * self.config.num_attention_heads
+
+    @property
+    def bytes_per_cache_token(self) -> int:
+        """Bytes that a token held takes besides the cache: an index that transformers keeps."""
+        return self.io_multiplier * self.num_groups * torch.int64.itemsize
+
+    def _check_footprint(self, max_batch_tokens: int, num_sectors: int) -> tuple[int, int]:
+        is_given = self.cb_config.num_blocks is not None and self.cb_config.max_batch_tokens is not None
+        if is_given and not is_psutil_available():  # the free memory is unknown
+            return max_batch_tokens, num_sectors
+        checked: tuple[int, int] = super()._check_footprint(max_batch_tokens, num_sectors)
+        return checked
+
+
+class PagedCache(PagedAttentionCache):
+    """A `PagedAttentionCache` whose pages hold codes.
+
+    Args:
+        config: Of the text model.
+        continuous_batching_config: Resolved.
+        layers: All layers of the model, by index.
+        device: Of the pages.
+        supports_logits_to_keep: Whether the model computes only the logits that are sampled from.
+
+    Attributes:
+        groups: The requests of the present forward.
+
+    Raises:
+        MemoryError, ValueError: Raised by transformers if the cache does not fit into memory.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        continuous_batching_config: ContinuousBatchingConfig,
+        layers: Mapping[int, PagedLayer],
+        device: torch.device,
+        supports_logits_to_keep: bool,
+    ) -> None:
+        allocator = PageAllocator(layers, continuous_batching_config.allow_block_sharing)
+        self.config, self.dtype, self.device = config, allocator.cache_dtype, device
+        self.groups: list[Group] = []
+        self.cache_allocators = {FULL_ATTENTION: allocator}
+        self.layer_to_allocator = dict.fromkeys(layers, allocator)
+        self.bytes_per_sector = math.lcm(allocator.bytes_per_block, PART_ALIGNMENT)
+        self.tokens_per_sector = allocator.tokens_per_page
+        self.max_batch_tokens, self.num_sectors = PageMemory(
+            config=config,
+            cb_config=continuous_batching_config,
+            dtype=self.dtype,
+            bytes_per_sector=self.bytes_per_sector,
+            tokens_per_sector=self.tokens_per_sector,
+            bytes_per_block=allocator.bytes_per_block,
+            attn_types=[FULL_ATTENTION],
+            model_supports_logits_to_keep=supports_logits_to_keep,
+        ).infer_max_batch_tokens_and_num_sectors()
+        # Zeros, since kernels read whole tiles: see `KVFormat.allocate`. The first two sectors are transformers' trash.
+        num_bytes = self.num_sectors * self.bytes_per_sector
+        self.cache_tensor = torch.zeros(num_bytes + 2 * self.bytes_per_sector, dtype=torch.uint8, device=device)
+        self.pool = CachePool(self.num_sectors, len(self.cache_allocators))
+        allocator.register_cache_tensor(self.bytes_per_sector, num_bytes, self.cache_tensor, self.pool)
+        self.allow_block_sharing = continuous_batching_config.allow_block_sharing
+        self.use_prefix_sharing = self.allow_block_sharing
+        self.num_blocks = self.num_sectors
+        # Nothing is gathered before it is attended to, so a batch may read any number of tokens, and batches of single
+        # tokens need no path of their own.
+        self.read_cache_limit = self.max_blocks_per_request = self.max_decode_fast_path_length = 0
+        self.max_tokens_read = allocator.tokens_per_page * allocator.num_blocks
+
+    @property
+    def allocator(self) -> PageAllocator:
+        """The one allocator of all layers."""
+        allocator = self.cache_allocators[FULL_ATTENTION]
+        assert isinstance(allocator, PageAllocator)
+        return allocator
+
+    def begin_forward(self, requests: Iterable[FutureRequestState]) -> None:
+        """Note the requests of the next forward, whose new tokens transformers has counted and given room."""
+        tables = self.allocator.block_table
+        self.groups = groups_of(
+            (
+                Request(
+                    each.state.position_offset - each.query_length, each.query_length, tables[each.state.request_id]
+                )
+                for each in requests
+            ),
+            torch.device(self.device),
+        )
+
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: list[list[int]] | None,
+        write_index: list[list[int]],
+    ) -> None:
+        """Do nothing: the op finds tokens by their page, not by an index for each."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Refuse to give dense keys and values. Our attention never asks for them.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise _other_attention()
+
+
+def _other_attention() -> RuntimeError:
+    return RuntimeError(
+        "continuous batching: the attention implementation must stay the one that the manager has set, got a call of "
+        "another over pages of codes. Stop the manager before changing the model's attention."
+    )

@@ -1,0 +1,71 @@
+"""`init_continuous_batching` of a patched model, through which transformers comes to every manager."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..state import notes_on
+from .support import HAS_PAGES, WHERE, check_version
+
+if HAS_PAGES:
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    from .manager import Manager
+
+HOOK = "init_continuous_batching"
+
+
+def init_continuous_batching(
+    model: PreTrainedModel,
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    workload_hints: Any = None,
+) -> Any:
+    """Replaces `ContinuousMixin.init_continuous_batching`: makes a manager over pages of codes, or returns a kept one.
+
+    Arguments and result are those of the method of transformers.
+
+    Raises:
+        ImportError, NotImplementedError, ValueError: The model or a setting is not served. The model is unchanged.
+        RuntimeError: A manager of this model is running.
+    """
+    check_version()
+    kept = getattr(model, "_cached_continuous_batching_manager", None)
+    if isinstance(kept, Manager):
+        kept.switch_to_cb_friendly_attn(model)
+        return kept
+    if _manager_of(model) is not None and _manager_of(model).is_running():
+        raise RuntimeError(
+            f"{WHERE}: `model` must have no running manager, got one that has. Add requests to it, or stop it."
+        )
+    close(model)
+    generation_config = copy.copy(model.generation_config if generation_config is None else generation_config)
+    if generation_config.eos_token_id is None:
+        generation_config.eos_token_id = -1  # transformers' spelling of none, for its logits processors
+    if continuous_batching_config is None:
+        continuous_batching_config = getattr(generation_config, "continuous_batching_config", None)
+    if continuous_batching_config is None:
+        continuous_batching_config = ContinuousBatchingConfig()
+    return Manager(model, generation_config, continuous_batching_config, workload_hints)
+
+
+def close(model: PreTrainedModel) -> None:
+    """Stop and destroy the managers of a model, those of transformers that it keeps included."""
+    manager = _manager_of(model)
+    if manager is not None:
+        if manager.is_running():
+            manager.stop(hard_stop=True)
+        manager.destroy()
+        notes_on(model).manager = None
+    if getattr(model, "_cached_continuous_batching_manager", None) is not None:
+        destroy: Any = model.destroy_cached_continuous_batching_manager
+        destroy()
+
+
+def _manager_of(model: PreTrainedModel) -> Any:
+    """The newest manager that was made here for a model, if it is still in use."""
+    reference = notes_on(model).manager
+    return None if reference is None else reference()

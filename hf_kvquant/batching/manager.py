@@ -1,0 +1,149 @@
+"""The manager of a patched model: transformers' own, with our attention and our cache."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+)
+from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+from transformers.generation.continuous_batching.utils import WorkloadHints
+
+from ..attention.registry import implementation_name, set_attention
+from ..models.text_config import text_config_of
+from ..state import notes_on, patch_of
+from ..transforms.of_model import key_transforms
+from .attention import calls_of_a_token, paged_name
+from .cache import PagedCache, PagedLayer
+from .support import WHERE, check_served, pages_of
+
+
+class Processor(ContinuousBatchProcessor):
+    """Tells the cache before each forward which requests it is for."""
+
+    cache: PagedCache
+
+    def prepare_next_batch(self) -> bool:
+        """See `ContinuousBatchProcessor`."""
+        is_ready: bool = super().prepare_next_batch()
+        if is_ready:
+            assert isinstance(self.inputs_and_outputs, ContinuousBatchingIOs)
+            self.cache.begin_forward(self.inputs_and_outputs.requests_in_batch)
+        return is_ready
+
+
+class Manager(ContinuousBatchingManager):
+    """A `ContinuousBatchingManager` over pages of codes. `init_continuous_batching` of a patched model makes it.
+
+    While it exists and is not stopped, the model's attention is for pages only.
+
+    Args:
+        model: Patched, a `PreTrainedModel`.
+        generation_config: As for transformers' own.
+        continuous_batching_config: Likewise.
+        workload_hints: Likewise.
+
+    Raises:
+        ImportError, NotImplementedError, ValueError: See `check_served` and `pages_of`. The model is unchanged.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        generation_config: GenerationConfig,
+        continuous_batching_config: ContinuousBatchingConfig,
+        workload_hints: WorkloadHints | None = None,
+    ) -> None:
+        patch = patch_of(model)
+        assert patch is not None
+        check_served(model, patch.config, continuous_batching_config)
+        calls = calls_of_a_token(model, patch.previous_attention)
+        pages = pages_of(model, patch.config, continuous_batching_config.page_size, calls)
+        transforms = key_transforms(model, patch.config)
+        if continuous_batching_config.scheduler_type not in SCHEDULER_MAPPING:
+            raise ValueError(
+                f"{WHERE}: `scheduler_type` must be one of {list(SCHEDULER_MAPPING)}, got "
+                f"{continuous_batching_config.scheduler_type!r}."
+            )
+        self._layers: Mapping[int, PagedLayer] = {
+            index: PagedLayer(page, transforms.get(index)) for index, page in pages.items()
+        }
+        self._attention = implementation_name(patch.previous_attention)
+        self._paged_attention = paged_name(patch.previous_attention)
+        resolved = copy.copy(continuous_batching_config)
+        # Left to themselves, both would depend on which GPU the machine has.
+        resolved.use_cuda_graph, resolved.use_async_batching = (False, False), False
+        super().__init__(model, generation_config, resolved, workload_hints)
+        notes_on(model).manager = weakref.ref(self)
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Set our attention over pages. It needs no flash attention."""
+        set_attention(model, self._paged_attention)
+
+    def _restore_attention(self) -> None:
+        """Set the attention of `generate` again, unless something else has been set meanwhile."""
+        model: Any = self.model
+        if text_config_of(model)._attn_implementation == self._paged_attention:
+            set_attention(model, self._attention)
+
+    def start(self) -> None:
+        """See `ContinuousBatchingManager`."""
+        self.switch_to_cb_friendly_attn(self.model)
+        super().start()
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """See `ContinuousBatchingManager`. If the thread goes on for a while, it restores the attention at its end."""
+        super().stop(block, timeout, keep_for_next_session, hard_stop)
+        if not self.is_running():
+            self._restore_attention()
+
+    def destroy(self) -> None:
+        """See `ContinuousBatchingManager`."""
+        super().destroy()
+        self._restore_attention()
+
+    def _run_generation_loop(self) -> None:
+        super()._run_generation_loop()
+        self._restore_attention()
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        processor = self.batch_processor
+        if processor is not None:
+            processor.reset()
+            return processor
+        model: Any = self.model
+        batching, text_config = self.continuous_batching_config, model.config.get_text_config()
+        cache = PagedCache(text_config, batching, self._layers, model.device, model._supports_logits_to_keep())
+        self._use_prefix_sharing = cache.use_prefix_sharing
+        update_cb_config_after_cache_creation(batching, cache.num_blocks, cache.max_batch_tokens)
+        scheduler: Any = SCHEDULER_MAPPING[batching.scheduler_type]
+        return Processor(
+            cache=cache,
+            config=text_config,
+            generation_config=self.generation_config,
+            continuous_batching_config=batching,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue if self.is_tp_driver else None,
+            cancel_queue=self.cancel_queue if self.is_tp_driver else None,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=model.device,
+            model_dtype=model.dtype,
+            scheduler=scheduler(cache, batching.safety_margin, batching.max_requests_per_batch),
+            distributed_helper=self.distributed_helper,
+        )

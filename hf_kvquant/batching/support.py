@@ -1,0 +1,138 @@
+"""Which models and settings continuous batching serves, the messages for the others, and the pages of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.utils.import_utils import is_psutil_available
+
+from ..attention.registry import is_ours
+from ..config import KVQuantConfig
+from ..models.layers import layers_of
+from ..models.probing import states_of_a_token
+from ..models.sharding import rank_of
+from ..models.text_config import text_config_of
+from ..spec.layout import KVLayout
+from ..spec.pages import PageLayout
+
+# The first version whose paged cache has the parts that ours replaces, as they are now.
+NEEDED = "5.23"
+HAS_PAGES = Version(transformers.__version__).release >= Version(NEEDED).release
+
+WHERE = "init_continuous_batching"
+
+# The index of a layer, and the shapes of the keys and values that its attention is called with.
+Call = tuple[int, torch.Size, torch.Size]
+
+
+def check_version() -> None:
+    """Refuse a transformers whose paged cache has another design.
+
+    Raises:
+        NotImplementedError: It is too old.
+    """
+    if not HAS_PAGES:
+        raise NotImplementedError(
+            f"{WHERE}: `transformers` must be {NEEDED} or newer for continuous batching of a patched model, got "
+            f"{transformers.__version__}. Upgrade it, or unpatch the model."
+        )
+
+
+def check_served(model: PreTrainedModel, config: KVQuantConfig, batching: ContinuousBatchingConfig) -> None:
+    """Refuse what pages of codes do not serve, before anything is changed.
+
+    Args:
+        model: Patched.
+        config: What it was patched with.
+        batching: As the user passes it.
+
+    Raises:
+        ImportError: The memory cannot be sized, because psutil is missing.
+        NotImplementedError, ValueError: The model or a setting is not supported; the message says which.
+    """
+    for why in _reasons(model, config):
+        raise NotImplementedError(f"{WHERE}: {type(model).__name__} {why} Use generate, or unpatch the model.")
+    if batching.use_async_batching or any(batching.cuda_graph_booleans):
+        raise NotImplementedError(
+            f"{WHERE}: `use_async_batching` and `use_cuda_graph` must be False over pages of codes, got True. They are "
+            "not supported yet: leave them out."
+        )
+    if batching.varlen_compile_config or batching.decode_compile_config or batching.default_compile_level:
+        raise NotImplementedError(
+            f"{WHERE}: `varlen_compile_config`, `decode_compile_config` and `default_compile_level` must be left out "
+            "over pages of codes, got one of them. Steps are not compiled yet."
+        )
+    if not is_psutil_available() and (batching.num_blocks is None or batching.max_batch_tokens is None):
+        raise ImportError(
+            f"{WHERE}: `num_blocks` and `max_batch_tokens` must be given without psutil, got none: the free memory is "
+            "unknown. Install psutil, or give both in the ContinuousBatchingConfig."
+        )
+
+
+def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
+    """Why a model is not served: the ends of sentences that its name begins."""
+    if model.config.is_encoder_decoder:
+        yield "is an encoder-decoder, which transformers does not batch continuously."
+    if not is_ours(text_config_of(model)._attn_implementation):
+        yield "computes attention by itself, outside transformers' registry, and would not read pages."
+    found = set(layers_of(text_config_of(model))[0])
+    if "sliding_attention" in found:
+        yield (
+            "has layers with a sliding window, whose rings of tokens do not fit together with pages of codes yet: "
+            "transformers makes both of equal parts of one memory."
+        )
+    if found - {"full_attention"}:
+        yield f"has layers of type {sorted(found - {'full_attention'})}, which keep no pages."
+    if rank_of(model)[1] > 1:
+        yield "is sharded over several ranks, which pages of codes do not support yet."
+    if model.device.type != "cpu":
+        yield f"is on {model.device}, and continuous batching over codes runs on the CPU only, for now."
+    if config.offloading:
+        yield (
+            "is patched with `offloading`, which is for the cache of one call of generate. Set `cpu_offload_space` of "
+            "the ContinuousBatchingConfig instead, and patch without it."
+        )
+
+
+def pages_of(
+    model: PreTrainedModel,
+    config: KVQuantConfig,
+    num_tokens: int,
+    calls: Sequence[Call],
+) -> dict[int, PageLayout]:
+    """The page of every layer. Sends one token through the model to see what its caches keep.
+
+    Args:
+        model: As in `check_served`.
+        config: Likewise.
+        num_tokens: Of a page.
+        calls: Of attention, which a forward of one token makes.
+
+    Raises:
+        NotImplementedError: A layer has no keys and values of its own, or attends to others.
+        ValueError: A layer's format cannot be paged, or `num_tokens` does not fit.
+    """
+    states = states_of_a_token(model)
+    layer_types, _ = layers_of(text_config_of(model))
+    if len(states) != len(layer_types):
+        raise NotImplementedError(
+            f"{WHERE}: every layer of {type(model).__name__} must have keys and values of its own, got "
+            f"{len(states)} of {len(layer_types)}. Use generate, or unpatch the model."
+        )
+    if sorted(calls) != [(index, key.shape, value.shape) for index, (key, value) in states.items()]:
+        raise NotImplementedError(
+            f"{WHERE}: every layer of {type(model).__name__} must call the attention of transformers' registry once, "
+            "with the cache and with its keys and values as they are cached, got other calls. Use generate, or unpatch "
+            "the model."
+        )
+    pages = {}
+    for index, (key, value) in states.items():
+        formats = config.formats(index)
+        layout = KVLayout(formats.key, formats.value, formats.sink_length, formats.residual_length)
+        pages[index] = PageLayout(layout, key.shape[1], (key.shape[3], value.shape[3]), key.dtype, num_tokens)
+    return pages

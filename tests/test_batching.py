@@ -1,0 +1,383 @@
+"""Continuous batching of patched models: each request gets what `generate` gives it alone, whatever else is batched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from hf_kvquant import KVQuantConfig, patch, patched, unpatch
+from hf_kvquant.attention.registry import is_ours
+from hf_kvquant.batching.support import HAS_PAGES
+
+pytestmark = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
+
+REFERENCE = Path(__file__).resolve().parents[1] / "evals" / "reference_model"
+PRESETS = ["int8", "k8v4", "int4", "int4-g32", "fp8", "none"]
+PAGE = 128
+# Of one token, shorter than the batch and longer, two alike.
+PROMPTS = [[5, 6, 7], [11], [4, 8] * 15, [5, 6, 7], [9, 3, 40, 41, 7, 8]]
+
+
+def settings(**options: Any) -> ContinuousBatchingConfig:
+    return ContinuousBatchingConfig(**{"page_size": PAGE, "num_blocks": 8, "max_batch_tokens": 64, **options})
+
+
+def generation(new_tokens: int, **options: Any) -> GenerationConfig:
+    return GenerationConfig(**{"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": None, **options})
+
+
+def batched(model: Any, prompts: list[list[int]], new_tokens: int = 10, **options: Any) -> list[list[int]]:
+    """The tokens of each request."""
+    outputs = model.generate_batch(
+        prompts, generation(new_tokens), continuous_batching_config=settings(**options), persistent_manager=True
+    )
+    assert [output.error for output in outputs.values()] == [None] * len(prompts)
+    check_nothing_leaks(model)
+    return [output.generated_tokens for output in outputs.values()]
+
+
+def check_nothing_leaks(model: Any) -> None:
+    """All memory is free, once pages that are kept for later requests are given up. Destroys the kept manager."""
+    cache = model._cached_continuous_batching_manager.batch_processor.cache
+    assert cache.allocator.block_table == {}
+    cache.evict_cached_blocks()
+    cache.pool.try_to_free_sectors()
+    assert cache.pool.num_free_sectors == cache.num_sectors
+    model.destroy_cached_continuous_batching_manager()
+    assert is_ours(model.config._attn_implementation) and "pages" not in model.config._attn_implementation
+
+
+class Answer(list[int]):
+    """Tokens of `generate`, equal to others up to a step whose two best logits are nearly the same.
+
+    A batch adds in another order than one prompt alone. That may round one value to another code, and so swap the two.
+    """
+
+    NEAR = 0.02  # Over 10 tokens, the smallest gap of a prompt is mostly larger.
+
+    def __init__(self, tokens: list[int], logits: torch.Tensor) -> None:
+        super().__init__(tokens)
+        self.logits = logits
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, list)
+        for step, (token, own) in enumerate(zip(other, self, strict=False)):
+            if token != own:
+                return bool(self.logits[step, own] - self.logits[step, token] < self.NEAR)
+        return len(other) == len(self)
+
+
+def alone(model: Any, prompt: list[int], new_tokens: int = 10, **options: Any) -> Answer:
+    """What `generate` answers to one prompt."""
+    out = models.greedy(model, {"input_ids": torch.tensor([prompt])}, new_tokens, eos_token_id=None, **options)
+    return Answer(out.sequences[0, len(prompt) :].tolist(), models.logits(out)[0])
+
+
+def text(tokens: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, models.VOCAB_SIZE, (tokens,), generator=generator).tolist()
+
+
+@contextlib.contextmanager
+def managed(model: Any, new_tokens: int = 10, **options: Any) -> Iterator[Any]:
+    """A manager with a cache that has not started."""
+    manager = model.init_continuous_batching(generation(new_tokens), settings(**options))
+    manager.warmup()
+    try:
+        yield manager
+    finally:
+        manager.stop(hard_stop=True)
+        manager.destroy()
+
+
+def answers(manager: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """What a manager answers to some prompts."""
+    if not manager.is_running():
+        manager.start()
+    names, results = manager.add_requests(prompts), {}
+    while len(results) < len(prompts):
+        result = manager.get_result(timeout=60)
+        assert result is not None and result.error is None, result
+        results[result.request_id] = result.generated_tokens
+    return [results[name] for name in names]
+
+
+def long_llama() -> Any:
+    return models.llama(max_position_embeddings=1024)
+
+
+# --- equal to generate ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_each_request_gets_what_generate_gives_it(name: str, preset: str) -> None:
+    """qwen2 has key biases, so its keys are centred."""
+    with patched(models.family(name), preset) as model:
+        assert batched(model, PROMPTS) == [alone(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_prompts_attend_as_before_the_patch(attention: str) -> None:
+    with patched(models.build("llama", attention=attention), "int4") as model:
+        assert batched(model, PROMPTS[:3]) == [alone(model, prompt) for prompt in PROMPTS[:3]]
+
+
+def test_layers_may_have_formats_of_their_own() -> None:
+    """Their pages differ in size, and all get that of the largest."""
+    config = KVQuantConfig.from_preset("int4", layers={1: "none"})
+    with patched(models.llama(), config) as model:
+        assert batched(model, PROMPTS) == [alone(model, prompt) for prompt in PROMPTS]
+
+
+def test_sinks_of_the_model_take_part() -> None:
+    options = {**models.FAMILIES["gpt_oss"].options, "layer_types": ["full_attention"] * 2}
+    with patched(models.build("gpt_oss", **options), "int8") as model:
+        assert batched(model, PROMPTS) == [alone(model, prompt) for prompt in PROMPTS]
+
+
+def test_sequences_of_several_pages() -> None:
+    """Prompts that end before, at and behind the end of a page, and cross it while they grow."""
+    prompts = [text(tokens, seed=tokens) for tokens in (PAGE - 3, PAGE, PAGE + 1, 2 * PAGE)]
+    with patched(long_llama(), "int8") as model:
+        assert batched(model, prompts, num_blocks=12, max_batch_tokens=4 * PAGE + 200) == [
+            alone(model, prompt) for prompt in prompts
+        ]
+
+
+def test_the_reference_model() -> None:
+    model = AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32)
+    with patched(model, "int4"):
+        assert batched(model, PROMPTS, 6) == [alone(model, prompt, 6) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4"])
+def test_a_prompt_in_chunks_is_that_of_generate_in_chunks(preset: str) -> None:
+    """Both attend to raw keys in the first chunk, and to codes from the second on."""
+    prompt = text(70)
+    with patched(models.llama(), preset) as model:
+        assert batched(model, [prompt], max_batch_tokens=32) == [alone(model, prompt, prefill_chunk_size=32)]
+
+
+def test_more_requests_than_one_batch_takes() -> None:
+    with patched(models.llama(), "int8") as model:
+        expected = [alone(model, prompt) for prompt in PROMPTS]
+        assert batched(model, PROMPTS, max_requests_per_batch=2) == expected
+        assert batched(model, PROMPTS, scheduler_type="prefill_first") == expected
+
+
+@pytest.mark.parametrize("num_blocks", [3, 4])
+def test_requests_that_starve_start_again(num_blocks: int) -> None:
+    """Without codes, a request goes on as before when its tokens are computed again."""
+    prompts = [text(PAGE - 4 - i, seed=i) for i in range(4)]
+    with patched(long_llama(), "none") as model:
+        assert batched(model, prompts, 12, num_blocks=num_blocks, max_batch_tokens=512) == [
+            alone(model, prompt, 12) for prompt in prompts
+        ]
+
+
+def test_requests_that_starve_wait_in_cpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their codes come back as they were."""
+    empty = torch.empty
+    # Pinned memory needs a GPU.
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options))
+    prompts = [text(PAGE - 4 - i, seed=i) for i in range(4)]
+    with patched(long_llama(), "int4") as model:
+        assert batched(model, prompts, 12, num_blocks=4, max_batch_tokens=512, cpu_offload_space=0.01) == [
+            alone(model, prompt, 12) for prompt in prompts
+        ]
+
+
+def test_shared_prefixes_are_read_as_codes() -> None:
+    """As in `generate` whose first chunk is the shared page."""
+    prefix = text(PAGE)
+    first, second = [*prefix, 7, 8, 9], [*prefix, 20, 21]
+    with patched(long_llama(), "int4") as model:
+        with managed(model, max_batch_tokens=512) as manager:
+            answered = answers(manager, [first]) + answers(manager, [second])
+            assert len(manager.batch_processor.cache.allocator.ledger.hash_to_block) == 1
+        assert answered == [alone(model, first), alone(model, second, prefill_chunk_size=PAGE)]
+        unshared = batched(model, [first, second], max_batch_tokens=512, allow_block_sharing=False)
+        assert unshared == [alone(model, prompt) for prompt in (first, second)]
+
+
+def test_forks_go_on_from_the_prompt() -> None:
+    """transformers computes a prompt without its last token, copies or shares the pages, and goes on with each."""
+    prompt = text(PAGE + 40)
+    with patched(long_llama(), "int4") as model:
+        outputs = model.generate_batch(
+            [prompt, [5, 6, 7]],
+            generation(8, num_return_sequences=3, do_sample=True, top_k=1),
+            settings(max_batch_tokens=512),
+            persistent_manager=True,
+        )
+        check_nothing_leaks(model)
+        answered = [output.generated_tokens for output in outputs.values()]
+        assert answered[:3] == [alone(model, prompt, 8, prefill_chunk_size=len(prompt) - 1)] * 3
+        assert answered[3:] == [alone(model, [5, 6, 7], 8, prefill_chunk_size=2)] * 3
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4", "none"])
+def test_padding_and_trash_do_not_show(preset: str) -> None:
+    """With padded inputs, as CUDA graphs need them, and garbage where transformers puts what nobody reads."""
+    with patched(models.llama(), preset) as model:
+        expected = [alone(model, prompt) for prompt in PROMPTS]
+        with managed(model) as manager:
+            manager.batch_processor.model_runner.pad_inputs = True
+            cache = manager.batch_processor.cache
+            cache.cache_tensor[: 2 * cache.bytes_per_sector].fill_(255)
+            assert answers(manager, PROMPTS) == expected
+
+
+# --- what else transformers' managers do ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "top_k": 20}, {"top_p": 0.8}])
+def test_sampling_and_its_probabilities_are_those_of_transformers(options: dict[str, Any]) -> None:
+    """Over pages that hold tokens as they are, against transformers' own pages."""
+    model, answered = models.llama(), []
+    for is_patched in (True, False):
+        with patched(model, "none") if is_patched else contextlib.nullcontext():
+            outputs = model.generate_batch(
+                PROMPTS, generation(10, do_sample=True, **options), settings(seed=3, return_logprobs=True)
+            )
+        answered.append(list(outputs.values()))
+    for ours, theirs in zip(*answered, strict=True):
+        assert ours.generated_tokens == theirs.generated_tokens
+        torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=1e-3)
+
+
+def test_tokens_can_be_streamed() -> None:
+    with patched(models.llama(), "int8") as model, managed(model) as manager:
+        manager.start()
+        name = manager.add_request([5, 6, 7], streaming=True)
+        seen = [output.generated_tokens for output in manager.request_id_iter(name)]
+    assert [len(tokens) for tokens in seen] == list(range(1, 11))
+    with patched(models.llama(), "int8") as model:
+        assert seen[-1] == alone(model, [5, 6, 7])
+
+
+def test_a_cancelled_request_frees_its_pages_and_disturbs_no_other() -> None:
+    with patched(models.llama(), "int4") as model:
+        with managed(model) as manager:
+            manager.start()
+            name = manager.add_request([4, 8, 9], max_new_tokens=100_000, streaming=True)
+            assert manager.get_result(timeout=60) is not None
+            manager.cancel_request(name)
+            other = manager.add_request([5, 6, 7])
+            result = manager.get_result(timeout=60)
+            while result.request_id != other:
+                result = manager.get_result(timeout=60)
+            assert manager.batch_processor.cache.allocator.block_table == {}
+        assert result.generated_tokens == alone(model, [5, 6, 7])
+
+
+def test_generate_with_pages() -> None:
+    with patched(models.llama(), "int8") as model:
+        out = model.generate(
+            torch.tensor([[5, 6, 7], [9, 3, 40]]),
+            generation_config=generation(6),
+            cache_implementation="paged",
+            continuous_batching_config=settings(),
+        )
+        assert out[0, :, 3:].tolist() == [alone(model, prompt, 6) for prompt in ([5, 6, 7], [9, 3, 40])]
+
+
+def test_the_context_manager_and_a_kept_manager() -> None:
+    """The same manager answers again; afterwards `generate` works, too."""
+    model = patch(models.build("llama"), "int8")
+    options: dict[str, Any] = {"continuous_batching_config": settings(), "persistent_manager": True}
+    for _ in range(2):
+        with model.continuous_batching_context_manager(generation(10), **options) as manager:
+            answered = answers(manager, PROMPTS[:2])
+        assert model._cached_continuous_batching_manager is manager
+        assert answered == [alone(model, prompt) for prompt in PROMPTS[:2]]
+    unpatch(model)
+    assert not hasattr(model, "_cached_continuous_batching_manager")
+    assert "init_continuous_batching" not in vars(model)
+
+
+# --- its place on the model -------------------------------------------------------------------------------------------
+
+
+def test_unpatching_stops_a_running_manager() -> None:
+    model = patch(models.build("llama"), "int8")
+    manager = model.init_continuous_batching(generation(10), settings())
+    manager.start()
+    name = manager.add_request([5, 6, 7], max_new_tokens=100_000, streaming=True)
+    assert manager.get_result(name, timeout=60) is not None
+    unpatch(model)
+    assert not manager.is_running()
+    assert model.config._attn_implementation == "sdpa"
+    assert alone(model, [5, 6, 7]) == alone(models.build("llama"), [5, 6, 7])
+
+
+def test_patching_again_replaces_a_kept_manager() -> None:
+    """One of transformers' own, too, which would go on without codes."""
+    model = models.build("llama")
+    for preset in ("int8", "int4"):
+        model.generate_batch([[5, 6, 7]], generation(2), settings(), persistent_manager=True)
+        patch(model, preset)
+        assert not hasattr(model, "_cached_continuous_batching_manager")
+        assert batched(model, PROMPTS[:2]) == [alone(model, prompt) for prompt in PROMPTS[:2]]
+
+
+def test_a_second_manager_beside_a_running_one_is_refused() -> None:
+    message = "init_continuous_batching: `model` must have no running manager, got one that has."
+    with patched(models.llama(), "int8") as model, managed(model) as manager:
+        manager.start()
+        with pytest.raises(RuntimeError, match=message):
+            model.init_continuous_batching(generation(10), settings())
+
+
+def test_a_model_is_not_called_beside_its_manager() -> None:
+    message = "continuous batching: `cache` must be the pages of a manager, got NoneType"
+    with patched(models.llama(), "int8") as model:
+        with managed(model), pytest.raises(RuntimeError, match=message):
+            model(torch.tensor([[5, 6, 7]]))
+        alone(model, [5, 6, 7])
+
+
+def test_another_attention_does_not_read_codes() -> None:
+    """What it would read is codes, and what it would write is not."""
+    with patched(models.llama(), "int8") as model, managed(model) as manager:
+        manager.start()
+        model.set_attn_implementation("sdpa")
+        manager.add_request([5, 6, 7])
+        result = manager.get_result(timeout=60)
+    assert result.error.startswith("continuous batching: the attention implementation must stay the one that")
+
+
+def test_a_model_that_adds_to_the_scores_is_refused() -> None:
+    """The request fails with the reason."""
+    with patched(models.llama(), "int8") as model, managed(model) as manager:
+        hook = model.model.layers[0].self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, "position_bias": torch.zeros(1)}), with_kwargs=True
+        )
+        manager.start()
+        manager.add_request([5, 6, 7])
+        result = manager.get_result(timeout=60)
+        hook.remove()
+    assert "LlamaAttention cannot attend to pages of codes, since a position bias is added to" in result.error
+
+
+def test_the_generation_config_stays_as_it_is() -> None:
+    config = generation(3)
+    with patched(models.llama(), "int8") as model:
+        model.generate_batch([[5, 6]], config, settings())
+    assert config.eos_token_id is None
+
+
+def test_a_request_ends_at_its_end_token() -> None:
+    with patched(models.llama(), "int8") as model:
+        tokens = alone(model, [5, 6, 7])
+        outputs = model.generate_batch([[5, 6, 7]], generation(10, eos_token_id=tokens[3]), settings())
+    assert [output.generated_tokens for output in outputs.values()] == [tokens[: tokens.index(tokens[3]) + 1]]

@@ -1,0 +1,147 @@
+"""What continuous batching refuses, and says: before a manager is made, with the model as it was."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import models
+import pytest
+import torch
+from transformers import CompileConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from hf_kvquant import patched
+from hf_kvquant.batching import support
+from hf_kvquant.batching.support import HAS_PAGES, WHERE
+
+needs_pages = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
+
+
+def check_refused(
+    model: Any, preset: Any, message: str, error: type[Exception] = NotImplementedError, **options: Any
+) -> None:
+    """It is refused with this message, and the model goes on as before."""
+    with patched(model, preset):
+        before = model.config._attn_implementation
+        with pytest.raises(error, match=re.escape(message)):
+            model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(**options))
+        assert model.config._attn_implementation == before
+        assert not hasattr(model, "_cached_continuous_batching_manager")
+
+
+def test_another_version_of_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "HAS_PAGES", False)
+    monkeypatch.setattr(support.transformers, "__version__", "5.17.0")
+    check_refused(
+        models.llama(),
+        "int8",
+        f"{WHERE}: `transformers` must be 5.23 or newer for continuous batching of a patched model, got 5.17.0.",
+    )
+
+
+@needs_pages
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gemma2", "Gemma2ForCausalLM has layers with a sliding window, whose rings of tokens do not fit together"),
+        ("qwen3_next", "Qwen3NextForCausalLM has layers of type ['linear_attention'], which keep no pages."),
+        ("falcon_h1", "FalconH1ForCausalLM has layers of type ['hybrid'], which keep no pages."),
+        ("llama4_text", "Llama4ForCausalLM has layers of type ['chunked_attention'], which keep no pages."),
+        ("bloom", "BloomForCausalLM computes attention by itself, outside transformers' registry, and would not read"),
+        ("stablelm", "every layer of StableLmForCausalLM must call the attention of transformers' registry once"),
+        ("jetmoe", "every layer of JetMoeForCausalLM must call the attention of transformers' registry once"),
+        ("diffllama", "every layer of DiffLlamaForCausalLM must call the attention of transformers' registry once"),
+    ],
+)
+def test_models_that_pages_do_not_serve_are_refused(name: str, message: str) -> None:
+    check_refused(models.family(name), "int8", message)
+
+
+@needs_pages
+def test_encoder_decoders_are_refused() -> None:
+    message = "BartForConditionalGeneration is an encoder-decoder, which transformers does not batch continuously."
+    check_refused(models.bart(), "int8", message)
+
+
+@needs_pages
+def test_layers_without_keys_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "states_of_a_token", lambda model: {0: (torch.zeros(1), torch.zeros(1))})
+    check_refused(models.llama(), "int8", "every layer of LlamaForCausalLM must have keys and values of its own, got 1")
+
+
+@needs_pages
+def test_sharded_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "rank_of", lambda model: (0, 2))
+    check_refused(models.llama(), "int8", "LlamaForCausalLM is sharded over several ranks, which pages of codes do not")
+
+
+@needs_pages
+def test_other_devices_are_refused() -> None:
+    model = models.build("llama").to("meta")
+    check_refused(model, "int8", "LlamaForCausalLM is on meta, and continuous batching over codes runs on the CPU only")
+
+
+@needs_pages
+@pytest.mark.parametrize(
+    ("config", "options", "message", "error"),
+    [
+        ("int4-channel", {}, "PageLayout: `key` must not have granularity 'channel'", ValueError),
+        ({"preset": "int4", "sink_length": 4}, {}, "PageLayout: `sink_length` must be 0, got 4", ValueError),
+        (
+            {"preset": "int4", "layers": {1: {"residual_length": 8}}},
+            {},
+            "`residual_length` must be 0, got 8",
+            ValueError,
+        ),
+        (
+            {"key": {"storage": "int8", "granularity": "tensor"}},
+            {},
+            "PageLayout: `key` must not have granularity 'tensor'",
+            ValueError,
+        ),
+        ("int8", {"page_size": 100}, "`num_tokens` must be a positive multiple of 128, got 100. Set", ValueError),
+        ("int8", {"scheduler_type": "lifo"}, "`scheduler_type` must be one of ['fifo', 'prefill_first']", ValueError),
+        (
+            {"preset": "int8", "offloading": True},
+            {},
+            "LlamaForCausalLM is patched with `offloading`, which is for the cache of one call of generate. Set",
+            NotImplementedError,
+        ),
+        ("int8", {"use_async_batching": True}, "`use_cuda_graph` must be False over pages of", NotImplementedError),
+        ("int8", {"use_cuda_graph": True}, "`use_async_batching` and `use_cuda_graph` must be", NotImplementedError),
+        ("int8", {"default_compile_level": 1}, "Steps are not compiled yet.", NotImplementedError),
+        ("int8", {"varlen_compile_config": CompileConfig()}, "Steps are not compiled yet.", NotImplementedError),
+        ("int8", {"decode_compile_config": CompileConfig()}, "Steps are not compiled yet.", NotImplementedError),
+    ],
+)
+def test_settings_that_pages_do_not_serve_are_refused(
+    config: Any, options: dict[str, Any], message: str, error: type[Exception]
+) -> None:
+    check_refused(models.llama(), config, message, error, **options)
+
+
+@needs_pages
+def test_memory_of_unknown_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "is_psutil_available", lambda: False)
+    message = f"{WHERE}: `num_blocks` and `max_batch_tokens` must be given without psutil, got none"
+    check_refused(models.llama(), "int8", message, ImportError, num_blocks=4)
+
+
+@needs_pages
+def test_sizes_that_are_given_need_no_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_kvquant.batching import cache
+
+    def unknown() -> Any:
+        return torch.device("cpu"), 0, 0, 0
+
+    for module in (support, cache):
+        monkeypatch.setattr(module, "is_psutil_available", lambda: False)
+    monkeypatch.setattr("transformers.generation.continuous_batching.cache.get_device_and_memory_breakdown", unknown)
+    with patched(models.llama(), "int8") as model:
+        manager = model.init_continuous_batching(
+            continuous_batching_config=ContinuousBatchingConfig(num_blocks=3, max_batch_tokens=64)
+        )
+        manager.warmup()
+        assert manager.batch_processor.cache.num_blocks == 3
+        manager.destroy()
