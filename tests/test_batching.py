@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,13 @@ def test_layers_may_have_formats_of_their_own() -> None:
         assert batched(model, PROMPTS) == [alone(model, prompt) for prompt in PROMPTS]
 
 
+def test_static_caches_are_for_generate_alone() -> None:
+    with patched(models.llama(), "int8") as model:
+        expected = [alone(model, prompt) for prompt in PROMPTS]
+    with patched(model, {"preset": "int8", "static": True}):
+        assert batched(model, PROMPTS) == expected
+
+
 def test_sinks_of_the_model_take_part() -> None:
     options = {**models.FAMILIES["gpt_oss"].options, "layer_types": ["full_attention"] * 2}
     with patched(models.build("gpt_oss", **options), "int8") as model:
@@ -267,7 +275,7 @@ def test_tokens_can_be_streamed() -> None:
 
 def test_a_cancelled_request_frees_its_pages_and_disturbs_no_other() -> None:
     with patched(models.llama(), "int4") as model:
-        with managed(model) as manager:
+        with managed(model, num_blocks=1000) as manager:
             manager.start()
             name = manager.add_request([4, 8, 9], max_new_tokens=100_000, streaming=True)
             assert manager.get_result(timeout=60) is not None
@@ -310,7 +318,7 @@ def test_the_context_manager_and_a_kept_manager() -> None:
 
 def test_unpatching_stops_a_running_manager() -> None:
     model = patch(models.build("llama"), "int8")
-    manager = model.init_continuous_batching(generation(10), settings())
+    manager = model.init_continuous_batching(generation(10), settings(num_blocks=1000))
     manager.start()
     name = manager.add_request([5, 6, 7], max_new_tokens=100_000, streaming=True)
     assert manager.get_result(name, timeout=60) is not None
@@ -327,6 +335,23 @@ def test_patching_again_replaces_a_kept_manager() -> None:
         model.generate_batch([[5, 6, 7]], generation(2), settings(), persistent_manager=True)
         patch(model, preset)
         assert not hasattr(model, "_cached_continuous_batching_manager")
+        assert batched(model, PROMPTS[:2]) == [alone(model, prompt) for prompt in PROMPTS[:2]]
+
+
+def test_a_manager_that_cannot_be_made_leaves_the_model_as_it_was() -> None:
+    model = patch(models.build("llama"), "int8")
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="`temperature`"):
+        config = generation(3, do_sample=True)
+        config.temperature = -1.0  # transformers notices only when it makes the logits processors
+        model.init_continuous_batching(config, settings())
+    assert model.config._attn_implementation == before
+
+
+def test_a_manager_may_be_dropped() -> None:
+    with patched(models.llama(), "int8") as model:
+        model.init_continuous_batching(generation(3), settings())
+        gc.collect()
         assert batched(model, PROMPTS[:2]) == [alone(model, prompt) for prompt in PROMPTS[:2]]
 
 

@@ -48,7 +48,7 @@ def test_another_version_of_transformers_is_refused(monkeypatch: pytest.MonkeyPa
         ("qwen3_next", "Qwen3NextForCausalLM has layers of type ['linear_attention'], which keep no pages."),
         ("falcon_h1", "FalconH1ForCausalLM has layers of type ['hybrid'], which keep no pages."),
         ("llama4_text", "Llama4ForCausalLM has layers of type ['chunked_attention'], which keep no pages."),
-        ("bloom", "BloomForCausalLM computes attention by itself, outside transformers' registry, and would not read"),
+        ("bloom", "BloomForCausalLM does not have the attention implementation that patch sets: it computes attention"),
         ("stablelm", "every layer of StableLmForCausalLM must call the attention of transformers' registry once"),
         ("jetmoe", "every layer of JetMoeForCausalLM must call the attention of transformers' registry once"),
         ("diffllama", "every layer of DiffLlamaForCausalLM must call the attention of transformers' registry once"),
@@ -62,6 +62,28 @@ def test_models_that_pages_do_not_serve_are_refused(name: str, message: str) -> 
 def test_encoder_decoders_are_refused() -> None:
     message = "BartForConditionalGeneration is an encoder-decoder, which transformers does not batch continuously."
     check_refused(models.bart(), "int8", message)
+
+
+@needs_pages
+def test_another_attention_than_that_of_the_patch_is_refused() -> None:
+    with patched(models.build("llama"), "int8") as model:
+        model.set_attn_implementation("eager")
+        with pytest.raises(NotImplementedError, match="or another has been set since"):
+            model.init_continuous_batching()
+
+
+@needs_pages
+def test_models_that_pass_nothing_on_are_refused() -> None:
+    model = models.build("llama")
+    forward = model.forward
+
+    def of_few(
+        input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, use_cache: Any = None
+    ) -> Any:
+        return forward(input_ids, attention_mask, past_key_values=past_key_values, use_cache=use_cache)
+
+    model.forward = of_few
+    check_refused(model, "int8", "LlamaForCausalLM takes no further arguments that it passes on to attention")
 
 
 @needs_pages

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import hf_kvquant
+from hf_kvquant.batching.support import HAS_PAGES
 from hf_kvquant.cli import parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -158,6 +159,8 @@ def test_pages(check: Callable[[Path], None], page: Path) -> None:
 def test_code_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The prompts are ones whose continuation is never near a tie, so another processor, which rounds in another
     order, writes the same."""
+    if page.stem == "batching" and not HAS_PAGES:
+        pytest.skip("transformers' paged cache has another design")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evals").symlink_to(ROOT / "evals")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

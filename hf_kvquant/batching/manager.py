@@ -65,6 +65,9 @@ class Manager(ContinuousBatchingManager):
     ) -> None:
         patch = patch_of(model)
         assert patch is not None
+        self._attention = implementation_name(patch.previous_attention)
+        self._paged_attention = paged_name(patch.previous_attention)
+        self._restore_attention(model)  # of a manager that was dropped without being stopped
         check_served(model, patch.config, continuous_batching_config)
         calls = calls_of_a_token(model, patch.previous_attention)
         pages = pages_of(model, patch.config, continuous_batching_config.page_size, calls)
@@ -77,21 +80,22 @@ class Manager(ContinuousBatchingManager):
         self._layers: Mapping[int, PagedLayer] = {
             index: PagedLayer(page, transforms.get(index)) for index, page in pages.items()
         }
-        self._attention = implementation_name(patch.previous_attention)
-        self._paged_attention = paged_name(patch.previous_attention)
         resolved = copy.copy(continuous_batching_config)
         # Left to themselves, both would depend on which GPU the machine has.
         resolved.use_cuda_graph, resolved.use_async_batching = (False, False), False
-        super().__init__(model, generation_config, resolved, workload_hints)
+        try:
+            super().__init__(model, generation_config, resolved, workload_hints)
+        except BaseException:
+            self._restore_attention(model)
+            raise
         notes_on(model).manager = weakref.ref(self)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Set our attention over pages. It needs no flash attention."""
         set_attention(model, self._paged_attention)
 
-    def _restore_attention(self) -> None:
+    def _restore_attention(self, model: Any) -> None:
         """Set the attention of `generate` again, unless something else has been set meanwhile."""
-        model: Any = self.model
         if text_config_of(model)._attn_implementation == self._paged_attention:
             set_attention(model, self._attention)
 
@@ -110,16 +114,16 @@ class Manager(ContinuousBatchingManager):
         """See `ContinuousBatchingManager`. If the thread goes on for a while, it restores the attention at its end."""
         super().stop(block, timeout, keep_for_next_session, hard_stop)
         if not self.is_running():
-            self._restore_attention()
+            self._restore_attention(self.model)
 
     def destroy(self) -> None:
         """See `ContinuousBatchingManager`."""
         super().destroy()
-        self._restore_attention()
+        self._restore_attention(self.model)
 
     def _run_generation_loop(self) -> None:
         super()._run_generation_loop()
-        self._restore_attention()
+        self._restore_attention(self.model)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         processor = self.batch_processor

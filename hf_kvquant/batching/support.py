@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -79,7 +80,13 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
     if model.config.is_encoder_decoder:
         yield "is an encoder-decoder, which transformers does not batch continuously."
     if not is_ours(text_config_of(model)._attn_implementation):
-        yield "computes attention by itself, outside transformers' registry, and would not read pages."
+        yield (
+            "does not have the attention implementation that patch sets: it computes attention by itself, outside "
+            "transformers' registry, or another has been set since."
+        )
+    parameters = inspect.signature(model.forward).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        yield "takes no further arguments that it passes on to attention, and pages come with these."
     found = set(layers_of(text_config_of(model))[0])
     if "sliding_attention" in found:
         yield (
