@@ -39,8 +39,9 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 def patch(model: Model, preset_or_config: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET) -> Model:
     """Make `model.generate` keep keys and values as codes and attend to them directly.
 
-    A cache that the user passes, `use_cache=False`, any `cache_implementation` of transformers and assistant models
-    work as before. Patching again replaces the config. With `static=True` the model keeps the buffers of a call until
+    So does continuous batching (`generate_batch`), for the models that `batching/support.py` lists. A cache that the
+    user passes, `use_cache=False`, any other `cache_implementation` of transformers and assistant models work as
+    before. Patching again replaces the config. With `static=True` the model keeps the buffers of a call until
     `unpatch`, so that the next call reuses them and the compiled steps. Steps captured with `capture=True` are kept,
     too. They do not notice later changes to the model: patch again after switching adapters or adding hooks.
 

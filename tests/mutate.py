@@ -133,6 +133,105 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/spec/pages.py",
+        (
+            "begin = -(-part.end // PART_ALIGNMENT) * PART_ALIGNMENT",
+            "begin = part.begin + PART_ALIGNMENT",
+            "the planes of a page overlap",
+            "batching_pages",
+        ),
+        (
+            "(begin + part.begin) // size",
+            "part.begin // size",
+            "all layers write into the pages of the first",
+            "batching_pages batching",
+        ),
+    ),
+    *of(
+        "hf_kvquant/batching/batch.py",
+        (
+            "members[request.q_len, request.past > 0]",
+            "members[request.q_len, True]",
+            "a prompt attends to its codes",
+            "batching_pages batching",
+        ),
+        (
+            "[request.past + q_len for",
+            "[request.past for",
+            "lengths leave out new tokens",
+            "batching_pages batching",
+        ),
+        (
+            "if any(after - before != q_len",
+            "if any(after - before < q_len",
+            "requests get the tokens of others between them",
+            "batching_pages batching",
+        ),
+    ),
+    *of(
+        "hf_kvquant/batching/cache.py",
+        (
+            "each.state.position_offset - each.query_length, each",
+            "each.state.position_offset, each",
+            "new tokens count twice",
+            "batching",
+        ),
+        (
+            "position * self.bytes_per_page, self.bytes_per_block",
+            "0, self.bytes_per_block",
+            "all layers have the pages of the first",
+            "batching",
+        ),
+        (
+            "bytes_per_page=max(",
+            "bytes_per_page=min(",
+            "larger pages of some layers overlap those of the next",
+            "batching",
+        ),
+        (
+            "transform = None if layer.key_transform is None else",
+            "transform = None if True else",
+            "keys in pages are not transformed",
+            "batching",
+        ),
+        (
+            "self.num_attention_masks = 0",
+            "pass",
+            "memory is kept free for masks that nobody makes",
+            "batching_pages",
+        ),
+    ),
+    *of(
+        "hf_kvquant/batching/manager.py",
+        (
+            "        super()._run_generation_loop()\n        self._restore_attention(self.model)",
+            "        super()._run_generation_loop()",
+            "a manager that is not waited for leaves its attention on the model",
+            "batching",
+        ),
+        (
+            "        super().destroy()\n        self._restore_attention(self.model)",
+            "        super().destroy()",
+            "a manager that never started leaves its attention on the model",
+            "batching batching_support",
+        ),
+        (
+            "        except BaseException:\n            self._restore_attention(model)",
+            "        except BaseException:",
+            "a manager that fails leaves its attention on the model",
+            "batching",
+        ),
+    ),
+    *of(
+        "hf_kvquant/patching.py",
+        (
+            "    batching.close(model)\n",
+            "",
+            "a manager goes on after unpatch",
+            "batching",
+        ),
+    ),
+    *of(
         "hf_kvquant/storage/residency.py",
         (
             "store.key_transform = transform.clone(store.device)",

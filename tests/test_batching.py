@@ -348,6 +348,30 @@ def test_a_manager_that_cannot_be_made_leaves_the_model_as_it_was() -> None:
     assert model.config._attn_implementation == before
 
 
+def test_a_manager_that_is_not_waited_for_ends_its_requests_first() -> None:
+    """Until then the model's attention stays that of the manager."""
+    model = patch(models.build("llama"), "int8")
+    before = model.config._attn_implementation
+    manager = model.init_continuous_batching(generation(200), settings())
+    manager.start()
+    manager.add_request([5, 6, 7], streaming=True)
+    assert manager.get_result(timeout=60) is not None
+    thread = manager._generation_thread
+    manager.stop(block=False, keep_for_next_session=True)
+    thread.join()
+    results = [manager.output_router.output_queue.get() for _ in range(199)]
+    assert results[-1].error is None and len(results[-1].generated_tokens) == 200
+    assert model.config._attn_implementation == before
+    unpatch(model)
+
+
+def test_a_manager_that_never_starts_can_be_destroyed() -> None:
+    with patched(models.llama(), "int8") as model:
+        before = model.config._attn_implementation
+        model.init_continuous_batching(generation(3), settings()).destroy()
+        assert model.config._attn_implementation == before
+
+
 def test_a_manager_may_be_dropped() -> None:
     with patched(models.llama(), "int8") as model:
         model.init_continuous_batching(generation(3), settings())

@@ -25,7 +25,7 @@ def check_refused(
     with patched(model, preset):
         before = model.config._attn_implementation
         with pytest.raises(error, match=re.escape(message)):
-            model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(**options))
+            model.generate_batch([[5, 6]], continuous_batching_config=ContinuousBatchingConfig(**options))
         assert model.config._attn_implementation == before
         assert not hasattr(model, "_cached_continuous_batching_manager")
 
