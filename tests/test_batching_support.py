@@ -132,15 +132,37 @@ def test_other_devices_are_refused() -> None:
         ),
         ("int8", {"use_async_batching": True}, "`use_cuda_graph` must be False over pages of", NotImplementedError),
         ("int8", {"use_cuda_graph": True}, "`use_async_batching` and `use_cuda_graph` must be", NotImplementedError),
-        ("int8", {"default_compile_level": 1}, "Steps are not compiled yet.", NotImplementedError),
-        ("int8", {"varlen_compile_config": CompileConfig()}, "Steps are not compiled yet.", NotImplementedError),
-        ("int8", {"decode_compile_config": CompileConfig()}, "Steps are not compiled yet.", NotImplementedError),
+        (
+            "int8",
+            {"default_compile_level": 1},
+            "must be left out over pages of codes, got one of them. Steps",
+            NotImplementedError,
+        ),
+        (
+            "int8",
+            {"varlen_compile_config": CompileConfig()},
+            "must be left out over pages of codes, got one of them. Steps",
+            NotImplementedError,
+        ),
+        (
+            "int8",
+            {"decode_compile_config": CompileConfig()},
+            "must be left out over pages of codes, got one of them. Steps",
+            NotImplementedError,
+        ),
     ],
 )
 def test_settings_that_pages_do_not_serve_are_refused(
     config: Any, options: dict[str, Any], message: str, error: type[Exception]
 ) -> None:
     check_refused(models.llama(), config, message, error, **options)
+
+
+@needs_pages
+def test_compiling_by_the_config_of_the_model_is_refused() -> None:
+    model = models.build("llama")
+    model.config.compile_config = CompileConfig()
+    check_refused(model, "int8", "`compile_config` of the model's config, must be left out over pages of codes")
 
 
 @needs_pages

@@ -63,10 +63,12 @@ def check_served(model: PreTrainedModel, config: KVQuantConfig, batching: Contin
             f"{WHERE}: `use_async_batching` and `use_cuda_graph` must be False over pages of codes, got True. They are "
             "not supported yet: leave them out."
         )
-    if batching.varlen_compile_config or batching.decode_compile_config or batching.default_compile_level:
+    of_steps = batching.varlen_compile_config, batching.decode_compile_config, batching.default_compile_level
+    if any(of_steps) or getattr(text_config_of(model), "compile_config", None):
         raise NotImplementedError(
-            f"{WHERE}: `varlen_compile_config`, `decode_compile_config` and `default_compile_level` must be left out "
-            "over pages of codes, got one of them. Steps are not compiled yet."
+            f"{WHERE}: `varlen_compile_config`, `decode_compile_config` and `default_compile_level`, and "
+            "`compile_config` of the model's config, must be left out over pages of codes, got one of them. Steps are "
+            "not compiled yet."
         )
     if not is_psutil_available() and (batching.num_blocks is None or batching.max_batch_tokens is None):
         raise ImportError(
