@@ -202,6 +202,15 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/batching/hook.py",
+        (
+            "isinstance(kept, Manager) and kept.made_for is state_of(model)",
+            "isinstance(kept, Manager)",
+            "a kept manager shares pages from before the calibration",
+            "batching",
+        ),
+    ),
+    *of(
         "hf_kvquant/batching/manager.py",
         (
             "        super()._run_generation_loop()\n        self._restore_attention(self.model)",

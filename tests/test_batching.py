@@ -17,6 +17,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from hf_kvquant import KVQuantConfig, patch, patched, unpatch
 from hf_kvquant.attention.registry import is_ours
 from hf_kvquant.batching.support import HAS_PAGES
+from hf_kvquant.transforms.of_model import set_centers
 
 pytestmark = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
 
@@ -377,6 +378,20 @@ def test_a_manager_may_be_dropped() -> None:
         model.init_continuous_batching(generation(3), settings())
         gc.collect()
         assert batched(model, PROMPTS[:2]) == [alone(model, prompt) for prompt in PROMPTS[:2]]
+
+
+def test_a_kept_manager_ends_with_calibration() -> None:
+    """Pages that it keeps for later requests are those of the weights and transforms before."""
+    model = patch(models.build("llama"), "int8")
+    options: dict[str, Any] = {"continuous_batching_config": settings(), "persistent_manager": True}
+    model.generate_batch([[5, 6, 7]], generation(2), **options)
+    before = model._cached_continuous_batching_manager
+    set_centers(model, {0: torch.ones(2, models.HEAD_DIM)})
+    (output,) = model.generate_batch([[5, 6, 7]], generation(10), **options).values()
+    assert output.generated_tokens == alone(model, [5, 6, 7])
+    after = model._cached_continuous_batching_manager
+    assert after is not before and after._layers[0].key_transform.center is not None
+    unpatch(model)
 
 
 def test_a_second_manager_beside_a_running_one_is_refused() -> None:

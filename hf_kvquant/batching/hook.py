@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..state import notes_on
+from ..state import notes_on, state_of
 from .support import HAS_PAGES, WHERE, check_version
 
 if HAS_PAGES:
@@ -34,7 +34,7 @@ def init_continuous_batching(
     """
     check_version()
     kept = getattr(model, "_cached_continuous_batching_manager", None)
-    if isinstance(kept, Manager):
+    if isinstance(kept, Manager) and kept.made_for is state_of(model):
         kept.switch_to_cb_friendly_attn(model)
         return kept
     if _manager_of(model) is not None and _manager_of(model).is_running():

@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..attention.registry import implementation_name, set_attention
 from ..models.text_config import text_config_of
-from ..state import notes_on, patch_of
+from ..state import notes_on, patch_of, state_of
 from ..transforms.of_model import key_transforms
 from .attention import calls_of_a_token, paged_name
 from .cache import PagedCache, PagedLayer
@@ -52,6 +52,10 @@ class Manager(ContinuousBatchingManager):
         continuous_batching_config: Likewise.
         workload_hints: Likewise.
 
+    Attributes:
+        made_for: What the user had asked for when this manager was made. Calibration may have changed the weights
+            since, and with them what pages that are kept for later requests should hold.
+
     Raises:
         ImportError, NotImplementedError, ValueError: See `check_served` and `pages_of`. The model is unchanged.
     """
@@ -63,7 +67,7 @@ class Manager(ContinuousBatchingManager):
         continuous_batching_config: ContinuousBatchingConfig,
         workload_hints: WorkloadHints | None = None,
     ) -> None:
-        patch = patch_of(model)
+        self.made_for, patch = state_of(model), patch_of(model)
         assert patch is not None
         self._attention = implementation_name(patch.previous_attention)
         self._paged_attention = paged_name(patch.previous_attention)
