@@ -709,3 +709,51 @@ def test_commit_without_history(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     for state, is_dirty in (("dirty", True), ("clean", False)):
         monkeypatch.setenv(provenance.COMMIT_VARIABLE, f"0123abc {state}")
         assert provenance.checkout() == ("0123abc", is_dirty)
+
+
+# --- the benchmark of continuous batching -----------------------------------------------------------------------------
+
+
+def test_batching_results(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
+    monkeypatch.syspath_prepend(str(ROOT / "evals"))
+    bench = importlib.import_module("bench_batching")
+    workloads = {"W1": bench.Workload(6, 40, (5, 12)), "W4": bench.Workload(4, 600, (6, 6), is_shared=True)}
+    monkeypatch.setattr(bench, "WORKLOADS", workloads)
+    path = tmp_path / "batching.json"
+    words = ["--model", "tiny", "--device", "cpu", "--cache-gb", "0.002", "--systems", "transformers", "none", "int4"]
+    monkeypatch.setattr(sys, "argv", ["bench_batching.py", *words, "--share", "0.5", "--output", str(path)])
+    bench.main()
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == results
+    for found, requests in zip(results["workloads"], (3, 2), strict=True):
+        assert found["requests"] == requests and found["failures"] == []
+        rows = {row["system"]: row for row in found["rows"]}
+        assert list(rows) == ["transformers", "none", "int4"]
+        # The same bytes hold more codes; both caches hold whole pages.
+        assert rows["transformers"]["room_tokens"] == rows["none"]["room_tokens"] < rows["int4"]["room_tokens"] / 2
+        for row in rows.values():
+            assert 0 < row["most_held_tokens"] <= row["room_tokens"] and 0 < row["mixed_share"] <= 1
+            assert 1 <= row["mean_running"] <= requests
+    prompts = workloads["W4"].prompts(96)
+    assert prompts[0][:584] == prompts[1][:584] and prompts[0] != prompts[1]
+    assert workloads["W1"].new_tokens() == workloads["W1"].new_tokens()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--cache-gb", "0"], "--cache-gb must be positive, got 0.0"),
+        (["--share", "2"], "--share must be above 0 and at most 1, got 2.0"),
+        (["--systems", "int5"], "invalid choice: 'int5'"),
+    ],
+)
+def test_batching_arguments(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
+    monkeypatch.syspath_prepend(str(ROOT / "evals"))
+    bench = importlib.import_module("bench_batching")
+    with pytest.raises(SystemExit):
+        bench.parse(words)
+    assert message in capsys.readouterr().err
