@@ -19,6 +19,11 @@ from hf_kvquant.attention.registry import is_ours
 from hf_kvquant.batching.support import HAS_PAGES
 from hf_kvquant.transforms.of_model import set_centers
 
+if HAS_PAGES:
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    from hf_kvquant.batching.runner import max_blocks_of, settle_graphs
+
 pytestmark = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
 
 REFERENCE = Path(__file__).resolve().parents[1] / "evals" / "reference_model"
@@ -234,16 +239,136 @@ def test_forks_go_on_from_the_prompt() -> None:
         assert answered[3:] == [alone(model, [5, 6, 7], 8, prefill_chunk_size=2)] * 3
 
 
-@pytest.mark.parametrize("preset", ["int8", "int4", "none"])
-def test_padding_and_trash_do_not_show(preset: str) -> None:
-    """With padded inputs, as CUDA graphs need them, and garbage where transformers puts what nobody reads."""
-    with patched(models.llama(), preset) as model:
+def test_trash_does_not_show() -> None:
+    """Garbage where transformers puts what nobody reads."""
+    with patched(models.llama(), "int4") as model:
         expected = [alone(model, prompt) for prompt in PROMPTS]
         with managed(model) as manager:
-            manager.batch_processor.model_runner.pad_inputs = True
             cache = manager.batch_processor.cache
             cache.cache_tensor[: 2 * cache.bytes_per_sector].fill_(255)
             assert answers(manager, PROMPTS) == expected
+
+
+# --- decode steps -----------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """Counts the forwards of a manager: decode steps, which read tables of transformers, and others."""
+
+    def __init__(self, manager: Any) -> None:
+        self.decode = self.other = 0
+        self._cache, self._prepare = manager.batch_processor.cache, manager.batch_processor.model_runner
+        self._forward = self._prepare._forward_process_and_sample
+        self._prepare._forward_process_and_sample = self
+
+    def __call__(self, model: Any, batch_data: Any, *rest: Any) -> None:
+        self._forward(model, batch_data, *rest)
+        is_decode = [group.page_table._base is not None for group in self._cache.groups] == [True]
+        self.decode, self.other = self.decode + is_decode, self.other + (not is_decode)
+
+
+@contextlib.contextmanager
+def with_tables(model: Any, num_blocks: int) -> Iterator[Any]:
+    """A manager whose decode steps read tables of transformers, as captured ones do, on any device."""
+    manager = model.init_continuous_batching(generation(10), settings())
+    manager.continuous_batching_config.max_blocks_per_request = num_blocks
+    manager.warmup()
+    try:
+        yield manager
+    finally:
+        manager.stop(hard_stop=True)
+        manager.destroy()
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4"])
+def test_decode_steps_read_tables_of_transformers(preset: str) -> None:
+    """All but that with a prompt of one token, which has no past."""
+    with patched(models.llama(), preset) as model:
+        expected = [alone(model, prompt) for prompt in PROMPTS]
+        with with_tables(model, num_blocks=2) as manager:
+            steps = Steps(manager)
+            assert answers(manager, PROMPTS) == expected
+            assert (steps.decode, steps.other) == (9, 1)
+            assert answers(manager, [[11]]) == [expected[1]]
+            assert (steps.decode, steps.other) == (18, 2)
+
+
+def test_requests_that_outgrow_the_tables_are_served_without() -> None:
+    with patched(long_llama(), "int8") as model:
+        prompts = [text(PAGE - 4), text(9)]
+        expected = [alone(model, prompt) for prompt in prompts]
+        with with_tables(model, num_blocks=1) as manager:
+            steps = Steps(manager)
+            assert answers(manager, prompts) == expected
+            assert 0 < steps.decode < 9
+
+
+@pytest.mark.parametrize(
+    ("options", "graphs", "is_async"),
+    [
+        ({}, (False, True), True),
+        ({"use_cuda_graph": True}, (False, True), True),
+        ({"use_cuda_graph": (False, True), "use_async_batching": False}, (False, True), False),
+        ({"use_cuda_graph": False}, (False, False), False),
+        ({"use_cuda_graph": (False, False), "use_async_batching": True}, (False, False), True),
+    ],
+)
+def test_steps_of_a_gpu_are_captured_and_asynchronous(options: Any, graphs: Any, is_async: bool) -> None:
+    batching = settings(**options)
+    settle_graphs(batching, torch.device("cuda"))
+    assert (batching.use_cuda_graph, batching.use_async_batching) == (graphs, is_async)
+    assert (max_blocks_of(models.llama(), batching, None) > 0) == graphs[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "hints", "expected"),
+    [
+        ({}, None, 4),
+        ({}, (300, 100, 4), 6),
+        ({"max_blocks_per_request": 7}, (300, 100, 4), 7),
+        ({"max_blocks_per_request": 0}, None, 0),
+    ],
+)
+def test_tables_have_room_for_the_longest_request(options: Any, hints: Any, expected: int) -> None:
+    batching = settings(use_cuda_graph=(False, True), **options)
+    model = models.build("llama", max_position_embeddings=500)
+    assert max_blocks_of(model, batching, None if hints is None else WorkloadHints(*hints)) == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("options", [{}, {"use_async_batching": False}, {"use_cuda_graph": False}], ids=str)
+def test_on_a_gpu(preset: str, options: Any, dtype: torch.dtype) -> None:
+    """Captured and not, asynchronous and not: requests come and go, some pages fill, one prompt has one token."""
+    model = models.on("cuda", long_llama()).to(dtype)
+    prompts = [*PROMPTS, text(PAGE - 4), text(70, seed=1)]
+    with patched(model, preset):
+        expected = [alone(model, prompt, 12) for prompt in prompts]
+        with managed(model, 12, num_blocks=20, **options) as manager:
+            runs = [answers(manager, prompts) for _ in range(2)]
+            io = manager.batch_processor.inputs_and_outputs
+            on_device = [pair.device_io for pair in io.io_pairs] if hasattr(io, "io_pairs") else [io]
+            captured = [len(one.graphs._storage) for one in on_device]
+            assert all(captured) == (options.get("use_cuda_graph") is not False), captured
+    if dtype == torch.float32:
+        assert runs == [expected, expected]
+    else:  # two roundings of one model
+        for found in runs:
+            same = sum(
+                a == b for ours, own in zip(found, expected, strict=True) for a, b in zip(ours, own, strict=True)
+            )
+            assert same > 0.8 * 12 * len(prompts)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
+def test_requests_that_starve_on_a_gpu_wait_in_cpu_memory() -> None:
+    model = models.on("cuda", long_llama())
+    prompts = [text(100, seed) for seed in range(6)]
+    with patched(model, "int8"):
+        expected = [alone(model, prompt, 60) for prompt in prompts]
+        with managed(model, 60, num_blocks=7, cpu_offload_space=0.01) as manager:
+            assert answers(manager, prompts) == expected
 
 
 # --- what else transformers' managers do ------------------------------------------------------------------------------

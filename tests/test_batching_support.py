@@ -14,6 +14,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from hf_kvquant import patched
 from hf_kvquant.batching import support
 from hf_kvquant.batching.support import HAS_PAGES, WHERE
+from hf_kvquant.state import patch_of
 
 needs_pages = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
 
@@ -101,7 +102,7 @@ def test_sharded_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_pages
 def test_other_devices_are_refused() -> None:
     model = models.build("llama").to("meta")
-    check_refused(model, "int8", "LlamaForCausalLM is on meta, and continuous batching over codes runs on the CPU only")
+    check_refused(model, "int8", "LlamaForCausalLM is on meta, and continuous batching over codes runs on CPUs")
 
 
 @needs_pages
@@ -130,7 +131,7 @@ def test_other_devices_are_refused() -> None:
             "LlamaForCausalLM is patched with `offloading`, which is for the cache of one call of generate. Set",
             NotImplementedError,
         ),
-        ("int8", {"use_async_batching": True}, "`use_cuda_graph` must be False over pages of", NotImplementedError),
+        ("int8", {"use_async_batching": True}, "`use_cuda_graph` must be False on a cpu, got", NotImplementedError),
         ("int8", {"use_cuda_graph": True}, "`use_async_batching` and `use_cuda_graph` must be", NotImplementedError),
         (
             "int8",
@@ -156,6 +157,23 @@ def test_settings_that_pages_do_not_serve_are_refused(
     config: Any, options: dict[str, Any], message: str, error: type[Exception]
 ) -> None:
     check_refused(models.llama(), config, message, error, **options)
+
+
+@needs_pages
+def test_models_on_several_devices_are_refused() -> None:
+    model = models.build("llama")
+    model.lm_head.to("meta")
+    check_refused(model, "int8", "LlamaForCausalLM is spread over several devices, and all pages are on one.")
+
+
+@needs_pages
+def test_capturing_steps_with_prompts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with patched(models.build("llama"), "int8") as model:
+        monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+        config = patch_of(model).config
+        message = f"{WHERE}: `use_cuda_graph` must be False for steps with prompts, got (True, True). Only decode steps"
+        with pytest.raises(NotImplementedError, match=re.escape(message)):
+            support.check_served(model, config, ContinuousBatchingConfig(use_cuda_graph=(True, True)))
 
 
 @needs_pages

@@ -202,3 +202,28 @@ def test_frozen_scales_have_no_pages() -> None:
     for engine in ("cpu", REFERENCE):
         with pytest.raises((ValueError, RuntimeError), match="granularities tensor and channel have no pages"):
             call(engine, layout=frozen)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU refuses lengths that do not count the new token")
+@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_pad_a_captured_step(name: str, dtype: torch.dtype) -> None:
+    """A sequence of no token and no page writes nothing, gets zeros, and changes no other."""
+    torch.manual_seed(0)
+    layout, where = KVLayout(*PRESETS[name]), {"dtype": dtype, "device": torch.device("cuda")}
+    pool = layout.allocate((3, HEADS, HEAD_DIM, HEAD_DIM), 128, **where)
+    query, key, value = (torch.randn(4, heads, 1, HEAD_DIM, **where) for heads in (2 * HEADS, HEADS, HEADS))
+    table = torch.tensor([[2, -1], [1, 0], [-1, -1], [-1, -1]], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([1, 129, 0, 0], dtype=torch.int32, device="cuda")
+    results = []
+    for rows in (2, 4):
+        planes = pool[0].map(torch.clone), pool[1].map(torch.clone)
+        made = ops.Operands(*planes, layout)
+        options = {"softmax_scale": 0.125, "num_splits": 2, "page_table": table[:rows]}
+        out, _ = made.decode(query[:rows], (key[:rows], value[:rows]), lengths[:rows], **options)
+        results.append((out, [plane.clone() for side in planes for plane in side.tensors()]))
+    (alone, held), (padded, held_beside) = results
+    assert_same(padded[:2], alone.cpu(), "results")
+    assert not padded[2:].any()
+    for ours, own in zip(held_beside, held, strict=True):
+        assert_same(ours, own.cpu(), "pages")

@@ -129,17 +129,23 @@ def paged_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     operands = cache.allocator.operands[module.layer_idx]
-    out = query.new_zeros((query.shape[2], query.shape[1], value.shape[3]))
+    num_tokens = query.shape[2]
+    results = []
     for group in cache.groups:
         own_query, own_key, own_value = (group.take(x) for x in (query, key, value))
         held: dict[str, Any] = {"lengths": group.lengths, "page_table": group.page_table}
         if group.has_past:
             options = {"softmax_scale": scale, **options_of(prev, kwargs)}
-            result, _ = operands.decode(own_query, (own_key, own_value), **held, **options)
+            result, _ = operands.decode(own_query, (own_key, own_value), counters=cache.counters, **held, **options)
         else:
             operands.append(own_key, own_value, **held)
             result = _attend_raw(prev, module, own_query, own_key, own_value, scaling=scaling, **kwargs)
-        out[group.tokens] = result.flatten(0, 1)
+        results.append(result.flatten(0, 1))
+    if len(results) == 1 and len(results[0]) == num_tokens:
+        return results[0].unsqueeze(0), None
+    out = query.new_zeros((num_tokens, query.shape[1], value.shape[3]))
+    for group, result in zip(cache.groups, results, strict=True):
+        out[group.tokens] = result
     return out.unsqueeze(0), None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,13 +22,12 @@ from transformers.generation.continuous_batching.cache_allocators import (
     CachePool,
     FullAttentionCacheAllocator,
 )
-from transformers.generation.continuous_batching.requests import FutureRequestState
 from transformers.utils.import_utils import is_psutil_available
 
 from .. import ops
 from ..spec.key_transform import KeyTransform
 from ..spec.pages import PART_ALIGNMENT, PageLayout
-from .batch import Group, Request, groups_of
+from .batch import Group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +77,11 @@ class PageAllocator(FullAttentionCacheAllocator):
             transform = None if layer.key_transform is None else layer.key_transform.to(cache_tensor.device)
             self.operands[index] = ops.Operands(*planes, layer.page.layout, transform)
 
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
+        """Write the pages of a request to the start of `block_table`, `[pages of a request]` int32."""
+        pages = self.block_table[request_id]
+        block_table[: len(pages)] = torch.tensor(pages, dtype=block_table.dtype)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, read_index: Tensor, write_index: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -102,8 +106,8 @@ class PageMemory(PagedAttentionMemoryHandler):
 
     @property
     def bytes_per_cache_token(self) -> int:
-        """Bytes that a token held takes besides the cache: an index that transformers keeps."""
-        return self.io_multiplier * self.num_groups * torch.int64.itemsize
+        """Bytes that a token held takes besides the cache: none."""
+        return 0
 
     def _check_footprint(self, max_batch_tokens: int, num_sectors: int) -> tuple[int, int]:
         is_given = self.cb_config.num_blocks is not None and self.cb_config.max_batch_tokens is not None
@@ -125,6 +129,7 @@ class PagedCache(PagedAttentionCache):
 
     Attributes:
         groups: The requests of the present forward.
+        counters: Scratch of the ops. Layers share it, because they run one after the other.
 
     Raises:
         MemoryError, ValueError: Raised by transformers if the cache does not fit into memory.
@@ -141,6 +146,7 @@ class PagedCache(PagedAttentionCache):
         allocator = PageAllocator(layers, continuous_batching_config.allow_block_sharing)
         self.config, self.dtype, self.device = config, allocator.cache_dtype, device
         self.groups: list[Group] = []
+        self.counters = ops.new_counters(torch.device(device))
         self.cache_allocators = {FULL_ATTENTION: allocator}
         self.layer_to_allocator = dict.fromkeys(layers, allocator)
         self.bytes_per_sector = math.lcm(allocator.bytes_per_block, PART_ALIGNMENT)
@@ -163,10 +169,12 @@ class PagedCache(PagedAttentionCache):
         self.allow_block_sharing = continuous_batching_config.allow_block_sharing
         self.use_prefix_sharing = self.allow_block_sharing
         self.num_blocks = self.num_sectors
-        # Nothing is gathered before it is attended to, so a batch may read any number of tokens, and batches of single
-        # tokens need no path of their own.
-        self.read_cache_limit = self.max_blocks_per_request = self.max_decode_fast_path_length = 0
-        self.max_tokens_read = allocator.tokens_per_page * allocator.num_blocks
+        # Nothing is gathered before it is attended to, so a batch may read any number of tokens, none of them through
+        # the index that transformers would keep for this many.
+        self.read_cache_limit, self.max_tokens_read = 0, 1
+        # With a block table, decode steps are captured. Longer requests than it has room for are served without.
+        self.max_blocks_per_request = continuous_batching_config.max_blocks_per_request or 0
+        self.max_decode_fast_path_length = allocator.tokens_per_page * self.max_blocks_per_request
 
     @property
     def allocator(self) -> PageAllocator:
@@ -174,19 +182,6 @@ class PagedCache(PagedAttentionCache):
         allocator = self.cache_allocators[FULL_ATTENTION]
         assert isinstance(allocator, PageAllocator)
         return allocator
-
-    def begin_forward(self, requests: Iterable[FutureRequestState]) -> None:
-        """Note the requests of the next forward, whose new tokens transformers has counted and given room."""
-        tables = self.allocator.block_table
-        self.groups = groups_of(
-            (
-                Request(
-                    each.state.position_offset - each.query_length, each.query_length, tables[each.state.request_id]
-                )
-                for each in requests
-            ),
-            torch.device(self.device),
-        )
 
     def extend_read_and_write_indices(
         self,

@@ -14,7 +14,6 @@ from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchProcessor,
 )
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
-from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -24,21 +23,26 @@ from ..state import notes_on, patch_of, state_of
 from ..transforms.of_model import key_transforms
 from .attention import calls_of_a_token, paged_name
 from .cache import PagedCache, PagedLayer
+from .runner import Runner, max_blocks_of, settle_graphs
 from .support import WHERE, check_served, pages_of
 
 
 class Processor(ContinuousBatchProcessor):
-    """Tells the cache before each forward which requests it is for."""
+    """A `ContinuousBatchProcessor` with our runner."""
 
     cache: PagedCache
 
-    def prepare_next_batch(self) -> bool:
-        """See `ContinuousBatchProcessor`."""
-        is_ready: bool = super().prepare_next_batch()
-        if is_ready:
-            assert isinstance(self.inputs_and_outputs, ContinuousBatchingIOs)
-            self.cache.begin_forward(self.inputs_and_outputs.requests_in_batch)
-        return is_ready
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        theirs = self.model_runner
+        self.model_runner = Runner(
+            logit_processor=theirs.logit_processor,
+            cb_config=theirs.cb_config,
+            inputs_and_outputs=theirs.inputs_and_outputs,
+            cache=self.cache,
+            do_sample=theirs.do_sample,
+            return_logprobs=theirs.return_logprobs,
+        )
 
 
 class Manager(ContinuousBatchingManager):
@@ -85,13 +89,14 @@ class Manager(ContinuousBatchingManager):
             index: PagedLayer(page, transforms.get(index)) for index, page in pages.items()
         }
         resolved = copy.copy(continuous_batching_config)
-        # Left to themselves, both would depend on which GPU the machine has.
-        resolved.use_cuda_graph, resolved.use_async_batching = (False, False), False
+        settle_graphs(resolved, model.device)
         try:
             super().__init__(model, generation_config, resolved, workload_hints)
         except BaseException:
             self._restore_attention(model)
             raise
+        # transformers resolves it to 0 for every attention but that of the flash-attention package.
+        self.continuous_batching_config.max_blocks_per_request = max_blocks_of(model, resolved, workload_hints)
         notes_on(model).manager = weakref.ref(self)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:

@@ -58,10 +58,15 @@ def check_served(model: PreTrainedModel, config: KVQuantConfig, batching: Contin
     """
     for why in _reasons(model, config):
         raise NotImplementedError(f"{WHERE}: {type(model).__name__} {why} Use generate, or unpatch the model.")
-    if batching.use_async_batching or any(batching.cuda_graph_booleans):
+    if model.device.type != "cuda" and (batching.use_async_batching or any(batching.cuda_graph_booleans)):
         raise NotImplementedError(
-            f"{WHERE}: `use_async_batching` and `use_cuda_graph` must be False over pages of codes, got True. They are "
-            "not supported yet: leave them out."
+            f"{WHERE}: `use_async_batching` and `use_cuda_graph` must be False on a {model.device.type}, got True. "
+            "They are for GPUs: leave them out."
+        )
+    if isinstance(batching.use_cuda_graph, tuple | list) and batching.use_cuda_graph[0]:
+        raise NotImplementedError(
+            f"{WHERE}: `use_cuda_graph` must be False for steps with prompts, got {tuple(batching.use_cuda_graph)}. "
+            "Only decode steps are captured: set it to True, or leave it out."
         )
     of_steps = batching.varlen_compile_config, batching.decode_compile_config, batching.default_compile_level
     if any(of_steps) or getattr(text_config_of(model), "compile_config", None):
@@ -99,8 +104,10 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
         yield f"has layers of type {sorted(found - {'full_attention'})}, which keep no pages."
     if rank_of(model)[1] > 1:
         yield "is sharded over several ranks, which pages of codes do not support yet."
-    if model.device.type != "cpu":
-        yield f"is on {model.device}, and continuous batching over codes runs on the CPU only, for now."
+    if model.device.type not in ("cpu", "cuda"):
+        yield f"is on {model.device}, and continuous batching over codes runs on CPUs and NVIDIA GPUs only."
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        yield "is spread over several devices, and all pages are on one."
     if config.offloading:
         yield (
             "is patched with `offloading`, which is for the cache of one call of generate. Set `cpu_offload_space` of "

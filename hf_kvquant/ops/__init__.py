@@ -19,7 +19,7 @@ from .kernels import (
     serves_gpu,
     why_reference,
 )
-from .operands import Operands, append, decode
+from .operands import Operands, append, decode, new_counters
 
 __all__ = [
     "MAX_CUDA_HEAD_DIM",
@@ -35,6 +35,7 @@ __all__ = [
     "extension",
     "has_kernels",
     "kernel_name",
+    "new_counters",
     "serves_gpu",
     "why_reference",
 ]

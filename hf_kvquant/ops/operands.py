@@ -177,6 +177,11 @@ class Operands:
         return dequantize_reference(*self._reference, lengths=lengths, starts=starts, **options)
 
 
+def new_counters(device: torch.device) -> Tensor | None:
+    """Scratch of the CUDA kernel, `None` on other devices. See `Operands.decode`."""
+    return torch.zeros(kernels.NUM_COUNTERS, dtype=torch.int32, device=device) if device.type == "cuda" else None
+
+
 def append(
     key: Tensor,
     value: Tensor,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..spec import reference
 from ..spec.layout import Shape
 from ..spec.planes import Planes
-from . import writer
 from .checks import check_served
 from .lengths import count_of
 
@@ -120,7 +120,7 @@ def move(store: LayerStore, device: torch.device | str) -> None:
     key, value = store.planes
     store.residency.replace(store, (key.map(moved), value.map(moved)))
     store.device = device
-    store.writer.counters = writer.new_counters(device)
+    store.writer.counters = ops.new_counters(device)
     store.join(store.count())
     if store.key_transform is not None:
         store.key_transform = store.key_transform.to(device)

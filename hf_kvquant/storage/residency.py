@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import ops
 from ..config import LayerFormats
 from ..spec.layout import Shape
 from ..spec.planes import Planes
-from . import writer
 from .pool import BufferPool
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Owned:
         """Make buffers for `capacity` tokens, and bring the key transform to their device."""
         if store.key_transform is not None:
             store.key_transform = store.key_transform.to(store.device)
-        store.writer.counters = writer.new_counters(store.device)
+        store.writer.counters = ops.new_counters(store.device)
         assert store.dtype is not None
         options: dict[str, Any] = {"dtype": store.dtype, "device": store.device, "slack": store.rows.slack}
         self.replace(store, store.layout.allocate(store.shape, capacity, **options))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import ops
@@ -60,11 +59,6 @@ class Writer:
         """Dense keys and values of what is written. See `ops.Operands.dequantize`."""
         assert self._operands is not None
         return self._operands.dequantize(lengths, starts, **options)
-
-
-def new_counters(device: torch.device) -> Tensor | None:
-    """Scratch of the CUDA kernel. See `ops.Operands.decode`."""
-    return torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=device) if device.type == "cuda" else None
 
 
 def freeze_scales(

@@ -1,0 +1,113 @@
+"""`Runner`: says before each forward which requests attend together, and captures decode steps as CUDA graphs.
+
+In a decode step each request has one new token. Then one group holds all requests, and what it needs is in tensors of
+transformers that stay where they are: the graph reads a new page table and new lengths at each replay. Other steps have
+prompts. The host splits these into groups, and they are not captured.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
+from transformers.generation.continuous_batching.initialization import resolve_using_hints
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.requests import FutureRequestState
+from transformers.generation.continuous_batching.utils import WorkloadHints
+
+from ..models.text_config import context_of
+from .batch import Group, Request, groups_of
+from .cache import PagedCache
+
+# Of a model whose config does not say how many it has.
+DEFAULT_POSITIONS = 2**17
+
+
+def settle_graphs(batching: ContinuousBatchingConfig, device: torch.device) -> None:
+    """Decide which steps are captured and whether the host prepares a step while the one before it runs.
+
+    transformers would decide by its own attention functions. On a GPU, decode steps are captured unless the user says
+    otherwise, and where they are, batching is asynchronous, since the host would be slower than the graph.
+
+    Args:
+        batching: Changed in place.
+        device: Of the model.
+    """
+    _, is_wanted = batching.cuda_graph_booleans
+    is_captured = device.type == "cuda" and (batching.use_cuda_graph is None or is_wanted)
+    batching.use_cuda_graph = False, is_captured
+    if batching.use_async_batching is None:
+        batching.use_async_batching = is_captured
+
+
+def max_blocks_of(
+    model: PreTrainedModel, batching: ContinuousBatchingConfig, workload_hints: WorkloadHints | None
+) -> int:
+    """Pages of the longest request that a captured step has room for; 0 if no steps are captured.
+
+    What the user sets, or else what the longest announced request needs, or else what the model has positions for.
+    """
+    if not any(batching.cuda_graph_booleans):
+        return 0
+    hinted = copy.copy(batching)
+    resolve_using_hints(hinted, workload_hints)
+    if hinted.max_blocks_per_request is not None:
+        return hinted.max_blocks_per_request
+    positions = context_of(model) or DEFAULT_POSITIONS
+    return -(-positions // batching.page_size)
+
+
+def past_of(request: FutureRequestState) -> int:
+    """Tokens that the cache holds of a request before the step that it is prepared for."""
+    past: int = request.state.position_offset - request.query_length
+    return past
+
+
+class Runner(ModelRunner):
+    """A `ModelRunner` over pages of codes."""
+
+    cache: PagedCache
+
+    def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
+        """Pad only steps that are captured. transformers would pad all of them, and compute logits for the padding."""
+        self.pad_inputs = use_decode_fast_path and self.use_cuda_graph_decode
+        padded: tuple[int, int] = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
+        return padded
+
+    def _states(self) -> list[FutureRequestState]:
+        """The requests of the step that comes next, in the order of their tokens."""
+        io: Any = self.inputs_and_outputs
+        if isinstance(io, ContinuousBatchingAsyncIOs):
+            io = io.io_pairs[io.current_pair].host_io
+        states: list[FutureRequestState] = io.requests_in_batch
+        return states
+
+    def _get_forward_fn(self, use_block_table: bool) -> tuple[Callable[..., None], bool]:
+        """The forward, and whether it is captured. A prompt of one token is not: its token has nothing to attend to."""
+        forward, is_captured = super()._get_forward_fn(use_block_table)
+        return forward, is_captured and all(past_of(state) > 0 for state in self._states())
+
+    def _forward_process_and_sample(
+        self,
+        model: nn.Module,
+        batch_data: dict[str, Any],
+        carry_over_ids: Tensor,
+        prev_output_ids: Tensor,
+        output_ids: Tensor,
+    ) -> None:
+        table, states = batch_data["block_table"], self._states()
+        if table is not None and all(past_of(state) > 0 for state in states):
+            lengths = batch_data["cu_seq_lens_k"][FULL_ATTENTION].diff()
+            self.cache.groups = [Group(slice(0, len(lengths)), 1, table[0], lengths, has_past=True)]
+        else:
+            pages = self.cache.allocator.block_table
+            requests = (Request(past_of(each), each.query_length, pages[each.state.request_id]) for each in states)
+            self.cache.groups = groups_of(requests, torch.device(self.cache.device))
+        super()._forward_process_and_sample(model, batch_data, carry_over_ids, prev_output_ids, output_ids)
