@@ -345,7 +345,7 @@ def test_on_a_gpu(preset: str, options: Any, dtype: torch.dtype) -> None:
     prompts = [*PROMPTS, text(PAGE - 4), text(70, seed=1)]
     with patched(model, preset):
         expected = [alone(model, prompt, 12) for prompt in prompts]
-        with managed(model, 12, num_blocks=20, **options) as manager:
+        with managed(model, 12, num_blocks=20, max_batch_tokens=256, **options) as manager:
             runs = [answers(manager, prompts) for _ in range(2)]
             io = manager.batch_processor.inputs_and_outputs
             on_device = [pair.device_io for pair in io.io_pairs] if hasattr(io, "io_pairs") else [io]
@@ -367,7 +367,7 @@ def test_requests_that_starve_on_a_gpu_wait_in_cpu_memory() -> None:
     prompts = [text(100, seed) for seed in range(6)]
     with patched(model, "int8"):
         expected = [alone(model, prompt, 60) for prompt in prompts]
-        with managed(model, 60, num_blocks=7, cpu_offload_space=0.01) as manager:
+        with managed(model, 60, num_blocks=7, max_batch_tokens=1024, cpu_offload_space=0.01) as manager:
             assert answers(manager, prompts) == expected
 
 

@@ -7,6 +7,7 @@ prompts. The host splits these into groups, and they are not captured.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import FutureRequestState
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
+from ..graphs.fusion import fused
 from ..models.text_config import context_of
 from .batch import Group, Request, groups_of
 from .cache import PagedCache
@@ -106,8 +108,11 @@ class Runner(ModelRunner):
         if table is not None and all(past_of(state) > 0 for state in states):
             lengths = batch_data["cu_seq_lens_k"][FULL_ATTENTION].diff()
             self.cache.groups = [Group(slice(0, len(lengths)), 1, table[0], lengths, has_past=True)]
+            small_kernels = fused(model) if self.use_cuda_graph_decode else contextlib.nullcontext()
         else:
             pages = self.cache.allocator.block_table
             requests = (Request(past_of(each), each.query_length, pages[each.state.request_id]) for each in states)
             self.cache.groups = groups_of(requests, torch.device(self.cache.device))
-        super()._forward_process_and_sample(model, batch_data, carry_over_ids, prev_output_ids, output_ids)
+            small_kernels = contextlib.nullcontext()
+        with small_kernels:
+            super()._forward_process_and_sample(model, batch_data, carry_over_ids, prev_output_ids, output_ids)
