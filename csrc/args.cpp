@@ -24,7 +24,9 @@ using torch::headeronly::ScalarType;
 
 constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
 constexpr int64_t kAny = -1;  // as a size: any
+constexpr int64_t kMaxPlanned = 65535;  // entries of a split plan: an axis of a grid
 constexpr const char* kMade = " Planes are made by KVLayout.allocate.";
+constexpr const char* kPlanned = " Make it with ops.split_plan.";
 constexpr const char* kOfAnother = " Was this cache filled by another model?";
 
 template <class... Parts>
@@ -281,6 +283,19 @@ void set_pages(const CacheArgs& args, const LayoutFields& layout, CacheParams& p
   params.capacity = to_int(args.where, "capacity", args.page_table->size(1) * params.page_rows);
 }
 
+// The numbers of a plan are on the GPU, so the kernel checks them.
+void set_split_plan(const CacheArgs& args, const std::optional<Tensor>& split_plan, DecodeParams& params) {
+  if (!split_plan.has_value()) return;
+  const Subject subject{args.where, "split_plan"};
+  KVQ_CHECK(args.page_table.has_value(), subject, "be None without a page table, got a tensor.");
+  KVQ_CHECK(params.num_splits == 0, Subject{args.where, "num_splits"}, "be 0 with a split plan, got ",
+            params.num_splits, ". The plan says how sequences are split.");
+  params.split_plan = array<const int32_t>(subject, split_plan, args.key_planes[0], {kAny, 4}, kPlanned);
+  params.num_planned = to_int(args.where, "split_plan", split_plan->size(0));
+  KVQ_CHECK(params.num_planned >= params.batch && params.num_planned <= kMaxPlanned, subject, "have from ",
+            params.batch, " to ", kMaxPlanned, " entries, got ", params.num_planned, ".", kPlanned);
+}
+
 KeyTransform key_transform(const CacheArgs& args, int num_kv_heads, const Side& side) {
   constexpr const char* kMadeFor = " Was it made for another model?";
   const auto factors = [&](const char* name, const std::optional<Tensor>& tensor) {
@@ -459,7 +474,7 @@ AppendParams append_params(const CacheArgs& args, const CacheParams& cache, cons
 DecodeParams decode_params(const CacheArgs& args, const CacheParams& cache, const Tensor& query,
                            const std::optional<Tensor>& counters, const std::optional<Tensor>& sinks,
                            const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap,
-                           int64_t sliding_window, int64_t num_splits) {
+                           int64_t sliding_window, int64_t num_splits, const std::optional<Tensor>& split_plan) {
   const Tensor& codes = args.key_planes[0];
   DecodeParams params{};
   static_cast<CacheParams&>(params) = cache;
@@ -488,6 +503,7 @@ DecodeParams decode_params(const CacheArgs& args, const CacheParams& cache, cons
   // A window as large as the capacity hides nothing, and a position minus a larger one might not fit an int.
   params.sliding_window = std::min(to_int("decode", "sliding_window", sliding_window), params.capacity);
   params.num_splits = to_int("decode", "num_splits", num_splits);
+  set_split_plan(args, split_plan, params);
   // In a ring, the newest token must not have overwritten a token that the oldest query of the call still attends to.
   const int64_t largest = int64_t{params.capacity} + 1 - params.q_len;
   KVQ_CHECK(!params.is_ring || (sliding_window >= 1 && sliding_window <= largest), Subject{"decode", "sliding_window"},

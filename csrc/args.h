@@ -43,7 +43,8 @@ AppendParams append_params(const CacheArgs& args, const CacheParams& cache, cons
 DecodeParams decode_params(const CacheArgs& args, const CacheParams& cache, const Tensor& query,
                            const std::optional<Tensor>& counters, const std::optional<Tensor>& sinks,
                            const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap,
-                           int64_t sliding_window, int64_t num_splits);
+                           int64_t sliding_window, int64_t num_splits,
+                           const std::optional<Tensor>& split_plan);
 
 // Leaves `key` and `value` for the caller to allocate. `dtype` is a number of Dtype.
 DequantizeParams dequantize_params(const CacheParams& cache, int64_t begin, int64_t num_tokens, int64_t num_seen,

@@ -124,13 +124,14 @@ std::tuple<Tensor, Tensor> decode(
     const std::optional<Tensor>& counters, const std::optional<Tensor>& starts, const std::optional<Tensor>& sinks,
     const std::optional<Tensor>& alibi_slopes, double softmax_scale, double softcap, int64_t sliding_window,
     int64_t num_splits, const std::optional<Tensor>& key_center, const std::optional<Tensor>& key_smoothing,
-    bool rotates_key, const std::vector<int64_t>& layout, const std::optional<Tensor>& page_table) {
+    bool rotates_key, const std::vector<int64_t>& layout, const std::optional<Tensor>& page_table,
+    const std::optional<Tensor>& split_plan) {
   const CacheArgs args{"decode", key_planes, value_planes, lengths, starts, key_center, key_smoothing, rotates_key,
                        layout, page_table};
   const CacheParams cache = cache_params(args);
   const Tensor query_rows = with_contiguous_channels(query);
   DecodeParams params = decode_params(args, cache, query_rows, counters, sinks, alibi_slopes, softmax_scale, softcap,
-                                      sliding_window, num_splits);
+                                      sliding_window, num_splits, split_plan);
   check_new_tokens(key, value, query);
   std::optional<Tensor> key_rows, value_rows;
   AppendParams new_tokens{cache, {}, {}};

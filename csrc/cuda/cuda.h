@@ -119,8 +119,11 @@ struct DecodePlan {
   Rows rows;
   int rows_per_tile;  // also for the general kernel
   int num_row_tiles;
-  Divisor num_splits;  // thread blocks that share a result
-  int ctas_of_head;    // row tiles x splits; the grid is this x heads x sequences
+  Divisor num_splits;  // thread blocks that share a result, if there is no split plan
+  int ctas_of_head;    // row tiles x splits; the grid is this x heads x sequences, or entries of the split plan
+  const int32_t* split_plan;  // see DecodeParams; nullptr: not used
+  int num_planned;            // its entries
+  int num_slots;              // of these, shares of sequences that are cut, at most
   bool is_dense;       // rows of codes are as wide as the kernel's and have no gaps between them
   bool has_gaps;       // copies do not write all of a stage, see Pipeline::fill_gaps
   bool appends;        // the attention kernel quantises the new tokens too

@@ -136,7 +136,8 @@ def paged_attention(
         held: dict[str, Any] = {"lengths": group.lengths, "page_table": group.page_table}
         if group.has_past:
             options = {"softmax_scale": scale, **options_of(prev, kwargs)}
-            result, _ = operands.decode(own_query, (own_key, own_value), counters=cache.counters, **held, **options)
+            options |= {"counters": cache.counters, "split_plan": group.split_plan}
+            result, _ = operands.decode(own_query, (own_key, own_value), **held, **options)
         else:
             operands.append(own_key, own_value, **held)
             result = _attend_raw(prev, module, own_query, own_key, own_value, scaling=scaling, **kwargs)

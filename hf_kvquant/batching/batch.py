@@ -36,6 +36,7 @@ class Group:
         page_table: `[requests, pages]` int32, -1 where a request has no page.
         lengths: `[requests]` int32: tokens held, the new ones included.
         has_past: Whether tokens from earlier forwards are attended to.
+        split_plan: How a GPU deals them to its thread blocks: see `ops.split_plan`; `None` where it decides by itself.
     """
 
     tokens: slice | Tensor
@@ -43,6 +44,7 @@ class Group:
     page_table: Tensor
     lengths: Tensor
     has_past: bool
+    split_plan: Tensor | None = None
 
     def take(self, x: Tensor) -> Tensor:
         """Its part of `[1, heads, tokens, head_dim]`, as `[requests, heads, q_len, head_dim]`."""

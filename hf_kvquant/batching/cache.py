@@ -183,6 +183,13 @@ class PagedCache(PagedAttentionCache):
         assert isinstance(allocator, PageAllocator)
         return allocator
 
+    def planned(self, group: Group) -> Group:
+        """A group, with a split plan if the GPU's kernel for single tokens serves it."""
+        if self.counters is None or group.q_len > 1 or not group.has_past:
+            return group
+        num_slots = ops.num_slots_of(self.counters.device, self.allocator.num_key_value_heads)
+        return dataclasses.replace(group, split_plan=ops.split_plan(group.lengths, num_slots))
+
     def extend_read_and_write_indices(
         self,
         request_id: str,

@@ -107,12 +107,13 @@ class Runner(ModelRunner):
         table, states = batch_data["block_table"], self._states()
         if table is not None and all(past_of(state) > 0 for state in states):
             lengths = batch_data["cu_seq_lens_k"][FULL_ATTENTION].diff()
-            self.cache.groups = [Group(slice(0, len(lengths)), 1, table[0], lengths, has_past=True)]
+            groups = [Group(slice(0, len(lengths)), 1, table[0], lengths, has_past=True)]
             small_kernels = fused(model) if self.use_cuda_graph_decode else contextlib.nullcontext()
         else:
             pages = self.cache.allocator.block_table
             requests = (Request(past_of(each), each.query_length, pages[each.state.request_id]) for each in states)
-            self.cache.groups = groups_of(requests, torch.device(self.cache.device))
+            groups = groups_of(requests, torch.device(self.cache.device))
             small_kernels = contextlib.nullcontext()
+        self.cache.groups = [self.cache.planned(group) for group in groups]
         with small_kernels:
             super()._forward_process_and_sample(model, batch_data, carry_over_ids, prev_output_ids, output_ids)

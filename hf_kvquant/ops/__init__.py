@@ -20,6 +20,7 @@ from .kernels import (
     why_reference,
 )
 from .operands import Operands, append, decode, new_counters
+from .planning import num_slots_of, split_plan
 
 __all__ = [
     "MAX_CUDA_HEAD_DIM",
@@ -36,7 +37,9 @@ __all__ = [
     "has_kernels",
     "kernel_name",
     "new_counters",
+    "num_slots_of",
     "serves_gpu",
+    "split_plan",
     "why_reference",
 ]
 

@@ -88,6 +88,7 @@ class Operands:
         sliding_window: int = 0,
         num_splits: int = 0,
         page_table: Tensor | None = None,
+        split_plan: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Append new tokens if there are any, then attend to everything stored: see `reference.decode_attention`.
 
@@ -114,6 +115,8 @@ class Operands:
                 fewer parts if the capacity is too small for so many, and at most 127 or 255 for a ring on a GPU;
                 neither depends on the batch or its lengths. The reference does not cut sequences.
             page_table: As in `append`. The capacity of a sequence is that of its pages.
+            split_plan: Of the function of that name, for these lengths, if there is a page table. It says how the CUDA
+                kernel for few query rows cuts sequences; others ignore it.
 
         Returns:
             out: `[batch, q_len, num_q_heads, value head_dim]`, dtype of `query`, new memory. Zero where nothing is
@@ -149,6 +152,7 @@ class Operands:
             num_splits,
             *self._kinds,
             page_table,
+            split_plan,
         )
         return result
 

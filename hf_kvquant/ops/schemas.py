@@ -42,7 +42,7 @@ APPEND_SCHEMA = f"append(Tensor key, Tensor value, {_PLANES}, Tensor lengths, Te
 DECODE_SCHEMA = (
     f"decode(Tensor query, Tensor? key, Tensor? value, {_PLANES}, Tensor lengths, Tensor(c!)? counters, "
     "Tensor? starts, Tensor? sinks, Tensor? alibi_slopes, float softmax_scale, float softcap, int sliding_window, "
-    f"int num_splits, {_KINDS}, {_PAGES}) -> (Tensor out, Tensor lse)"
+    f"int num_splits, {_KINDS}, {_PAGES}, Tensor? split_plan=None) -> (Tensor out, Tensor lse)"
 )
 DEQUANTIZE_SCHEMA = (
     "dequantize(Tensor[] key_planes, Tensor[] value_planes, Tensor lengths, Tensor? starts, SymInt begin, "
@@ -55,6 +55,8 @@ FUSED_SCHEMAS = (
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
 )
 PREFETCH_SCHEMA = "prefetch(Tensor weight, int num_bytes) -> ()"
+
+_MAX_PLANNED = 65535  # entries of a split plan: an axis of a grid
 
 # The dtypes of a model's tensors, by their number in csrc/format.h.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -210,6 +212,8 @@ def _checked(where: str, arguments: Arguments) -> _Cache:
         raise ValueError(f"{where}: `key_planes.codes` must have {expected}, got {[slots, heads, rows]}.")
     if arguments["page_table"] is not None:
         _check_pages(where, arguments["page_table"], cache.layout, slots, rows)
+    if arguments.get("split_plan") is not None:
+        _check_split_plan(where, arguments)
     for name, (x, sizes, dtypes) in _expected(where, arguments, cache).items():
         fits = x.ndim == len(sizes) and all(size in (None, found) for size, found in zip(sizes, x.shape, strict=True))
         if not fits or x.dtype not in dtypes:
@@ -246,6 +250,27 @@ def _check_pages(where: str, page_table: Tensor, layout: KVLayout, num_pages: in
         raise ValueError(
             f"{where}: `page_table` must be [batch, pages] torch.int32, got {list(page_table.shape)} "
             f"{page_table.dtype}."
+        )
+
+
+def _check_split_plan(where: str, arguments: Arguments) -> None:
+    split_plan, batch = arguments["split_plan"], len(arguments["lengths"])
+    if arguments["page_table"] is None:
+        raise ValueError(f"{where}: `split_plan` must be None without a page table, got a tensor.")
+    if arguments["num_splits"] != 0:
+        raise ValueError(
+            f"{where}: `num_splits` must be 0 with a split plan, got {arguments['num_splits']}. The plan says how "
+            "sequences are split."
+        )
+    if split_plan.ndim != 2 or split_plan.shape[1] != 4 or split_plan.dtype != torch.int32:
+        raise ValueError(
+            f"{where}: `split_plan` must be [entries, 4] torch.int32, got {list(split_plan.shape)} {split_plan.dtype}. "
+            "Make it with ops.split_plan."
+        )
+    if not batch <= len(split_plan) <= _MAX_PLANNED:
+        raise ValueError(
+            f"{where}: `split_plan` must have from {batch} to {_MAX_PLANNED} entries, got {len(split_plan)}. Make it "
+            "with ops.split_plan."
         )
 
 

@@ -100,13 +100,16 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
   float2* sums = reinterpret_cast<float2*>(memory + Shape::kSumsAt);
   const int warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const int num_warps = 1 << plan.warps_log2, num_stages = plan.num_stages;
-  const int stride = plan.num_splits.value << plan.warps_log2;
   unsigned char* pipelines = memory + Shape::kPipelinesAt;
   unsigned char* stages = pipelines + warp * num_stages * Pipeline::kStageBytes;
 
   // --- while the previous launch ends: everything that needs no memory. The pipeline is placed where sequences without
   // padding start, which most are
-  Segment segment = segment_of_cta(plan);
+  const bool is_planned = Shape::kIsPaged && plan.split_plan != nullptr;
+  if (is_planned) wait_for_launch_before();  // that launch may have made the plan
+  Segment segment = is_planned ? planned_segment(params, plan) : segment_of_cta(plan);
+  if (is_planned && segment.b < 0) return;
+  const int stride = segment.splits.value << plan.warps_log2;
   const uint32_t chunk_list = shared_address(pipelines + num_warps * num_stages * Pipeline::kStageBytes);
   if (!plan.is_dense) Pipeline::list_chunks(params, plan, chunk_list);
   Pipeline pipeline(plan, stages, stride, lane);
@@ -154,7 +157,7 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
 #pragma unroll 1
     for (int t = held.begin; t < held.end; ++t) {
       const int step = step_of<Pipeline::kStepTokens>(t);
-      if ((step & (num_warps - 1)) != warp || share_of_step(plan, step) != segment.share) continue;
+      if ((step & (num_warps - 1)) != warp || share_of_step(plan, segment, step) != segment.share) continue;
       append_token<Shape>(params, new_tokens, plan, segment, pair, t - (bounds.length - new_tokens.q_len), t, lane);
     }
     __syncwarp();
@@ -239,9 +242,9 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
                                   reinterpret_cast<float*>(stages), sums + warp * Shape::kRows, warp, lane);
   }
   __syncthreads();
-  Combine<Shape::kRows, Shape::kHeadDim>::merge(params, plan, segment, reinterpret_cast<const float*>(pipelines),
-                                                num_stages * Pipeline::kStageBytes / 4, Shape::kOutputStride, sums,
-                                                constants, workspace);
+  Combine<Shape::kRows, Shape::kHeadDim, Shape::kIsPaged>::merge(
+      params, plan, segment, reinterpret_cast<const float*>(pipelines), num_stages * Pipeline::kStageBytes / 4,
+      Shape::kOutputStride, sums, constants, workspace);
 }
 
 }  // namespace hf_kvquant::cuda

@@ -29,7 +29,7 @@ class Blocks {
     constexpr int kLineBytes = 128, kLines = (Shape::kHeadDim * 2 + kLineBytes - 1) / kLineBytes;
     const int num_warps = 1 << plan.warps_log2, first = begin / Pipeline::kStepTokens;
     const int step = first + ((warp - first) & (num_warps - 1)), token = step * Pipeline::kStepTokens + lane;
-    if (token >= end || lane >= Pipeline::kStepTokens || share_of_step(plan, step) != segment.share) return;
+    if (token >= end || lane >= Pipeline::kStepTokens || share_of_step(plan, segment, step) != segment.share) return;
     const Side& side = params.key_side;
     const char* row =
         static_cast<const char*>(side.tail) + 2 * (segment.b * side.tail_stride_b + segment.h * side.tail_stride_h +

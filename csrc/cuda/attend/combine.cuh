@@ -104,7 +104,7 @@ struct Output {
 
 // Merges the warps of a thread block, and in the last one all parts. Loads that wait for memory are all issued at once,
 // since nothing else is left to do.
-template <int kRows, int kHeadDim>
+template <int kRows, int kHeadDim, bool kIsPaged>
 class Combine {
   using Slot = Partial<kRows, kHeadDim>;
   static constexpr int kQuads = kHeadDim / 4, kAllItems = kRows * kQuads;  // of four channels
@@ -120,7 +120,8 @@ class Combine {
                                                const Segment& segment, const float* values, int warp_stride,
                                                int row_stride, const float2* sums, const float* constants,
                                                float* workspace) {
-    const int64_t unit = unit_of(plan, segment);
+    const bool is_planned = kIsPaged && plan.split_plan != nullptr;
+    const int64_t unit = is_planned ? planned_unit_of(plan, segment) : unit_of(plan, segment);
     const bool is_whole = segment.num_parts == 1;
     float* slot = slot_of<Slot>(plan, unit, segment.part, workspace);
     for_all<kItems>([&](int item) {

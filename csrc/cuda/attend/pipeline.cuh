@@ -175,7 +175,9 @@ class Pipeline {
   // Finds the pages of the next 32 steps, one in each lane.
   __device__ __forceinline__ void find_pages(const DecodePlan& plan) {
     const int64_t token = first_ + int64_t{lane_} * stride_;
-    page_ = token < end_ ? plan.laps.slot(blockIdx.z, static_cast<int>(token)) : 0;
+    // Read again, because a register less is left for the loop.
+    const int b = plan.split_plan == nullptr ? blockIdx.z : plan.split_plan[blockIdx.z * 4];
+    page_ = token < end_ ? plan.laps.slot(b, static_cast<int>(token)) : 0;
     num_used_ = 0;
   }
 

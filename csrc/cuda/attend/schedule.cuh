@@ -7,6 +7,9 @@
 // number of splits in every batch, and without padding or a window a thread block knows where it begins before it knows
 // the length. Parts of a unit meet in the workspace, where the last one combines them (combine.cuh).
 //
+// With pages, the caller may deal the work by a split plan instead: each entry is a share of a sequence, long ones
+// first, and sequences have as many shares as their lengths ask for. hf_kvquant/ops/planning.py makes it.
+//
 // Tried and no faster (H200, 2026-11): persistent thread blocks that fetch their next part and start its copies before
 // the last part is merged, and an even distribution of all steps, whatever the lengths: neither hides the fixed cost of
 // a part, and both take instructions. Copying before the length is known saved 0.3 us of 7, but reads unneeded memory
@@ -43,9 +46,11 @@ struct Span {
 // A thread block's share of one unit: rounds `share`, `share` + num_splits and so on of the sequence.
 struct Segment {
   int b, h, row_tile;
-  int share;                  // less than num_splits
+  Divisor splits;             // thread blocks that share the unit
+  int share;                  // less than `splits`
   int part, num_parts;        // place among the shares that have rounds, in the order of the sequence
   int first_step, last_step;  // of the thread block's first round, and one past the last of the sequence
+  int first_slot;             // with a split plan: of the unit's parts in the workspace, before those of other heads
 
   __device__ __forceinline__ bool has_rounds() const { return part < num_parts; }
 };
@@ -53,10 +58,29 @@ struct Segment {
 // The unit and share of this thread block. `find_rounds` finds its steps.
 __device__ __forceinline__ Segment segment_of_cta(const DecodePlan& plan) {
   Segment segment;
+  segment.splits = plan.num_splits;
   segment.row_tile = plan.num_splits.quotient(blockIdx.x);
   segment.share = plan.num_splits.rest(blockIdx.x);
   segment.h = blockIdx.y;
   segment.b = blockIdx.z;
+  return segment;
+}
+
+// The same with a split plan. Nobody has checked its numbers on a GPU: entries that would lead out of the workspace
+// count as unused, and those have no sequence, b = -1.
+__device__ __forceinline__ Segment planned_segment(const DecodeParams& params, const DecodePlan& plan) {
+  const int4 entry = *(reinterpret_cast<const int4*>(plan.split_plan) + blockIdx.z);
+  const auto splits = static_cast<unsigned>(entry.z);
+  const bool is_used = static_cast<unsigned>(entry.x) < static_cast<unsigned>(params.batch) &&
+                       static_cast<unsigned>(entry.y) < splits && entry.w >= 0 &&
+                       (splits == 1 || entry.w + int64_t{splits} <= plan.num_slots);
+  Segment segment;
+  segment.splits = {splits, (0x7fffffffu + splits) / max(splits, 1u)};
+  segment.row_tile = 0;
+  segment.share = entry.y;
+  segment.h = blockIdx.y;
+  segment.b = is_used ? entry.x : -1;
+  segment.first_slot = entry.w;
   return segment;
 }
 
@@ -65,9 +89,14 @@ __device__ __forceinline__ int64_t unit_of(const DecodePlan& plan, const Segment
   return (int64_t{segment.b} * gridDim.y + segment.h) * plan.num_row_tiles + segment.row_tile;
 }
 
+// The same with a split plan, which counts one split for every unit: so the parts of a unit are units of their own.
+__device__ __forceinline__ int64_t planned_unit_of(const DecodePlan& plan, const Segment& segment) {
+  return int64_t{segment.h} * plan.num_slots + segment.first_slot;
+}
+
 // The share that a step belongs to.
-__device__ __forceinline__ int share_of_step(const DecodePlan& plan, int step) {
-  return plan.num_splits.rest(static_cast<unsigned>(step) >> plan.warps_log2);
+__device__ __forceinline__ int share_of_step(const DecodePlan& plan, const Segment& segment, int step) {
+  return segment.splits.rest(static_cast<unsigned>(step) >> plan.warps_log2);
 }
 
 // The new tokens that this launch writes, as far as there is room, and the steps that hold them.
@@ -91,9 +120,9 @@ __device__ __forceinline__ Held find_held(const DecodeParams& params, const Deco
   held.begin = max(bounds.length, params.q_len) - params.q_len;
   held.end = min(bounds.length, plan.max_length);
   held.first_step = step_of<kStepTokens>(held.begin);
-  held.is_own = held.begin < held.end && share_of_step(plan, held.first_step) == segment.share;
+  held.is_own = held.begin < held.end && share_of_step(plan, segment, held.first_step) == segment.share;
   if (held.end - held.begin > 1) {
-    held.is_own |= share_of_step(plan, step_of<kStepTokens>(held.end - 1)) == segment.share;
+    held.is_own |= share_of_step(plan, segment, step_of<kStepTokens>(held.end - 1)) == segment.share;
   }
   return held;
 }
@@ -126,9 +155,9 @@ __device__ __forceinline__ Span find_rounds(const DecodeParams& params, const De
   const int first_round = static_cast<unsigned>(step_of<kStepTokens>(span.begin)) >> plan.warps_log2;
   const int num_rounds = static_cast<int>(last_step >> plan.warps_log2) + 1 - first_round;
   segment.last_step = last_step + 1;
-  segment.num_parts = min(static_cast<int>(plan.num_splits.value), num_rounds);
-  segment.part = segment.share - plan.num_splits.rest(first_round);
-  if (segment.part < 0) segment.part += plan.num_splits.value;
+  segment.num_parts = min(static_cast<int>(segment.splits.value), num_rounds);
+  segment.part = segment.share - segment.splits.rest(first_round);
+  if (segment.part < 0) segment.part += segment.splits.value;
   segment.first_step = (first_round + segment.part) << plan.warps_log2;
   return span;
 }

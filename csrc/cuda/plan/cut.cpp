@@ -115,6 +115,11 @@ Cut choose_cut(const AttendKernel& kernel, const Device& device, int64_t num_uni
       [&] { return fastest_cut(kernel, device, num_units, steps, splits, most_splits); });
 }
 
+Cut planned_cut(const AttendKernel& kernel, const Device& device) {
+  const int most_ctas = occupancy_of(kernel, kMinAttendWarps, device).ctas_per_multiprocessor;
+  return {most_ctas > 0 ? 1 : 0, kMinAttendWarps, std::min(2, most_ctas)};
+}
+
 bool has_chunk_code(const AttendKernel& kernel, const Device& device) {
   const void* function = reinterpret_cast<const void*>(kernel.function);
   return remember(std::make_tuple(function, device.number), [&] {

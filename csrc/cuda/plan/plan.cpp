@@ -216,11 +216,13 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   const int64_t rounds = (int64_t{plan.max_length} + kernel.step_tokens - 1) / kernel.step_tokens / kMinAttendWarps + 1;
   const int64_t most_splits = params.is_ring ? INT32_MAX / rounds : INT32_MAX;
   const int64_t wanted_splits = std::min<int64_t>(params.num_splits, most_splits);
+  const bool is_planned = params.split_plan != nullptr && num_row_tiles == 1;
   // A fixed number of splits promises the same bits in every batch. Sums depend on the warps, too, so these are chosen
   // as for a batch of one.
   const int64_t planned_units = wanted_splits > 0 ? num_row_tiles * params.num_kv_heads : num_units;
   const Device device = current_device();
-  const Cut cut = choose_cut(kernel, device, planned_units, steps, wanted_splits, most_splits);
+  const Cut cut = is_planned ? planned_cut(kernel, device)
+                             : choose_cut(kernel, device, planned_units, steps, wanted_splits, most_splits);
   if (cut.splits == 0) return plan_general(params);  // the kernel does not fit the GPU
   const Occupancy occupancy = occupancy_of(kernel, cut.num_warps, device);
   plan.num_stages = occupancy.num_stages;
@@ -243,7 +245,12 @@ DecodePlan plan_decode(const DecodeParams& params, const AppendParams* new_token
   plan.num_row_tiles = static_cast<int>(num_row_tiles);
   plan.num_splits = divisor(cut.splits);
   plan.ctas_of_head = static_cast<int>(ctas_of_head);
-  if (cut.splits > 1) {
+  if (is_planned) {
+    plan.split_plan = params.split_plan, plan.num_planned = params.num_planned;
+    plan.num_slots = std::max(0, params.num_planned - params.batch);
+    plan.num_counters = int64_t{plan.num_slots} * params.num_kv_heads;
+    plan.workspace_floats = plan.num_counters * kernel.slot_floats;
+  } else if (cut.splits > 1) {
     plan.num_counters = num_units;
     plan.workspace_floats = num_units * cut.splits * kernel.slot_floats;
   }
@@ -261,7 +268,8 @@ void decode(const DecodeParams& params, const AppendParams* new_tokens, const De
   if (plan.appends) appended = {new_tokens->key, new_tokens->value, new_tokens->q_len};
   // An overlap with the previous launch saves 0.2 us a call (H200, 2026-11).
   const int num_threads = plan.kernel.num_threads > 0 ? plan.kernel.num_threads : kLanesOfWarp << plan.warps_log2;
-  const Launch how = {dim3(plan.ctas_of_head, params.num_kv_heads, params.batch), num_threads,
+  const int last_axis = plan.split_plan == nullptr ? params.batch : plan.num_planned;
+  const Launch how = {dim3(plan.ctas_of_head, params.num_kv_heads, last_axis), num_threads,
                       static_cast<size_t>(plan.shared_bytes), stream, plan.may_overlap};
   launch("decode", plan.kernel.function, how, params, appended, plan, workspace);
   if (plan.kernel.combine == nullptr || plan.workspace_floats == 0) return;

@@ -49,7 +49,10 @@ int shared_bytes(const AttendKernel& kernel, const Device& device, const Occupan
 Cut choose_cut(const AttendKernel& kernel, const Device& device, int64_t num_units, int64_t steps, int64_t splits,
                int64_t most_splits);
 
-// The same for a chunk kernel, of which one thread block runs on a multiprocessor.
+// The cut where a split plan says how sequences are split: many small thread blocks.
+Cut planned_cut(const AttendKernel& kernel, const Device& device);
+
+// What choose_cut does for a chunk kernel, of which one thread block runs on a multiprocessor.
 int64_t choose_chunk_splits(const AttendKernel& kernel, const Device& device, int64_t num_units, int64_t steps);
 
 }  // namespace hf_kvquant::cuda

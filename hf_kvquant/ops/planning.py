@@ -1,0 +1,53 @@
+"""`split_plan`: deals sequences of unequal lengths to the thread blocks of the attention kernel.
+
+Without a plan, all sequences are cut into equally many parts, and thread blocks take them in the order of the batch.
+Then a GPU waits for one long sequence, or for the long ones that happen to come last. A plan cuts long sequences only,
+and puts long parts first, so that short ones fill the gaps at the end. One plan serves all layers of a step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# A share of fewer tokens takes longer to combine than it saves.
+MIN_TOKENS = 256
+# Thread blocks of the attention kernel that run on a multiprocessor at once; see planned_cut in csrc/cuda/plan/cut.cpp.
+CTAS_PER_MULTIPROCESSOR = 2
+
+
+def num_slots_of(device: torch.device, num_kv_heads: int) -> int:
+    """Shares that fill a GPU, for each key-value head."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return CTAS_PER_MULTIPROCESSOR * multiprocessors // num_kv_heads
+
+
+def split_plan(lengths: Tensor, num_slots: int) -> Tensor:
+    """Cut sequences into shares, by their part of all tokens. Nothing here waits for the device.
+
+    Args:
+        lengths: `[batch]` int32: tokens of each sequence.
+        num_slots: At most so many shares are made of sequences that are cut.
+
+    Returns:
+        `[batch + num_slots, 4]` int32, one row for each thread block of a head: the sequence, or -1 for none; which
+        share of it; how many shares it has; and, if it is cut, the place of its first share among all of these. Long
+        shares come first.
+    """
+    held = lengths.clamp(min=0).long()
+    shares = held * num_slots // held.sum().clamp(min=1)
+    shares = shares.minimum(held // MIN_TOKENS).clamp(min=1)
+    order = (-(-held // shares)).argsort(descending=True, stable=True)
+    shares = shares[order]
+    ends = shares.cumsum(0)
+    slots = torch.where(shares > 1, shares, 0)
+    index = torch.arange(len(lengths) + num_slots, device=lengths.device)
+    row = torch.searchsorted(ends, index, right=True)
+    is_used, row = row < len(lengths), row.clamp(max=len(lengths) - 1)
+    columns = (
+        torch.where(is_used, order[row], -1),
+        index - (ends - shares)[row],
+        shares[row],
+        (slots.cumsum(0) - slots)[row],
+    )
+    return torch.stack(columns, dim=1).int()
