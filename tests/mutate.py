@@ -171,12 +171,6 @@ MUTATIONS = [
     *of(
         "hf_kvquant/batching/cache.py",
         (
-            "each.state.position_offset - each.query_length, each",
-            "each.state.position_offset, each",
-            "new tokens count twice",
-            "batching",
-        ),
-        (
             "position * self.bytes_per_page, self.bytes_per_block",
             "0, self.bytes_per_block",
             "all layers have the pages of the first",
@@ -199,6 +193,48 @@ MUTATIONS = [
             "pass",
             "memory is kept free for masks that nobody makes",
             "batching_pages",
+        ),
+    ),
+    *of(
+        "hf_kvquant/batching/runner.py",
+        (
+            "request.state.position_offset - request.query_length",
+            "request.state.position_offset",
+            "new tokens count twice",
+            "batching",
+        ),
+        (
+            "table is not None and all(past_of(state) > 0 for state in states)",
+            "table is not None",
+            "a prompt of one token attends to its codes",
+            "batching",
+        ),
+        (
+            "batching.use_cuda_graph is None or is_wanted",
+            "is_wanted",
+            "decode steps of a GPU are not captured unless asked for",
+            "batching",
+        ),
+    ),
+    *of(
+        "hf_kvquant/ops/planning.py",
+        (
+            "shares.minimum(held // MIN_TOKENS).clamp(min=1)",
+            "shares.clamp(min=1)",
+            "short sequences are cut",
+            "split_plan",
+        ),
+        (
+            "argsort(descending=True, stable=True)",
+            "argsort(stable=True)",
+            "long shares come last",
+            "split_plan",
+        ),
+        (
+            "(slots.cumsum(0) - slots)[row]",
+            "slots.cumsum(0)[row]",
+            "shares are written beyond the workspace",
+            "split_plan",
         ),
     ),
     *of(

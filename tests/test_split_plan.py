@@ -20,8 +20,9 @@ CUDA_ONLY = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 def plan_of(lengths: list[int], num_slots: int) -> list[list[int]]:
     plan = ops.split_plan(torch.tensor(lengths, dtype=torch.int32), num_slots)
     assert plan.shape == (len(lengths) + num_slots, 4) and plan.dtype == torch.int32 and plan.is_contiguous()
-    found: list[list[int]] = plan.tolist()
-    return found
+    found = [[b, length, share & 0xFFFF, share >> 16, first] for b, length, share, first in plan.tolist()]
+    assert all(entry[1] == lengths[entry[0]] for entry in found if entry[0] >= 0)
+    return [[b, share, shares, first] for b, _, share, shares, first in found]
 
 
 @given(st.lists(st.integers(-1, 200_000), min_size=1, max_size=40), st.integers(0, 64))

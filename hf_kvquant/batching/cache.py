@@ -184,8 +184,8 @@ class PagedCache(PagedAttentionCache):
         return allocator
 
     def planned(self, group: Group) -> Group:
-        """A group, with a split plan if the GPU's kernel for single tokens serves it."""
-        if self.counters is None or group.q_len > 1 or not group.has_past:
+        """A group, with a split plan if the GPU's kernel for single tokens serves it. One sequence alone needs none."""
+        if self.counters is None or group.q_len > 1 or not group.has_past or len(group.lengths) == 1:
             return group
         num_slots = ops.num_slots_of(self.counters.device, self.allocator.num_key_value_heads)
         return dataclasses.replace(group, split_plan=ops.split_plan(group.lengths, num_slots))

@@ -17,7 +17,7 @@ CTAS_PER_MULTIPROCESSOR = 2
 
 
 def num_slots_of(device: torch.device, num_kv_heads: int) -> int:
-    """Shares that fill a GPU, for each key-value head."""
+    """Shares that fill a GPU, for each key-value head: the argument of `split_plan`."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return CTAS_PER_MULTIPROCESSOR * multiprocessors // num_kv_heads
 
@@ -30,9 +30,9 @@ def split_plan(lengths: Tensor, num_slots: int) -> Tensor:
         num_slots: At most so many shares are made of sequences that are cut.
 
     Returns:
-        `[batch + num_slots, 4]` int32, one row for each thread block of a head: the sequence, or -1 for none; which
-        share of it; how many shares it has; and, if it is cut, the place of its first share among all of these. Long
-        shares come first.
+        `[batch + num_slots, 4]` int32, one row for each thread block of a head: the sequence, or -1 for none; its
+        length; which share of it, plus 2^16 times how many shares it has; and, if it is cut, the place of its first
+        share among all of these. Long shares come first.
     """
     held = lengths.clamp(min=0).long()
     shares = held * num_slots // held.sum().clamp(min=1)
@@ -44,10 +44,11 @@ def split_plan(lengths: Tensor, num_slots: int) -> Tensor:
     index = torch.arange(len(lengths) + num_slots, device=lengths.device)
     row = torch.searchsorted(ends, index, right=True)
     is_used, row = row < len(lengths), row.clamp(max=len(lengths) - 1)
+    sequence = order[row]
     columns = (
-        torch.where(is_used, order[row], -1),
-        index - (ends - shares)[row],
-        shares[row],
+        torch.where(is_used, sequence, -1),
+        lengths[sequence].long(),
+        index - (ends - shares)[row] + (shares[row] << 16),
         (slots.cumsum(0) - slots)[row],
     )
     return torch.stack(columns, dim=1).int()

@@ -118,7 +118,8 @@ __global__ void __launch_bounds__(kMaxAttendWarps* kLanes, 1)
 
   // --- load the length and the query
   wait_for_launch_before();
-  const Bounds bounds(params, plan, segment.b);
+  const Bounds bounds =
+      is_planned ? Bounds(params, plan, segment.b, segment.length) : Bounds(params, plan, segment.b);
   uint32_t query_bits[kRowsOfWarp][Query<Shape>::kPerLane];
   for_all<kRowsOfWarp>(
       [&](int i) { Query<Shape>::load_row(params, plan, segment, i * num_warps + warp, lane, query_bits[i]); });

@@ -29,7 +29,9 @@ struct Bounds {
   int length, start;
 
   __device__ __forceinline__ Bounds(const DecodeParams& params, const DecodePlan& plan, int b)
-      : length(params.lengths[b]), start(params.starts == nullptr ? 0 : min(params.starts[b], plan.max_length)) {}
+      : Bounds(params, plan, b, params.lengths[b]) {}
+  __device__ __forceinline__ Bounds(const DecodeParams& params, const DecodePlan& plan, int b, int known_length)
+      : length(known_length), start(params.starts == nullptr ? 0 : min(params.starts[b], plan.max_length)) {}
 
   // The tokens that there is room for.
   __device__ __forceinline__ int num_tokens(const DecodePlan& plan) const {
@@ -50,7 +52,7 @@ struct Segment {
   int share;                  // less than `splits`
   int part, num_parts;        // place among the shares that have rounds, in the order of the sequence
   int first_step, last_step;  // of the thread block's first round, and one past the last of the sequence
-  int first_slot;             // with a split plan: of the unit's parts in the workspace, before those of other heads
+  int first_slot, length;     // with a split plan: of the parts of a unit in the workspace, and of the sequence
 
   __device__ __forceinline__ bool has_rounds() const { return part < num_parts; }
 };
@@ -66,21 +68,21 @@ __device__ __forceinline__ Segment segment_of_cta(const DecodePlan& plan) {
   return segment;
 }
 
-// The same with a split plan. Nobody has checked its numbers on a GPU: entries that would lead out of the workspace
-// count as unused, and those have no sequence, b = -1.
+// The same with a split plan. Its entries have the lengths, too, so that nothing has to be loaded one more time. Nobody
+// has checked the numbers on a GPU: entries that would lead out of the workspace count as unused, and those have no
+// sequence, b = -1.
 __device__ __forceinline__ Segment planned_segment(const DecodeParams& params, const DecodePlan& plan) {
   const int4 entry = *(reinterpret_cast<const int4*>(plan.split_plan) + blockIdx.z);
-  const auto splits = static_cast<unsigned>(entry.z);
-  const bool is_used = static_cast<unsigned>(entry.x) < static_cast<unsigned>(params.batch) &&
-                       static_cast<unsigned>(entry.y) < splits && entry.w >= 0 &&
-                       (splits == 1 || entry.w + int64_t{splits} <= plan.num_slots);
+  const unsigned share = entry.z & 0xffff, splits = static_cast<unsigned>(entry.z) >> 16;
+  const bool is_used = static_cast<unsigned>(entry.x) < static_cast<unsigned>(params.batch) && share < splits &&
+                       entry.w >= 0 && (splits == 1 || entry.w + int64_t{splits} <= plan.num_slots);
   Segment segment;
   segment.splits = {splits, (0x7fffffffu + splits) / max(splits, 1u)};
   segment.row_tile = 0;
-  segment.share = entry.y;
+  segment.share = static_cast<int>(share);
   segment.h = blockIdx.y;
   segment.b = is_used ? entry.x : -1;
-  segment.first_slot = entry.w;
+  segment.first_slot = entry.w, segment.length = entry.y;
   return segment;
 }
 
