@@ -94,12 +94,6 @@ def test_layers_without_keys_of_their_own_are_refused(monkeypatch: pytest.Monkey
 
 
 @needs_pages
-def test_sharded_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "rank_of", lambda model: (0, 2))
-    check_refused(models.llama(), "int8", "LlamaForCausalLM is sharded over several ranks, which pages of codes do not")
-
-
-@needs_pages
 def test_other_devices_are_refused() -> None:
     model = models.build("llama").to("meta")
     check_refused(model, "int8", "LlamaForCausalLM is on meta, and continuous batching over codes runs on CPUs")
@@ -174,6 +168,16 @@ def test_capturing_steps_with_prompts_is_refused(monkeypatch: pytest.MonkeyPatch
         message = f"{WHERE}: `use_cuda_graph` must be False for steps with prompts, got (True, True). Only decode steps"
         with pytest.raises(NotImplementedError, match=re.escape(message)):
             support.check_served(model, config, ContinuousBatchingConfig(use_cuda_graph=(True, True)))
+
+
+@needs_pages
+def test_capturing_steps_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with patched(models.build("llama"), "int8") as model:
+        monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+        monkeypatch.setattr(support, "rank_of", lambda model: (0, 2))
+        message = f"{WHERE}: `use_cuda_graph` must be False for a model that is sharded over several ranks, got True."
+        with pytest.raises(NotImplementedError, match=re.escape(message)):
+            support.check_served(model, patch_of(model).config, ContinuousBatchingConfig(use_cuda_graph=True))
 
 
 @needs_pages

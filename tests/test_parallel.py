@@ -21,12 +21,13 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 import hf_kvquant
 from hf_kvquant import KVQuantConfig
+from hf_kvquant.batching.support import HAS_PAGES
 from hf_kvquant.transforms import of_model
 
 NEW_TOKENS = 8
@@ -164,6 +165,27 @@ def sharded_sinks(ranks: Ranks) -> None:
     check_tokens(whole, sharded, "int4", NUM_HEADS // ranks.num_ranks)
 
 
+def batched(ranks: Ranks) -> None:
+    """Continuous batching: all ranks get the answers, each computed with its own heads."""
+    if not HAS_PAGES:
+        return
+    whole, sharded = ranks.load("llama")
+    prompts = [[5, 6, 7], [4, 8] * 15, [9, 3, 40]]
+    for preset in ("int8", "int4"):
+        answers = []
+        for model in (whole, sharded):
+            with hf_kvquant.patched(model, preset):
+                generation = GenerationConfig(do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None)
+                settings = ContinuousBatchingConfig(page_size=128, num_blocks=8, max_batch_tokens=64)
+                outputs = model.generate_batch(prompts, generation, settings, persistent_manager=True)
+                answers.append([output.generated_tokens for output in outputs.values()])
+                layers = model._cached_continuous_batching_manager._layers
+                num_heads = NUM_HEADS if model is whole else NUM_HEADS // ranks.num_ranks
+                assert {layer.page.num_kv_heads for layer in layers.values()} == {num_heads}
+                model.destroy_cached_continuous_batching_manager()
+        assert answers[1] == answers[0]
+
+
 def refused(ranks: Ranks) -> None:
     _, sharded = ranks.load("one_head")
     before = sharded.config._attn_implementation
@@ -192,7 +214,7 @@ def refused(ranks: Ranks) -> None:
             task()
 
 
-SCENARIOS = (plain, centers_of_biases, given_tensors, unsharded_heads, sharded_sinks, refused)
+SCENARIOS = (plain, centers_of_biases, given_tensors, unsharded_heads, sharded_sinks, batched, refused)
 
 
 def run_rank(rank: int, num_ranks: int, folder: Path) -> None:

@@ -22,6 +22,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
     CachePool,
     FullAttentionCacheAllocator,
 )
+from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.utils.import_utils import is_psutil_available
 
 from .. import ops
@@ -126,6 +127,7 @@ class PagedCache(PagedAttentionCache):
         layers: All layers of the model, by index.
         device: Of the pages.
         supports_logits_to_keep: Whether the model computes only the logits that are sampled from.
+        ranks: The ranks of tensor parallelism. All of them get as many pages as the one with the fewest.
 
     Attributes:
         groups: The requests of the present forward.
@@ -142,6 +144,7 @@ class PagedCache(PagedAttentionCache):
         layers: Mapping[int, PagedLayer],
         device: torch.device,
         supports_logits_to_keep: bool,
+        ranks: DistributedHelper,
     ) -> None:
         allocator = PageAllocator(layers, continuous_batching_config.allow_block_sharing)
         self.config, self.dtype, self.device = config, allocator.cache_dtype, device
@@ -151,7 +154,7 @@ class PagedCache(PagedAttentionCache):
         self.layer_to_allocator = dict.fromkeys(layers, allocator)
         self.bytes_per_sector = math.lcm(allocator.bytes_per_block, PART_ALIGNMENT)
         self.tokens_per_sector = allocator.tokens_per_page
-        self.max_batch_tokens, self.num_sectors = PageMemory(
+        sizes = PageMemory(
             config=config,
             cb_config=continuous_batching_config,
             dtype=self.dtype,
@@ -161,6 +164,7 @@ class PagedCache(PagedAttentionCache):
             attn_types=[FULL_ATTENTION],
             model_supports_logits_to_keep=supports_logits_to_keep,
         ).infer_max_batch_tokens_and_num_sectors()
+        self.max_batch_tokens, self.num_sectors = ranks.tp_all_reduce_min(torch.tensor(sizes, device=device)).tolist()
         # Zeros, since kernels read whole tiles: see `KVFormat.allocate`. The first two sectors are transformers' trash.
         num_bytes = self.num_sectors * self.bytes_per_sector
         self.cache_tensor = torch.zeros(num_bytes + 2 * self.bytes_per_sector, dtype=torch.uint8, device=device)

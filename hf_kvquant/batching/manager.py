@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..attention.registry import implementation_name, set_attention
+from ..models.sharding import rank_of
 from ..models.text_config import text_config_of
 from ..state import notes_on, patch_of, state_of
 from ..transforms.of_model import key_transforms
@@ -89,7 +90,7 @@ class Manager(ContinuousBatchingManager):
             index: PagedLayer(page, transforms.get(index)) for index, page in pages.items()
         }
         resolved = copy.copy(continuous_batching_config)
-        settle_graphs(resolved, model.device)
+        settle_graphs(resolved, model.device, num_ranks=rank_of(model)[1])
         try:
             super().__init__(model, generation_config, resolved, workload_hints)
         except BaseException:
@@ -141,7 +142,10 @@ class Manager(ContinuousBatchingManager):
             return processor
         model: Any = self.model
         batching, text_config = self.continuous_batching_config, model.config.get_text_config()
-        cache = PagedCache(text_config, batching, self._layers, model.device, model._supports_logits_to_keep())
+        supports_logits_to_keep = model._supports_logits_to_keep()
+        cache = PagedCache(
+            text_config, batching, self._layers, model.device, supports_logits_to_keep, self.distributed_helper
+        )
         self._use_prefix_sharing = cache.use_prefix_sharing
         update_cb_config_after_cache_creation(batching, cache.num_blocks, cache.max_batch_tokens)
         scheduler: Any = SCHEDULER_MAPPING[batching.scheduler_type]

@@ -63,6 +63,11 @@ def check_served(model: PreTrainedModel, config: KVQuantConfig, batching: Contin
             f"{WHERE}: `use_async_batching` and `use_cuda_graph` must be False on a {model.device.type}, got True. "
             "They are for GPUs: leave them out."
         )
+    if any(batching.cuda_graph_booleans) and rank_of(model)[1] > 1:
+        raise NotImplementedError(
+            f"{WHERE}: `use_cuda_graph` must be False for a model that is sharded over several ranks, got True. Leave "
+            "it out."
+        )
     if isinstance(batching.use_cuda_graph, tuple | list) and batching.use_cuda_graph[0]:
         raise NotImplementedError(
             f"{WHERE}: `use_cuda_graph` must be False for steps with prompts, got {tuple(batching.use_cuda_graph)}. "
@@ -102,8 +107,6 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
         )
     if found - {"full_attention"}:
         yield f"has layers of type {sorted(found - {'full_attention'})}, which keep no pages."
-    if rank_of(model)[1] > 1:
-        yield "is sharded over several ranks, which pages of codes do not support yet."
     if model.device.type not in ("cpu", "cuda"):
         yield f"is on {model.device}, and continuous batching over codes runs on CPUs and NVIDIA GPUs only."
     if len({parameter.device for parameter in model.parameters()}) > 1:
