@@ -25,6 +25,7 @@ using torch::headeronly::ScalarType;
 constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
 constexpr int64_t kAny = -1;  // as a size: any
 constexpr int64_t kMaxPlanned = 65535;  // entries of a split plan: an axis of a grid
+constexpr int64_t kMaxSlots = 32767;    // shares of a sequence in a split plan
 constexpr const char* kMade = " Planes are made by KVLayout.allocate.";
 constexpr const char* kPlanned = " Make it with ops.split_plan.";
 constexpr const char* kOfAnother = " Was this cache filled by another model?";
@@ -635,6 +636,18 @@ SiluMulParams silu_mul_params(const Tensor& gate, const Tensor& up) {
   params.up = up.const_data_ptr();
   params.numel = gate.numel();
   return params;
+}
+
+void check_split_plan(const Tensor& lengths, int64_t num_slots, int64_t min_tokens) {
+  KVQ_CHECK(lengths.dim() == 1 && lengths.scalar_type() == ScalarType::Int && lengths.is_contiguous() &&
+                lengths.size(0) > 0,
+            "split_plan: `lengths` must be [batch] torch.int32 and contiguous, and not empty, got ", shape_of(lengths),
+            ".");
+  KVQ_CHECK(num_slots >= 0 && num_slots <= kMaxSlots, "split_plan: `num_slots` must be between 0 and ", kMaxSlots,
+            ", got ", num_slots, ".");
+  KVQ_CHECK(min_tokens > 0 && min_tokens <= kMaxInt, "split_plan: `min_tokens` must be positive, got ", min_tokens,
+            ".");
+  to_int("split_plan", "batch", lengths.size(0));
 }
 
 void check_prefetch(const Tensor& weight, int64_t num_bytes) {

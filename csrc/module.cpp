@@ -213,6 +213,16 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   return out;
 }
 
+Tensor split_plan(const Tensor& lengths, int64_t num_slots, int64_t min_tokens) {
+  check_split_plan(lengths, num_slots, min_tokens);
+  const CudaDevice device(lengths);
+  Tensor plan = empty_beside(lengths, {lengths.size(0) + num_slots, 4});
+  cuda::split_plan(static_cast<const int32_t*>(lengths.const_data_ptr()), static_cast<int>(lengths.size(0)),
+                   static_cast<int>(num_slots), static_cast<int>(min_tokens),
+                   static_cast<int32_t*>(plan.data_ptr()), device.stream);
+  return plan;
+}
+
 void prefetch(const Tensor& weight, int64_t num_bytes) {
   check_prefetch(weight, num_bytes);
   cuda::prefetch(weight.const_data_ptr(), num_bytes, CudaDevice(weight).stream);
@@ -263,6 +273,7 @@ KVQ_OPS(KVQ_NAMESPACE, CUDA, library) {
   library.impl("rotary", TORCH_BOX(&hf_kvquant::rotary));
   library.impl("silu_mul", TORCH_BOX(&hf_kvquant::silu_mul));
   library.impl("prefetch", TORCH_BOX(&hf_kvquant::prefetch));
+  library.impl("split_plan", TORCH_BOX(&hf_kvquant::split_plan));
 }
 #endif
 

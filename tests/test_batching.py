@@ -239,6 +239,19 @@ def test_forks_go_on_from_the_prompt() -> None:
         assert answered[3:] == [alone(model, [5, 6, 7], 8, prefill_chunk_size=2)] * 3
 
 
+def test_padding_does_not_show() -> None:
+    """Tokens of steps with prompts are padded on a GPU, those of captured steps in `test_on_a_gpu`."""
+    with patched(models.llama(), "int4") as model:
+        expected = [alone(model, prompt) for prompt in PROMPTS]
+        with managed(model, max_batch_tokens=300) as manager:
+            runner = manager.batch_processor.model_runner
+            runner.use_cuda_graph_decode = True
+            assert (
+                runner.maybe_pad_inputs(40, 0, False) == (256, 0) and runner.maybe_pad_inputs(260, 0, False)[0] == 300
+            )
+            assert answers(manager, PROMPTS) == expected
+
+
 def test_trash_does_not_show() -> None:
     """Garbage where transformers puts what nobody reads."""
     with patched(models.llama(), "int4") as model:

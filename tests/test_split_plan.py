@@ -96,6 +96,38 @@ def test_a_cpu_needs_no_plan() -> None:
     call(ops.split_plan(torch.tensor([100, 128], dtype=torch.int32), 4))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "num_slots", "message"),
+    [
+        (
+            torch.zeros(0, dtype=torch.int32),
+            3,
+            "`lengths` must be .* contiguous, and not empty, got",
+        ),
+        (torch.zeros(3), 3, "`lengths` must be"),
+        (torch.zeros(3, 1, dtype=torch.int32), 3, "`lengths` must be"),
+        (torch.zeros(6, dtype=torch.int32)[::2], 3, "`lengths` must be"),
+        (torch.zeros(3, dtype=torch.int32), -1, "`num_slots` must be between 0 and 32767, got -1"),
+        (torch.zeros(3, dtype=torch.int32), 40000, "`num_slots` must be between 0 and 32767, got 40000"),
+    ],
+)
+def test_lengths_that_make_no_plan_are_refused(
+    lengths: torch.Tensor, num_slots: int, message: str, device: str
+) -> None:
+    with pytest.raises(ValueError, match=f"split_plan: {message}"):
+        ops.split_plan(lengths.to(device) if lengths.is_contiguous() else lengths.repeat(2).to(device)[::2], num_slots)
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("batch", [1, 2, 33, 1024, 1025, 3000])
+@pytest.mark.parametrize("most", [1, 5000, 200_000])
+def test_the_kernel_makes_the_plan_of_the_reference(batch: int, most: int) -> None:
+    lengths = torch.randint(-1, most, (batch,), dtype=torch.int32, generator=torch.Generator().manual_seed(batch))
+    for num_slots in (0, 33, 300):
+        expected = ops.split_plan(lengths, num_slots)
+        assert torch.equal(ops.split_plan(lengths.cuda(), num_slots).cpu(), expected)
+
+
 @CUDA_ONLY
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("int4-channel", "none")])
 @pytest.mark.parametrize("lengths", [[2000, 5, 128, 0, 700, 1], [1], [4000], [130] * 40])

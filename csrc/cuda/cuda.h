@@ -138,6 +138,9 @@ struct DecodePlan {
   int64_t workspace_floats;                                 // partial results; 0 when there are none
 };
 
+// Writes the plan of a batch, `batch` + `num_slots` entries. hf_kvquant/ops/planning.py defines it.
+void split_plan(const int32_t* lengths, int batch, int num_slots, int min_tokens, int32_t* plan, void* stream);
+
 // Makes a device current for the extension's own CUDA runtime, which is not torch's, and returns torch's stream on it.
 void* current_stream(int device_index);
 

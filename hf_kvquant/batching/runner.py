@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.initialization import resolve_u
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingAsyncIOs
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import FutureRequestState
-from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.generation.continuous_batching.utils import WorkloadHints, pad_to_interval
 
 from ..graphs.fusion import fused
 from ..models.text_config import context_of
@@ -30,6 +30,7 @@ from .cache import PagedCache
 
 # Of a model whose config does not say how many it has.
 DEFAULT_POSITIONS = 2**17
+TOKEN_INTERVAL = 256
 
 
 def settle_graphs(batching: ContinuousBatchingConfig, device: torch.device, num_ranks: int = 1) -> None:
@@ -80,9 +81,15 @@ class Runner(ModelRunner):
     cache: PagedCache
 
     def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
-        """Pad only steps that are captured. transformers would pad all of them, and compute logits for the padding."""
+        """Pad the requests of steps that are captured, and the tokens of others.
+
+        transformers would pad the requests of all steps, and compute logits for the padding. Tokens are padded so that
+        few sizes occur, because `fused` tries its kernels on each.
+        """
         self.pad_inputs = use_decode_fast_path and self.use_cuda_graph_decode
         padded: tuple[int, int] = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
+        if self.use_cuda_graph_decode and not use_decode_fast_path:
+            return pad_to_interval(num_q_tokens, TOKEN_INTERVAL, self.cache.max_batch_tokens), max_kv_read
         return padded
 
     def _states(self) -> list[FutureRequestState]:
@@ -110,12 +117,10 @@ class Runner(ModelRunner):
         if table is not None and all(past_of(state) > 0 for state in states):
             lengths = batch_data["cu_seq_lens_k"][FULL_ATTENTION].diff()
             groups = [Group(slice(0, len(lengths)), 1, table[0], lengths, has_past=True)]
-            small_kernels = fused(model) if self.use_cuda_graph_decode else contextlib.nullcontext()
         else:
             pages = self.cache.allocator.block_table
             requests = (Request(past_of(each), each.query_length, pages[each.state.request_id]) for each in states)
             groups = groups_of(requests, torch.device(self.cache.device))
-            small_kernels = contextlib.nullcontext()
         self.cache.groups = [self.cache.planned(group) for group in groups]
-        with small_kernels:
+        with fused(model) if self.use_cuda_graph_decode else contextlib.nullcontext():
             super()._forward_process_and_sample(model, batch_data, carry_over_ids, prev_output_ids, output_ids)

@@ -10,8 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._ops import ops as torch_ops
+
 # A share of fewer tokens takes longer to combine than it saves.
 MIN_TOKENS = 256
+MAX_SLOTS = 2**15 - 1
 # Thread blocks of the attention kernel that run on a multiprocessor at once; see planned_cut in csrc/cuda/plan/cut.cpp.
 CTAS_PER_MULTIPROCESSOR = 2
 
@@ -33,10 +36,28 @@ def split_plan(lengths: Tensor, num_slots: int) -> Tensor:
         `[batch + num_slots, 4]` int32, one row for each thread block of a head: the sequence, or -1 for none; its
         length; which share of it, plus 2^16 times how many shares it has; and, if it is cut, the place of its first
         share among all of these. Long shares come first.
+
+    Raises:
+        ValueError: An argument does not fit; the message names it.
     """
+    plan: Tensor = torch_ops.split_plan(lengths, num_slots, MIN_TOKENS)
+    return plan
+
+
+def split_plan_reference(lengths: Tensor, num_slots: int, min_tokens: int) -> Tensor:
+    """The op without a kernel."""
+    if lengths.ndim != 1 or lengths.dtype != torch.int32 or not lengths.is_contiguous() or len(lengths) == 0:
+        raise ValueError(
+            "split_plan: `lengths` must be [batch] torch.int32 and contiguous, and not empty, got "
+            f"{list(lengths.shape)} {lengths.dtype}."
+        )
+    if not 0 <= num_slots <= MAX_SLOTS:
+        raise ValueError(f"split_plan: `num_slots` must be between 0 and {MAX_SLOTS}, got {num_slots}.")
+    if min_tokens <= 0:
+        raise ValueError(f"split_plan: `min_tokens` must be positive, got {min_tokens}.")
     held = lengths.clamp(min=0).long()
     shares = held * num_slots // held.sum().clamp(min=1)
-    shares = shares.minimum(held // MIN_TOKENS).clamp(min=1)
+    shares = shares.minimum(held // min_tokens).clamp(min=1)
     order = (-(-held // shares)).argsort(descending=True, stable=True)
     shares = shares[order]
     ends = shares.cumsum(0)
@@ -47,8 +68,8 @@ def split_plan(lengths: Tensor, num_slots: int) -> Tensor:
     sequence = order[row]
     columns = (
         torch.where(is_used, sequence, -1),
-        lengths[sequence].long(),
-        index - (ends - shares)[row] + (shares[row] << 16),
-        (slots.cumsum(0) - slots)[row],
+        torch.where(is_used, lengths[sequence], 0),
+        torch.where(is_used, index - (ends - shares)[row] + (shares[row] << 16), 0),
+        torch.where(is_used, (slots.cumsum(0) - slots)[row], 0),
     )
     return torch.stack(columns, dim=1).int()

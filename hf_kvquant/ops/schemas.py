@@ -9,7 +9,8 @@ are one list, in the order of `Planes.tensors`; the integers of `layout` are `KV
 
 `rms_norm`, `add_rms_norm`, `rotary` and `silu_mul` compute what lies between a model's linear layers, in one CUDA
 kernel each, rounding exactly like the kernels they replace. Only `fusion.py` calls them. `prefetch` loads weights into
-a GPU's L2 cache before a linear layer needs them. Only `prefetch.py` calls it.
+a GPU's L2 cache before a linear layer needs them. Only `prefetch.py` calls it. `split_plan` is explained in
+`planning.py`.
 
 Kernels check everything that could corrupt memory (csrc/args.cpp). The checks here are few: sizes, dtypes and devices
 for the reference, so that PyTorch does not broadcast over a mistake, and what the fakes read.
@@ -34,6 +35,7 @@ from ..spec.key_transform import KeyTransform
 from ..spec.layout import KVLayout
 from ..spec.planes import Planes
 from .kernels import MAX_RING_LENGTH, NUM_COUNTERS, warn_reference
+from .planning import split_plan_reference
 
 _PLANES = "Tensor(a!)[] key_planes, Tensor(b!)[] value_planes"
 _KINDS = "Tensor? key_center, Tensor? key_smoothing, bool rotates_key, int[] layout"
@@ -55,6 +57,7 @@ FUSED_SCHEMAS = (
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
 )
 PREFETCH_SCHEMA = "prefetch(Tensor weight, int num_bytes) -> ()"
+SPLIT_PLAN_SCHEMA = "split_plan(Tensor lengths, int num_slots, int min_tokens) -> Tensor"
 
 _MAX_PLANNED = 65535  # entries of a split plan: an axis of a grid
 
@@ -416,6 +419,10 @@ def _fake_like(op: str, *like: str) -> Callable[..., Any]:
     return fake
 
 
+def _split_plan_fake(lengths: Tensor, num_slots: int, min_tokens: int) -> Tensor:
+    return lengths.new_empty((len(lengths) + num_slots, 4))
+
+
 def _prefetch_fake(weight: Tensor, num_bytes: int) -> None:
     pass
 
@@ -445,7 +452,7 @@ def _resolving(op: str) -> Callable[..., Any]:
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library(torch_ops.name, "DEF")
-for _schema in (APPEND_SCHEMA, DECODE_SCHEMA, DEQUANTIZE_SCHEMA, *FUSED_SCHEMAS, PREFETCH_SCHEMA):
+for _schema in (APPEND_SCHEMA, DECODE_SCHEMA, DEQUANTIZE_SCHEMA, *FUSED_SCHEMAS, PREFETCH_SCHEMA, SPLIT_PLAN_SCHEMA):
     _library.define(_schema)
 # These are ops, not Python functions, so that the compiler sees a call instead of a data-dependent branch.
 for _schema in (APPEND_SCHEMA, DECODE_SCHEMA):
@@ -461,6 +468,7 @@ for _name, _kernel, _fake in (
     ("rotary", reference.rotary, _fake_like("rotary", "query", "key")),
     ("silu_mul", reference.silu_mul, _fake_like("silu_mul", "gate")),
     ("prefetch", _prefetch, _prefetch_fake),
+    ("split_plan", split_plan_reference, _split_plan_fake),
 ):
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(add_op_namespace_prefix(_name), _fake, lib=_library)
