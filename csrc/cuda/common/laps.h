@@ -14,6 +14,31 @@
 
 namespace hf_kvquant::cuda {
 
+#ifdef __CUDACC__
+// Loads numbers that thread blocks wait for before they can copy anything. Codes that stream through the L2 cache must
+// not evict them between two thread blocks that need the same line.
+__device__ __forceinline__ uint64_t keeping_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ int load_kept(const int32_t* at) {
+  int x;
+  asm volatile("ld.global.L2::cache_hint.s32 %0, [%1], %2;" : "=r"(x) : "l"(at), "l"(keeping_policy()) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ int4 load_kept(const int4* at) {
+  int4 x;
+  asm volatile("ld.global.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(at), "l"(keeping_policy())
+               : "memory");
+  return x;
+}
+#endif
+
 // Tokens go through the rows of a ring in laps. With pages, every lap is in another page. Other planes have a single lap
 // without end.
 struct Laps {
@@ -45,7 +70,7 @@ struct Laps {
   // outside of the planes.
   __device__ __forceinline__ int slot(int b, int position) const {
     if (pages == nullptr) return b;
-    const int page = pages[int64_t{b} * num_laps + number(position)];
+    const int page = load_kept(pages + int64_t{b} * num_laps + number(position));
     return static_cast<unsigned>(page) < static_cast<unsigned>(num_pages) ? page : 0;
   }
 #endif
