@@ -138,6 +138,19 @@ def test_prompts_attend_as_before_the_patch(attention: str) -> None:
         assert batched(model, PROMPTS[:3]) == [alone(model, prompt) for prompt in PROMPTS[:3]]
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_oss", "cohere2"])
+def test_sliding_windows(name: str) -> None:
+    """Prompts and answers are longer than the window."""
+    model = models.family(name)
+    assert model.config.sliding_window <= 16
+    with patched(model, "int8"):
+        prompts = [text(30), text(7, seed=1), text(40, seed=2)]
+        expected = [alone(model, prompt, 20) for prompt in prompts]
+        assert batched(model, prompts, 20, max_batch_tokens=100) == expected
+        expected = [alone(model, prompt, prefill_chunk_size=25) for prompt in prompts]
+        assert batched(model, prompts[:1], max_batch_tokens=25) == expected[:1]
+
+
 def test_layers_may_have_formats_of_their_own() -> None:
     """Their pages differ in size, and all get that of the largest."""
     config = KVQuantConfig.from_preset("int4", layers={1: "none"})

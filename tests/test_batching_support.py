@@ -45,7 +45,6 @@ def test_another_version_of_transformers_is_refused(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gemma2", "Gemma2ForCausalLM has layers with a sliding window, whose rings of tokens do not fit together"),
         ("qwen3_next", "Qwen3NextForCausalLM has layers of type ['linear_attention'], which keep no pages."),
         ("falcon_h1", "FalconH1ForCausalLM has layers of type ['hybrid'], which keep no pages."),
         ("llama4_text", "Llama4ForCausalLM has layers of type ['chunked_attention'], which keep no pages."),
@@ -57,6 +56,12 @@ def test_another_version_of_transformers_is_refused(monkeypatch: pytest.MonkeyPa
 )
 def test_models_that_pages_do_not_serve_are_refused(name: str, message: str) -> None:
     check_refused(models.family(name), "int8", message)
+
+
+@needs_pages
+def test_windows_that_are_not_quantised_are_refused() -> None:
+    message = "Gemma2ForCausalLM is patched with sliding=False, but all layers share pages of codes. Patch it without."
+    check_refused(models.family("gemma2"), {"preset": "int8", "sliding": False}, message)
 
 
 @needs_pages

@@ -152,6 +152,6 @@ def paged_attention(
 
 def _attend_raw(prev: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
     """Causal attention of whole prompts to themselves, `[requests, q_len, num_q_heads, head_dim]`, by `prev`."""
-    mask = dense_mask(prev, query, query.shape[2], 0, None)
+    mask = dense_mask(prev, query, query.shape[2], 0, None, window=kwargs.get("sliding_window") or 0)
     out, _ = call_previous(prev, module, query, key, value, mask, **kwargs)
     return out

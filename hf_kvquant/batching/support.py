@@ -27,6 +27,10 @@ HAS_PAGES = Version(transformers.__version__).release >= Version(NEEDED).release
 
 WHERE = "init_continuous_batching"
 
+# Layers with a sliding window keep all of their tokens. Rings in pages of their own would need fewer, but transformers
+# takes the pages of all kinds of layers from sectors of the least common multiple of their bytes.
+_PAGED = frozenset(("full_attention", "sliding_attention"))
+
 # The index of a layer, and the shapes of the keys and values that its attention is called with.
 Call = tuple[int, torch.Size, torch.Size]
 
@@ -100,13 +104,10 @@ def _reasons(model: PreTrainedModel, config: KVQuantConfig) -> Iterator[str]:
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         yield "takes no further arguments that it passes on to attention, and pages come with these."
     found = set(layers_of(text_config_of(model))[0])
-    if "sliding_attention" in found:
-        yield (
-            "has layers with a sliding window, whose rings of tokens do not fit together with pages of codes yet: "
-            "transformers makes both of equal parts of one memory."
-        )
-    if found - {"full_attention"}:
-        yield f"has layers of type {sorted(found - {'full_attention'})}, which keep no pages."
+    if "sliding_attention" in found and not config.sliding:
+        yield "is patched with sliding=False, but all layers share pages of codes. Patch it without."
+    if found - _PAGED:
+        yield f"has layers of type {sorted(found - _PAGED)}, which keep no pages."
     if model.device.type not in ("cpu", "cuda"):
         yield f"is on {model.device}, and continuous batching over codes runs on CPUs and NVIDIA GPUs only."
     if len({parameter.device for parameter in model.parameters()}) > 1:
