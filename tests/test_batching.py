@@ -590,6 +590,25 @@ def test_a_model_that_adds_to_the_scores_is_refused() -> None:
     assert "LlamaAttention cannot attend to pages of codes, since a position bias is added to" in result.error
 
 
+def test_a_model_in_training_answers_with_its_newest_weights() -> None:
+    """As TRL's trainers use it: answers, a step of training, answers again."""
+    model = models.build("llama")
+    with patched(model, "int8"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        found = []
+        for _ in range(2):
+            with torch.no_grad():
+                outputs = model.generate_batch(PROMPTS, generation(10), settings(), progress_bar=False)
+            found.append([output.generated_tokens for output in outputs.values()])
+            assert found[-1] == [alone(model, prompt) for prompt in PROMPTS]
+            model.train()
+            ids = torch.tensor([PROMPTS[2] + found[-1][2]])
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            model.eval()
+        assert found[0] != found[1]
+
+
 def test_the_generation_config_stays_as_it_is() -> None:
     config = generation(3)
     with patched(models.llama(), "int8") as model:
