@@ -1,6 +1,6 @@
 """Continuous batching: what a server makes of a fixed memory, with our pages and with transformers' own.
 
-    python evals/bench_batching.py --cache-gb 24 --output evals/results/batching.json
+    PYTHONPATH=evals/stand_in python evals/bench_batching.py --cache-gb 24 --output evals/results/batching.json
 
 Many requests share a GPU. How many run at once is limited by the memory for keys and values, and with them the tokens a
 second: a decode step costs hardly more for many requests than for few. So all systems get the same bytes of cache.
@@ -14,8 +14,9 @@ Method:
 - Tokens held and requests that run are counted at each step. A step is mixed if it has prompts. The time to the first
   token counts from the moment that a request was added, so it contains the queue.
 
-`transformers` is the unpatched model with the attention implementation that it was loaded with. `none` has pages in
-the model's dtype and our kernels; the others are presets.
+`transformers` is the unpatched model with sdpa, which everybody has. `flash` is the unpatched model with the package
+flash-attn, or with the stand-in for it that the command above puts in its place: there transformers captures and
+prepares decode steps as ours are. `none` has pages in the model's dtype and our kernels; the others are presets.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import statistics
 import time
@@ -43,9 +46,10 @@ from hf_kvquant import PRESETS, patched
 from hf_kvquant.evaluation.provenance import card, gpu_card
 from hf_kvquant.spec.layout import KVLayout
 
-UNPATCHED = "transformers"
-SYSTEMS = [UNPATCHED, *PRESETS]
-DEFAULT_SYSTEMS = [UNPATCHED, "none", "int8", "int4"]
+# Unpatched, by attention implementation.
+UNPATCHED = {"transformers": "sdpa", "flash": "flash_attention_2"}
+SYSTEMS = [*UNPATCHED, *PRESETS]
+DEFAULT_SYSTEMS = [*UNPATCHED, "int8", "int4"]
 PAGE_SIZE = 256
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 8
 
@@ -126,7 +130,7 @@ def bytes_per_token(model: Any, system: str) -> int:
     config = model.config.get_text_config()
     heads = config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layout = KVLayout(*PRESETS["none" if system == UNPATCHED else system])
+    layout = KVLayout(*PRESETS["none" if system in UNPATCHED else system])
     of_layer: int = layout.bytes_per_token((1, heads, head_dim, head_dim), model.dtype)
     return config.num_hidden_layers * of_layer
 
@@ -137,7 +141,9 @@ def running(model: Any, workload: Workload, num_blocks: int | None) -> Iterator[
     _, most = workload.new
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(eos_token_id=-1, pad_token_id=0, do_sample=False, max_new_tokens=most),
-        continuous_batching_config=ContinuousBatchingConfig(page_size=PAGE_SIZE, num_blocks=num_blocks),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=PAGE_SIZE, num_blocks=num_blocks, auto_switch_to_flash=False
+        ),
         workload_hints=WorkloadHints(workload.prompt, most, workload.requests),
     )
     manager.warmup()
@@ -169,13 +175,27 @@ def serve(manager: Any, prompts: list[list[int]], new_tokens: list[int]) -> list
     return outputs
 
 
+@contextlib.contextmanager
+def prepared(model: Any, system: str) -> Iterator[None]:
+    """The model as a system has it."""
+    if system not in UNPATCHED:
+        with patched(model, system):
+            yield
+        return
+    before = model.config._attn_implementation
+    model.set_attn_implementation(UNPATCHED[system])
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
 def measure(model: Any, system: str, workload: Workload, cache_bytes: int | None) -> dict[str, Any]:
     """The row of one system."""
     of_token = bytes_per_token(model, system)
     num_blocks = None if cache_bytes is None else max(1, cache_bytes // (of_token * PAGE_SIZE))
     prompts, new_tokens = workload.prompts(model.config.vocab_size), workload.new_tokens()
-    patch = contextlib.nullcontext() if system == UNPATCHED else patched(model, system)
-    with patch, running(model, workload, num_blocks) as manager:
+    with prepared(model, system), running(model, workload, num_blocks) as manager:
         watch = Watch(manager.batch_processor.scheduler)
         warm_up = [prompt[::-1] for prompt in prompts[:WARM_UP_REQUESTS]]  # shares no prefix
         serve(manager, warm_up, [WARM_UP_TOKENS] * len(warm_up))
@@ -183,8 +203,8 @@ def measure(model: Any, system: str, workload: Workload, cache_bytes: int | None
         start = time.perf_counter()
         outputs = serve(manager, prompts, new_tokens)
         seconds = time.perf_counter() - start
-        cache = manager.batch_processor.cache
-        room = cache.num_blocks * PAGE_SIZE
+        room = manager.batch_processor.cache.num_blocks * PAGE_SIZE
+        settings = manager.continuous_batching_config
     first = [output.timestamps[0] - output.created_time for output in outputs]
     later = [b - a for output in outputs for a, b in zip(output.timestamps, output.timestamps[1:], strict=False)]
     return {
@@ -193,6 +213,8 @@ def measure(model: Any, system: str, workload: Workload, cache_bytes: int | None
         "output_tokens_per_s": sum(new_tokens) / seconds,
         "requests_per_s": workload.requests / seconds,
         "bytes_per_token": of_token,
+        "captures_decode_steps": settings.use_cuda_graph[1] and settings.max_blocks_per_request > 0,
+        "is_asynchronous": settings.use_async_batching,
         "room_tokens": room,
         "most_held_tokens": max(watch.held),
         "mean_running": statistics.mean(watch.running),
@@ -216,7 +238,10 @@ def workload_table(found: dict[str, Any]) -> Table:
     """The table of one workload, a row per system."""
     new = "{} to {}".format(*found["new"]) if found["new"][0] < found["new"][1] else found["new"][0]
     kind = "one shared prefix" if found["is_shared"] else "unique"
-    title = f"{found['workload']}: {found['requests']} requests, {found['prompt']:,} tokens ({kind}), {new} new"
+    memory = "all memory" if found["cache_gb"] is None else f"{found['cache_gb']} GB of cache"
+    title = (
+        f"{found['workload']}: {found['requests']} requests, {found['prompt']:,} tokens ({kind}), {new} new, {memory}"
+    )
     table = Table(title=title, title_justify="left")
     table.add_column("", justify="left")
     for column in ("tokens/s", "requests/s", "held", "of room", "running", "mixed", "first s", "p99", "next ms", "p99"):
@@ -244,12 +269,14 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", type=torch.device, help="(default: cuda if there is a GPU, else cpu)")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=DEFAULT_SYSTEMS)
-    parser.add_argument("--cache-gb", type=float, help="bytes of cache, in GB; default: all memory that is left")
+    told = "bytes of cache, in GB, one or several (default: all memory that is left)"
+    parser.add_argument("--cache-gb", type=float, nargs="+", metavar="GB", help=told)
     parser.add_argument("--share", type=float, default=1.0, help="of the requests of each workload (default: all)")
     parser.add_argument("--output", type=Path, help="also write the JSON here, after every workload")
     arguments = parser.parse_args(words)
-    if arguments.cache_gb is not None and arguments.cache_gb <= 0:
-        parser.error(f"--cache-gb must be positive, got {arguments.cache_gb}")
+    for size in arguments.cache_gb or ():
+        if size <= 0:
+            parser.error(f"--cache-gb must be positive, got {size}")
     if not 0 < arguments.share <= 1:
         parser.error(f"--share must be above 0 and at most 1, got {arguments.share}")
     if arguments.device is None:
@@ -269,17 +296,16 @@ def main() -> None:
         "model": arguments.model,
         "dtype": str(model.dtype).removeprefix("torch."),
         "page_size": PAGE_SIZE,
-        "cache_gb": arguments.cache_gb,
         "workloads": [],
     }
-    cache_bytes = None if arguments.cache_gb is None else int(arguments.cache_gb * 1e9)
-    for name in arguments.workloads:
+    for name, size in itertools.product(arguments.workloads, arguments.cache_gb or [None]):
         workload = WORKLOADS[name]
         workload = dataclasses.replace(workload, requests=max(1, round(workload.requests * arguments.share)))
-        found: dict[str, Any] = {"workload": name, **dataclasses.asdict(workload), "rows": [], "failures": []}
+        found: dict[str, Any] = {"workload": name, **dataclasses.asdict(workload), "cache_gb": size}
+        found |= {"rows": [], "failures": []}
         for system in arguments.systems:
             row, reason = attempt(
-                lambda system=system, workload=workload: measure(model, system, workload, cache_bytes)
+                functools.partial(measure, model, system, workload, None if size is None else int(size * 1e9))
             )
             if row is not None:
                 found["rows"].append(row)

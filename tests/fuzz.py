@@ -15,6 +15,7 @@ import torch
 from cases import DTYPES, Case, make_formats, make_transform, poisoned, queries, tokens
 from torch import Tensor
 
+from hf_kvquant import ops
 from hf_kvquant.config import PRESETS
 from hf_kvquant.spec.formats import BLOCK_SIZE
 from hf_kvquant.spec.planes import Planes
@@ -216,7 +217,10 @@ def draw_call(dice: random.Random, memory: Memory, name: str) -> Call:
             "softcap": dice.choice((0.0, 0.0, 5.0)),
             "sliding_window": dice.choice((1, 20, 129 - case.q_len) if is_ring else (0, 0, 1, 20, 2**31 - 1)),
             "num_splits": dice.choice((0, 0, 1, 2, 7, 2**31 - 1)),
+            "split_plan": None,
         }
+        if call["page_table"] is not None and call["num_splits"] == 0 and dice.random() < 0.5:
+            call["split_plan"] = memory.place(ops.split_plan(case.lengths_tensor(), dice.choice((0, 2, 40))), 0)
     call |= kinds
     return {argument: call[argument] for argument in NAMES[name]}
 

@@ -442,7 +442,8 @@ def op_arguments(engine: str, kv_format: KVFormat) -> tuple[tuple[Any, ...], tup
     extras = (counters, starts, None, slopes, 0.125, 0.0, 16, 0)
     center, smoothing = to(engine, torch.randn(2, 64), 0.5 + torch.rand(2, 64))
     kinds = (*((None, None, False) if has_blocks else (center, smoothing, True)), case.layout.packed, None)
-    return (key, value, *spelled, lengths, starts, *kinds), (query, key, value, *spelled, lengths, *extras, *kinds)
+    decode = query, key, value, *spelled, lengths, *extras, *kinds, None
+    return (key, value, *spelled, lengths, starts, *kinds), decode
 
 
 @pytest.mark.full(

@@ -915,7 +915,7 @@ def test_only_a_gpu_has_counters(device: str) -> None:
 def test_counters_stay_with_the_buffers(max_cache_len: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, told to have some: the op checks them there and leaves them alone."""
     monkeypatch.setattr(
-        "hf_kvquant.storage.writer.new_counters",
+        "hf_kvquant.ops.new_counters",
         lambda device: torch.zeros(ops.NUM_COUNTERS, dtype=torch.int32, device=device),
     )
     passed: list[Tensor] = []
