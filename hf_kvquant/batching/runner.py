@@ -105,6 +105,17 @@ class Runner(ModelRunner):
         forward, is_captured = super()._get_forward_fn(use_block_table)
         return forward, is_captured and all(past_of(state) > 0 for state in self._states())
 
+    def compute_batch(self, model: nn.Module, batch_data: dict[str, Any]) -> None:
+        """See `ModelRunner`. Its stream waits for the inputs that the host has written on another one.
+
+        Without asynchronous batching, transformers writes them on the current stream, and nothing else waits for it
+        (5.23): the last ones, which are the lengths, came too late now and then.
+        """
+        io: Any = self.inputs_and_outputs
+        if io.compute_stream is not None and not isinstance(io, ContinuousBatchingAsyncIOs):
+            io.compute_stream.wait_stream(torch.cuda.current_stream(io.compute_stream.device))
+        super().compute_batch(model, batch_data)
+
     def _forward_process_and_sample(
         self,
         model: nn.Module,
