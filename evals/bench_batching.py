@@ -195,6 +195,7 @@ def measure(model: Any, system: str, workload: Workload, cache_bytes: int | None
     of_token = bytes_per_token(model, system)
     num_blocks = None if cache_bytes is None else max(1, cache_bytes // (of_token * PAGE_SIZE))
     prompts, new_tokens = workload.prompts(model.config.vocab_size), workload.new_tokens()
+    created = time.perf_counter()
     with prepared(model, system), running(model, workload, num_blocks) as manager:
         watch = Watch(manager.batch_processor.scheduler)
         warm_up = [prompt[::-1] for prompt in prompts[:WARM_UP_REQUESTS]]  # shares no prefix
@@ -209,6 +210,7 @@ def measure(model: Any, system: str, workload: Workload, cache_bytes: int | None
     later = [b - a for output in outputs for a, b in zip(output.timestamps, output.timestamps[1:], strict=False)]
     return {
         "system": system,
+        "start_s": start - created,
         "seconds": seconds,
         "output_tokens_per_s": sum(new_tokens) / seconds,
         "requests_per_s": workload.requests / seconds,
@@ -272,7 +274,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     told = "bytes of cache, in GB, one or several (default: all memory that is left)"
     parser.add_argument("--cache-gb", type=float, nargs="+", metavar="GB", help=told)
     parser.add_argument("--share", type=float, default=1.0, help="of the requests of each workload (default: all)")
-    parser.add_argument("--output", type=Path, help="also write the JSON here, after every workload")
+    parser.add_argument("--output", type=Path, help="also write the JSON here, after every system")
     arguments = parser.parse_args(words)
     for size in arguments.cache_gb or ():
         if size <= 0:
@@ -303,21 +305,22 @@ def main() -> None:
         workload = dataclasses.replace(workload, requests=max(1, round(workload.requests * arguments.share)))
         found: dict[str, Any] = {"workload": name, **dataclasses.asdict(workload), "cache_gb": size}
         found |= {"rows": [], "failures": []}
+        results["workloads"].append(found)
         for system in arguments.systems:
             row, reason = attempt(
                 functools.partial(measure, model, system, workload, None if size is None else int(size * 1e9))
             )
             if row is not None:
                 found["rows"].append(row)
+                done = f"{row['output_tokens_per_s']:.0f} tokens/s, {row['seconds']:.0f} s after {row['start_s']:.0f} s"
             else:
                 found["failures"].append({"system": system, "reason": reason})
-        results["workloads"].append(found)
+                done = reason
+            console.print(f"{name}, {system}: {done}", highlight=False, markup=False)
+            if arguments.output is not None:
+                arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         console.print(workload_table(found))
-        for failure in found["failures"]:
-            console.print(f"{failure['system']}: {failure['reason']}", highlight=False, markup=False)
-        if arguments.output is not None:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(results))
 
 

@@ -16,6 +16,7 @@ MIN_ROWS = 16  # of a product on tensor cores
 # Programs for each multiprocessor: enough to even out unequal lengths.
 PROGRAMS = 8
 MAX_PARTS = 64
+WARPS, STAGES = 4, 4
 
 
 @triton.jit
@@ -110,7 +111,7 @@ def decode(
     rows = max(MIN_ROWS, triton.next_power_of_2(group))
     _attend[batch, num_kv_heads, parts](
         q, k_cache, v_cache, lengths, table, width, *strides, page_size, scale, partial, sums,
-        group, rows, head_dim, TILE, num_warps=4, num_stages=4,
+        group, rows, head_dim, TILE, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     out = torch.empty_like(q)
     _merge[batch * num_kv_heads, group](partial, sums, out, group, triton.next_power_of_2(parts), parts, head_dim)
