@@ -18,6 +18,8 @@ Method:
   its planning is not timed. FlashInfer and FBGEMM are left out if they are not installed.
 - Codes are random bytes under scales that give values of order one. The result is checked against `reference.py` on
   the first and the last sequence; a wrong one ends the run.
+- Some cases are also measured over pages, which lie in memory in random order, with a split plan, as in continuous
+  batching. One plan serves all layers of a step, so its time is not that of the layer: it is a figure of its own.
 
 `decode_cases.py` has the shapes and the goals that `checks` compares with, `gpu_timing.py` times, `decode_peers.py` has
 the peers, and `render_readme.py` puts tables and pictures into the README and the pages of `docs/`.
@@ -39,6 +41,7 @@ from decode_cases import (
     CASES,
     DEVICE,
     DTYPE,
+    PAGED_CASES,
     PROMPT,
     QUICK_CASES,
     SINGLE_CASES,
@@ -63,9 +66,11 @@ from hf_kvquant.evaluation.provenance import card, describe_error, gpu_card, gpu
 from hf_kvquant.spec import reference
 from hf_kvquant.spec.formats import KVFormat
 from hf_kvquant.spec.layout import KVLayout
+from hf_kvquant.spec.pages import PageLayout
 from hf_kvquant.spec.planes import Planes
 
 REPLAYS = 40
+PAGE_SIZE = 256  # tokens, as transformers has it by default
 QUICK_REPLAYS = 12
 DEFAULT_PRESETS = ["int8", "int4", "int4-g32", "int4-channel", "k8v4", "fp8"]
 QUICK_PRESETS = ["int8", "int4"]
@@ -88,6 +93,11 @@ def random_planes(shape: Shape, kv_format: KVFormat) -> Planes:
         dtype=DTYPE,
         device=DEVICE,
     )
+    return filled(planes, kv_format)
+
+
+def filled(planes: Planes, kv_format: KVFormat) -> Planes:
+    """The planes, with the contents that `random_planes` describes."""
     if planes.scale is None:
         planes.codes.normal_()
         return planes
@@ -203,6 +213,48 @@ def time_preset(shape: Shape, preset: str, wanted: list[tuple[str, ...]], replay
     return timings, max(errors)
 
 
+def time_pages(shape: Shape, preset: str, names: tuple[str, ...], replays: int) -> tuple[Timing, Timing, float]:
+    """Times of the whole op over pages and of the split plan, and the op's error relative to its largest value.
+
+    Raises:
+        SystemExit: The result is not that of the reference.
+    """
+    formats = PRESETS[preset]
+    layout, num_sets, tokens = KVLayout(*formats), sets_needed(bytes_held(shape, formats)), shape.lengths()
+    page = PageLayout(layout, shape.num_kv_heads, (shape.head_dim, shape.head_dim), DTYPE, PAGE_SIZE)
+    num_pages = -(-shape.capacity // PAGE_SIZE)
+    num_bytes = shape.batch * num_pages * page.num_bytes
+    memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(num_sets)]
+    sets = [page.planes(memory, 0, page.num_bytes) for memory in memories]
+    for sides in sets:
+        for planes, kv_format in zip(sides, formats, strict=True):
+            filled(planes, kv_format)
+    table = torch.randperm(shape.batch * num_pages, device=DEVICE).view(shape.batch, num_pages).int()
+    lengths = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
+    num_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads)
+    plan = ops.split_plan(lengths, num_slots) if shape.batch > 1 else None
+    counters = torch.zeros(num_sets, ops.NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
+    query = torch.randn(shape.batch, shape.num_q_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE)
+    new = torch.randn(2, shape.batch, shape.num_kv_heads, 1, shape.head_dim, dtype=DTYPE, device=DEVICE).unbind()
+    transforms = [random_transform(names, shape.num_kv_heads, shape.head_dim, DEVICE) for _ in range(num_sets)]
+    where: dict[str, Any] = {"softmax_scale": shape.head_dim**-0.5, "page_table": table, "split_plan": plan}
+
+    def run(i: int) -> Tensor:
+        options = {**where, "counters": counters[i], "key_transform": transforms[i]}
+        return ops.decode(query, new, *sets[i], lengths, layout, **options)[0]
+
+    out = run(0)
+    gathered = [reference.gather_pages(planes, table) for planes in sets[0]]
+    error, bound = check(out, query, (gathered[0], gathered[1]), formats, tokens, transforms[0])
+    if not error <= bound:
+        raise SystemExit(
+            f"bench_decode: {shape.describe()}, {preset}, pages: relative error {error:.2e} exceeds its bound "
+            f"{bound:.2e}."
+        )
+    planning = time_calls(lambda _: ops.split_plan(lengths, num_slots), num_sets, replays)
+    return time_calls(run, num_sets, replays), planning, error
+
+
 def measure_preset(shape: Shape, preset: str, bandwidth: ReadBandwidth, replays: int) -> dict[str, Any]:
     """One preset at one shape, compared with the read bandwidth for as many bytes."""
     meant = KVQuantConfig.from_preset(preset).transforms
@@ -213,6 +265,13 @@ def measure_preset(shape: Shape, preset: str, bandwidth: ReadBandwidth, replays:
     if others:
         row["plain"] = others[0]
         row["single"] = {names[0]: single for names, single in zip(singles, others[1:], strict=True)}
+    if shape in map(CASES.get, PAGED_CASES) and PRESETS[preset][0].block_size is None:
+        timing, planning, error = time_pages(shape, preset, without_factors(meant), replays)
+        row["pages"] = {
+            **figures(timing, bytes_held(shape, PRESETS[preset]), bandwidth),
+            "relative_error": error,
+            "split_plan_us": planning.median_us,
+        }
     return row
 
 
@@ -275,10 +334,19 @@ def measure_prompt(preset: str, replays: int) -> dict[str, Any]:
     return {"preset": preset, **described(timing), **({} if plain is None else {"plain": described(plain)})}
 
 
-def with_plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, followed by one more for each that was also measured without transforms."""
-    plain = [{**row, **row["plain"], "preset": f"{row['preset']}, plain keys"} for row in rows if "plain" in row]
-    return [*rows, *plain]
+# What a row was also measured with: the key of these figures, and how tables call them.
+_ALSO = {"plain": "plain keys", "pages": "pages"}
+
+
+def with_others(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, followed by one more for each that was also measured in another way."""
+    others = [
+        {**row, **row[key], "preset": f"{row['preset']}, {name}"}
+        for key, name in _ALSO.items()
+        for row in rows
+        if key in row
+    ]
+    return [*rows, *others]
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
@@ -305,7 +373,7 @@ def case_table(case: dict[str, Any]) -> Table:
     columns = ("", "us", "10 %", "90 %", "MB", "GB/s", "of read", "times bf16", "error", "form")
     for column in columns:
         table.add_column(column, justify="left" if column in ("", "form") else "right")
-    for row in [*with_plain(case["rows"]), *case["peers"]]:
+    for row in [*with_others(case["rows"]), *case["peers"]]:
         error = row.get("relative_error")
         form = row.get("form", "") + ("" if row["is_captured"] else " (not captured: back to back)")
         table.add_row(
@@ -329,7 +397,7 @@ def prompt_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title=f"prompt: {batch} x {thousands(tokens)}, {num_kv_heads} heads of {head_dim}")
     for column in ("", "us", "MB", "GB/s", "copy GB/s", "of copy"):
         table.add_column(column, justify="left" if column == "" else "right")
-    for row in with_plain(rows):
+    for row in with_others(rows):
         table.add_row(
             row["preset"],
             f"{row['median_us']:.1f}",

@@ -77,6 +77,7 @@ CASES: dict[str, Shape] = {
 }
 QUICK_CASES = ["64x8k", "1x8k", "1x1k"]
 SINGLE_CASES = ["64x8k", "16x8k", "1x8k"]  # where each transform is also timed alone
+PAGED_CASES = ["64x8k", "1x128k", "64x16k-ragged"]  # also measured over pages
 # A prompt to be quantised: batch, key-value heads, head_dim, tokens.
 PROMPT = (8, 8, 128, 8192)
 
