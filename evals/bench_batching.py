@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_generate import attempt, load
+from bench_generate import SHARED, attempt, earlier_results, load
 from generate_cases import MODELS
 from rich.console import Console
 from rich.table import Table
@@ -275,7 +275,12 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cache-gb", type=float, nargs="+", metavar="GB", help=told)
     parser.add_argument("--share", type=float, default=1.0, help="of the requests of each workload (default: all)")
     parser.add_argument("--output", type=Path, help="also write the JSON here, after every system")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what --output holds if it is of this commit, machine and model"
+    )
     arguments = parser.parse_args(words)
+    if arguments.resume and arguments.output is None:
+        parser.error("--resume needs --output, the results to resume")
     for size in arguments.cache_gb or ():
         if size <= 0:
             parser.error(f"--cache-gb must be positive, got {size}")
@@ -284,6 +289,20 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     if arguments.device is None:
         arguments.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return arguments
+
+
+def workload_of(
+    results: dict[str, Any], name: str, share: float, size: float | None
+) -> tuple[Workload, dict[str, Any]]:
+    """A workload, and its part of the results: that of an earlier run if there is one, else a new one."""
+    workload = WORKLOADS[name]
+    workload = dataclasses.replace(workload, requests=max(1, round(workload.requests * share)))
+    described = {"workload": name, **dataclasses.asdict(workload), "new": list(workload.new), "cache_gb": size}
+    for found in results["workloads"]:
+        if all(found[key] == value for key, value in described.items()):
+            return workload, found
+    results["workloads"].append({**described, "rows": [], "failures": []})
+    return workload, results["workloads"][-1]
 
 
 def main() -> None:
@@ -298,25 +317,24 @@ def main() -> None:
         "model": arguments.model,
         "dtype": str(model.dtype).removeprefix("torch."),
         "page_size": PAGE_SIZE,
-        "workloads": [],
     }
+    earlier = earlier_results(results, arguments.output, (*SHARED, "page_size")) if arguments.resume else {}
+    results["commands"] = [*earlier.get("commands", []), results["command"]]
+    results["workloads"] = earlier.get("workloads", [])
     for name, size in itertools.product(arguments.workloads, arguments.cache_gb or [None]):
-        workload = WORKLOADS[name]
-        workload = dataclasses.replace(workload, requests=max(1, round(workload.requests * arguments.share)))
-        found: dict[str, Any] = {"workload": name, **dataclasses.asdict(workload), "cache_gb": size}
-        found |= {"rows": [], "failures": []}
-        results["workloads"].append(found)
-        for system in arguments.systems:
+        workload, found = workload_of(results, name, arguments.share, size)
+        done = {row["system"] for row in [*found["rows"], *found["failures"]]}
+        for system in [each for each in arguments.systems if each not in done]:
             row, reason = attempt(
                 functools.partial(measure, model, system, workload, None if size is None else int(size * 1e9))
             )
             if row is not None:
                 found["rows"].append(row)
-                done = f"{row['output_tokens_per_s']:.0f} tokens/s, {row['seconds']:.0f} s after {row['start_s']:.0f} s"
+                told = f"{row['output_tokens_per_s']:.0f} tokens/s, {row['seconds']:.0f} s after {row['start_s']:.0f} s"
             else:
                 found["failures"].append({"system": system, "reason": reason})
-                done = reason
-            console.print(f"{name}, {system}: {done}", highlight=False, markup=False)
+                told = str(reason)
+            console.print(f"{name}, {system}: {told}", highlight=False, markup=False)
             if arguments.output is not None:
                 arguments.output.parent.mkdir(parents=True, exist_ok=True)
                 arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -37,6 +37,7 @@ import dataclasses
 import functools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -357,37 +358,30 @@ def _systems(words: str) -> list[str]:
 
 # What all cases of one results file share. Figures are only compared within a case, whose floor and systems were
 # measured in one run.
-_SHARED = (
-    "commit",
-    "is_dirty",
-    "hf_kvquant",
-    "torch",
-    "transformers",
-    "cpu",
-    "gpu",
-    "driver",
-    "model",
-    "dtype",
-    "new_tokens",
-)
+SHARED = ("commit", "is_dirty", "hf_kvquant", "torch", "transformers", "cpu", "gpu", "driver", "model", "dtype")
 
 
-def kept(results: dict[str, Any], path: Path) -> tuple[list[str], list[dict[str, Any]], list[dict[str, Any]]]:
-    """The commands, cases and scenarios of the earlier runs in a results file; empty if there is no file.
+def earlier_results(results: dict[str, Any], path: Path, shared: tuple[str, ...] = SHARED) -> dict[str, Any]:
+    """What an earlier run wrote to a results file, its `commands` included; empty if there is no file.
+
+    Args:
+        results: Of this run; those of the earlier one must be equal to it in what `shared` names.
+        path: The file.
+        shared: Keys of results.
 
     Raises:
         SystemExit: They are of another commit, machine or model.
     """
     if not path.exists():
-        return [], [], []
-    earlier = json.loads(path.read_text(encoding="utf-8"))
-    for key in _SHARED:
+        return {}
+    earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for key in shared:
         if earlier.get(key) != results.get(key):
             raise SystemExit(
-                f"bench_generate: `--resume` must find results of the same {key}, {results.get(key)}, got "
+                f"{Path(sys.argv[0]).stem}: `--resume` must find results of the same {key}, {results.get(key)}, got "
                 f"{earlier.get(key)} in {path}. Name another --output."
             )
-    return earlier.get("commands", [earlier["command"]]), earlier["cases"], earlier.get("scenarios", [])
+    return {"commands": [earlier["command"]], **earlier}
 
 
 def main() -> None:
@@ -417,10 +411,11 @@ def main() -> None:
     }
     for key, value in results.items():
         console.print(f"{key:>18}  {value}", highlight=False, markup=False)
-    commands, cases, scenarios = kept(results, arguments.output) if arguments.resume else ([], [], [])
+    earlier = earlier_results(results, arguments.output, (*SHARED, "new_tokens")) if arguments.resume else {}
+    cases, scenarios = earlier.get("cases", []), earlier.get("scenarios", [])
     done = {case["case"] for case in cases} | {scenario["scenario"] for scenario in scenarios}
     # `command` is that of the newest run, as on every card; `commands` are those of all runs that measured the cases.
-    results |= {"commands": [*commands, results["command"]], "cases": cases, "scenarios": scenarios}
+    results |= {"commands": [*earlier.get("commands", []), results["command"]], "cases": cases, "scenarios": scenarios}
     results |= {"checks": [], "state_after": None}
 
     def save() -> None:

@@ -166,6 +166,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(timing.ReadBandwidth, "gbps", lambda self, num_bytes: 100.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bench.ops, "has_kernels", lambda device_type: True)
+    monkeypatch.setattr(bench.ops, "num_slots_of", lambda device, num_kv_heads: 4)
     decode = bench.ops.decode
     monkeypatch.setattr(bench.ops, "decode", lambda *args, counters, **kwargs: decode(*args, **kwargs))
     return bench
@@ -209,6 +210,10 @@ def test_bench_results(
     assert list(rows["int4"]["single"]) == ["center", "smooth", "rotate"] and "single" not in rows["fp8"]
     assert ragged["rows"][0]["single"] == {}
     assert "int8, plain keys" in printed and "fp8, plain keys" not in printed
+    # Presets that live in pages are measured there too.
+    assert rows["fp8"]["pages"]["share"] == rows["fp8"]["share"] and rows["fp8"]["pages"]["split_plan_us"] == 10
+    assert rows["fp8"]["pages"]["relative_error"] < 0.02 and "pages" not in rows["int4-channel"]
+    assert "fp8, pages" in printed and "pages" in ragged["rows"][0]
     # A few GB/s of 100 miss a share; what was not measured is neither reached nor missed.
     checks = {(check["unit"], check["case"], check["preset"]): check for check in results["checks"]}
     assert checks["share", "64x8k", "int8"]["reached"] is False
@@ -735,6 +740,12 @@ def test_batching_results(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         for row in rows.values():
             assert 0 < row["most_held_tokens"] <= row["room_tokens"] and 0 < row["mixed_share"] <= 1
             assert 1 <= row["mean_running"] <= requests
+    # A second run adds the systems that are missing.
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-6], "int4", "int8", "--share", "0.5", "--resume", *sys.argv[-2:]])
+    bench.main()
+    more = json.loads(path.read_text(encoding="utf-8"))
+    assert len(more["commands"]) == 2 and [len(found["rows"]) for found in more["workloads"]] == [4, 4]
+    assert [found["rows"][:3] for found in more["workloads"]] == [found["rows"] for found in results["workloads"]]
     prompts = workloads["W4"].prompts(96)
     assert prompts[0][:584] == prompts[1][:584] and prompts[0] != prompts[1]
     assert workloads["W1"].new_tokens() == workloads["W1"].new_tokens()
@@ -746,6 +757,7 @@ def test_batching_results(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         (["--cache-gb", "0"], "--cache-gb must be positive, got 0.0"),
         (["--share", "2"], "--share must be above 0 and at most 1, got 2.0"),
         (["--systems", "int5"], "invalid choice: 'int5'"),
+        (["--resume"], "--resume needs --output, the results to resume"),
     ],
 )
 def test_batching_arguments(
