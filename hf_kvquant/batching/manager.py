@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import (
@@ -29,7 +30,12 @@ from .support import WHERE, check_served, pages_of
 
 
 class Processor(ContinuousBatchProcessor):
-    """A `ContinuousBatchProcessor` with our runner."""
+    """A `ContinuousBatchProcessor` with our runner.
+
+    transformers clears the inputs of steps on the current stream, and copies those of the first step on another one
+    without waiting (5.23). The first answers of a manager then came from cleared inputs now and then. So here whatever
+    clears them waits until they are clear.
+    """
 
     cache: PagedCache
 
@@ -44,6 +50,16 @@ class Processor(ContinuousBatchProcessor):
             do_sample=theirs.do_sample,
             return_logprobs=theirs.return_logprobs,
         )
+        self._wait_for_device()
+
+    def reset(self) -> None:
+        """See `ContinuousBatchProcessor`."""
+        super().reset()
+        self._wait_for_device()
+
+    def _wait_for_device(self) -> None:
+        if self.model_device.type == "cuda":
+            torch.cuda.synchronize(self.model_device)
 
 
 class Manager(ContinuousBatchingManager):
