@@ -257,6 +257,32 @@ def test_chunk_table(renderer: ModuleType) -> None:
     assert "Some GPU, torch 2.11.0, 2026-11-24" in renderer.render_chunks.caption(chunk_results())
 
 
+def batching_results() -> dict[str, Any]:
+    """A results file of bench_batching.py with one workload that both systems end, and one that only ours does."""
+
+    def row(system: str, speed: float, held: int, first: float) -> dict[str, Any]:
+        figures = {"output_tokens_per_s": speed, "most_held_tokens": held, "first_token_s": {"median": first}}
+        return {"system": system, **figures}
+
+    theirs, ours = row("flash", 4616.3, 156892, 22.26), row("int4", 8127.0, 562337, 9.1)
+    unique = {"requests": 512, "prompt": 1024, "new": [128, 896], "is_shared": False, "cache_gb": 24.0}
+    shared = {"requests": 256, "prompt": 16384, "new": [512, 512], "is_shared": True, "cache_gb": None}
+    card = {key: generate_results()[key] for key in ("torch", "transformers", "gpu", "date")}
+    return {**card, "workloads": [{**unique, "rows": [theirs, ours]}, {**shared, "rows": [ours]}]}
+
+
+def test_batching_table(renderer: ModuleType) -> None:
+    results = batching_results()
+    lines = renderer.render_batching.throughput_table(results).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert {len(row) for row in rows} == {9}
+    assert rows[2] == [
+        "512", "1,024", "128 to 896", "24 GB", "4,616", "8,127", "1.8x", "157k, 562k", "22.3, 9.1",
+    ]  # fmt: skip
+    assert rows[3] == ["256", "16,384, shared", "512", "all memory", "-", "8,127", "-", "-, 562k", "-, 9.1"]
+    assert results["gpu"] in renderer.render_batching.caption(results)
+
+
 def test_parts_of_results_that_may_be_missing(
     renderer: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -267,8 +293,9 @@ def test_parts_of_results_that_may_be_missing(
     before = renderer.parts(renderer.load_all())
     (tmp_path / "chunks.json").write_text(json.dumps(chunk_results()), encoding="utf-8")
     (tmp_path / "scenarios.json").write_text(json.dumps(scenario_results()), encoding="utf-8")
+    (tmp_path / "batching.json").write_text(json.dumps(batching_results()), encoding="utf-8")
     after = renderer.parts(renderer.load_all())
-    assert set(after) - set(before) == {"chunks", "scenarios"}
+    assert set(after) - set(before) == {"chunks", "scenarios", "batching"}
     assert "1 x 32k + 1,024" in after["chunks"] and "`evals/results/chunks.json`" in after["chunks"]
     assert "transformers, static" in after["scenarios"] and "`evals/results/scenarios.json`" in after["scenarios"]
 
