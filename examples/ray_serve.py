@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import socket
+import tempfile
 import time
 import urllib.request
 import uuid
@@ -96,16 +97,14 @@ class Engine(Rank):
     """A replica: the first of its processes. It starts the others, which are in its placement group and end with it."""
 
     def __init__(self, settings: argparse.Namespace) -> None:
-        num_ranks, address = settings.ranks or max(1, settings.gpus), ""
-        if num_ranks > 1:
-            with socket.create_server(("", 0)) as free:
-                address = f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+        num_ranks = settings.ranks or max(1, settings.gpus)
+        address = f"file://{tempfile.mkdtemp()}/ranks"  # where they find each other
         remote = ray.remote(num_cpus=settings.cpus, num_gpus=settings.gpus / num_ranks)(Rank)
         self.others = [remote.remote(settings, rank, num_ranks, address) for rank in range(1, num_ranks)]
         super().__init__(settings, 0, num_ranks, address)
 
     async def check_health(self) -> None:
-        """Raise an error if a process does not work. Ray asks every two seconds, and replaces a replica that fails."""
+        """Raise an error if a process does not work. Ray asks every second, and replaces a replica that fails."""
         self.check()
         await asyncio.gather(*(other.check.remote() for other in self.others))
 
@@ -247,22 +246,26 @@ class Frontend:
 def build(options: dict[str, str]) -> serve.Application:
     """The application. Options are those of the command line, such as `{"model": "...", "replicas": "4"}`."""
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name != "model"]
-    return application(parser().parse_args([*words, options.get("model", str(REFERENCE_MODEL))]))
+    settings = parser().parse_args([*words, options.get("model", str(REFERENCE_MODEL))])
+    return Frontend.bind(settings, replicas(settings))
 
 
-def application(settings: argparse.Namespace) -> serve.Application:
-    """A frontend and its replicas. The processes of a replica are on one machine."""
+def replicas(settings: argparse.Namespace, engine_class: type[Engine] = Engine) -> serve.Application:
+    """The replicas, without a frontend. All processes of one are on the same machine."""
     num_ranks = settings.ranks or max(1, settings.gpus)
     process = {"CPU": settings.cpus, "GPU": settings.gpus / num_ranks}
-    engine = serve.deployment(Engine).options(
-        num_replicas=settings.replicas,
-        max_ongoing_requests=256,
-        health_check_period_s=2,
-        ray_actor_options={"num_cpus": process["CPU"], "num_gpus": process["GPU"]},
-        placement_group_bundles=[process] * num_ranks,
-        placement_group_strategy="STRICT_PACK",
+    return (
+        serve.deployment(engine_class)
+        .options(
+            num_replicas=settings.replicas,
+            max_ongoing_requests=256,  # more wait in the frontend
+            health_check_period_s=1,
+            ray_actor_options={"num_cpus": process["CPU"], "num_gpus": process["GPU"]},
+            placement_group_bundles=[process] * num_ranks,
+            placement_group_strategy="STRICT_PACK",
+        )
+        .bind(settings)
     )
-    return Frontend.bind(settings, engine.bind(settings))
 
 
 def ask(port: int, prompt: str) -> str:
@@ -277,7 +280,7 @@ def main() -> None:
     """Serve, or ask all prompts at once and end."""
     settings = parser().parse_args()
     serve.start(http_options={"host": settings.host, "port": settings.port})
-    serve.run(application(settings), blocking=settings.prompt is None)
+    serve.run(Frontend.bind(settings, replicas(settings)), blocking=settings.prompt is None)
     with ThreadPoolExecutor() as pool:
         for answer in pool.map(lambda prompt: ask(settings.port, prompt), settings.prompt):
             print(answer.strip())
