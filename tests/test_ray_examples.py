@@ -39,6 +39,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 with warnings.catch_warnings():  # Ray's models use options of Field that pydantic has deprecated
     warnings.filterwarnings("ignore", "Using extra keyword arguments on `Field`", DeprecationWarning)
     import aiohttp
+    import psutil
     import ray_data
     import ray_serve
     from ray import cloudpickle, serve
@@ -203,6 +204,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     )
     yield
     ray.shutdown()
+    poll(lambda: not psutil.Process().children(), "Ray's processes did not end")
     for name, value in previous.items():
         os.environ.pop(name, None)
         if value is not None:
