@@ -64,8 +64,12 @@ def test_calibrate_lowers_the_divergence(tmp_path: Path) -> None:
     assert "The village is located in the" in output
 
 
+# Ray's own models use options of Field that pydantic has deprecated.
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_docstrings_show_commands_that_parse(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path.stem.startswith("ray_"):
+        pytest.importorskip("ray", reason="Ray is pinned for Python 3.11 and later")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
