@@ -112,6 +112,8 @@ def check_command(words: list[str]) -> None:
     if program == "make":
         for target in (word for word in arguments if "=" not in word):
             assert re.search(rf"^{re.escape(target)}:", MAKEFILE, re.MULTILINE), words
+    elif words[:2] == ["accelerate", "launch"]:
+        check_command(["hf-kvquant", *words[words.index("hf_kvquant") + 1 :]])
     elif program == "hf-kvquant":
         parser().parse_args(arguments)  # exits where they are wrong
     elif Path(program).name == "python":

@@ -23,6 +23,7 @@ from ..evaluation.errors import UsageError
 from ..evaluation.measuring.fidelity import UNQUANTIZED
 from ..evaluation.preparation import BIAS_NORM, CALIBRATED_PRESET, OUTLIER_FACTOR, OUTLIER_PAIRS, Subject, load
 from ..patching import patched
+from ..spec.formats import BLOCK_SIZE
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Suffix of a preset's name for its naive baseline, which shows how much transforms and clipping gain.
@@ -108,6 +109,19 @@ def add_preparation(parser: argparse.ArgumentParser) -> None:
     add("--calibrate-for", choices=tuple(PRESETS), help=preset)
 
 
+def add_batching(parser: argparse.ArgumentParser) -> None:
+    """Add the options of continuous batching, spelled as in `transformers serve`. `checked_batching` reads them."""
+    add = parser.add_argument
+    add("--cb-block-size", type=int, metavar="N", help="tokens of a page, a multiple of 128 (default: 256)")
+    add("--cb-num-blocks", type=int, metavar="N", help="pages of the cache (default: as many as fit into the memory)")
+    batch = "most tokens of one forward; longer prompts come in parts (default: by the memory)"
+    add("--cb-max-batch-tokens", type=int, metavar="N", help=batch)
+    memory = "share of the free memory for the cache, up to 1 (default: 0.9 on a GPU, 0.8 if it samples, 0.6 elsewhere)"
+    add("--cb-max-memory-percent", type=float, metavar="X", help=memory)
+    graphs = "replay decode steps as CUDA graphs (default: on a GPU)"
+    add("--cb-use-cuda-graph", action=argparse.BooleanOptionalAction, help=graphs)
+
+
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """The values of some options, as keyword arguments of these names."""
     return {name: getattr(args, name) for name in names}
@@ -127,6 +141,22 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"`{option(name)}` must be at least 1, got {value}.")
+
+
+def checked_batching(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `add_batching` that were given, as arguments of transformers' `ContinuousBatchingConfig`."""
+    check_counts(args, "cb_block_size", "cb_num_blocks", "cb_max_batch_tokens")
+    if args.cb_block_size is not None and args.cb_block_size % BLOCK_SIZE:
+        raise UsageError(
+            f"`--cb-block-size` must be a multiple of {BLOCK_SIZE} tokens, got {args.cb_block_size}. Leave it out, "
+            "or round it up."
+        )
+    percent = args.cb_max_memory_percent
+    if percent is not None and not 0 < percent <= 1:
+        raise UsageError(f"`--cb-max-memory-percent` must be above 0 and at most 1, got {percent}.")
+    named = {"page_size": "cb_block_size"}
+    named |= {name: f"cb_{name}" for name in ("num_blocks", "max_batch_tokens", "max_memory_percent", "use_cuda_graph")}
+    return {name: value for name, spelled in named.items() if (value := getattr(args, spelled)) is not None}
 
 
 def checked_output(name: str, *, expected: str = "a file in a folder that is there", **options: bool) -> Path:

@@ -134,12 +134,12 @@ def this_process_device() -> str | None:
     return None
 
 
-def tell_one_process() -> None:
+def tell_one_process(where: str = WHERE) -> None:
     """Say on stderr that `accelerate launch` was to start several processes on CPUs but, without MPI, started one."""
     is_launched = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
     if is_launched and "WORLD_SIZE" not in os.environ:
         print(
-            f"{WHERE}: accelerate started one process, not several: on CPUs it needs MPI for that. Results are the "
-            "same. To spread items, start it with torchrun --nproc_per_node N -m hf_kvquant.",
+            f"{where}: accelerate started one process, not several: on CPUs it needs MPI for that. Results are the "
+            "same. To spread the work, start it with torchrun --nproc_per_node N -m hf_kvquant.",
             file=sys.stderr,
         )

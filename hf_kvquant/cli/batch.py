@@ -1,0 +1,287 @@
+"""`hf-kvquant batch`: answers the lines of a file through continuous batching, and resumes if it was stopped."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tqdm.auto
+from rich.console import Console
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..calibration.smoothing_file import FILE_NAME
+from ..common.progress import Tell, show_progress
+from ..common.version import __version__
+from ..config import DEFAULT_PRESET, KVQuantConfig
+from ..evaluation.errors import Interrupted, Refused, UsageError, is_out_of_memory
+from ..evaluation.preparation import load_calibration
+from ..evaluation.provenance import model_name, sha256
+from ..evaluation.tasks.measure import tell_one_process, this_process_device
+from ..jobs.answers import answered, end_tokens, managed
+from ..jobs.forms import answer_line, error_line
+from ..jobs.lines import SAMPLING, BadLine, Job, check_sampling, read_jobs
+from ..jobs.output import Done, Output, Writer
+from ..jobs.processes import Processes, joined
+from ..jobs.prompts import Limits, Request, request_of
+from ..jobs.sampling import Defaults, Survey, generation_config_of, request_options, survey
+from ..models.hashes import weights_hash
+from ..models.text_config import context_of, text_config_of
+from ..patching import patched
+from . import arguments
+
+# Bad lines that are told on stderr. All of them are in the output.
+MOST_TOLD = 20
+TELL_S = 2.0
+
+
+def add_parser(commands: Any) -> None:
+    """Add `batch` to the commands, the sub-parsers of argparse."""
+    parser = arguments.add_command(
+        commands,
+        "batch",
+        run,
+        help="answer the lines of a file, many at once",
+        description="Answer every line of a file of JSON lines through continuous batching. Answers are written as "
+        "they are done, so the same command resumes a run that was stopped. Under accelerate launch (on CPUs: "
+        "torchrun), lines are spread over processes.",
+    )
+    add = parser.add_argument
+    lines = (
+        '{"prompt": "text"} or {"messages": [...]} a line, with id, max_new_tokens, temperature, top_p and top_k if '
+    )
+    add("input", metavar="IN", help=f"{lines}wanted; or OpenAI's batch format")
+    add("--output", required=True, metavar="FILE", help="write an answer a line; run again to resume")
+    preset = f"preset of the cache, as in hf-kvquant generate (default: {DEFAULT_PRESET})"
+    add("--preset", default=DEFAULT_PRESET, metavar="NAME", help=preset)
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="for lines that do not say (default: 128)")
+    add("--sample", action="store_true", help="sample lines that do not say, instead of taking the most likely token")
+    for name, kind in (("temperature", float), ("top_p", float), ("top_k", int)):
+        shown = "N" if kind is int else "X"
+        whose = "of sampled lines that do not say (default: the model's generation config, or none)"
+        add(arguments.option(name), type=kind, metavar=shown, help=whose)
+    arguments.add_batching(parser)
+    arguments.add_placement(parser)
+
+
+@dataclasses.dataclass
+class Tally:
+    """What one process has done in this run."""
+
+    done: int = 0
+    bad: int = 0
+    tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What the lines are answered with."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    preset: str
+    config: KVQuantConfig
+    defaults: Defaults
+    found: Survey
+    generation_config: GenerationConfig
+    batching: Mapping[str, Any]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run `hf-kvquant batch`."""
+    config, batching = arguments.config_of(args.preset), arguments.checked_batching(args)
+    arguments.check_counts(args, "max_new_tokens")
+    for name in SAMPLING:
+        if getattr(args, name) is not None:
+            check_sampling(name, getattr(args, name), UsageError, shown=arguments.option(name))
+    source, output = checked_input(args.input), Output(arguments.checked_output(args.output))
+    if output.path.resolve() == source.resolve():
+        raise UsageError(f"`--output` must be another file than the input, got {args.output}. Name another.")
+    output.check_owned()
+    tell_one_process("batch")
+    model, tokenizer = arguments.load_placed(args, default_device=this_process_device())
+    load_calibration(model, args.model)
+    defaults = defaults_of(args, model.generation_config)
+    found = survey(source, defaults)
+    generation_config = generation_config_of(model, defaults, found)
+    work = Work(model, tokenizer, args.model, args.preset, config, defaults, found, generation_config, batching)
+    with joined() as processes:
+        answer(work, source, output, processes)
+
+
+def checked_input(name: str) -> Path:
+    """The path of the input, which can be read."""
+    path = Path(name).expanduser()
+    try:
+        with path.open("rb"):
+            return path
+    except OSError as error:
+        raise UsageError(f"`IN` must be a file of JSON lines, got {name}: {error.strerror}.") from error
+
+
+def defaults_of(args: argparse.Namespace, generation_config: Any) -> Defaults:
+    """What lines get that do not say: the options, else what the model's generation config says."""
+    sampling: dict[str, float] = {}
+    for name in SAMPLING:
+        given = getattr(args, name)
+        value = getattr(generation_config, name, None) if given is None else given
+        if value:
+            sampling[name] = value
+        elif given is not None:
+            sampling[name] = given
+    return Defaults(args.max_new_tokens, args.sample, sampling)
+
+
+def settings_of(work: Work) -> dict[str, Any]:
+    """Everything that answers depend on. Pages and devices change at most the order of sums."""
+    model = work.model
+    smoothing = Path(work.name).expanduser() / FILE_NAME
+    return {
+        "command": "batch",
+        "hf_kvquant": __version__,
+        "input_sha256": work.found.sha256,
+        "model": model_name(work.name),
+        "weights_sample_sha256": weights_hash(model),
+        "smoothing_sha256": sha256(smoothing) if smoothing.is_file() else None,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "preset": work.preset,
+        "formats": work.config.to_dict(),
+        **work.defaults.to_dict(),
+    }
+
+
+def answer(work: Work, source: Path, output: Output, processes: Processes) -> None:
+    """Answer the lines that the output lacks, and say what became of all."""
+    settings, tally, started = settings_of(work), Tally(), time.monotonic()
+    total = work.found.num_lines
+    try:
+        if processes.rank > 0:
+            processes.wait()  # until the first has the answers so far in one file
+            fill(work, source, output, processes, tally)
+            processes.wait()
+            processes.total(tally.done, tally.bad, tally.tokens)
+            return
+        with output.opened(settings):
+            processes.wait()
+            fill(work, source, output, processes, tally)
+            processes.wait()
+            output.collect()
+            done = output.done()
+            _, _, tokens = processes.total(tally.done, tally.bad, tally.tokens)
+    except KeyboardInterrupt as error:
+        kept = f"{output.path} and its parts" if processes.count > 1 else str(output.path)
+        raise Interrupted(
+            f"{tally.done:,} answers of this run are in {kept}: run the same command again to resume."
+        ) from error
+    except OSError as error:
+        raise UsageError(
+            f"`--output` must be a file that can be written, got {error.strerror or error} after {tally.done:,} "
+            "answers. Make room, then run the same command again to resume."
+        ) from error
+    show(output, done, total, tokens, time.monotonic() - started)
+
+
+def show(output: Output, done: Done, total: int, tokens: int, seconds: float) -> None:
+    """Print what became of the lines.
+
+    Raises:
+        Refused: Some lines could not be answered.
+    """
+    speed = f", {tokens / seconds:,.0f} a second" if tokens else ""
+    answers = f"{len(done.lines) - len(done.bad):,} of {total:,} lines answered in {output.path}"
+    Console(highlight=False).print(f"{answers}; {tokens:,} output tokens in this run{speed}.", soft_wrap=True)
+    if done.bad:
+        raise Refused(
+            f"{len(done.bad):,} of {total:,} lines could not be answered. {output.path} has the reasons under `error`."
+        )
+
+
+def fill(work: Work, source: Path, output: Output, processes: Processes, tally: Tally) -> None:
+    """Answer this process's share of the lines that the output lacks."""
+    done = output.done().lines
+    num_missing = work.found.num_lines - len(done)
+    share = (num_missing - processes.rank + processes.count - 1) // processes.count
+    if not share:
+        return
+    with (
+        show_progress("batch", share, unit="line", is_shown=processes.rank == 0) as tell,
+        output.writing(processes.rank, processes.count) as writer,
+    ):
+        tell(doing="loading")
+        missing = (job for job in read_jobs(source) if job.line not in done)
+        mine = (job for position, job in enumerate(missing) if processes.is_mine(position))
+        with contextlib.ExitStack() as stack:
+            manager, room = started(work, stack)
+            try:
+                write_answers(work, mine, manager, room, writer, tally, tell)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise too_large(f"{tally.done:,} answers of this run are kept.") from error
+
+
+def started(work: Work, stack: contextlib.ExitStack) -> tuple[Any, int]:
+    """Start a manager that ends with the stack. Returns it and the number of tokens that its pages hold."""
+    try:
+        stack.enter_context(patched(work.model, work.config))
+        return stack.enter_context(managed(work.model, work.generation_config, work.batching))
+    except (ImportError, NotImplementedError, TypeError, ValueError) as error:
+        raise UsageError(f"{work.name} cannot be batched like this. {error}") from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise too_large("Nothing was answered in this run.") from error
+
+
+def too_large(kept: str) -> UsageError:
+    """The error if memory ran out. `kept` says what was kept of the run."""
+    return UsageError(
+        "`--cb-max-memory-percent` must leave enough memory, got too little. Lower it, or give --cb-num-blocks and "
+        f"--cb-max-batch-tokens. {kept}"
+    )
+
+
+def write_answers(
+    work: Work, jobs: Iterator[Job], manager: Any, room: int, writer: Writer, tally: Tally, tell: Tell
+) -> None:
+    """Write a line for every job, through a manager whose pages have room for so many tokens."""
+    limits = Limits(context_of(work.model), room)
+    vocab_size = text_config_of(work.model).vocab_size
+    ends, started, told = end_tokens(work.generation_config), time.monotonic(), 0.0
+
+    def requests() -> Iterator[Request]:
+        for job in jobs:
+            try:
+                yield request_of(job, work.tokenizer, limits, work.defaults.max_new_tokens)
+            except BadLine as problem:
+                writer.put(error_line(job, str(problem)))
+                report(job, str(problem), tally)
+                tell(1)
+
+    def options_of(request: Request) -> dict[str, Any]:
+        return request_options(work.defaults.of(request.job), work.found, vocab_size)
+
+    for request, tokens in answered(manager, requests(), options_of):
+        is_ended = bool(tokens) and tokens[-1] in ends
+        text = work.tokenizer.decode(tokens, skip_special_tokens=True)
+        writer.put(answer_line(request, str(text), len(tokens), is_ended, work.name))
+        tally.done, tally.tokens = tally.done + 1, tally.tokens + len(tokens)
+        now = time.monotonic()
+        is_due = now - told > TELL_S
+        told = now if is_due else told
+        tell(1, doing=f"{tally.tokens / (now - started):,.0f} output tokens a second" if is_due else None)
+
+
+def report(job: Job, problem: str, tally: Tally) -> None:
+    """Say on stderr which line is bad and why, above a progress bar if there is one."""
+    tally.bad += 1
+    if tally.bad <= MOST_TOLD:
+        tqdm.auto.tqdm.write(f"hf-kvquant: batch: line {job.line} is left out: {problem}", file=sys.stderr)
+    if tally.bad == MOST_TOLD:
+        tqdm.auto.tqdm.write("hf-kvquant: batch: further bad lines are in the output only.", file=sys.stderr)

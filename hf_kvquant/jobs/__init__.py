@@ -1,0 +1,1 @@
+"""Offline jobs: many requests from a file, answered through continuous batching, and resumed if they are stopped."""

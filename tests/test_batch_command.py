@@ -1,0 +1,476 @@
+"""`hf-kvquant batch`: the answers of `generate`, a line each; resumed after any stop; one word for every bad line."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import models
+import pytest
+import torch
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from hf_kvquant import cli, patched
+from hf_kvquant.batching.support import HAS_PAGES
+from hf_kvquant.evaluation.preparation import load
+from hf_kvquant.jobs import answers
+from hf_kvquant.jobs.lines import Job, parse
+from hf_kvquant.jobs.output import Writer
+from hf_kvquant.jobs.prompts import Request
+
+pytestmark = pytest.mark.skipif(not HAS_PAGES, reason="transformers' paged cache has another design")
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = str(ROOT / "evals" / "reference_model")
+CONTEXT = 256
+OPTIONS = ("--dtype", "float32", "--device", "cpu", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "128")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model and its tokenizer, whose chat template refuses three messages."""
+    template = "{% for m in messages %}{% if loop.index == 3 %}{{ raise_exception('too many') }}{% endif %}"
+    template += "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    path = tmp_path_factory.mktemp("model")
+    return models.save_llama(path, CONTEXT, eos_token="~", chat_template=template)
+
+
+@pytest.fixture
+def batch(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    return Batch(folder, tmp_path, capsys)
+
+
+class Batch:
+    """Runs the command in a folder."""
+
+    def __init__(self, model: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.model, self.capsys = model, capsys
+        self.source, self.output = folder / "in.jsonl", folder / "out.jsonl"
+        self.settings = folder / "out.jsonl.settings.json"
+
+    def arguments(self, *more: str) -> list[str]:
+        return ["batch", self.model, str(self.source), "--output", str(self.output), *OPTIONS, *more]
+
+    def write(self, *lines: Any) -> None:
+        texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+        self.source.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+
+    def run(self, *more: str) -> tuple[int, str, str]:
+        code = cli.main(self.arguments(*more))
+        captured = self.capsys.readouterr()
+        return code, captured.out, captured.err
+
+    def lines(self) -> dict[int, dict[str, Any]]:
+        found = [json.loads(line) for line in self.output.read_text(encoding="utf-8").splitlines()]
+        assert len({line["line"] for line in found}) == len(found)
+        return {line["line"]: line for line in found}
+
+
+def prompts(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": "once upon a time"[: 2 + index % 14], "id": f"p{index}"} for index in range(count)]
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4"])
+def test_answers_are_those_of_generate(preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = Batch(REFERENCE, tmp_path, capsys)
+    texts = ["The village is located in the", "The river", "He was born in", "In 1998, the band"]
+    lengths = [12, 20, 5, 16]
+    batch.write(*({"prompt": text, "max_new_tokens": length} for text, length in zip(texts, lengths, strict=True)))
+    code, output, error = batch.run("--preset", preset)
+    assert (code, error) == (0, "")
+    assert output.startswith(f"4 of 4 lines answered in {batch.output}; ")
+    model, tokenizer = load(REFERENCE, "float32", torch.device("cpu"))
+    with patched(model, preset):
+        for number, (text, length) in enumerate(zip(texts, lengths, strict=True), 1):
+            prompt = tokenizer(text, return_tensors="pt")
+            ids = model.generate(**prompt, max_new_tokens=length, do_sample=False)[0, prompt.input_ids.shape[1] :]
+            assert batch.lines()[number] == {
+                "line": number,
+                "id": None,
+                "text": tokenizer.decode(ids, skip_special_tokens=True),
+                "finish_reason": "stop" if ids[-1] == tokenizer.eos_token_id else "length",
+                "prompt_tokens": prompt.input_ids.shape[1],
+                "output_tokens": len(ids),
+            }
+
+
+def test_an_end_token_ends_an_answer(batch: Batch) -> None:
+    """A token that the model writes is made the one that ends a text."""
+    batch.write({"prompt": "once"})
+    batch.run("--max-new-tokens", "8")
+    model, tokenizer = load(batch.model, "float32", torch.device("cpu"))
+    path = batch.source.parent / "ending"
+    ids = tokenizer(batch.lines()[1]["text"]).input_ids
+    model.generation_config.eos_token_id = [1, ids[3]]
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    ending = Batch(str(path), path, batch.capsys)
+    ending.write({"prompt": "once"})
+    assert ending.run("--max-new-tokens", "8")[0] == 0
+    end = ids.index(ids[3]) + 1
+    assert (ending.lines()[1]["finish_reason"], ending.lines()[1]["output_tokens"]) == ("stop", end)
+
+
+def test_messages_in_both_forms(batch: Batch) -> None:
+    messages = [{"role": "user", "content": "once"}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "on"}, {"type": "text", "text": "ce"}]}]
+    body = {"model": "any", "messages": parts, "max_tokens": 6, "temperature": 0, "n": 1, "stop": None, "user": "me"}
+    batch.write(
+        {"id": 7, "messages": messages},
+        {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body},
+        {"prompt": "user: once\nassistant: "},
+        {"custom_id": "b", "body": {**body, "messages": messages * 3}},
+    )
+    code, _, _ = batch.run("--max-new-tokens", "6")
+    lines = batch.lines()
+    assert code == 1
+    assert (lines[1]["id"], lines[1]["text"]) == (7, lines[3]["text"])
+    answer = lines[2]["response"]["body"]
+    assert (lines[2]["custom_id"], lines[2]["error"], lines[2]["response"]["status_code"]) == ("a", None, 200)
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": lines[3]["text"]}
+    assert answer["usage"] == {"prompt_tokens": 22, "completion_tokens": 6, "total_tokens": 28}
+    assert lines[4]["custom_id"] == "b" and lines[4]["response"] is None
+    assert "fit the model's chat template, got: too many" in lines[4]["error"]["message"]
+
+
+def test_lines_that_sample_share_a_run_with_lines_that_do_not(batch: Batch) -> None:
+    hot = {"prompt": "once", "temperature": 40.0}
+    batch.write({"prompt": "once", "temperature": 0}, {**hot, "top_k": 1}, {**hot, "top_p": 1e-6}, hot, hot)
+    batch.run("--max-new-tokens", "24")
+    greedy, first, narrow, *others = (line["text"] for _, line in sorted(batch.lines().items()))
+    assert greedy == first == narrow
+    assert len({greedy, *others}) == 3
+    batch.output = batch.output.with_name("sampled.jsonl")
+    batch.write({"prompt": "once"}, {"prompt": "once", "top_k": 1}, {"prompt": "once", "temperature": 0})
+    batch.run("--max-new-tokens", "24", "--sample", "--temperature", "40", "--top-k", "50")
+    sampled, *fixed = (line["text"] for _, line in sorted(batch.lines().items()))
+    assert fixed == [greedy, greedy] and sampled != greedy
+
+
+def test_a_bounded_number_of_requests_is_in_the_manager() -> None:
+    taken = done = 0
+
+    def requests() -> Iterator[Request]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield Request(Job(taken), [1], 1)
+
+    def get_result(timeout: float) -> GenerationOutput:
+        return GenerationOutput(str(done), generated_tokens=[2], status=RequestStatus.FINISHED)
+
+    manager = SimpleNamespace(continuous_batching_config=SimpleNamespace(max_requests_per_batch=8))
+    manager.add_request = lambda tokens, max_new_tokens: str(taken - 1)
+    manager.get_result = get_result
+    found = answers.answered(manager, requests(), lambda request: {})
+    for done in range(50):
+        request, tokens = next(found)
+        assert (request.job.line, tokens) == (done + 1, [2])
+        assert taken - done <= 10
+
+
+def test_a_manager_that_fails_ends_the_run(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("a kernel failed")
+
+    batch.write(*prompts(3))
+    monkeypatch.setattr("hf_kvquant.batching.attention._attend_raw", fail)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        cli.main(batch.arguments())
+    assert not batch.output.exists() and not batch.settings.exists()
+
+
+# --- bad lines --------------------------------------------------------------------------------------------------------
+
+CHAT = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        ("nonsense", "the line must be JSON, got Expecting value"),
+        ('{"prompt": "half', "the line must be JSON, got Unterminated string"),
+        ("[" * 100_000, "the line must be JSON, got "),
+        ("[1]", "the line must be a JSON object, got a list."),
+        ({}, "the line must have either `prompt` or `messages`, got neither."),
+        ({"prompt": "a", "messages": [USER]}, "the line must have either `prompt` or `messages`, got both."),
+        ({"prompt": 3}, "`prompt` must be text, got int."),
+        ({"prompt": " \n"}, "`prompt` must be text, got white space."),
+        ({"prompt": "a", "max_new_token": 3}, "there is no setting 'max_new_token'. Did you mean 'max_new_tokens'?"),
+        ({"prompt": "a", "max_new_tokens": 0}, "`max_new_tokens` must be a number of tokens from 1, got 0."),
+        ({"prompt": "a", "max_new_tokens": True}, "`max_new_tokens` must be a number of tokens from 1, got True."),
+        ({"prompt": "a", "temperature": -1}, "`temperature` must be a number from 0, got -1."),
+        ('{"prompt": "a", "temperature": NaN}', "`temperature` must be a number from 0, got nan."),
+        ({"prompt": "a", "temperature": 10**400}, "`temperature` must be a number from 0, got 1000"),
+        ({"prompt": "a", "top_p": 0}, "`top_p` must be above 0 and at most 1, got 0."),
+        ({"prompt": "a", "top_k": 1.5}, "`top_k` must be a number of tokens from 1, got 1.5."),
+        ({"messages": []}, "`messages` must be a list with a message in it, got a list."),
+        ({"messages": ["x"]}, "a message must be a JSON object with `role` and `content`."),
+        ({"messages": [{"role": "user"}]}, "the `content` of a message must be text, got nothing."),
+        ({"messages": [{**USER, "name": "x"}]}, "a message must have `role` and `content` only, got 'name'."),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "the `content` of a message must be text, got a list.",
+        ),
+        ({"custom_id": 3, "body": {}}, "`custom_id` must be text, got int."),
+        ({"custom_id": "a"}, "`body` must be a JSON object, got nothing."),
+        ({**CHAT, "url": "/v1/embeddings", "body": {}}, "`method` and `url` must be POST and /v1/chat/completions"),
+        ({**CHAT, "body": {"messages": [USER], "seed": 1}}, "`body` must have no 'seed', which is not supported."),
+        ({**CHAT, "body": {"messages": [USER], "n": 2}}, "`n` must be 1 or left out, got 2."),
+        ({**CHAT, "body": {"messages": [USER], "stop": ["x"]}}, "`stop` must be [] or left out, got ['x']."),
+        (
+            {**CHAT, "body": {"messages": [USER], "max_tokens": 1, "max_completion_tokens": 2}},
+            "`max_tokens` and `max_completion_tokens` must agree. Leave one out.",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_line(line: Any, why: str) -> None:
+    problem = parse(1, (line if isinstance(line, str) else json.dumps(line)).encode()).problem
+    assert problem is not None and problem.startswith(why)
+
+
+def test_bad_lines_are_told_and_the_others_answered(batch: Batch) -> None:
+    batch.write(
+        {"prompt": "once"},
+        "nonsense",
+        "",
+        {"id": "long", "prompt": "x" * 250},
+        {"id": "room", "prompt": "x", "max_new_tokens": 200},
+        {"prompt": "\ud800"},
+        {"prompt": "time"},
+    )
+    code, output, error = batch.run("--cb-num-blocks", "1", "--cb-block-size", "128", "--max-new-tokens", "8")
+    assert code == 1
+    lines = batch.lines()
+    assert [number for number, line in sorted(lines.items()) if "text" in line] == [1, 7]
+    assert lines[4]["id"] == "long" and lines[5]["id"] == "room"
+    assert {number: line["error"] for number, line in lines.items() if "error" in line} == {
+        2: "the line must be JSON, got Expecting value: line 1 column 1 (char 0).",
+        4: f"the request must fit the model's {CONTEXT} positions, got 250 tokens of prompt and 8 new ones.",
+        5: "the request must fit the cache's 128 tokens, got 1 tokens of prompt and 200 new ones. See --cb-num-blocks.",
+        6: "`prompt` must be Unicode text, got surrogates not allowed.",
+    }
+    assert "hf-kvquant: batch: line 2 is left out: the line must be JSON, got Expecting value" in error
+    assert error.count("is left out") == 4
+    assert "2 of 6 lines answered" in output
+    assert error.endswith(
+        f"refused: batch: 4 of 6 lines could not be answered. {batch.output} has the reasons under `error`.\n"
+    )
+
+
+def test_few_bad_lines_are_told_of_many(batch: Batch) -> None:
+    batch.write(*["nonsense"] * 30)
+    _, _, error = batch.run()
+    assert error.count("is left out") == 20 and "further bad lines are in the output only" in error
+    assert len(batch.lines()) == 30
+
+
+def test_messages_without_a_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = Batch(models.save_llama(tmp_path / "plain", CONTEXT), tmp_path, capsys)
+    batch.write({"messages": [USER]})
+    assert batch.run()[0] == 1
+    assert "`messages` must come with a chat template, and the model's tokenizer has none." in batch.lines()[1]["error"]
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_answers_what_is_missing(batch: Batch) -> None:
+    batch.write(*prompts(9), "nonsense")
+    batch.run("--max-new-tokens", "6")
+    whole, lines = batch.output.read_bytes(), batch.lines()
+    kept = whole.splitlines(keepends=True)[:4]
+    batch.output.write_bytes(b"".join(kept) + b'{"line": 9, "te')
+    code, output, error = batch.run("--max-new-tokens", "6")
+    assert code == 1 and "9 of 10 lines answered" in output
+    assert batch.output.read_bytes().startswith(b"".join(kept))
+    assert batch.lines() == lines
+    answered = sum(b'"text"' in line for line in kept)
+    assert f"; {6 * (9 - answered)} output tokens in this run" in output
+    # All is there: no model runs, and a bad line still counts.
+    code, output, error = batch.run("--max-new-tokens", "6")
+    assert code == 1 and "; 0 output tokens in this run." in output and "1 of 10 lines could not" in error
+    assert batch.lines() == lines
+
+
+def test_an_interrupted_run_keeps_its_answers(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch.write(*prompts(9))
+    put, count = Writer.put, 0
+
+    def interrupted(self: Writer, line: Any) -> None:
+        nonlocal count
+        if count == 3:
+            raise KeyboardInterrupt
+        count += 1
+        put(self, line)
+
+    with monkeypatch.context() as context:
+        context.setattr(Writer, "put", interrupted)
+        code, _, error = batch.run("--max-new-tokens", "6")
+    assert code == 130
+    kept = f"3 answers of this run are in {batch.output}: run the same command again to resume."
+    assert error == f"hf-kvquant: interrupted. {kept}\n"
+    first = batch.output.read_bytes()
+    assert len(batch.lines()) == 3
+    assert batch.run("--max-new-tokens", "6")[0] == 0
+    assert batch.output.read_bytes().startswith(first) and len(batch.lines()) == 9
+
+
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        (["--preset", "int4"], '`preset` was "int8" and is "int4"; `formats` was '),
+        (["--max-new-tokens", "7"], "`max_new_tokens` was 6 and is 7."),
+        (["--sample"], "`sample` was false and is true."),
+        (["--dtype", "bfloat16"], '`dtype` was "float32" and is "bfloat16".'),
+    ],
+)
+def test_other_settings_are_refused(batch: Batch, more: list[str], told: str) -> None:
+    batch.write(*prompts(2))
+    assert batch.run("--max-new-tokens", "6")[0] == 0
+    before = batch.output.read_bytes()
+    code, _, error = batch.run("--max-new-tokens", "6", *more)
+    assert code == 2 and "`--output` must come from the same settings" in error and told in error
+    assert batch.output.read_bytes() == before
+
+
+def test_another_input_is_refused(batch: Batch) -> None:
+    batch.write(*prompts(2))
+    batch.run()
+    batch.write(*prompts(3))
+    code, _, error = batch.run()
+    assert code == 2 and "`input_sha256` was " in error
+
+
+def test_files_of_others_are_refused(batch: Batch) -> None:
+    batch.write(*prompts(2))
+    batch.output.write_text("mine\n", encoding="utf-8")
+    code, _, error = batch.run()
+    assert code == 2 and "`--output` must be new or come from this command, got " in error
+    assert batch.output.read_text(encoding="utf-8") == "mine\n"
+    batch.output.unlink()
+    batch.run()
+    whole = batch.output.read_bytes()
+    batch.output.write_bytes(b"mine\n" + whole)
+    code, _, error = batch.run()
+    assert code == 2 and "must hold lines of this command" in error and "at byte 0" in error
+    assert batch.output.read_bytes() == b"mine\n" + whole
+    batch.settings.write_text("[]", encoding="utf-8")
+    code, _, error = batch.run()
+    assert code == 2 and "`--output` must have settings in JSON" in error
+
+
+def test_two_runs_do_not_write_one_file(batch: Batch) -> None:
+    batch.write(*prompts(2))
+    batch.run()
+    with batch.settings.open(encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, _, error = batch.run()
+    assert code == 2 and "`--output` must not be in use" in error
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        (["--preset", "int5"], "`--preset` must be one of "),
+        (["--preset", "int4:4+128"], "cannot be batched like this. "),
+        (["--preset", "int4-channel"], "cannot be batched like this. "),
+        (["--max-new-tokens", "0"], "`--max-new-tokens` must be at least 1, got 0."),
+        (["--temperature", "-1"], "`--temperature` must be a number from 0, got -1.0"),
+        (["--top-p", "2"], "`--top-p` must be above 0 and at most 1, got 2.0"),
+        (["--top-k", "0"], "`--top-k` must be a number of tokens from 1, got 0"),
+        (["--cb-num-blocks", "0"], "`--cb-num-blocks` must be at least 1, got 0."),
+        (["--cb-block-size", "100"], "`--cb-block-size` must be a multiple of 128 tokens, got 100."),
+        (["--cb-max-memory-percent", "90"], "`--cb-max-memory-percent` must be above 0 and at most 1, got 90.0."),
+        (["--cb-use-cuda-graph"], "`use_cuda_graph` must be False on a cpu, got True."),
+    ],
+)
+def test_mistakes_leave_no_files(batch: Batch, more: list[str], told: str) -> None:
+    batch.write(*prompts(2))
+    code, _, error = batch.run(*more)
+    assert code == 2 and told in error and error.count("\n") == 1
+    assert sorted(path.name for path in batch.source.parent.iterdir()) == ["in.jsonl"]
+
+
+def test_wrong_files(batch: Batch) -> None:
+    code, _, error = batch.run()
+    assert code == 2 and "`IN` must be a file of JSON lines, got " in error and "No such file" in error
+    batch.write(*prompts(1))
+    batch.output = batch.source
+    code, _, error = batch.run()
+    assert code == 2 and "`--output` must be another file than the input" in error
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+# Two requests at a time, so that they end one after the other.
+LONG = ("--max-new-tokens", "200", "--cb-num-blocks", "2")
+
+
+def start(program: list[str], batch: Batch, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *program, *batch.arguments(*LONG)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+def test_a_killed_run_of_two_processes_is_resumed(batch: Batch) -> None:
+    """... by two again, after which one process finds nothing to do. Their answers are those of one process."""
+    batch.write(*prompts(40))
+    # As launchers start them. These two can be killed, unlike the children of a launcher.
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    first = [start(["hf_kvquant"], batch, RANK=str(rank), LOCAL_RANK=str(rank), **where) for rank in range(2)]
+    parts = [batch.output.with_name(f"out.jsonl.{rank}-of-2") for rank in range(2)]
+    end = time.monotonic() + 120
+    while time.monotonic() < end and not all(path.exists() and path.stat().st_size for path in parts):
+        time.sleep(0.02)
+    for process in first:
+        process.kill()
+        process.communicate(timeout=60)
+    held = sum(path.read_bytes().count(b"\n") for path in (batch.output, *parts) if path.exists())
+    assert 2 <= held < 40
+    second = start([*"torch.distributed.run --standalone --nproc_per_node 2 -m hf_kvquant".split()], batch)
+    output, error = second.communicate(timeout=240)
+    assert second.returncode == 0, error
+    assert output.count("40 of 40 lines answered") == 1
+    assert not any(path.exists() for path in parts)
+    together = batch.lines()
+    code, output, _ = batch.run(*LONG)
+    assert code == 0 and "; 0 output tokens in this run." in output
+    # One process continues what several have left.
+    for path, number in ((batch.output, range(10)), (parts[0], range(10, 20)), (parts[1], range(18, 25))):
+        path.write_text("".join(json.dumps(together[1 + index]) + "\n" for index in number), encoding="utf-8")
+    with parts[1].open("a", encoding="utf-8") as file:
+        file.write('{"line": 3')
+    assert batch.run(*LONG)[0] == 0
+    assert not any(path.exists() for path in parts)
+    agree = [batch.lines()[number]["text"] == line["text"] for number, line in together.items()]
+    assert sum(agree) >= 38  # sums in another order may swap two tokens that are nearly equally likely
