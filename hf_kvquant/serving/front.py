@@ -77,6 +77,7 @@ class FrontDoor:
             if body is None:
                 return
             refused = self._refusal(body)
+            request.is_admitted = refused is None
             if refused is not None:
                 await refused(scope, receive, noting_send)
             else:
@@ -104,8 +105,7 @@ class FrontDoor:
         if not self.generation.is_alive():
             error = self.generation.manager.background_thread_status.fatal_error
             return refusal(503, f"the generation thread has ended: {error}")
-        # The present request is among the unanswered ones.
-        num_waiting = self.requests.num_unanswered() - 1 - self.generation.num_running()
+        num_waiting = self.requests.num_unanswered() - self.generation.num_running()
         if num_waiting >= self._max_waiting:
             return refusal(429, f"{num_waiting} requests wait, and {self._max_waiting} may. Try again later.")
         return None

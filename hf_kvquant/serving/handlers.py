@@ -12,11 +12,13 @@ from transformers.cli.serving.utils import BaseHandler, CBWorkerDeadError
 
 from . import checks
 from .generation import AtMost, State
+from .model import PatchedModels
 
 
 class Checked(BaseHandler):
     """What both handlers do besides. transformers answers mistakes of clients with 500, since it meets them late."""
 
+    model_manager: PatchedModels
     generation_state: State
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
@@ -43,7 +45,7 @@ class Checked(BaseHandler):
 
     def _resolve_model(self, body: dict[str, Any]) -> Any:
         """See `BaseHandler`. The name that answers bear is accepted, too."""
-        name = self.model_manager.force_model
+        name: str = self.model_manager.name
         if body.get("model") == self.model_manager.process_model_name(name):
             body["model"] = name
         return super()._resolve_model(body)

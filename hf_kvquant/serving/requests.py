@@ -30,6 +30,7 @@ class OpenRequest:
         request_id: Unique in this process.
         arrived: When, in seconds of `time.perf_counter`.
         status: HTTP status of the answer once it has begun, or of the error that is to be sent.
+        is_admitted: Whether it may wait or run.
         is_submitted: Whether the scheduler has had it.
         is_streamed: Whether its client gets each token.
         num_tokens: Generated so far.
@@ -41,6 +42,7 @@ class OpenRequest:
     request_id: str
     arrived: float
     status: int = 0
+    is_admitted: bool = False
     is_submitted: bool = False
     is_streamed: bool = False
     num_tokens: int = 0
@@ -77,8 +79,8 @@ class OpenRequests:
         return request
 
     def num_unanswered(self) -> int:
-        """Requests that have not ended."""
-        return sum(request.outcome is None for request in self.by_id.values())
+        """Requests that wait or run."""
+        return sum(request.is_admitted and request.outcome is None for request in list(self.by_id.values()))
 
     def submit(self, request_id: str, num_prompt_tokens: int, is_streamed: bool) -> None:
         """Note that a request goes to the scheduler."""

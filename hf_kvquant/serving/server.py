@@ -15,9 +15,10 @@ from typing import Any
 
 import uvicorn
 from fastapi import Request, Response
-from fastapi.exceptions import HTTPException, RequestValidationError
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -115,7 +116,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FrontDoor, *, shutdown_timeout: float, log_level: str = "warning") -> None:
         config = uvicorn.Config(
-            app,  # type: ignore[arg-type]
+            app,
             log_level=log_level,
             access_log=False,
             timeout_graceful_shutdown=int(shutdown_timeout) + 1 + GRACE_SECONDS,
@@ -129,10 +130,8 @@ class Server(uvicorn.Server):
         if self._requests.is_stopping:
             os._exit(128 + sig)
         self._requests.is_stopping = self.should_exit = True
-        seconds = f"{self._shutdown_timeout:g} seconds"
-        print(
-            f"Stopping: {self._requests.num_unanswered()} requests have {seconds}. Signal again to end now.", flush=True
-        )
+        left = f"{self._requests.num_unanswered()} requests have {self._shutdown_timeout:g} seconds"
+        print(f"Stopping: {left}. Signal again to end now.", flush=True)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See `uvicorn.Server`."""
