@@ -1,6 +1,6 @@
 """A server under load, and when things go wrong: everybody gets an answer, and every page comes back.
 
-The tests take seconds. A longer run: `pytest tests/test_serve_load.py -m slow`.
+The tests take seconds. A longer run: `pytest --all tests/test_serve_load.py -k 20000`.
 """
 
 from __future__ import annotations
@@ -281,10 +281,10 @@ def resident() -> int:
 
 
 def soak(folder: str, requests: int) -> None:
-    """Memory at request 500 and at the end must not differ by more than 24 MiB.
+    """Memory at request 500 and at the end must not differ by more than 16 MiB.
 
     The heap breathes by a few MiB with the lengths of a batch. A request that stayed, with its tokens, callback and
-    answer, would take at least 20 kB: 30 MiB over 1,500 requests.
+    answer, takes more than 20 kB: 30 MiB over 1,500 requests.
     """
     with serving(folder, num_blocks=32) as running:
         mixed_load(running, 500, seed=0)
@@ -295,7 +295,7 @@ def soak(folder: str, requests: int) -> None:
         assert running.outcomes()["failed"] == 0
         assert not running.generation.manager.output_router.result_handlers
         assert running.generation.manager.output_router.output_queue.empty()
-    assert after - before <= 24, (before, after)
+    assert after - before <= 16, (before, after)
     print(f"{requests} requests: {before} MiB at request 500, {after} MiB at the end")
 
 

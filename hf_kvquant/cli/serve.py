@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> None:
     arguments.check_counts(args, "max_waiting")
     if not 0 <= args.shutdown_timeout < math.inf:
         raise UsageError(f"`--shutdown-timeout` must be at least 0 seconds, got {args.shutdown_timeout}.")
+    if not 0 <= args.port < 2**16:
+        raise UsageError(f"`--port` must be from 0 to 65535, got {args.port}.")
     device = arguments.checked_device(args.device)
     check_folder(args.model)
     set_log_level(args.log_level)
@@ -161,7 +163,7 @@ def checked_socket(host: str, port: int) -> Iterator[socket.socket]:
 
     try:
         listener = bind(host, port)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise UsageError(
             f"`--host` and `--port` must be a free address of this machine, got {host} and {port}: {error}. Use "
             "another, or --port 0 for any."
