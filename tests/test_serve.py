@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import inspect
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -275,12 +276,24 @@ def test_metrics_show_what_runs_and_what_waits(folder: str) -> None:
     with serving(folder, num_blocks=16, max_requests_per_batch=2) as running:
         with concurrent.futures.ThreadPoolExecutor(5) as pool:
             jobs = [pool.submit(running.complete, prompt=prompt, max_tokens=150) for prompt in PROMPTS]
-            until(lambda: running.metrics()["requests_waiting"] == 3)
-            found = running.metrics()
-            assert found["requests_running"] == 2 and found["cache_pages_used"] >= 2
+            found: dict[str, float] = {}
+
+            def is_so() -> bool:
+                found.update(running.metrics())
+                return (found["requests_running"], found["requests_waiting"]) == (2, 3)
+
+            until(is_so)
+            assert found["cache_pages_used"] >= 2
             assert 4 < found["cache_tokens"] <= 2 * 156
             for job in jobs:
                 assert job.result().status_code == 200
+
+
+def test_the_page_lists_every_metric(running: Running) -> None:
+    page = (REFERENCE.parents[1] / "docs" / "serve.md").read_text(encoding="utf-8")
+    found = {name.partition("{")[0].removesuffix("_sum").removesuffix("_count") for name in running.metrics()}
+    named = {name.removeprefix("hf_kvquant_") for name in re.findall(r"`(hf_kvquant_\w+)`", page)}
+    assert {name for name in found if not name.endswith(("_bucket", "_created"))} == named
 
 
 # --- what we rely on --------------------------------------------------------------------------------------------------

@@ -132,6 +132,14 @@ def test_a_second_signal_ends_at_once(process: Process) -> None:
 # --- the start --------------------------------------------------------------------------------------------------------
 
 
+def test_the_page_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert options <= set(re.findall(r"--[a-z-]+", page))
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
