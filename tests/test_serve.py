@@ -197,6 +197,12 @@ HELLO = [{"role": "user", "content": "Hello"}]
             "`messages` must each have a text, or a list of texts",
         ),
         (CHAT, {"messages": HELLO, "stop": ["."]}, "`stop` must be left out, since it would have no effect"),
+        (
+            CHAT,
+            {"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}},
+            "`chat_template_kwargs` must be an",
+        ),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": 3}, "`chat_template_kwargs` must be an object without"),
         (CHAT, {"messages": HELLO, "tools": 3}, "the request cannot be read: "),
     ],
 )

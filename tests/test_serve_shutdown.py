@@ -129,6 +129,21 @@ def test_a_second_signal_ends_at_once(process: Process) -> None:
     assert time.monotonic() - begin < 20  # of the 30 that it would have
 
 
+def test_an_interrupted_start_leaves_no_thread(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the process would not end."""
+
+    async def interrupted(self: Any, sockets: Any = None) -> None:
+        assert self._generation.is_alive()
+        seen.append(self._generation.manager)
+        raise KeyboardInterrupt
+
+    seen: list[Any] = []
+    monkeypatch.setattr("hf_kvquant.serving.server.Server.serve", interrupted)
+    sizes = ("--cb-num-blocks", "2", "--cb-max-batch-tokens", "64", "--port", "0", "--device", "cpu")
+    assert cli.main(["serve", folder, *sizes]) == 130
+    assert [manager.is_running() for manager in seen] == [False]
+
+
 # --- the start --------------------------------------------------------------------------------------------------------
 
 
@@ -219,4 +234,4 @@ def test_calibration_that_is_saved_with_the_model_is_loaded(folder: str, monkeyp
 
 
 async def _serve_nothing(self: Any, sockets: Any = None) -> None:
-    self._generation.stop()
+    pass

@@ -83,23 +83,29 @@ def run(args: argparse.Namespace) -> None:
     device = arguments.checked_device(args.device)
     check_folder(args.model)
     set_log_level(args.log_level)
-    from ..serving.server import Server  # what it needs comes with an extra
-
     with checked_socket(args.host, args.port) as listener:
         print(f"Loading {args.model} …", flush=True)
         with loading(args.model, device):
             app = started(args, config, batching, device)
-        room = f"{app.generation.num_tokens:,} tokens of cache, up to {app.generation.room:,} for each request"
-        print(f"Serving {args.model} with {args.preset} on {device}: {room}.", flush=True)
-        server = Server(app, shutdown_timeout=args.shutdown_timeout, log_level=args.log_level)
-        asyncio.run(server.serve(sockets=[listener]))
+        with contextlib.closing(app):
+            serve(args, app, listener, device)
+
+
+def serve(args: argparse.Namespace, app: Any, listener: socket.socket, device: torch.device) -> None:
+    """Serve until a signal."""
+    from ..serving.server import Server  # what it needs comes with an extra
+
+    room = f"{app.generation.num_tokens:,} tokens of cache, up to {app.generation.room:,} for each request"
+    print(f"Serving {args.model} with {args.preset} on {device}: {room}.", flush=True)
+    server = Server(app, shutdown_timeout=args.shutdown_timeout, log_level=args.log_level)
+    asyncio.run(server.serve(sockets=[listener]))
 
 
 def started(
     args: argparse.Namespace, config: KVQuantConfig, batching: ContinuousBatchingConfig, device: torch.device
 ) -> Any:
     """The application that answers, with the model loaded and patched, and its generation running."""
-    from ..serving.model import DoesNotFit, PatchedModels
+    from ..serving.model import DoesNotFit, PatchedModels  # what they need comes with an extra
     from ..serving.server import start
 
     try:

@@ -60,7 +60,7 @@ def check_fields(body: dict[str, Any]) -> None:
 
 
 def check_messages(body: dict[str, Any]) -> None:
-    """Refuse messages that are not a list of roles and texts.
+    """Refuse messages that are not a list of roles and texts, and a chat template of the client's.
 
     Raises:
         HTTPException: 400.
@@ -75,6 +75,10 @@ def check_messages(body: dict[str, Any]) -> None:
         parts = content if isinstance(content, list) else []
         if not isinstance(content, str | list | None) or not all(map(_is_text, parts)):
             raise _refused("messages", "each have a text, or a list of texts, as content", content)
+    options = body.get("chat_template_kwargs", {})
+    # A template of the client's would run on the event loop for as long as it likes.
+    if not isinstance(options, dict) or "chat_template" in options:
+        raise _refused("chat_template_kwargs", "be an object without `chat_template`", options)
 
 
 def check_prompt(body: dict[str, Any]) -> None:

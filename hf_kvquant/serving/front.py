@@ -61,6 +61,10 @@ class FrontDoor:
         else:
             await self._generate(scope, receive, send)
 
+    def close(self) -> None:
+        """Stop generation, if it is still running."""
+        self.generation.stop()
+
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = self.requests.accept()
         name = X_REQUEST_ID.encode()

@@ -183,8 +183,9 @@ class Generation(CBGenerateManager):
             )
 
     def stop(self) -> None:
-        """Stop at once: whoever is left gets an error."""
-        self.manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
+        """Stop at once: whoever is left gets an error. Does nothing the second time."""
+        if self.manager.is_running():
+            self.manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
         self.manager.destroy()
 
 
