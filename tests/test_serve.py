@@ -27,7 +27,9 @@ from servers import Running, serving, until
 from transformers.cli.serving import chat_completion, completion, model_manager, server, utils
 from transformers.generation.continuous_batching import continuous_api, requests, scheduler
 
+from hf_kvquant.serving.metrics import Metrics
 from hf_kvquant.serving.model import DoesNotFit, PatchedModels
+from hf_kvquant.serving.requests import OpenRequests
 from hf_kvquant.state import patch_of
 
 REFERENCE = Path(__file__).resolve().parents[1] / "evals" / "reference_model"
@@ -126,6 +128,17 @@ def test_another_preset_answers_as_its_own_generate(folder: str) -> None:
         assert ask(client, PROMPTS[2], True, False) == alone(PROMPTS[2])
 
 
+def test_a_model_that_samples_by_itself_is_greedy_here(folder: str, alone: Alone, tmp_path: Path) -> None:
+    path = tmp_path / "sampling"
+    shutil.copytree(folder, path)
+    settings = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
+    settings |= {"do_sample": True, "temperature": 9.0, "top_k": 0, "top_p": 0.99}
+    (path / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    with serving(str(path), num_blocks=4) as running:
+        answer = running.complete(prompt=PROMPTS[0], max_tokens=NEW_TOKENS).json()
+    assert answer["choices"][0]["text"] == alone(PROMPTS[0])
+
+
 def test_usage_and_the_end_of_a_stream(running: Running) -> None:
     with running.openai() as client:
         *_, last = client.completions.create(model=client_model(client), prompt=PROMPTS[0], max_tokens=3, stream=True)
@@ -155,6 +168,17 @@ def test_two_requests_of_one_name_do_not_share_an_answer(running: Running) -> No
     expected = [answer(prompt) for prompt in prompts]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         assert list(pool.map(answer, prompts)) == expected
+
+
+def test_a_cancellation_that_came_before_its_request_is_repeated() -> None:
+    """The queue of cancellations is emptied after that of requests, but both may be filled in between."""
+    cancelled: list[str] = []
+    registry = OpenRequests(Metrics())
+    registry.cancel = cancelled.append
+    going, ended = requests.RequestStatus.DECODING, requests.RequestStatus.FINISHED
+    assert not registry.note(requests.GenerationOutput("gone", generated_tokens=[1], status=going))
+    assert not registry.note(requests.GenerationOutput("done", generated_tokens=[1], status=ended))
+    assert cancelled == ["gone"]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
