@@ -15,6 +15,7 @@ import openai
 from transformers import ContinuousBatchingConfig
 
 from hf_kvquant import KVQuantConfig
+from hf_kvquant.cli.serve import set_log_level
 from hf_kvquant.serving.front import FrontDoor
 from hf_kvquant.serving.model import PatchedModels
 from hf_kvquant.serving.server import Server, bind, start
@@ -77,11 +78,40 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+class Gate:
+    """What steps of the generation thread wait for; then they raise `error`, if there is one."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.error: BaseException | None = None
+
+
+@contextlib.contextmanager
+def held(running: Running) -> Iterator[Gate]:
+    """Let no step run in a `with` block, so that requests stay where they are."""
+    step, gate = running.processor._generation_step, Gate()
+
+    def waiting_step(model: Any) -> None:
+        assert gate.opened.wait(SECONDS)
+        if gate.error is not None:
+            raise gate.error
+        step(model)
+
+    running.processor._generation_step = waiting_step
+    try:
+        yield gate
+    finally:
+        if gate.error is None:
+            running.processor._generation_step = step
+        gate.opened.set()
+
+
 @contextlib.contextmanager
 def serving(
     folder: str, preset: str = "int4", *, max_waiting: int = 1024, shutdown_timeout: float = 5, **batching: Any
 ) -> Iterator[Running]:
     """Serve a model on a free port. At the end no page may be taken."""
+    set_log_level("warning")
     models = PatchedModels(folder, KVQuantConfig.from_preset(preset), lambda model: None, device="cpu", dtype="float32")
     settings = ContinuousBatchingConfig(**{"page_size": PAGE, "num_blocks": 16, "max_batch_tokens": 512, **batching})
     app = start(models, settings, max_waiting=max_waiting)

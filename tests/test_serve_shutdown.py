@@ -28,7 +28,7 @@ import httpx2
 from servers import SECONDS, serving, until
 
 ROOT = Path(__file__).resolve().parents[1]
-LONG = {"prompt": "a", "max_tokens": 2000}
+LONG = {"prompt": "a", "max_tokens": 4000}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_those_that_are_left_at_the_end_are_told(folder: str) -> None:
-    with serving(folder, shutdown_timeout=0.2) as running, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with (
+        serving(folder, shutdown_timeout=0.2, num_blocks=32) as running,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
         answers = [pool.submit(running.complete, **LONG, stream=stream) for stream in (True, False)]
         until(lambda: running.generation.num_running() == 2)
         running.server.should_exit = True
@@ -53,7 +56,7 @@ def test_those_that_are_left_at_the_end_are_told(folder: str) -> None:
 
 
 def test_no_request_is_taken_after_the_signal(folder: str) -> None:
-    with serving(folder) as running:
+    with serving(folder, num_blocks=32) as running:
         running.app.requests.is_stopping = True
         response = running.complete(**LONG)
         assert response.status_code == 503
@@ -65,7 +68,7 @@ class Process:
 
     def __init__(self, folder: str, *options: str) -> None:
         arguments = ("serve", folder, "--host", "127.0.0.1", "--port", "0", "--device", "cpu", "--dtype", "float32")
-        sizes = ("--cb-page-size", "128", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "512")
+        sizes = ("--cb-page-size", "128", "--cb-num-blocks", "32", "--cb-max-batch-tokens", "512")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hf_kvquant", *arguments, *sizes, *options],
             stdout=subprocess.PIPE,
@@ -101,7 +104,7 @@ def process(folder: str) -> Iterator[Process]:
 def test_a_signal_lets_running_requests_finish(process: Process, folder: str) -> None:
     assert process.lines[:-1] == [
         f"Loading {folder} …",
-        f"Serving {folder} with int4 on cpu: 2,048 tokens of cache, up to 2,048 for each request.",
+        f"Serving {folder} with int4 on cpu: 4,096 tokens of cache, up to 4,096 for each request.",
     ]
     body = {"prompt": "a", "max_tokens": 200, "stream": True}
     with httpx2.stream("POST", f"{process.url}/completions", json=body, timeout=SECONDS) as response:
@@ -119,7 +122,8 @@ def test_a_signal_lets_running_requests_finish(process: Process, folder: str) ->
 
 def test_a_second_signal_ends_at_once(process: Process) -> None:
     with httpx2.stream("POST", f"{process.url}/completions", json={**LONG, "stream": True}, timeout=SECONDS) as stream:
-        next(stream.iter_lines())
+        pieces = stream.iter_lines()
+        next(pieces)
         process.process.send_signal(signal.SIGINT)
         assert process.process.stdout is not None
         assert process.process.stdout.readline().startswith("Stopping: 1 requests have 30 seconds.")
