@@ -116,6 +116,10 @@ class Generation(CBGenerateManager):
         """Whether requests are being served."""
         return super().is_alive() and self.manager.is_running()
 
+    def is_ending(self) -> bool:
+        """Whether the thread ends or has ended. When it fails, it says so to requests first and records it then."""
+        return self.manager.background_thread_status.can_accept_new_requests() is not None
+
     def fail_lost(self) -> None:
         """If the generation thread has ended, end the requests that it left without an answer."""
         if not self.is_alive():

@@ -27,7 +27,8 @@ class Checked(BaseHandler):
         Raises:
             HTTPException: 400 if the request is wrong, 500 or 503 if it failed.
         """
-        request = self.generation_state.generation.requests.by_id[request_id]
+        generation = self.generation_state.generation
+        request = generation.requests.by_id[request_id]
         try:
             return await super().handle_request(body, request_id)  # type: ignore[misc]
         except (HTTPException, CBWorkerDeadError):
@@ -37,7 +38,7 @@ class Checked(BaseHandler):
                 raise HTTPException(400, f"the request cannot be read: {error or type(error).__name__}") from error
             if request.error is None:
                 raise
-            raise HTTPException(request.status or 500, request.error) from error
+            raise HTTPException(request.status or (503 if generation.is_ending() else 500), request.error) from error
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
