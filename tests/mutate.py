@@ -238,6 +238,102 @@ MUTATIONS = [
         ),
     ),
     *of(
+        "hf_kvquant/serving/requests.py",
+        (
+            "self.cancel(output.request_id)\n            return",
+            "return",
+            "a cancellation that comes before its request is lost",
+            "serve",
+        ),
+        (
+            "self.by_id.pop(request.request_id, None)",
+            "pass",
+            "requests stay in memory",
+            "serve_load",
+        ),
+        (
+            "        if request.is_submitted:\n            self.cancel(request.request_id)",
+            "",
+            "requests of clients that have left run to the end",
+            "serve_load",
+        ),
+        (
+            "json.dumps(output.error)[1:-1]",
+            "output.error",
+            "an error with quotation marks breaks the stream",
+            "serve_load",
+        ),
+        (
+            "request.is_streamed or output.is_finished()",
+            "True",
+            "an answer in one piece is its first token",
+            "serve",
+        ),
+    ),
+    *of(
+        "hf_kvquant/serving/generation.py",
+        (
+            "elif wanted > left:",
+            "elif False:",
+            "a request that does not fit ends the generation thread",
+            "serve_load",
+        ),
+        (
+            "if num_prompt == 0:",
+            "if False:",
+            "an empty prompt ends the generation thread",
+            "serve",
+        ),
+        (
+            "super().is_alive() and self.manager.is_running()",
+            "super().is_alive()",
+            "a thread that ended without a word counts as alive",
+            "serve_load",
+        ),
+        (
+            "do_sample=False, ",
+            "",
+            "the model's settings may sample",
+            "serve",
+        ),
+    ),
+    *of(
+        "hf_kvquant/serving/front.py",
+        (
+            "(name, request.request_id.encode())",
+            '*(header for header in scope["headers"] if header[0] == name)',
+            "two requests of one name share an answer",
+            "serve",
+        ),
+        (
+            "return_when=asyncio.FIRST_COMPLETED",
+            "return_when=asyncio.ALL_COMPLETED",
+            "nobody notices that a client has left",
+            "serve_load",
+        ),
+        (
+            "if num_waiting >= self._max_waiting:",
+            "if num_waiting > self._max_waiting:",
+            "one request more may wait",
+            "serve_load",
+        ),
+    ),
+    *of(
+        "hf_kvquant/serving/server.py",
+        (
+            'self._requests.end_all("cancelled", SHUT_DOWN, 503)',
+            "pass",
+            "those that are left at the end are cut off without a word",
+            "serve_shutdown",
+        ),
+        (
+            "os._exit(128 + sig)",
+            "return",
+            "a second signal does nothing",
+            "serve_shutdown",
+        ),
+    ),
+    *of(
         "hf_kvquant/batching/hook.py",
         (
             "isinstance(kept, Manager) and kept.made_for is state_of(model)",

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from ..common.version import __version__
 from ..evaluation.errors import Interrupted, Refused, UsageError, named
-from . import batch, calibrate, env, evaluate, generate
+from . import batch, calibrate, env, evaluate, generate, serve
 from .arguments import Parser
 
 
@@ -48,6 +48,6 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"hf-kvquant {__version__}")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
-    for command in (generate, batch, calibrate, evaluate, env):
+    for command in (generate, serve, batch, calibrate, evaluate, env):
         command.add_parser(commands)
     return root

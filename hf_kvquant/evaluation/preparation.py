@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +45,30 @@ def read_text(option: str, name: str, remedy: str = "Name another file.") -> str
 
 def load(name: str, dtype: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer from a folder or the hub."""
+    check_folder(name)
+    source = source_of(name)
+    with loading(name, device):
+        with without_bars():
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        return model.to(device).eval(), tokenizer
+
+
+def check_folder(name: str) -> None:
+    """Refuse a name that looks like a folder and is none with a model."""
     path = Path(name).expanduser()
     # A hub id has at most one slash, and what precedes it is no local folder.
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and path.parent.exists())
     if looks_local and not (path / "config.json").is_file():
         found = "a folder without config.json" if path.is_dir() else "no such folder"
         raise UsageError(f"`MODEL` must be a folder with a transformers model or a hub id, got {name}: {found}.")
-    source = source_of(name)
+
+
+@contextlib.contextmanager
+def loading(name: str, device: torch.device) -> Iterator[None]:
+    """Say in one line why the model in a `with` block cannot be loaded."""
     try:
-        with without_bars():
-            tokenizer = AutoTokenizer.from_pretrained(source)
-            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-        return model.to(device).eval(), tokenizer
+        yield
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(

@@ -1,0 +1,185 @@
+"""`hf-kvquant serve`: transformers' OpenAI-compatible server over the quantised cache, with continuous batching."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import math
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig
+from transformers.utils import logging as transformers_logging
+
+from ..batching.support import check_version
+from ..common.progress import without_bars
+from ..config import KVQuantConfig
+from ..evaluation.errors import UsageError, is_out_of_memory
+from ..evaluation.preparation import check_folder, load_calibration, loading
+from . import arguments
+
+PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client", "accelerate", "psutil")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+# Options of `ContinuousBatchingConfig`, by what they are parsed into. transformers calls the first one block size.
+BATCHING = {
+    "cb_page_size": "page_size",
+    "cb_num_blocks": "num_blocks",
+    "cb_max_batch_tokens": "max_batch_tokens",
+    "cb_max_memory_percent": "max_memory_percent",
+    "cb_max_requests_per_batch": "max_requests_per_batch",
+    "cb_use_cuda_graph": "use_cuda_graph",
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Add `serve` to the commands, the sub-parsers of argparse."""
+    parser = arguments.add_command(
+        commands,
+        "serve",
+        run,
+        help="answer OpenAI's API over a quantised cache",
+        description="Serve one model over OpenAI's API (chat completions and completions), with continuous batching "
+        "over pages of codes. Answers are greedy. GET /metrics is for Prometheus, GET /health for a supervisor.",
+    )
+    add = parser.add_argument
+    add("--preset", default="int4", metavar="NAME", help="of the cache; see hf-kvquant generate (default: int4)")
+    add("--host", default="localhost", help="address to listen on (default: localhost)")
+    add("--port", type=int, default=8000, metavar="N", help="port to listen on, 0 for any (default: 8000)")
+    arguments.add_placement(parser)
+    add("--attn-implementation", metavar="NAME", help="attention of prompts (default: the model's)")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    size = "tokens of a page, a multiple of 128 (default: 256)"
+    add("--cb-page-size", "--cb-block-size", type=int, metavar="N", help=size)
+    add("--cb-num-blocks", type=int, metavar="N", help="pages of the cache (default: what fits into memory)")
+    add("--cb-max-batch-tokens", type=int, metavar="N", help="tokens of a step (default: what fits into memory)")
+    share = "share of the free memory that the cache takes, up to 1 (default: 0.9 of a GPU's, 0.6 of a CPU's)"
+    add("--cb-max-memory-percent", type=float, metavar="X", help=share)
+    add("--cb-max-requests-per-batch", type=int, metavar="N", help="requests of a step (default: 1024)")
+    graphs = "capture decode steps as CUDA graphs (default: on a GPU)"
+    add("--cb-use-cuda-graph", action=argparse.BooleanOptionalAction, help=graphs)
+    waiting = "requests that may wait; more are answered with 429 (default: 1024)"
+    add("--max-waiting", type=int, default=1024, metavar="N", help=waiting)
+    stop = "after a signal, time for running requests to finish (default: 30)"
+    add("--shutdown-timeout", type=float, default=30, metavar="SECONDS", help=stop)
+    add("--enable-cors", action="store_true", help="let web pages of other sites ask")
+    add("--log-level", choices=LOG_LEVELS, default="warning", help="of the log on stderr (default: warning)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run `hf-kvquant serve`."""
+    check_packages()
+    config = arguments.config_of(args.preset)
+    batching = checked_batching(args)
+    arguments.check_counts(args, "max_waiting")
+    if not 0 <= args.shutdown_timeout < math.inf:
+        raise UsageError(f"`--shutdown-timeout` must be at least 0 seconds, got {args.shutdown_timeout}.")
+    if not 0 <= args.port < 2**16:
+        raise UsageError(f"`--port` must be from 0 to 65535, got {args.port}.")
+    device = arguments.checked_device(args.device)
+    check_folder(args.model)
+    set_log_level(args.log_level)
+    with checked_socket(args.host, args.port) as listener:
+        print(f"Loading {args.model} …", flush=True)
+        with loading(args.model, device):
+            app = started(args, config, batching, device)
+        with contextlib.closing(app):
+            serve(args, app, listener, device)
+
+
+def serve(args: argparse.Namespace, app: Any, listener: socket.socket, device: torch.device) -> None:
+    """Serve until a signal."""
+    from ..serving.server import Server  # what it needs comes with an extra
+
+    room = f"{app.generation.num_tokens:,} tokens of cache, up to {app.generation.room:,} for each request"
+    print(f"Serving {args.model} with {args.preset} on {device}: {room}.", flush=True)
+    server = Server(app, shutdown_timeout=args.shutdown_timeout, log_level=args.log_level)
+    asyncio.run(server.serve(sockets=[listener]))
+
+
+def started(
+    args: argparse.Namespace, config: KVQuantConfig, batching: ContinuousBatchingConfig, device: torch.device
+) -> Any:
+    """The application that answers, with the model loaded and patched, and its generation running."""
+    from ..serving.model import DoesNotFit, PatchedModels  # what they need comes with an extra
+    from ..serving.server import start
+
+    try:
+        with without_bars():
+            models = PatchedModels(
+                args.model,
+                config,
+                lambda model: load_calibration(model, args.model),
+                device=str(device),
+                dtype=args.dtype,
+                trust_remote_code=args.trust_remote_code,
+                attn_implementation=args.attn_implementation,
+            )
+    except DoesNotFit as error:
+        raise UsageError(f"`--preset {args.preset}` does not fit {args.model}. {error}") from error
+    model = models.model
+    try:
+        return start(models, batching, max_waiting=args.max_waiting, enable_cors=args.enable_cors)
+    except (ImportError, NotImplementedError, ValueError) as error:
+        raise UsageError(f"`--preset {args.preset}` does not serve {args.model}. {error}") from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UsageError(
+            f"`--cb-num-blocks` and `--cb-max-batch-tokens` must fit into the memory that {type(model).__name__} "
+            f"leaves on {device}, got more. Make one smaller. {error}"
+        ) from error
+
+
+def check_packages() -> None:
+    """Refuse to start without what the server needs."""
+    try:
+        check_version()
+    except NotImplementedError as error:
+        raise UsageError(str(error)) from error
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"{', '.join(missing)} must be installed for serving, got no such package. Install it: pip install "
+            "'hf-kvquant[serve]'."
+        )
+
+
+def checked_batching(args: argparse.Namespace) -> ContinuousBatchingConfig:
+    """How pages and batches are sized, where the options say."""
+    counts = [name for name in BATCHING if name not in ("cb_max_memory_percent", "cb_use_cuda_graph")]
+    arguments.check_counts(args, *counts)
+    share = args.cb_max_memory_percent
+    if share is not None and not 0 < share <= 1:
+        raise UsageError(f"`--cb-max-memory-percent` must be above 0 and at most 1, got {share}.")
+    options = {theirs: getattr(args, ours) for ours, theirs in BATCHING.items() if getattr(args, ours) is not None}
+    if "use_cuda_graph" in options:
+        options["use_cuda_graph"] = (False, options["use_cuda_graph"])  # of steps with prompts, and of decode steps
+    return ContinuousBatchingConfig(**options)
+
+
+@contextlib.contextmanager
+def checked_socket(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket of the address, which is taken before the model is loaded."""
+    from ..serving.server import bind
+
+    try:
+        listener = bind(host, port)
+    except OSError as error:
+        raise UsageError(
+            f"`--host` and `--port` must be a free address of this machine, got {host} and {port}: {error}. Use "
+            "another, or --port 0 for any."
+        ) from error
+    with listener:
+        yield listener
+
+
+def set_log_level(name: str) -> None:
+    """Set what transformers tells on stderr. It would warn of every request that comes."""
+    transformers_logging.set_verbosity(getattr(logging, name.upper()))
+    if name == "warning":
+        logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)

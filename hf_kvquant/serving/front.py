@@ -1,0 +1,145 @@
+"""`FrontDoor`: what every HTTP request passes before transformers' server sees it.
+
+What transformers' server does that made it necessary:
+
+- It takes any number of requests. Here a full queue answers 429.
+- A client that leaves while it waits for an answer in one piece is not noticed, and its request runs to the end. Here
+  somebody listens for every client.
+- `/reset` and `/load_model` let any client unload the model, and other routes need a model of another kind. They are
+  not there.
+- It uses the `x-request-id` of a client as the name of its request. Two requests of one name would share an answer.
+- It reads bodies of any size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from transformers.cli.serving.utils import X_REQUEST_ID
+
+from .generation import Generation
+
+GENERATING = ("/v1/chat/completions", "/v1/completions")
+ROUTES = (*GENERATING, "/v1/models", "/health", "/metrics")
+RETRY_SECONDS = 1
+# Bytes of a body for each token that a request may have, and the least limit.
+BYTES_PER_TOKEN, MIN_BODY = 64, 2**20
+
+
+def refusal(status: int, message: str) -> JSONResponse:
+    """An error as OpenAI's API spells it. The client may try again if the server is only busy."""
+    kind = "invalid_request_error" if status < 500 and status != 429 else "server_error"
+    headers = {"retry-after": str(RETRY_SECONDS)} if status == 429 else None
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status, headers)
+
+
+class FrontDoor:
+    """An ASGI application in front of another.
+
+    Args:
+        app: transformers' server.
+        generation: Started.
+        max_waiting: Requests that may wait for their first step.
+    """
+
+    def __init__(self, app: ASGIApp, generation: Generation, max_waiting: int) -> None:
+        self._app, self.generation, self._max_waiting = app, generation, max_waiting
+        self.requests = generation.requests
+        self._max_body = max(MIN_BODY, BYTES_PER_TOKEN * generation.room)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or take part in the start and the end of the server."""
+        if scope["type"] != "http" or (scope["path"] in ROUTES and scope["path"] not in GENERATING):
+            await self._app(scope, receive, send)
+        elif scope["path"] not in ROUTES:
+            await refusal(404, f"the path must be one of {', '.join(ROUTES)}.")(scope, receive, send)
+        elif scope["method"] != "POST":
+            await self._app(scope, receive, send)
+        else:
+            await self._generate(scope, receive, send)
+
+    def close(self) -> None:
+        """Stop generation, if it is still running."""
+        self.generation.stop()
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = self.requests.accept()
+        name = X_REQUEST_ID.encode()
+        others = [header for header in scope["headers"] if header[0] != name]
+        scope = {**scope, "headers": [*others, (name, request.request_id.encode())]}
+
+        async def noting_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                request.status = message["status"]
+            await send(message)
+
+        try:
+            body = await self._read(receive)
+            if body is None:
+                return
+            refused = self._refusal(body)
+            request.is_admitted = refused is None
+            if refused is not None:
+                await refused(scope, receive, noting_send)
+            else:
+                await self._answer(scope, body, receive, noting_send)
+        finally:
+            self.requests.close(request)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The body, or as much of it as shows that it is too long; `None` if the client leaves."""
+        body = bytearray()
+        while len(body) <= self._max_body:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if not message.get("more_body", False):
+                break
+        return bytes(body)
+
+    def _refusal(self, body: bytes) -> JSONResponse | None:
+        if len(body) > self._max_body:
+            return refusal(413, f"the body must have at most {self._max_body:,} bytes. Shorten the prompt.")
+        if self.requests.is_stopping:
+            return refusal(503, "the server is shutting down.")
+        if not self.generation.is_alive():
+            error = self.generation.manager.background_thread_status.fatal_error
+            return refusal(503, f"the generation thread has ended: {error}")
+        num_waiting = self.requests.num_unanswered() - self.generation.num_running()
+        if num_waiting >= self._max_waiting:
+            return refusal(429, f"{num_waiting} requests wait, and {self._max_waiting} may. Try again later.")
+        return None
+
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Let the server answer for as long as the client is there."""
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        has_left = asyncio.Event()
+
+        async def replay() -> Message:
+            if messages:
+                return messages.pop()
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        async def leaves() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            has_left.set()
+
+        async def answers() -> None:
+            await self._app(scope, replay, send)
+
+        answering, leaving = asyncio.ensure_future(answers()), asyncio.ensure_future(leaves())
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            for task in (answering, leaving):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task

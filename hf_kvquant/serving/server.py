@@ -1,0 +1,166 @@
+"""`Server`: the whole, run by uvicorn. It begins with the model in place and ends in good order.
+
+uvicorn's own end lets clients finish, and then cuts them off without a word. Here those that are left get a message, a
+second signal of either kind ends the process, and a signal is not raised again at the end: the exit code is 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import CBWorkerDeadError
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from .front import FrontDoor, refusal
+from .generation import Generation, State
+from .handlers import Chats, Completions
+from .metrics import Metrics
+from .model import PatchedModels
+from .requests import SHUT_DOWN, OpenRequests
+
+# How often somebody looks whether the generation thread has left requests behind.
+WATCH_SECONDS = 0.25
+# For clients to take the last message before uvicorn cuts them off.
+GRACE_SECONDS = 5
+
+
+def start(
+    models: PatchedModels, batching: ContinuousBatchingConfig, *, max_waiting: int, enable_cors: bool = False
+) -> FrontDoor:
+    """Start generation, and make the application that answers.
+
+    Args:
+        models: With the model loaded.
+        batching: Pages and batches.
+        max_waiting: Requests that may wait for their first step.
+        enable_cors: Whether pages of other sites may ask.
+
+    Raises:
+        ImportError, MemoryError, NotImplementedError, ValueError: See `Generation.start`.
+    """
+    metrics = Metrics()
+    generation = Generation(batching, OpenRequests(metrics))
+    generation.start(models.model)
+    generation.watch(metrics)
+    state = State(generation)
+    unserved: Any = None  # their routes end at the front door
+    app = build_server(
+        models,
+        Chats(models, state),
+        Completions(models, state),
+        response_handler=unserved,
+        transcription_handler=unserved,
+        systemone_handler=unserved,
+        generation_state=state,
+        enable_cors=enable_cors,
+    )
+
+    @app.get("/metrics")
+    def page() -> Response:
+        return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> JSONResponse:
+        return refusal(error.status_code, str(error.detail))
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
+        return refusal(400, "; ".join(f"the body must be a JSON object: {each['msg']}" for each in error.errors()))
+
+    @app.exception_handler(CBWorkerDeadError)
+    async def dead(_: Request, error: CBWorkerDeadError) -> JSONResponse:
+        return refusal(503, str(error))
+
+    return FrontDoor(app, generation, max_waiting)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of this address, which does not listen yet. Port 0 is any free one.
+
+    Raises:
+        OSError: The address is taken, or is not one of this machine.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+class Server(uvicorn.Server):
+    """Serves until a signal.
+
+    Args:
+        app: What answers.
+        shutdown_timeout: Seconds that running requests have after a signal.
+        log_level: Of uvicorn.
+    """
+
+    def __init__(self, app: FrontDoor, *, shutdown_timeout: float, log_level: str = "warning") -> None:
+        config = uvicorn.Config(
+            app,
+            log_level=log_level,
+            access_log=False,
+            timeout_graceful_shutdown=int(shutdown_timeout) + 1 + GRACE_SECONDS,
+        )
+        super().__init__(config)
+        self._requests, self._generation = app.requests, app.generation
+        self._shutdown_timeout = shutdown_timeout
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First let requests finish, then end at once. uvicorn calls it for SIGINT and SIGTERM."""
+        if self._requests.is_stopping:
+            os._exit(128 + sig)
+        self._requests.is_stopping = self.should_exit = True
+        left = f"{self._requests.num_unanswered()} requests have {self._shutdown_timeout:g} seconds"
+        print(f"Stopping: {left}. Signal again to end now.", flush=True)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server`."""
+        await super().startup(sockets)
+        self._watching = asyncio.ensure_future(self._watch())
+        for each in sockets or []:
+            host, port = each.getsockname()[:2]
+            print(f"Ready on http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server`."""
+        self._requests.is_stopping = True
+        cutting = asyncio.ensure_future(self._cut())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            for task in (cutting, self._watching):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            await asyncio.to_thread(self._generation.stop)
+
+    async def _cut(self) -> None:
+        await asyncio.sleep(self._shutdown_timeout)
+        while True:  # also those that were accepted before the signal and are submitted now
+            self._requests.end_all("cancelled", SHUT_DOWN, 503)
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def _watch(self) -> None:
+        while True:
+            self._generation.fail_lost()
+            await asyncio.sleep(WATCH_SECONDS)

@@ -1,0 +1,397 @@
+"""`hf-kvquant serve`: what clients get. Each answer is that of `generate`; each mistake has an answer, too."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import inspect
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_kvquant
+from hf_kvquant.batching.support import HAS_PAGES
+
+if not HAS_PAGES:
+    pytest.skip("transformers' paged cache has another design", allow_module_level=True)
+
+from servers import Running, serving, until
+from transformers.cli.serving import chat_completion, completion, model_manager, server, utils
+from transformers.generation.continuous_batching import continuous_api, requests, scheduler
+
+from hf_kvquant.serving.metrics import Metrics
+from hf_kvquant.serving.model import DoesNotFit, PatchedModels
+from hf_kvquant.serving.requests import OpenRequests
+from hf_kvquant.state import patch_of
+
+REFERENCE = Path(__file__).resolve().parents[1] / "evals" / "reference_model"
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+PROMPTS = ["The village is located in the", "The river", "He was born in", "In the summer of", "The river"]
+NEW_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The reference model with a chat template."""
+    path = tmp_path_factory.mktemp("model") / "reference"
+    shutil.copytree(REFERENCE, path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def running(folder: str) -> Iterator[Running]:
+    with serving(folder) as running:
+        yield running
+
+
+class Alone:
+    """What `generate` answers to one prompt with the same preset."""
+
+    def __init__(self, folder: str, preset: str) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        hf_kvquant.patch(self.model, preset)
+
+    def __call__(self, prompt: str, new_tokens: int = NEW_TOKENS) -> str:
+        ids = self.tokenizer(prompt, return_tensors="pt").input_ids
+        out = self.model.generate(ids, max_new_tokens=new_tokens, do_sample=False)
+        answer: str = self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        return answer
+
+    def chat(self, messages: list[Any]) -> str:
+        return self(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+@pytest.fixture(scope="module")
+def alone(folder: str) -> Alone:
+    return Alone(folder, "int4")
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def ask(client: openai.OpenAI, prompt: str, stream: bool, is_chat: bool) -> str:
+    """The text of one answer."""
+    common: dict[str, Any] = {"model": client_model(client), "max_tokens": NEW_TOKENS, "stream": stream}
+    if is_chat:
+        answer: Any = client.chat.completions.create(messages=[{"role": "user", "content": prompt}], **common)
+        if not stream:
+            return str(answer.choices[0].message.content)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+    answer = client.completions.create(prompt=prompt, **common)
+    if not stream:
+        return str(answer.choices[0].text)
+    return "".join(chunk.choices[0].text for chunk in answer)
+
+
+def client_model(client: openai.OpenAI) -> str:
+    return client.models.list().data[0].id
+
+
+@pytest.mark.parametrize("is_chat", [True, False], ids=["chats", "completions"])
+def test_each_client_gets_what_generate_gives_it(running: Running, alone: Alone, is_chat: bool) -> None:
+    """All are asked at once, streamed and not."""
+    cases = [(prompt, stream) for prompt in PROMPTS for stream in (True, False)]
+    with running.openai() as client, concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
+        answers = list(pool.map(lambda case: ask(client, *case, is_chat), cases))
+    expected = [alone(f"{prompt} " if is_chat else prompt) for prompt, _ in cases]
+    assert answers == expected
+
+
+def test_a_chat_of_two_turns(running: Running, alone: Alone) -> None:
+    messages: list[Any] = [{"role": "user", "content": PROMPTS[0]}]
+    with running.openai() as client:
+        for _ in range(2):
+            answer = client.chat.completions.create(
+                model=client_model(client), messages=messages, max_tokens=NEW_TOKENS, temperature=0
+            )
+            assert answer.choices[0].message.content == alone.chat(messages)
+            assert answer.choices[0].finish_reason == "length"
+            messages += [{"role": "assistant", "content": answer.choices[0].message.content}]
+            messages += [{"role": "user", "content": "In the summer"}]
+
+
+def test_another_preset_answers_as_its_own_generate(folder: str) -> None:
+    alone = Alone(folder, "k8v4")
+    with serving(folder, "k8v4", num_blocks=4) as running, running.openai() as client:
+        assert ask(client, PROMPTS[2], True, False) == alone(PROMPTS[2])
+
+
+def test_a_model_that_samples_by_itself_is_greedy_here(folder: str, alone: Alone, tmp_path: Path) -> None:
+    path = tmp_path / "sampling"
+    shutil.copytree(folder, path)
+    settings = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
+    settings |= {"do_sample": True, "temperature": 9.0, "top_k": 0, "top_p": 0.99}
+    (path / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    with serving(str(path), num_blocks=4) as running:
+        answer = running.complete(prompt=PROMPTS[0], max_tokens=NEW_TOKENS).json()
+    assert answer["choices"][0]["text"] == alone(PROMPTS[0])
+
+
+def test_usage_and_the_end_of_a_stream(running: Running) -> None:
+    with running.openai() as client:
+        *_, last = client.completions.create(model=client_model(client), prompt=PROMPTS[0], max_tokens=3, stream=True)
+    assert last.choices[0].finish_reason == "length"
+    assert last.usage is not None and (last.usage.prompt_tokens, last.usage.completion_tokens) == (6, 3)
+
+
+def test_a_length_that_nobody_named_is_what_fits(running: Running) -> None:
+    """2,048 positions leave less than the 1,024 tokens that transformers takes."""
+    prompt = " the" * 2040
+    usage = running.complete(prompt=prompt).json()["usage"]
+    assert usage["prompt_tokens"] == 2040 and usage["completion_tokens"] <= 8
+
+
+def test_answers_may_name_the_model_as_they_bear_it(running: Running) -> None:
+    first = running.complete(prompt="The river", max_tokens=1).json()
+    assert running.complete(prompt="The river", max_tokens=1, model=first["model"]).status_code == 200
+
+
+def test_two_requests_of_one_name_do_not_share_an_answer(running: Running) -> None:
+    def answer(prompt: str) -> str:
+        body = {"prompt": prompt, "max_tokens": NEW_TOKENS}
+        found = running.http.post("/v1/completions", json=body, headers={"x-request-id": "mine"}).json()
+        return str(found["choices"][0]["text"])
+
+    prompts = [PROMPTS[0], PROMPTS[2]]
+    expected = [answer(prompt) for prompt in prompts]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(answer, prompts)) == expected
+
+
+def test_a_cancellation_that_came_before_its_request_is_repeated() -> None:
+    """The queue of cancellations is emptied after that of requests, but both may be filled in between."""
+    cancelled: list[str] = []
+    registry = OpenRequests(Metrics())
+    registry.cancel = cancelled.append
+    going, ended = requests.RequestStatus.DECODING, requests.RequestStatus.FINISHED
+    assert not registry.note(requests.GenerationOutput("gone", generated_tokens=[1], status=going))
+    assert not registry.note(requests.GenerationOutput("done", generated_tokens=[1], status=ended))
+    assert cancelled == ["gone"]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    "path, body, message",
+    [
+        (COMPLETION, {}, "`prompt` must be a text, got None."),
+        (COMPLETION, {"prompt": ["a", "b"]}, "`prompt` must be a text, got ['a', 'b']."),
+        (COMPLETION, {"prompt": ""}, "the prompt must have a token, got none. Write some text."),
+        (COMPLETION, {"prompt": "\ud800"}, "the request cannot be read: "),
+        (COMPLETION, {"prompt": "a", "max_tokens": 0}, "`max_tokens` must be an integer of at least 1, got 0."),
+        (COMPLETION, {"prompt": "a", "max_tokens": "9"}, "`max_tokens` must be an integer of at least 1, got '9'."),
+        (
+            COMPLETION,
+            {"prompt": "The river", "max_tokens": 2047},
+            "prompt and `max_tokens` must fit, got 2 and 2047 tokens: 2048 tokens fit into the pages, and the model "
+            "has 2048 positions. Ask for 2046 or less.",
+        ),
+        (COMPLETION, {"prompt": " the" * 2048}, "the prompt must leave room for an answer, got 2048 tokens: "),
+        (COMPLETION, {"prompt": "a", "stream": "yes"}, "`stream` must be true or false, got 'yes'."),
+        (COMPLETION, {"prompt": "a", "temperature": 0.7}, "`temperature` must be 0 or left out, since this server is"),
+        (COMPLETION, {"prompt": "a", "top_p": 0}, "`top_p` must be above 0 and at most 1, got 0."),
+        (COMPLETION, {"prompt": "a", "seed": 2**64}, "`seed` must be an integer of 64 bits"),
+        (COMPLETION, {"prompt": "a", "n": 2}, "`n` must be left out, since it would have no effect, got 2."),
+        (COMPLETION, {"prompt": "a", "n": True}, "`n` must be left out, since it would have no effect, got True."),
+        (COMPLETION, {"prompt": "a", "model": "gpt"}, "Server is pinned to "),
+        (COMPLETION, {"prompt": "a", "nonsense": 1}, "Unexpected fields in the request: {'nonsense'}"),
+        (CHAT, {}, "`messages` must be a list of messages, got None."),
+        (CHAT, {"messages": []}, "`messages` must be a list of messages, got []."),
+        (CHAT, {"messages": ["hello"]}, "`messages` must each have a role, got 'hello'."),
+        (CHAT, {"messages": [{"role": "user", "content": 3}]}, "`messages` must each have a text, or a list of texts"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "`messages` must each have a text, or a list of texts",
+        ),
+        (CHAT, {"messages": HELLO, "stop": ["."]}, "`stop` must be left out, since it would have no effect"),
+        (
+            CHAT,
+            {"messages": HELLO, "chat_template_kwargs": {"chat_template": "x"}},
+            "`chat_template_kwargs` must be an",
+        ),
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": 3}, "`chat_template_kwargs` must be an object without"),
+        (CHAT, {"messages": HELLO, "tools": 3}, "the request cannot be read: "),
+    ],
+)
+def test_wrong_requests(running: Running, path: str, body: dict[str, Any], message: str) -> None:
+    before = running.outcomes()["rejected"]
+    response = running.http.post(path, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
+    assert response.status_code in (400, 422), response.text
+    assert response.json()["error"]["message"].startswith(message)
+    assert running.outcomes()["rejected"] == before + 1
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b"[" * 100_000, b"null"])
+def test_bodies_that_are_no_json_objects(running: Running, content: bytes) -> None:
+    response = running.http.post(COMPLETION, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400 and response.json()["error"]["message"]
+
+
+def test_a_body_that_is_too_long(running: Running) -> None:
+    response = running.complete(prompt="x" * 2**20)
+    assert response.status_code == 413
+    assert response.json()["error"]["message"] == "the body must have at most 1,048,576 bytes. Shorten the prompt."
+
+
+def test_fields_without_effect_are_taken_at_the_value_that_changes_nothing(running: Running) -> None:
+    neutral = {"n": 1, "logprobs": None, "presence_penalty": 0, "frequency_penalty": 0.0, "stop": None, "top_p": 1}
+    assert running.complete(prompt="The river", max_tokens=1, user="somebody", **neutral).status_code == 200
+
+
+def test_errors_reach_the_openai_client(running: Running) -> None:
+    with running.openai() as client, pytest.raises(openai.BadRequestError, match="Ask for 2046 or less"):
+        client.completions.create(model=client_model(client), prompt="The river", max_tokens=4096, stream=True)
+
+
+def test_a_model_without_a_chat_template() -> None:
+    with serving(str(REFERENCE), num_blocks=2) as running:
+        response = running.http.post(CHAT, json={"messages": HELLO})
+        assert response.status_code == 400 and "chat_template is not set" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("method, path", [("POST", "/reset"), ("POST", "/load_model"), ("GET", "/docs"), ("GET", "/")])
+def test_other_routes_are_not_there(running: Running, method: str, path: str) -> None:
+    response = running.http.request(method, path, json={})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"].startswith("the path must be one of /v1/chat/completions, ")
+
+
+def test_other_methods_are_refused(running: Running) -> None:
+    assert running.http.get(COMPLETION).status_code == 405
+
+
+def test_models_and_health(running: Running, folder: str) -> None:
+    assert [model["id"] for model in running.http.get("/v1/models").json()["data"]] == [folder]
+    assert running.http.get("/health").json() == {"status": "ok"}
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_count_what_happened(folder: str) -> None:
+    with serving(folder, num_blocks=8) as running:
+        assert set(running.outcomes().values()) == {0}
+        for stream in (True, False):
+            running.complete(prompt="The village is located in the", max_tokens=5, stream=stream)
+        running.complete(prompt="")
+        until(running.is_idle)
+        found = running.metrics()
+        assert running.outcomes() == {"finished": 2, "cancelled": 0, "failed": 0, "rejected": 1}
+        assert (found["prompt_tokens_total"], found["output_tokens_total"]) == (12, 10)
+        assert found["time_to_first_token_seconds_count"] == 2
+        assert 0 < found["output_tokens_per_second"] <= 10 / 9
+        assert (found["cache_room_tokens"], found["cache_pages"]) == (1024, 8)
+        for name in ("requests_running", "requests_waiting", "cache_tokens", "cache_pages_used"):
+            assert found[name] == 0, name
+
+
+def test_metrics_show_what_runs_and_what_waits(folder: str) -> None:
+    with serving(folder, num_blocks=16, max_requests_per_batch=2) as running:
+        with concurrent.futures.ThreadPoolExecutor(5) as pool:
+            jobs = [pool.submit(running.complete, prompt=prompt, max_tokens=150) for prompt in PROMPTS]
+            found: dict[str, float] = {}
+
+            def is_so() -> bool:
+                found.update(running.metrics())
+                return (found["requests_running"], found["requests_waiting"]) == (2, 3)
+
+            until(is_so)
+            assert found["cache_pages_used"] >= 2
+            assert 4 < found["cache_tokens"] <= 2 * 156
+            for job in jobs:
+                assert job.result().status_code == 200
+
+
+def test_the_page_lists_every_metric(running: Running) -> None:
+    page = (REFERENCE.parents[1] / "docs" / "serve.md").read_text(encoding="utf-8")
+    found = {name.partition("{")[0].removesuffix("_sum").removesuffix("_count") for name in running.metrics()}
+    named = {name.removeprefix("hf_kvquant_") for name in re.findall(r"`(hf_kvquant_\w+)`", page)}
+    assert {name for name in found if not name.endswith(("_bucket", "_created"))} == named
+
+
+# --- what we rely on --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "owner, names",
+    [
+        (model_manager.ModelManager, "_load_model load_model_and_processor process_model_name get_gen_models shutdown"),
+        (utils.BaseHandler, "_validate_request _resolve_model _build_generation_config"),
+        (chat_completion.ChatCompletionHandler, "handle_request"),
+        (completion.CompletionHandler, "handle_request"),
+        (utils.CBGenerateManager, "init_cb is_alive generate_streaming generate_non_streaming stop"),
+        (utils.GenerationState, "use_continuous_batching get_manager is_cb_alive"),
+        (continuous_api.OutputRouter, "deliver deliver_batch fail_and_deliver"),
+        (
+            continuous_api.ContinuousBatchingManager,
+            "add_request cancel_request register_result_handler warmup start stop is_running destroy",
+        ),
+        (continuous_api.BackgroundThreadStatus, "can_accept_new_requests"),
+        (requests.RequestState, "current_len to_generation_output"),
+    ],
+)
+def test_transformers_has_the_methods_that_we_rely_on(owner: type, names: str) -> None:
+    assert [name for name in names.split() if not hasattr(owner, name)] == []
+
+
+def test_transformers_has_the_arguments_that_we_rely_on() -> None:
+    def parameters(function: Any) -> list[str]:
+        return list(inspect.signature(function).parameters)
+
+    assert parameters(server.build_server) == [
+        "model_manager",
+        "chat_handler",
+        "completion_handler",
+        "response_handler",
+        "transcription_handler",
+        "systemone_handler",
+        "generation_state",
+        "enable_cors",
+    ]
+    assert {"device", "dtype", "trust_remote_code", "attn_implementation", "continuous_batching", "force_model"} <= set(
+        parameters(model_manager.ModelManager)
+    )
+    for function in (utils.CBGenerateManager.generate_streaming, utils.CBGenerateManager.generate_non_streaming):
+        assert parameters(function)[:6] == ["self", "model", "processor", "inputs", "gen_config", "request_id"]
+    assert "request_id" in parameters(continuous_api.ContinuousBatchingManager.add_request)
+    assert parameters(requests.GenerationOutput)[0] == "request_id"
+
+
+def test_transformers_has_the_attributes_that_we_rely_on(running: Running) -> None:
+    manager, processor = running.generation.manager, running.processor
+    assert running.generation._cb_config is not None and isinstance(processor.scheduler, scheduler.Scheduler)
+    assert processor.output_router is manager.output_router  # set before the processor is made
+    assert processor.input_queue is manager.input_queue
+    for name in ("active_requests", "waiting_requests"):
+        assert isinstance(getattr(processor.scheduler, name), dict)
+    assert manager.background_thread_status.fatal_error is None
+    assert {"max_new_tokens", "eos_token_id"} <= {*vars(running.generation.manager.generation_config)}
+    assert utils.X_REQUEST_ID == "x-request-id"
+    assert issubclass(utils.CBWorkerDeadError, RuntimeError)
+
+
+def test_the_loader_patches_and_tells_what_does_not_fit(folder: str, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    config = hf_kvquant.KVQuantConfig.from_preset("int8")
+    loaded = PatchedModels(folder, config, seen.append, device="cpu", dtype="float32")
+    assert seen == [loaded.model] and patch_of(loaded.model).config == config  # type: ignore[union-attr]
+    narrow = models.save(models.build("llama", head_dim=40), tmp_path / "narrow")
+    with pytest.raises(DoesNotFit, match="`group_size` must divide head_dim 40"):
+        PatchedModels(narrow, hf_kvquant.KVQuantConfig.from_preset("int4-g32"), seen.append, device="cpu")

@@ -1,0 +1,241 @@
+"""How a server starts and ends: its words on stdout, its exit code, and what clients get that are in the middle."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+
+from hf_kvquant import cli
+from hf_kvquant.batching.support import HAS_PAGES
+
+if not HAS_PAGES:
+    pytest.skip("transformers' paged cache has another design", allow_module_level=True)
+
+import httpx2
+from servers import SECONDS, serving, until
+
+ROOT = Path(__file__).resolve().parents[1]
+LONG = {"prompt": "a", "max_tokens": 4000}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return models.save_llama(tmp_path_factory.mktemp("model"), 4096)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_those_that_are_left_at_the_end_are_told(folder: str) -> None:
+    with (
+        serving(folder, shutdown_timeout=0.2, num_blocks=32) as running,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        answers = [pool.submit(running.complete, **LONG, stream=stream) for stream in (True, False)]
+        until(lambda: running.generation.num_running() == 2)
+        running.server.should_exit = True
+        streamed, whole = (answer.result() for answer in answers)
+        told = "the server shut down before the answer was complete"
+        assert json.loads(streamed.text.rstrip().rpartition("data: ")[2]) == {"error": told}
+        assert whole.status_code == 503 and whole.json()["error"]["message"] == told
+        running.thread.join(SECONDS)
+        assert running.app.requests.metrics.outcomes["cancelled"]._value.get() == 2
+
+
+def test_no_request_is_taken_after_the_signal(folder: str) -> None:
+    with serving(folder, num_blocks=32) as running:
+        running.app.requests.is_stopping = True
+        response = running.complete(**LONG)
+        assert response.status_code == 503
+        assert response.json()["error"]["message"] == "the server is shutting down."
+
+
+class Process:
+    """The command in a process of its own."""
+
+    def __init__(self, folder: str, *options: str) -> None:
+        arguments = ("serve", folder, "--host", "127.0.0.1", "--port", "0", "--device", "cpu", "--dtype", "float32")
+        sizes = ("--cb-page-size", "128", "--cb-num-blocks", "32", "--cb-max-batch-tokens", "512")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hf_kvquant", *arguments, *sizes, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        assert self.process.stdout is not None
+        self.lines: list[str] = []
+        while not self.lines or not self.lines[-1].startswith("Ready on "):
+            line = self.process.stdout.readline()
+            assert line, self.process.communicate()[1]
+            self.lines.append(line.rstrip("\n"))
+        self.url = self.lines[-1].removeprefix("Ready on ")
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code, the rest of stdout, and stderr."""
+        out, err = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def process(folder: str) -> Iterator[Process]:
+    started = Process(folder)
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.process.kill()
+            started.process.communicate()
+
+
+def test_a_signal_lets_running_requests_finish(process: Process, folder: str) -> None:
+    assert process.lines[:-1] == [
+        f"Loading {folder} …",
+        f"Serving {folder} with int4 on cpu: 4,096 tokens of cache, up to 4,096 for each request.",
+    ]
+    body = {"prompt": "a", "max_tokens": 200, "stream": True}
+    with httpx2.stream("POST", f"{process.url}/completions", json=body, timeout=SECONDS) as response:
+        pieces = response.iter_lines()
+        next(pieces)
+        process.process.send_signal(signal.SIGTERM)
+        text = "\n".join(pieces)
+    assert '"finish_reason":"length"' in text and '"completion_tokens":200' in text
+    code, out, err = process.end()
+    assert (code, out) == (0, "Stopping: 1 requests have 30 seconds. Signal again to end now.\n")
+    assert "Traceback" not in err
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(f"{process.url}/models")
+
+
+def test_a_second_signal_ends_at_once(process: Process) -> None:
+    with httpx2.stream("POST", f"{process.url}/completions", json={**LONG, "stream": True}, timeout=SECONDS) as stream:
+        pieces = stream.iter_lines()
+        next(pieces)
+        process.process.send_signal(signal.SIGINT)
+        assert process.process.stdout is not None
+        assert process.process.stdout.readline().startswith("Stopping: 1 requests have 30 seconds.")
+        begin = time.monotonic()
+        process.process.send_signal(signal.SIGTERM)
+        assert process.end()[0] == 128 + signal.SIGTERM
+    assert time.monotonic() - begin < 20  # of the 30 that it would have
+
+
+def test_an_interrupted_start_leaves_no_thread(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the process would not end."""
+
+    async def interrupted(self: Any, sockets: Any = None) -> None:
+        assert self._generation.is_alive()
+        seen.append(self._generation.manager)
+        raise KeyboardInterrupt
+
+    seen: list[Any] = []
+    monkeypatch.setattr("hf_kvquant.serving.server.Server.serve", interrupted)
+    sizes = ("--cb-num-blocks", "2", "--cb-max-batch-tokens", "64", "--port", "0", "--device", "cpu")
+    assert cli.main(["serve", folder, *sizes]) == 130
+    assert [manager.is_running() for manager in seen] == [False]
+
+
+# --- the start --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert options <= set(re.findall(r"--[a-z-]+", page))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--preset", "int9"], "`--preset` must be one of "),
+        (["--preset", "int4:4+128"], "`--preset int4:4+128` does not serve "),
+        (["--cb-page-size", "100"], "`--preset int4` does not serve "),
+        (["--cb-block-size", "0"], "`--cb-page-size` must be at least 1, got 0."),
+        (["--cb-num-blocks", "0"], "`--cb-num-blocks` must be at least 1, got 0."),
+        (["--cb-max-memory-percent", "90"], "`--cb-max-memory-percent` must be above 0 and at most 1, got 90.0."),
+        (["--cb-use-cuda-graph"], "`--preset int4` does not serve "),
+        (["--max-waiting", "0"], "`--max-waiting` must be at least 1, got 0."),
+        (["--shutdown-timeout", "-1"], "`--shutdown-timeout` must be at least 0 seconds, got -1.0."),
+        (["--device", "abacus"], "`--device` must be a torch device such as cpu or cuda:0, got 'abacus'."),
+        (["--host", "192.0.2.1"], "`--host` and `--port` must be a free address of this machine, got 192.0.2.1 and 0"),
+        (["--port", "70000"], "`--port` must be from 0 to 65535, got 70000."),
+        (["--cb-num-blocks", "1000000000"], "`--cb-num-blocks` and `--cb-max-batch-tokens` must fit into the memory"),
+        (["--attn-implementation", "nonsense"], "`MODEL` must be a folder with a causal language model"),
+    ],
+)
+def test_mistakes(
+    folder: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr("hf_kvquant.serving.server.Server.serve", _serve_nothing)  # a mistake that is taken ends, too
+    sizes = ("--cb-max-batch-tokens", "512", "--cb-num-blocks", "2", "--device", "cpu", "--host", "127.0.0.1")
+    code = cli.main(["serve", folder, *sizes, "--port", "0", *options])
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith(f"hf-kvquant: error: serve: {message}")
+    assert error.count("\n") == 1
+
+
+def test_a_preset_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    narrow = models.save(models.build("llama", head_dim=40), tmp_path / "narrow")
+    assert cli.main(["serve", narrow, "--preset", "int4-g32", "--port", "0", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"hf-kvquant: error: serve: `--preset int4-g32` does not fit {narrow}. ")
+    assert "`group_size` must divide head_dim 40, got 32" in error
+
+
+def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "./absent"]) == 2
+    assert "`MODEL` must be a folder with a transformers model or a hub id" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said before the model is loaded."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert cli.main(["serve", folder, "--host", "127.0.0.1", "--port", str(port)]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and re.search(r"got 127.0.0.1 and \d+: .*in use. Use another, or --port 0", output.err)
+
+
+def test_without_the_packages(folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    missing = ("fastapi", "prometheus_client")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in missing else find(name, *rest))
+    assert cli.main(["serve", folder]) == 2
+    assert capsys.readouterr().err == (
+        "hf-kvquant: error: serve: fastapi, prometheus_client must be installed for serving, got no such package. "
+        "Install it: pip install 'hf-kvquant[serve]'.\n"
+    )
+
+
+def test_calibration_that_is_saved_with_the_model_is_loaded(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the other commands load it: from the model's folder, before the patch."""
+    seen: list[Any] = []
+    monkeypatch.setattr("hf_kvquant.cli.serve.load_calibration", lambda model, name: seen.append((model, name)))
+    monkeypatch.setattr("hf_kvquant.serving.server.Server.serve", _serve_nothing)
+    assert cli.main(["serve", folder, "--cb-num-blocks", "2", "--cb-max-batch-tokens", "64", "--port", "0"]) == 0
+    ((model, name),) = seen
+    assert name == folder and type(model).__name__ == "LlamaForCausalLM"
+
+
+async def _serve_nothing(self: Any, sockets: Any = None) -> None:
+    pass
