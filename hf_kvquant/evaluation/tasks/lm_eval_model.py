@@ -12,13 +12,14 @@ import atexit
 import contextlib
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from torch import Tensor
 from transformers import Cache
 
@@ -34,9 +35,15 @@ from ..measuring.pairs import Pairs, check_pairs, count_pairs, expected_pairs, p
 from ..measuring.simulation import simulated, simulated_cache, why_not_simulated
 from .batches import Row, batches, max_padded_length
 from .data import MODES
+from .paged_generation import Prompt, generate
+from .paged_scores import Scorer
 
 # Tokens of each chunk after the first, so that the logits of a long text (lm-eval's wikitext) are never held at once.
 CHUNK_SIZE = 128
+# Pages of 128 tokens for each row of `batch_size`, when `batching` generates.
+GENERATION_PAGES = 32
+# What a request of generation may say besides its stop sequences and its length.
+_GREEDY = (("do_sample", False), ("temperature", 0.0))
 
 
 class CannotScore(ValueError):
@@ -71,7 +78,9 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         pretrained: A folder, a hub id or a model; it stays patched.
         preset: A preset's name, or a config.
         mode: How log-likelihoods are computed, `"decode"` or `"simulated"`. Generation always decodes.
-        batch_size: Rows per forward; a number.
+        batch_size: Rows per forward; a number. With `batching`, rows of 128 tokens.
+        batching: Score and generate over pages of codes, without padding: see `paged_scores.py`. Call `close` at the
+            end: until then, the model serves nothing else.
         **kwargs: Passed to lm-eval's `HFLM`.
 
     Raises:
@@ -89,8 +98,11 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         preset: str | KVQuantConfig | Mapping[str, Any] = DEFAULT_PRESET,
         mode: str = "decode",
         batch_size: int | str | None = 1,
+        batching: bool = False,
         **kwargs: Any,
     ) -> None:
+        if batching and mode != "decode":
+            raise ValueError(f"KVQuantLM: `mode` must be 'decode' with batching, got {mode!r}. Leave out one of them.")
         if mode not in MODES:
             raise ValueError(f"KVQuantLM: `mode` must be one of {', '.join(MODES)}, got {mode!r}.")
         if not str(batch_size).isdigit() or int(str(batch_size)) < 1:
@@ -99,6 +111,13 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
             )
         super().__init__(pretrained, backend="causal", batch_size=batch_size, **kwargs)
         self.mode = mode
+        self._is_batched = batching
+        self._scorer: Scorer | None = None
+        if batching and self.mixed_precision_dtype is not None:
+            raise ValueError(
+                f"KVQuantLM: `mixed_precision_dtype` must be None with batching, got {self.mixed_precision_dtype}. "
+                "Load the model in that dtype."
+            )
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and self.world_size == 1 and kwargs.get("tp_plan") is None:
             # HFLM spreads items over processes only for models that it loads itself, onto GPUs.
             self.accelerator = Accelerator(cpu=self.device.type == "cpu")
@@ -115,10 +134,17 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         config = KVQuantConfig.resolve(preset_or_config)
         if self._unsimulated is not None:
             raise NotImplementedError(self._unsimulated)
+        self.close()
         patch(self.model, config)
         self.quant_config = config
         self._transforms = key_transforms(self.model, config)
         self.pairs_read = self.pairs_expected = self.pairs_dequantized = 0
+
+    def close(self) -> None:
+        """Give back the pages of `batching`. They are made again when they are needed."""
+        if self._scorer is not None:
+            self._scorer.close()
+            self._scorer = None
 
     def _loglikelihood_tokens(
         self,
@@ -144,11 +170,8 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         is_quiet = disable_tqdm or self.rank != 0 or override_bs is not None
         with show_progress("log-likelihoods", len(requests), unit="item", is_shown=not is_quiet) as tell:
-            # Padded only where that does not change scores.
-            num_layers = int(text_config_of(self.model).num_hidden_layers)
-            max_padded = max_padded_length([self.quant_config.formats(index) for index in range(num_layers)])
-            for rows in batches(waiting, self.batch_size, max_padded):
-                scored = self._decode(rows) if self.mode == "decode" else self._simulate(rows)
+            for rows in self._batches(waiting):
+                scored = self._score(rows)
                 for row, (token_log_probs, is_greedy, last) in zip(rows, scored, strict=True):
                     best = int(last.argmax())
                     for index in waiting[row]:
@@ -159,6 +182,26 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
                             self.cache_hook.add_partial("loglikelihood", text, answer)
                 tell(sum(len(waiting[row]) for row in rows))
         return results
+
+    def _batches(self, rows: Iterable[Row]) -> Iterator[list[Row]]:
+        """The rows of each forward."""
+        if self._is_batched:
+            if self._scorer is None:
+                self._scorer = Scorer(self.model, self.quant_config, int(self.batch_size), self.max_length)
+            return self._scorer.batches(rows)
+        # Padded only where that does not change scores.
+        num_layers = int(text_config_of(self.model).num_hidden_layers)
+        max_padded = max_padded_length([self.quant_config.formats(index) for index in range(num_layers)])
+        return batches(rows, self.batch_size, max_padded)
+
+    def _score(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:
+        """Score the rows of a batch. Returns what `_scores` returns."""
+        if self._scorer is None:
+            return self._decode(rows) if self.mode == "decode" else self._simulate(rows)
+        with torch.inference_mode(), without_cudnn_attention():
+            scores, read, expected = self._scorer.score(rows)
+        self._add(Pairs(pairs_read=read, pairs_expected=expected))
+        return scores
 
     @torch.inference_mode()
     def _decode(self, rows: list[Row]) -> list[tuple[Tensor, bool, Tensor]]:
@@ -274,11 +317,63 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
 
     def _count(self, cache: KVQuantCache, expected: int) -> None:
         """Add the pairs read from the cache of a batch to the counters of this preset, and check their number."""
-        pairs = Pairs(pairs_read=pairs_of(cache), pairs_expected=expected, pairs_dequantized=cache.pairs_dequantized)
+        self._add(Pairs(pairs_read=pairs_of(cache), pairs_expected=expected, pairs_dequantized=cache.pairs_dequantized))
+
+    def _add(self, pairs: Pairs) -> None:
+        """Add the pairs of a batch to the counters of this preset, after a check of their number."""
         check_pairs(f"loglikelihood: mode '{self.mode}'", pairs)
         self.pairs_read += pairs.pairs_read
-        self.pairs_expected += expected
+        self.pairs_expected += pairs.pairs_expected
         self.pairs_dequantized += pairs.pairs_dequantized
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """The most likely text of each request up to its first stop sequence."""
+        if not self._is_batched or not requests:
+            texts: list[str] = super().generate_until(requests, disable_tqdm=disable_tqdm)
+            return texts
+        self.close()
+        prompts = [self._prompt(*request.args) for request in requests]
+        is_shown = not disable_tqdm and self.rank == 0
+        with show_progress("generation", len(prompts), unit="item", is_shown=is_shown) as tell:
+            num_pages = GENERATION_PAGES * int(self.batch_size)
+            found, read = generate(self.model, self.tokenizer, self.quant_config, prompts, num_pages, tell)
+        # The first token comes from the prompt. Every later one reads at least that, in every layer with codes.
+        config, layers = self.quant_config, range(int(text_config_of(self.model).num_hidden_layers))
+        least = sum(
+            max(0, len(tokens) - 1) * len(prompt.tokens) for prompt, tokens in zip(prompts, found, strict=True)
+        ) * any(config.formats(index).is_quantized for index in layers)
+        self._check_generation(sum(map(len, found)), least, read)
+        self.pairs_read += read
+        results = []
+        for request, prompt, tokens in zip(requests, prompts, found, strict=True):
+            text = postprocess_generated_text(self.tok_decode(tokens), list(prompt.until), self.think_end_token)
+            self.cache_hook.add_partial("generate_until", request.args, text)
+            results.append(text)
+        return results
+
+    def _prompt(self, context: str, gen_kwargs: dict[str, Any]) -> Prompt:
+        """What a request of lm-eval asks for, read as `HFLM.generate_until` does."""
+        kwargs: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
+        eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
+        until = handle_stop_sequences(kwargs.pop("until", None), eos=eos)
+        most = int(kwargs.pop("max_gen_toks"))
+        others = {name: value for name, value in kwargs.items() if (name, value) not in _GREEDY}
+        if others or most >= self.max_length:
+            raise CannotScore(
+                f"generate_until: with batching, texts must be greedy and shorter than {self.max_length} tokens, got "
+                f"{ {**others, 'max_gen_toks': most} }. Leave out batching."
+            )
+        room = self.max_length - most
+        ids, _ = self.tok_batch_encode([context], left_truncate_len=room, truncation=self.truncation)
+        return Prompt(ids[0].tolist(), most, until)
+
+    def _check_generation(self, new_tokens: int, least: int, found: int) -> None:
+        """Refuse texts of which too little was read from codes."""
+        if found < least:
+            raise NothingRead(
+                f"generate: {new_tokens} tokens must have been decoded from codes, got {found} tokens "
+                "read. Some layer attended to something else; the log says why."
+            )
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
         """Generate through the quantised cache, and check that its codes were read."""
@@ -292,11 +387,8 @@ class KVQuantLM(HFLM):  # type: ignore[misc]
         is_quantized = any(storage.is_quantized for storage in cache.storages)
         # The first new token comes from exact logits. Every later one is a step whose query reads at least the prompt.
         # Beam search and assisted decoding read more, so this is only a lower bound.
-        if is_quantized and read + dequantized < max(0, new_tokens - 1) * context.numel():
-            raise NothingRead(
-                f"generate: {new_tokens} tokens must have been decoded from codes, got {read + dequantized} tokens "
-                "read. Some layer attended to something else; the log says why."
-            )
+        least = max(0, new_tokens - 1) * context.numel() if is_quantized else 0
+        self._check_generation(new_tokens, least, read + dequantized)
         self.pairs_read += read
         self.pairs_dequantized += dequantized
         return generated

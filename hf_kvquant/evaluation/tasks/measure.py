@@ -5,6 +5,7 @@ lm-eval is imported inside functions: it is optional and slow to import.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -21,6 +22,7 @@ from ..preparation import Subject
 from ..provenance import sha256
 from ..records import measuring, open_record
 from .data import MODES, check_data, checked_names, data_file, load_tasks
+from .pages import check_batched
 from .results import Part, evaluate, part_name
 
 WHERE = "eval tasks"
@@ -54,6 +56,7 @@ def measure(
     mode: str = MODES[0],
     limit: int | None = None,
     batch_size: int = 8,
+    batching: bool = False,
     **dense: int,
 ) -> dict[tuple[str, str], Part] | None:
     """Run tasks under every preset, and keep the results in the file `output`, or in memory.
@@ -83,17 +86,23 @@ def measure(
         "limit": limit,
         "is_offline": data is not None,
         **dense,  # they change what every preset means
+        **({"batching": True} if batching else {}),  # records of other runs do not have it
     }
     record = open_record(output, settings)
     tasks = load_tasks(names, data)
     hashes = {name: None if data is None else sha256(data_file(name, data)) for name in tasks}
     try:
-        lm = KVQuantLM(subject.model, tokenizer=tokenizer, mode=mode, batch_size=batch_size)
+        lm = KVQuantLM(subject.model, tokenizer=tokenizer, mode=mode, batch_size=batch_size, batching=batching)
     except NotImplementedError as error:
         raise UsageError(f"{subject.name} cannot be evaluated in this mode. {error}") from error
+    if batching:
+        check_batching(subject)
     console = Console(highlight=False, quiet=lm.rank != 0, stderr=True)
     total, started = len(tasks) * len(configs), time.monotonic()
-    with measuring(record, WHERE, total, lower="--batch-size", value=batch_size, is_shown=False) as tell:
+    with (
+        contextlib.closing(lm),
+        measuring(record, WHERE, total, lower="--batch-size", value=batch_size, is_shown=False) as tell,
+    ):
         for number, (name, preset) in enumerate(itertools.product(tasks, configs), 1):
             if _is_done(record.get(part_name(name, preset)), hashes[name], name, output):
                 continue
@@ -112,6 +121,15 @@ def measure(
         return None
     found = {key: record.get(part_name(*key)) for key in itertools.product(tasks, configs)}
     return {key: part for key, part in found.items() if part is not None}
+
+
+def check_batching(subject: Subject) -> None:
+    """Refuse a model or a preset that pages of codes do not serve, with the reason."""
+    for preset, config in subject.configs.items():
+        try:
+            check_batched(subject.model, config)
+        except (ImportError, NotImplementedError, ValueError) as error:
+            raise UsageError(f"`--batching` must come with what pages serve, got {preset}. {error}") from error
 
 
 def _is_done(part: Part | None, data_sha256: str | None, name: str, output: str | None) -> bool:
