@@ -108,13 +108,19 @@ def held(running: Running) -> Iterator[Gate]:
 
 @contextlib.contextmanager
 def serving(
-    folder: str, preset: str = "int4", *, max_waiting: int = 1024, shutdown_timeout: float = 5, **batching: Any
+    folder: str,
+    preset: str = "int4",
+    *,
+    max_waiting: int = 1024,
+    shutdown_timeout: float = 5,
+    is_sampled: bool = False,
+    **batching: Any,
 ) -> Iterator[Running]:
     """Serve a model on a free port. At the end no page may be taken."""
     set_log_level("warning")
     models = PatchedModels(folder, KVQuantConfig.from_preset(preset), lambda model: None, device="cpu", dtype="float32")
     settings = ContinuousBatchingConfig(**{"page_size": PAGE, "num_blocks": 16, "max_batch_tokens": 512, **batching})
-    app = start(models, settings, max_waiting=max_waiting)
+    app = start(models, settings, max_waiting=max_waiting, is_sampled=is_sampled)
     server = Server(app, shutdown_timeout=shutdown_timeout)
     with bind("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

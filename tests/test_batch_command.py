@@ -396,7 +396,7 @@ def test_two_runs_do_not_write_one_file(batch: Batch) -> None:
         (["--top-p", "2"], "`--top-p` must be above 0 and at most 1, got 2.0"),
         (["--top-k", "0"], "`--top-k` must be a number of tokens from 1, got 0"),
         (["--cb-num-blocks", "0"], "`--cb-num-blocks` must be at least 1, got 0."),
-        (["--cb-block-size", "100"], "`--cb-block-size` must be a multiple of 128 tokens, got 100."),
+        (["--cb-block-size", "100"], "`--cb-page-size` must be a multiple of 128 tokens, got 100."),
         (["--cb-max-memory-percent", "90"], "`--cb-max-memory-percent` must be above 0 and at most 1, got 90.0."),
         (["--cb-use-cuda-graph"], "`use_cuda_graph` must be False on a cpu, got True."),
     ],

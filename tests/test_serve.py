@@ -128,6 +128,35 @@ def test_another_preset_answers_as_its_own_generate(folder: str) -> None:
         assert ask(client, PROMPTS[2], True, False) == alone(PROMPTS[2])
 
 
+def test_each_request_says_how_it_samples(folder: str, alone: Alone) -> None:
+    """All in one batch. A tiny `top_p` leaves one token, at any temperature."""
+    greedy: list[dict[str, Any]] = [{}, {"temperature": 0}, {"temperature": 5, "top_p": 1e-6}, {"top_p": 1e-6}]
+    sampled: list[dict[str, Any]] = [{"temperature": 5}, {"temperature": 1, "top_p": 0.99}] * 3
+    with serving(folder, is_sampled=True) as running, concurrent.futures.ThreadPoolExecutor(10) as pool:
+        bodies = [{"prompt": PROMPTS[0], "max_tokens": NEW_TOKENS, **each} for each in greedy + sampled]
+        answers = [
+            each.json()["choices"][0]["text"] for each in pool.map(lambda body: running.complete(**body), bodies)
+        ]
+        refused = running.complete(prompt="a", temperature=1, seed=3)
+        assert refused.status_code == 400 and "`seed` must be left out, since requests" in refused.text
+        refused = running.complete(prompt="a", temperature=-1)
+        assert refused.status_code == 400 and "`temperature` must be a number of at least 0, got -1" in refused.text
+    assert answers[:4] == [alone(PROMPTS[0])] * 4
+    assert len({alone(PROMPTS[0]), *answers[4:]}) == 7
+
+
+def test_a_server_that_samples_knows_the_settings_of_its_model(folder: str, alone: Alone, tmp_path: Path) -> None:
+    path = tmp_path / "sampling"
+    shutil.copytree(folder, path)
+    settings = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
+    settings |= {"do_sample": True, "temperature": 9.0, "top_k": 1}
+    (path / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    with serving(str(path), is_sampled=True) as running:
+        for more in ({}, {"temperature": 3.0}, {"temperature": 0}):  # one token is left
+            answer = running.complete(prompt=PROMPTS[0], max_tokens=NEW_TOKENS, **more)
+            assert answer.json()["choices"][0]["text"] == alone(PROMPTS[0])
+
+
 def test_a_model_that_samples_by_itself_is_greedy_here(folder: str, alone: Alone, tmp_path: Path) -> None:
     path = tmp_path / "sampling"
     shutil.copytree(folder, path)

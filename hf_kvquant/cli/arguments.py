@@ -112,10 +112,12 @@ def add_preparation(parser: argparse.ArgumentParser) -> None:
 def add_batching(parser: argparse.ArgumentParser) -> None:
     """Add the options of continuous batching, spelled as in `transformers serve`. `checked_batching` reads them."""
     add = parser.add_argument
-    add("--cb-block-size", type=int, metavar="N", help="tokens of a page, a multiple of 128 (default: 256)")
+    size = "tokens of a page, a multiple of 128 (default: 256)"
+    add("--cb-page-size", "--cb-block-size", type=int, metavar="N", help=size)
     add("--cb-num-blocks", type=int, metavar="N", help="pages of the cache (default: as many as fit into the memory)")
     batch = "most tokens of one forward; longer prompts come in parts (default: by the memory)"
     add("--cb-max-batch-tokens", type=int, metavar="N", help=batch)
+    add("--cb-max-requests-per-batch", type=int, metavar="N", help="most requests of one forward (default: 1024)")
     memory = "share of the free memory for the cache, up to 1 (default: 0.9 on a GPU, 0.8 if it samples, 0.6 elsewhere)"
     add("--cb-max-memory-percent", type=float, metavar="X", help=memory)
     graphs = "replay decode steps as CUDA graphs (default: on a GPU)"
@@ -145,18 +147,21 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
 
 def checked_batching(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `add_batching` that were given, as arguments of transformers' `ContinuousBatchingConfig`."""
-    check_counts(args, "cb_block_size", "cb_num_blocks", "cb_max_batch_tokens")
-    if args.cb_block_size is not None and args.cb_block_size % BLOCK_SIZE:
+    counts = ("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch")
+    check_counts(args, *(f"cb_{name}" for name in counts))
+    if args.cb_page_size is not None and args.cb_page_size % BLOCK_SIZE:
         raise UsageError(
-            f"`--cb-block-size` must be a multiple of {BLOCK_SIZE} tokens, got {args.cb_block_size}. Leave it out, "
+            f"`--cb-page-size` must be a multiple of {BLOCK_SIZE} tokens, got {args.cb_page_size}. Leave it out, "
             "or round it up."
         )
     percent = args.cb_max_memory_percent
     if percent is not None and not 0 < percent <= 1:
         raise UsageError(f"`--cb-max-memory-percent` must be above 0 and at most 1, got {percent}.")
-    named = {"page_size": "cb_block_size"}
-    named |= {name: f"cb_{name}" for name in ("num_blocks", "max_batch_tokens", "max_memory_percent", "use_cuda_graph")}
-    return {name: value for name, spelled in named.items() if (value := getattr(args, spelled)) is not None}
+    names = (*counts, "max_memory_percent", "use_cuda_graph")
+    options = {name: value for name in names if (value := getattr(args, f"cb_{name}")) is not None}
+    if "use_cuda_graph" in options:
+        options["use_cuda_graph"] = (False, options["use_cuda_graph"])  # of steps with prompts, and of decode steps
+    return options
 
 
 def checked_output(name: str, *, expected: str = "a file in a folder that is there", **options: bool) -> Path:

@@ -15,6 +15,7 @@ import tqdm.auto
 from rich.console import Console
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..batching.sampling import SAMPLING, sampling_options
 from ..calibration.smoothing_file import FILE_NAME
 from ..common.progress import Tell, show_progress
 from ..common.version import __version__
@@ -25,11 +26,11 @@ from ..evaluation.provenance import model_name, sha256
 from ..evaluation.tasks.measure import tell_one_process, this_process_device
 from ..jobs.answers import answered, end_tokens, managed
 from ..jobs.forms import answer_line, error_line
-from ..jobs.lines import SAMPLING, BadLine, Job, check_sampling, read_jobs
+from ..jobs.lines import BadLine, Job, check_sampling, read_jobs
 from ..jobs.output import Done, Output, Writer
 from ..jobs.processes import Processes, joined
 from ..jobs.prompts import Limits, Request, request_of
-from ..jobs.sampling import Defaults, Survey, generation_config_of, request_options, survey
+from ..jobs.sampling import Defaults, Survey, generation_config_of, survey
 from ..models.hashes import weights_hash
 from ..models.text_config import context_of, text_config_of
 from ..patching import patched
@@ -265,7 +266,7 @@ def write_answers(
                 tell(1)
 
     def options_of(request: Request) -> dict[str, Any]:
-        return request_options(work.defaults.of(request.job), work.found, vocab_size)
+        return sampling_options(work.defaults.of(request.job), work.found.used, vocab_size)
 
     for request, tokens in answered(manager, requests(), options_of):
         is_ended = bool(tokens) and tokens[-1] in ends

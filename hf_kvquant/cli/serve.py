@@ -25,15 +25,6 @@ from . import arguments
 
 PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic", "prometheus_client", "accelerate", "psutil")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# Options of `ContinuousBatchingConfig`, by what they are parsed into. transformers calls the first one block size.
-BATCHING = {
-    "cb_page_size": "page_size",
-    "cb_num_blocks": "num_blocks",
-    "cb_max_batch_tokens": "max_batch_tokens",
-    "cb_max_memory_percent": "max_memory_percent",
-    "cb_max_requests_per_batch": "max_requests_per_batch",
-    "cb_use_cuda_graph": "use_cuda_graph",
-}
 
 
 def add_parser(commands: Any) -> None:
@@ -44,7 +35,7 @@ def add_parser(commands: Any) -> None:
         run,
         help="answer OpenAI's API over a quantised cache",
         description="Serve one model over OpenAI's API (chat completions and completions), with continuous batching "
-        "over pages of codes. Answers are greedy. GET /metrics is for Prometheus, GET /health for a supervisor.",
+        "over pages of codes. GET /metrics is for Prometheus, GET /health for a supervisor.",
     )
     add = parser.add_argument
     add("--preset", default="int4", metavar="NAME", help="of the cache; see hf-kvquant generate (default: int4)")
@@ -53,15 +44,8 @@ def add_parser(commands: Any) -> None:
     arguments.add_placement(parser)
     add("--attn-implementation", metavar="NAME", help="attention of prompts (default: the model's)")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    size = "tokens of a page, a multiple of 128 (default: 256)"
-    add("--cb-page-size", "--cb-block-size", type=int, metavar="N", help=size)
-    add("--cb-num-blocks", type=int, metavar="N", help="pages of the cache (default: what fits into memory)")
-    add("--cb-max-batch-tokens", type=int, metavar="N", help="tokens of a step (default: what fits into memory)")
-    share = "share of the free memory that the cache takes, up to 1 (default: 0.9 of a GPU's, 0.6 of a CPU's)"
-    add("--cb-max-memory-percent", type=float, metavar="X", help=share)
-    add("--cb-max-requests-per-batch", type=int, metavar="N", help="requests of a step (default: 1024)")
-    graphs = "capture decode steps as CUDA graphs (default: on a GPU)"
-    add("--cb-use-cuda-graph", action=argparse.BooleanOptionalAction, help=graphs)
+    arguments.add_batching(parser)
+    add("--sample", action="store_true", help="serve temperature and top_p; without, every answer is greedy")
     waiting = "requests that may wait; more are answered with 429 (default: 1024)"
     add("--max-waiting", type=int, default=1024, metavar="N", help=waiting)
     stop = "after a signal, time for running requests to finish (default: 30)"
@@ -74,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     """Run `hf-kvquant serve`."""
     check_packages()
     config = arguments.config_of(args.preset)
-    batching = checked_batching(args)
+    batching = ContinuousBatchingConfig(**arguments.checked_batching(args))
     arguments.check_counts(args, "max_waiting")
     if not 0 <= args.shutdown_timeout < math.inf:
         raise UsageError(f"`--shutdown-timeout` must be at least 0 seconds, got {args.shutdown_timeout}.")
@@ -123,7 +107,8 @@ def started(
         raise UsageError(f"`--preset {args.preset}` does not fit {args.model}. {error}") from error
     model = models.model
     try:
-        return start(models, batching, max_waiting=args.max_waiting, enable_cors=args.enable_cors)
+        how = {"max_waiting": args.max_waiting, "is_sampled": args.sample, "enable_cors": args.enable_cors}
+        return start(models, batching, **how)
     except (ImportError, NotImplementedError, ValueError) as error:
         raise UsageError(f"`--preset {args.preset}` does not serve {args.model}. {error}") from error
     except (MemoryError, RuntimeError) as error:
@@ -147,19 +132,6 @@ def check_packages() -> None:
             f"{', '.join(missing)} must be installed for serving, got no such package. Install it: pip install "
             "'hf-kvquant[serve]'."
         )
-
-
-def checked_batching(args: argparse.Namespace) -> ContinuousBatchingConfig:
-    """How pages and batches are sized, where the options say."""
-    counts = [name for name in BATCHING if name not in ("cb_max_memory_percent", "cb_use_cuda_graph")]
-    arguments.check_counts(args, *counts)
-    share = args.cb_max_memory_percent
-    if share is not None and not 0 < share <= 1:
-        raise UsageError(f"`--cb-max-memory-percent` must be above 0 and at most 1, got {share}.")
-    options = {theirs: getattr(args, ours) for ours, theirs in BATCHING.items() if getattr(args, ours) is not None}
-    if "use_cuda_graph" in options:
-        options["use_cuda_graph"] = (False, options["use_cuda_graph"])  # of steps with prompts, and of decode steps
-    return ContinuousBatchingConfig(**options)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from .prompts import Request
 if HAS_PAGES:
     from transformers import ContinuousBatchingConfig
 
-    from .greedy import MostLikely
+    from ..batching.greedy import MostLikely
 
 # Requests in a manager at once, for each that it runs. Those that wait take the place of those that are done.
 _WAITING_SHARE = 1.25

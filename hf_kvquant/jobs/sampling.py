@@ -1,13 +1,10 @@
-"""How the next token of each line is chosen. Lines that sample share a manager with lines that do not.
+"""How the next token of each line is chosen: a manager samples as soon as one line does, by what lines ask for.
 
-transformers decides once for a manager whether it samples, and which settings a request may have: those that the
-generation config of the manager changes. So a manager samples as soon as one line does, is given each setting that some
-line uses, and is then told the values of every line. `greedy.py` keeps the other lines greedy.
+`batching/sampling.py` says how lines that sample share a manager with lines that do not.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 from collections.abc import Mapping
@@ -16,12 +13,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from .lines import SAMPLING, Job, parse
-
-# Values that change nothing. There is none for top_k: it is the size of the vocabulary.
-_NEUTRAL = {"temperature": 1.0, "top_p": 1.0}
-# Values by which transformers makes its processors. Every line overrides them.
-_PLACEHOLDERS: dict[str, Any] = {"temperature": 0.5, "top_p": 0.5, "top_k": 1}
+from ..batching.sampling import NEUTRAL, SAMPLING, sampling_config
+from .lines import Job, parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +39,7 @@ class Defaults:
         settings = {**self.sampling, **job.sampling}
         if not (self.is_sampled or job.sampling) or settings.get("temperature") == 0:
             return None
-        return {name: value for name, value in settings.items() if value != _NEUTRAL.get(name)}
+        return {name: value for name, value in settings.items() if value != NEUTRAL.get(name)}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything by name, for a file."""
@@ -71,6 +64,11 @@ class Survey:
     is_sampled: bool
     settings: frozenset[str]
 
+    @property
+    def used(self) -> frozenset[str] | None:
+        """The settings; `None` if no line is sampled."""
+        return self.settings if self.is_sampled else None
+
 
 def survey(path: Path, defaults: Defaults) -> Survey:
     """Look at all lines of an input. Holds one line at a time."""
@@ -90,18 +88,6 @@ def survey(path: Path, defaults: Defaults) -> Survey:
 
 def generation_config_of(model: Any, defaults: Defaults, found: Survey) -> GenerationConfig:
     """The generation config of a manager that serves all lines: the model's, with all the processors they need."""
-    config: GenerationConfig = copy.deepcopy(model.generation_config)
-    config.do_sample, config.num_return_sequences = found.is_sampled, 1
+    config = sampling_config(model.generation_config, found.used)
     config.max_new_tokens, config.max_length = defaults.max_new_tokens, None
-    for name in SAMPLING:
-        setattr(config, name, _PLACEHOLDERS[name] if name in found.settings else None)
     return config
-
-
-def request_options(settings: Mapping[str, float] | None, found: Survey, vocab_size: int) -> dict[str, Any]:
-    """What `add_request` is told of a line, whose `settings` are those of `Defaults.of`."""
-    if not found.is_sampled:
-        return {}
-    options: dict[str, Any] = {name: ({**_NEUTRAL, "top_k": vocab_size})[name] for name in found.settings}
-    options |= {name: min(value, vocab_size) if name == "top_k" else value for name, value in (settings or {}).items()}
-    return {**options, "do_sample": settings is not None}

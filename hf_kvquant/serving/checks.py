@@ -35,8 +35,12 @@ UNUSED: dict[str, tuple[Any, ...]] = {
 LENGTHS = ("max_completion_tokens", "max_tokens")
 
 
-def check_fields(body: dict[str, Any]) -> None:
+def check_fields(body: dict[str, Any], is_sampled: bool) -> None:
     """Refuse what would be ignored.
+
+    Args:
+        body: Of the request.
+        is_sampled: Whether the server samples.
 
     Raises:
         HTTPException: 400, with the field's name.
@@ -44,19 +48,28 @@ def check_fields(body: dict[str, Any]) -> None:
     for name, neutral in UNUSED.items():
         if name in body and not any(_is_same(body[name], value) for value in neutral):
             raise _refused(name, "be left out, since it would have no effect", body[name])
-    if body.get("temperature") not in (None, 0) or isinstance(body.get("temperature"), bool):
-        raise _refused("temperature", "be 0 or left out, since this server is greedy", body["temperature"])
+    _check_sampling(body, is_sampled)
     top_p = body.get("top_p")
     if top_p is not None and not (_is_number(top_p) and 0 < top_p <= 1):
         raise _refused("top_p", "be above 0 and at most 1", top_p)
-    seed = body.get("seed")
-    if seed is not None and not (_is_integer(seed) and -(2**63) <= seed < 2**63):
-        raise _refused("seed", "be an integer of 64 bits", seed)
     if not isinstance(body.get("stream"), bool | None):
         raise _refused("stream", "be true or false", body["stream"])
     for name in LENGTHS:
         if body.get(name) is not None and not (_is_integer(body[name]) and body[name] >= 1):
             raise _refused(name, "be an integer of at least 1", body[name])
+
+
+def _check_sampling(body: dict[str, Any], is_sampled: bool) -> None:
+    temperature, seed = body.get("temperature"), body.get("seed")
+    if not is_sampled and (temperature not in (None, 0) or isinstance(temperature, bool)):
+        why = "be 0 or left out, since this server is greedy (hf-kvquant serve --sample is not)"
+        raise _refused("temperature", why, temperature)
+    if temperature is not None and not (_is_number(temperature) and temperature >= 0):
+        raise _refused("temperature", "be a number of at least 0", temperature)
+    if seed is not None and is_sampled:
+        raise _refused("seed", "be left out, since requests that are batched draw from one generator", seed)
+    if seed is not None and not (_is_integer(seed) and -(2**63) <= seed < 2**63):
+        raise _refused("seed", "be an integer of 64 bits", seed)
 
 
 def check_messages(body: dict[str, Any]) -> None:

@@ -7,12 +7,13 @@ What transformers' classes do that made the checks here necessary:
 - `add_request` drops requests while the thread ends, with a line in the log, and their clients would wait for ever.
   `Door.add_request` raises. What is dropped later is found by `Generation.fail_lost`.
 - `is_alive` asks for a recorded error. A thread that ended without one counts as alive.
-- The first request chooses how all are sampled. Here the server does, before the first request.
+- The first request chooses how all are sampled. Here each request does, if the server samples at all.
 """
 
 from __future__ import annotations
 
 import copy
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,10 @@ from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError,
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from ..batching.greedy import MostLikely
 from ..batching.manager import Manager
-from ..models.text_config import context_of
+from ..batching.sampling import SAMPLING, sampling_config, sampling_options
+from ..models.text_config import context_of, text_config_of
 from .metrics import Metrics
 from .requests import OpenRequests, Router
 
@@ -57,6 +60,7 @@ class Door:
             CBWorkerDeadError: The generation thread takes no requests.
         """
         self._requests.submit(request_id, len(input_ids), streaming)
+        options |= self._requests.by_id[request_id].sampling
         if self._manager.add_request(input_ids, request_id=request_id, streaming=True, **options) is None:
             raise CBWorkerDeadError("the generation thread has ended and takes no requests; restart the server")
         return request_id
@@ -72,11 +76,15 @@ class Generation(CBGenerateManager):
     Args:
         batching: Pages and batches.
         requests: The open requests.
+        is_sampled: Whether requests may sample. It costs every step a softmax, and `top_p` a sort, of all logits.
     """
 
-    def __init__(self, batching: ContinuousBatchingConfig, requests: OpenRequests) -> None:
+    def __init__(self, batching: ContinuousBatchingConfig, requests: OpenRequests, is_sampled: bool = False) -> None:
         super().__init__(batching)
-        self.requests = requests
+        self.requests, self.is_sampled = requests, is_sampled
+        self._batching = batching
+        self._settings: frozenset[str] | None = None  # of sampling, that requests may use
+        self._vocab_size = 0
         self.manager: Manager
         self.num_positions: int | None = None
 
@@ -88,7 +96,18 @@ class Generation(CBGenerateManager):
             MemoryError: The pages do not fit.
         """
         model_any: Any = model
-        self.manager = model_any.init_continuous_batching(greedy(model.generation_config), self._cb_config)
+        self._vocab_size = text_config_of(model).vocab_size
+        batching = copy.copy(self._batching)
+        if self.is_sampled:
+            own = {name for name in SAMPLING if getattr(model.generation_config, name)}
+            self._settings = frozenset({"temperature", "top_p", *own})
+            # Without a seed, transformers draws one from a generator that starts alike in every process.
+            batching.per_request_processors, batching.seed = True, secrets.randbelow(2**32)
+        config = sampling_config(model.generation_config, self._settings)
+        config.use_cache = False
+        self.manager = model_any.init_continuous_batching(config, batching)
+        if self.is_sampled:
+            MostLikely.install(self.manager)
         self.num_positions = context_of(model)
         door: Any = Door(self.manager, self.requests)
         self._cb = door
@@ -152,18 +171,35 @@ class Generation(CBGenerateManager):
         metrics.gauge("cache_pages", "All pages.", lambda: cache.num_sectors)
 
     def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, *args: Any, **options: Any
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: GenerationConfig,
+        request_id: str,
+        *args: Any,
+        **options: Any,
     ) -> Any:
         """See `BaseGenerateManager`."""
-        self._check_room(len(inputs["input_ids"]), gen_config)
-        return super().generate_streaming(model, processor, inputs, gen_config, *args, **options)
+        self._prepare(request_id, inputs, gen_config)
+        return super().generate_streaming(model, processor, inputs, gen_config, request_id, *args, **options)
 
     async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, *args: Any, **options: Any
+        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
     ) -> Any:
         """See `BaseGenerateManager`."""
+        self._prepare(request_id, inputs, gen_config)
+        return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+
+    def _prepare(self, request_id: str, inputs: Any, gen_config: GenerationConfig) -> None:
+        """Check a request, and note how its tokens are chosen."""
         self._check_room(len(inputs["input_ids"]), gen_config)
-        return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **options)
+        chosen = None
+        if gen_config.do_sample:
+            # Left out, it is OpenAI's or the model's own.
+            chosen = {name: value for name in SAMPLING if (value := getattr(gen_config, name, None))}
+        options = sampling_options(chosen, self._settings, self._vocab_size)
+        self.requests.by_id[request_id].sampling = options
 
     def _check_room(self, num_prompt: int, gen_config: GenerationConfig) -> None:
         """Refuse a prompt or a length that cannot fit, and lower a length that the client did not name."""
@@ -191,13 +227,6 @@ class Generation(CBGenerateManager):
         if self.manager.is_running():
             self.manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
         self.manager.destroy()
-
-
-def greedy(config: GenerationConfig) -> GenerationConfig:
-    """The model's own settings, one answer a prompt, and always the most likely token."""
-    config = copy.deepcopy(config)
-    config.update(do_sample=False, num_return_sequences=None, temperature=None, top_p=None, top_k=None, use_cache=False)
-    return config
 
 
 class State(GenerationState):

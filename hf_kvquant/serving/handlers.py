@@ -42,7 +42,7 @@ class Checked(BaseHandler):
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
-        checks.check_fields(body)
+        checks.check_fields(body, self.generation_state.generation.is_sampled)
 
     def _resolve_model(self, body: dict[str, Any]) -> Any:
         """See `BaseHandler`. The name that answers bear is accepted, too."""
@@ -53,6 +53,9 @@ class Checked(BaseHandler):
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **options: Any) -> GenerationConfig:
         config: GenerationConfig = super()._build_generation_config(body, *args, **options)
+        is_narrowed = body.get("temperature") is None and body.get("top_p") not in (None, 1)
+        if self.generation_state.generation.is_sampled and (body.get("temperature") or is_narrowed):
+            config.do_sample = True  # transformers takes the values, but only the model's config would sample
         if all(body.get(name) is None for name in checks.LENGTHS):
             config.max_new_tokens = AtMost(config.max_new_tokens)
         return config

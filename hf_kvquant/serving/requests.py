@@ -13,6 +13,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
@@ -33,6 +34,7 @@ class OpenRequest:
         is_admitted: Whether it may wait or run.
         is_submitted: Whether the scheduler has had it.
         is_streamed: Whether its client gets each token.
+        sampling: How its tokens are chosen, as further arguments of the manager's `add_request`.
         num_tokens: Generated so far.
         on_output: Takes what is generated, on the event loop; `None` before there is anybody to take it.
         outcome: How it ended, of `metrics.OUTCOMES`; `None` while it is open.
@@ -45,6 +47,7 @@ class OpenRequest:
     is_admitted: bool = False
     is_submitted: bool = False
     is_streamed: bool = False
+    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
     num_tokens: int = 0
     on_output: Callable[[GenerationOutput], None] | None = None
     outcome: str | None = None

@@ -37,7 +37,12 @@ GRACE_SECONDS = 5
 
 
 def start(
-    models: PatchedModels, batching: ContinuousBatchingConfig, *, max_waiting: int, enable_cors: bool = False
+    models: PatchedModels,
+    batching: ContinuousBatchingConfig,
+    *,
+    max_waiting: int,
+    is_sampled: bool = False,
+    enable_cors: bool = False,
 ) -> FrontDoor:
     """Start generation, and make the application that answers.
 
@@ -45,13 +50,14 @@ def start(
         models: With the model loaded.
         batching: Pages and batches.
         max_waiting: Requests that may wait for their first step.
+        is_sampled: Whether requests may sample.
         enable_cors: Whether pages of other sites may ask.
 
     Raises:
         ImportError, MemoryError, NotImplementedError, ValueError: See `Generation.start`.
     """
     metrics = Metrics()
-    generation = Generation(batching, OpenRequests(metrics))
+    generation = Generation(batching, OpenRequests(metrics), is_sampled)
     generation.start(models.model)
     generation.watch(metrics)
     state = State(generation)
