@@ -219,7 +219,7 @@ MUTATIONS = [
     *of(
         "hf_kvquant/ops/planning.py",
         (
-            "shares.minimum(held // MIN_TOKENS).clamp(min=1)",
+            "shares.minimum(held // min_tokens).clamp(min=1)",
             "shares.clamp(min=1)",
             "short sequences are cut",
             "split_plan",
@@ -291,10 +291,25 @@ MUTATIONS = [
             "serve_load",
         ),
         (
-            "do_sample=False, ",
-            "",
+            '        self._check_room(len(inputs["input_ids"]), gen_config)\n        chosen = None',
+            '        self._check_room(len(inputs["input_ids"]), gen_config)\n        chosen = {}',
+            "greedy requests sample",
+            "serve",
+        ),
+    ),
+    *of(
+        "hf_kvquant/batching/sampling.py",
+        (
+            "config.do_sample, config.num_return_sequences = settings is not None, 1",
+            "config.num_return_sequences = 1",
             "the model's settings may sample",
             "serve",
+        ),
+        (
+            'values = {**NEUTRAL, "top_k": vocab_size, **(chosen or {})}',
+            'values = {**NEUTRAL, "top_k": vocab_size}',
+            "settings of requests are ignored",
+            "serve batch_command",
         ),
     ),
     *of(
@@ -805,7 +820,7 @@ MUTATIONS = [
     *of(
         "csrc/cuda/append/append.cu",
         (
-            "*scale_at(job.side, token.b, 0, 0, 0) = kHalfNan;",
+            "*scale_at(job.side, token.slot, 0, 0, 0) = kHalfNan;",
             "",
             "tokens without a scale get the codes of a frozen one",
             "ops extreme_values",
