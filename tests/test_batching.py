@@ -421,6 +421,21 @@ def test_sampling_and_its_probabilities_are_those_of_transformers(options: dict[
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("tokens", [0, 2 * PAGE + 1])
+def test_a_prompt_that_never_fits_gets_an_error_of_its_own(tokens: int) -> None:
+    with patched(long_llama(), "int8") as model:
+        expected = alone(model, PROMPTS[0])
+        with managed(model, num_blocks=2) as manager:
+            manager.start()
+            bad, good = manager.add_request(text(tokens)), manager.add_request(PROMPTS[0])
+            results = {each.request_id: each for each in (manager.get_result(timeout=60) for _ in range(2))}
+            assert (
+                f"must have from 1 to {2 * PAGE} tokens, as many as all pages hold, got {tokens}." in results[bad].error
+            )
+            assert results[good].error is None and results[good].generated_tokens == expected
+            assert answers(manager, [text(2 * PAGE - 20)])
+
+
 def test_tokens_can_be_streamed() -> None:
     with patched(models.llama(), "int8") as model, managed(model) as manager:
         manager.start()

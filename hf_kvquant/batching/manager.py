@@ -15,6 +15,7 @@ from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchProcessor,
 )
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -50,7 +51,24 @@ class Processor(ContinuousBatchProcessor):
             do_sample=theirs.do_sample,
             return_logprobs=theirs.return_logprobs,
         )
+        scheduler: Any = self.scheduler
+        self._add_waiting = scheduler.add_waiting_request
+        scheduler.add_waiting_request = self._add_if_it_fits
         self._wait_for_device()
+
+    def _add_if_it_fits(self, state: RequestState) -> None:
+        """Let a request wait. One that never fits gets an error; transformers would end the manager for all (5.23).
+
+        Raises:
+            ValueError: It has no token, or more than all pages hold.
+        """
+        num_tokens, room = len(state.initial_tokens), self.cache.num_blocks * self.cache.tokens_per_sector
+        if not 0 < num_tokens <= room:
+            raise ValueError(
+                f"continuous batching: a prompt must have from 1 to {room} tokens, as many as all pages hold, got "
+                f"{num_tokens}. Shorten it, or set a larger `num_blocks` in the ContinuousBatchingConfig."
+            )
+        self._add_waiting(state)
 
     def reset(self) -> None:
         """See `ContinuousBatchProcessor`."""
