@@ -193,6 +193,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     variables = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     previous = {name: os.environ.get(name) for name in ("RAY_USAGE_STATS_ENABLED", *variables)}
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    others = set(psutil.Process().children())  # of tests that ran before
     ray.init(
         address="local",
         num_cpus=8,
@@ -204,7 +205,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     )
     yield
     ray.shutdown()
-    poll(lambda: not psutil.Process().children(), "Ray's processes did not end")
+    poll(lambda: not set(psutil.Process().children()) - others, "Ray's processes did not end")
     for name, value in previous.items():
         os.environ.pop(name, None)
         if value is not None:
