@@ -6,13 +6,13 @@ has a stop sequence is cancelled.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...batching.sampling import sampling_config
 from ...config import KVQuantConfig
 from .pages import PAGE_SIZE, Pages
 
@@ -67,8 +67,7 @@ def generate(
         ImportError, NotImplementedError, ValueError: Pages do not serve the model or the config.
         Exception: What ended the manager.
     """
-    generation_config = copy.deepcopy(model.generation_config)
-    generation_config.do_sample, generation_config.num_return_sequences = False, 1
+    generation_config = sampling_config(model.generation_config, None)
     generation_config.max_length = None
     options = {
         "num_blocks": max(num_pages, *(prompt.num_pages for prompt in prompts)) + 1,
