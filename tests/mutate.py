@@ -359,6 +359,7 @@ MUTATIONS = [
     ),
     *of(
         "hf_kvquant/batching/manager.py",
+        ("if not 0 < num_tokens <= room:", "if not 0 < num_tokens:", "a prompt that never fits ends all", "batching"),
         (
             "        super()._run_generation_loop()\n        self._restore_attention(self.model)",
             "        super()._run_generation_loop()",
