@@ -51,6 +51,8 @@ UNPATCHED = {"transformers": "sdpa", "flash": "flash_attention_2"}
 SYSTEMS = [*UNPATCHED, *PRESETS]
 DEFAULT_SYSTEMS = [*UNPATCHED, "int8", "int4"]
 PAGE_SIZE = 256
+# What results must share with those that they are added to. Commits may differ: each row names its own.
+RESUMED = (*(key for key in SHARED if key not in ("commit", "is_dirty")), "page_size")
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 8
 
 
@@ -276,7 +278,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=1.0, help="of the requests of each workload (default: all)")
     parser.add_argument("--output", type=Path, help="also write the JSON here, after every system")
     parser.add_argument(
-        "--resume", action="store_true", help="keep what --output holds if it is of this commit, machine and model"
+        "--resume", action="store_true", help="keep what --output holds if it is of this machine and model"
     )
     arguments = parser.parse_args(words)
     if arguments.resume and arguments.output is None:
@@ -318,7 +320,7 @@ def main() -> None:
         "dtype": str(model.dtype).removeprefix("torch."),
         "page_size": PAGE_SIZE,
     }
-    earlier = earlier_results(results, arguments.output, (*SHARED, "page_size")) if arguments.resume else {}
+    earlier = earlier_results(results, arguments.output, RESUMED) if arguments.resume else {}
     results["commands"] = [*earlier.get("commands", []), results["command"]]
     results["workloads"] = earlier.get("workloads", [])
     for name, size in itertools.product(arguments.workloads, arguments.cache_gb or [None]):
@@ -329,7 +331,7 @@ def main() -> None:
                 functools.partial(measure, model, system, workload, None if size is None else int(size * 1e9))
             )
             if row is not None:
-                found["rows"].append(row)
+                found["rows"].append({**row, "commit": results["commit"], "date": results["date"]})
                 told = f"{row['output_tokens_per_s']:.0f} tokens/s, {row['seconds']:.0f} s after {row['start_s']:.0f} s"
             else:
                 found["failures"].append({"system": system, "reason": reason})
