@@ -452,6 +452,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   wait_for_launch_before();
   Segment segment = {};
   segment.b = blockIdx.z, segment.h = blockIdx.y, segment.row_tile = blockIdx.x / kCombineCtas<Shape>;
+  segment.splits = plan.num_splits;
   find_rounds<Shape::kTileTokens>(params, plan, Bounds(params, plan, segment.b), segment);
   if (segment.num_parts == 1) return;
   const int row = blockIdx.x % kCombineCtas<Shape> * (kCombineThreads / kQuads) + threadIdx.x / kQuads;
