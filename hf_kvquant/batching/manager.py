@@ -62,7 +62,7 @@ class Processor(ContinuousBatchProcessor):
         Raises:
             ValueError: It has no token, or more than all pages hold.
         """
-        num_tokens, room = len(state.initial_tokens), self.cache.num_blocks * self.cache.tokens_per_sector
+        num_tokens, room = len(state.initial_tokens), self.cache.room
         if not 0 < num_tokens <= room:
             raise ValueError(
                 f"continuous batching: a prompt must have from 1 to {room} tokens, as many as all pages hold, got "
