@@ -231,8 +231,9 @@ def time_pages(shape: Shape, preset: str, names: tuple[str, ...], replays: int) 
     for sides in sets:
         for planes, kv_format in zip(sides, formats, strict=True):
             filled(dataclasses.replace(planes, tail=None), kv_format)
-            if planes.tail is not None and tail_pages is not None:
-                planes.tail[tail_pages.long()] = torch.randn_like(planes.tail[: shape.batch])
+        tail = sides[0].tail  # last, since it shares its pages with planes that nobody reads there
+        if tail is not None and tail_pages is not None:
+            tail[tail_pages.long()] = torch.randn_like(tail[: shape.batch])
     lengths = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
     num_slots = ops.num_slots_of(DEVICE, shape.num_kv_heads)
     plan = ops.split_plan(lengths, num_slots) if shape.batch > 1 else None
