@@ -445,6 +445,26 @@ def test_a_prompt_that_never_fits_gets_an_error_of_its_own(tokens: int, preset: 
             assert answers(manager, [text(2 * PAGE - 20)])
 
 
+@pytest.mark.parametrize(("preset", "num_blocks"), [("int8", 2), ("int4-channel", 3)])
+def test_a_request_that_fills_all_pages_gets_an_error_of_its_own(preset: str, num_blocks: int) -> None:
+    """It has its tokens so far. Another that had to wait for its pages goes on."""
+    prompt = text(2 * PAGE - 20)
+    with patched(long_llama(), preset) as model:
+        expected = alone(model, prompt, 21)
+        other = alone(model, PROMPTS[0], 30)
+        with managed(model, num_blocks=num_blocks, max_batch_tokens=512) as manager:
+            manager.start()
+            names = manager.add_request(prompt, max_new_tokens=500), manager.add_request(PROMPTS[0], max_new_tokens=30)
+            results = {each.request_id: each for each in (manager.get_result(timeout=60) for _ in names)}
+            outgrown, good = (results[name] for name in names)
+            assert f"must end before its tokens fill all pages, got {2 * PAGE} tokens." in outgrown.error
+            assert outgrown.generated_tokens == expected[: len(outgrown.generated_tokens)]
+            assert len(outgrown.generated_tokens) == 21
+            assert good.error is None and good.generated_tokens == other
+            assert manager.batch_processor.cache.allocator.block_table == {}
+            assert answers(manager, [PROMPTS[0]])[0] == other[:10]
+
+
 def test_tokens_can_be_streamed() -> None:
     with patched(models.llama(), "int8") as model, managed(model) as manager:
         manager.start()
