@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from ..cache.cache import KVQuantCache
+from ..models.sharding import why_not_captured
 from ..state import MOST_NEW_TOKENS, Captures, notes_on
 from .fusion import fused
 from .prefetch import Prefetch
@@ -55,10 +56,10 @@ def check_capturable(model: PreTrainedModel) -> None:
         reason = f"the model is spread over {devices}, and a graph is captured on one device"
     elif model.device.type not in RUNNERS:
         reason = f"the model is on {devices[0]}, and CUDA graphs need a GPU"
-    elif any(tensor.numel() == 0 or hasattr(tensor, "device_mesh") for tensor in model.parameters()):
-        reason = "its weights are divided among processes"
     elif not getattr(getattr(model, "hf_quantizer", None), "is_compileable", True):
         reason = "transformers says that its quantised weights do not work in a static graph"
+    else:
+        reason = why_not_captured(model)
     if reason is not None:
         raise NotImplementedError(
             f"generate: `capture` must be False for this {type(model).__name__}, got True: {reason}. "
@@ -84,9 +85,11 @@ def buffers_of(cache: KVQuantCache) -> Hashable:
 
 
 def _addresses(tensor: Tensor) -> Iterable[int]:
-    if hasattr(tensor, "__tensor_flatten__"):  # a quantised weight, which wraps several tensors
+    if hasattr(tensor, "__tensor_flatten__"):  # a quantised weight or one of a rank, which wraps tensors
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _addresses(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):
+                yield from _addresses(part)
     else:
         yield tensor.data_ptr()
 
