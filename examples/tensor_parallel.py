@@ -19,15 +19,19 @@ from transformers.distributed import DistributedConfig
 import hf_kvquant
 
 
-def main() -> None:
-    """Load the part of this process, and generate. The first process prints."""
+def parser() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", help="a checkpoint; the number of processes must divide its key-value heads")
     parser.add_argument("--preset", default="int4", choices=sorted(hf_kvquant.PRESETS))
     parser.add_argument("--prompt", default="The river")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    arguments = parser.parse_args()
+    return parser
 
+
+def main() -> None:
+    """Load the part of this process, and generate. The first process prints."""
+    arguments = parser().parse_args()
     has_gpus, rank = torch.cuda.is_available(), int(os.environ["RANK"])
     if has_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
