@@ -1,0 +1,86 @@
+"""The simulated weights of `evals/ablation.py`, against plain restatements, and the table that they are for."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import models
+import pytest
+import torch
+
+EVALS = Path(__file__).resolve().parents[1] / "evals"
+
+
+@pytest.fixture
+def recipes(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(EVALS))
+    yield importlib.import_module("weight_recipes")
+
+
+def test_weights_have_as_many_values_as_codes(recipes: ModuleType) -> None:
+    weight = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
+    for function, size, most in ((recipes.int8_weight, 256, 255), (recipes.uint4_weight, 128, 16)):
+        found = function(weight).view(6, -1, size)
+        assert all(len(group.unique()) <= most for row in found for group in row)
+        assert (function(weight) - weight).abs().max() <= weight.abs().max() * (1 / 127 if most == 255 else 1 / 7)
+
+
+def test_progressive_weights_are_integers_within_int8(recipes: ModuleType) -> None:
+    """Level by level: int8 with one scale per row, then uint4 with integer scales and zeros."""
+    weight = torch.randn(4, 256, generator=torch.Generator().manual_seed(1))
+    found = recipes.progressive_weight(weight)
+    for row, own in zip(found, weight, strict=True):
+        outer = own.abs().max() / 119
+        integers = row / outer
+        assert (integers - integers.round()).abs().max() < 1e-3 and integers.abs().max() <= 128
+        for group, expected in zip(integers.view(2, 128), (own / outer).round().view(2, 128), strict=True):
+            scale = max(1, round(float((expected.max().clamp(min=0) - expected.min().clamp(max=0)) / 15)))
+            assert len(group.round().unique()) <= 16
+            assert (group - expected).abs().max() <= scale  # half a step, and a zero point that was rounded
+
+
+@pytest.mark.parametrize("name", ["W16A16", "W8A8", "W4A16", "W4A8"])
+def test_linear_layers_compute_with_these(recipes: ModuleType, name: str) -> None:
+    model = models.build("llama")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    before, head = model(ids).logits, model.lm_head.weight.clone()
+    recipes.quantize_weights(model, name)
+    assert torch.equal(model.lm_head.weight, head)
+    layer = model.model.layers[0].mlp.up_proj
+    x = torch.randn(1, 3, layer.in_features)
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    rounded = (x / scale).round() * scale if name.endswith("A8") else x
+    torch.testing.assert_close(layer(x), rounded @ layer.weight.T)
+    difference = (model(ids).logits - before).abs().max()
+    assert (difference == 0) == (name == "W16A16")
+
+
+def test_the_command(tmp_path: Path, recipes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every weight with every cache; what weights cost is that of the unquantised cache."""
+    ablation = importlib.import_module("ablation")
+    text = "The village is located in the north of the country. The river rises in the mountains.\n" * 60
+    (tmp_path / "text").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(ablation, "cut", lambda ids, model, tokens: _cut(ids))
+    options = ["--text", str(tmp_path / "text"), "--calibrate", str(tmp_path / "text"), "--output"]
+    monkeypatch.setattr(sys, "argv", ["ablation.py", *options, str(tmp_path / "out.json")])
+    ablation.main()
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    rows = results["rows"]
+    assert [(row["weights"], row["cache"]) for row in rows] == [
+        (weights, cache) for weights in recipes.WEIGHTS for cache in ablation.CACHES
+    ]
+    first = rows[0]
+    assert first["weights_cost"] == first["cache_adds"] == 0 and results["tasks"] == []
+    w4a8 = {row["cache"]: row for row in rows if row["weights"] == "W4A8"}
+    assert w4a8["KV16"]["cache_adds"] == 0
+    assert w4a8["KV8"]["weights_cost"] == w4a8["KV16"]["perplexity"] / first["perplexity"] - 1
+
+
+def _cut(ids: torch.Tensor) -> object:
+    segments = importlib.import_module("hf_kvquant.evaluation.perplexity.segments")
+    return segments.Segments(ids[None, :200], [0], 200)
