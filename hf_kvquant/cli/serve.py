@@ -12,7 +12,6 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from transformers import ContinuousBatchingConfig
 from transformers.utils import logging as transformers_logging
 
@@ -67,37 +66,53 @@ def run(args: argparse.Namespace) -> None:
     device = arguments.checked_device(args.device)
     check_folder(args.model)
     set_log_level(args.log_level)
-    with checked_socket(args.host, args.port) as listener:
-        print(f"Loading {args.model} …", flush=True)
-        with loading(args.model, device):
-            app = started(args, config, batching, device)
-        with contextlib.closing(app):
-            serve(args, app, listener, device)
+    from ..serving.ranks import follow, joined  # what they need comes with an extra
+
+    with joined(device) as ranks:
+        if not ranks.answers:
+            with loading(args.model, device):
+                generation = started(args, config, batching, ranks)
+            follow(generation)
+            return
+        with checked_socket(args.host, args.port) as listener:
+            print(f"Loading {args.model} …", flush=True)
+            with loading(args.model, device):
+                app = started(args, config, batching, ranks)
+            with contextlib.closing(app):
+                serve(args, app, listener, ranks)
 
 
-def serve(args: argparse.Namespace, app: Any, listener: socket.socket, device: torch.device) -> None:
+def serve(args: argparse.Namespace, app: Any, listener: socket.socket, ranks: Any) -> None:
     """Serve until a signal."""
     from ..serving.server import Server  # what it needs comes with an extra
 
     room = f"{app.generation.num_tokens:,} tokens of cache, up to {app.generation.room:,} for each request"
-    print(f"Serving {args.model} with {args.preset} on {device}: {room}.", flush=True)
-    server = Server(app, shutdown_timeout=args.shutdown_timeout, log_level=args.log_level)
+    where = str(ranks.device) if ranks.count == 1 else f"{ranks.count} ranks, the first on {ranks.device}"
+    print(f"Serving {args.model} with {args.preset} on {where}: {room}.", flush=True)
+    how = {"shutdown_timeout": args.shutdown_timeout, "log_level": args.log_level}
+    server = Server(app, has_launcher=ranks.count > 1, **how)
     asyncio.run(server.serve(sockets=[listener]))
 
 
-def started(
-    args: argparse.Namespace, config: KVQuantConfig, batching: ContinuousBatchingConfig, device: torch.device
-) -> Any:
-    """The application that answers, with the model loaded and patched, and its generation running."""
-    from ..serving.model import DoesNotFit, PatchedModels  # what they need comes with an extra
+def started(args: argparse.Namespace, config: KVQuantConfig, batching: ContinuousBatchingConfig, ranks: Any) -> Any:
+    """The application that answers, with the model loaded and patched, and its generation running.
+
+    In other ranks than the first, that generation alone.
+    """
+    from ..serving.generation import Generation  # what they need comes with an extra
+    from ..serving.metrics import Metrics
+    from ..serving.model import DoesNotFit, PatchedModels
+    from ..serving.requests import OpenRequests
     from ..serving.server import start
 
+    device = ranks.device
     try:
         with without_bars():
             models = PatchedModels(
                 args.model,
                 config,
                 lambda model: load_calibration(model, args.model),
+                ranks.count,
                 device=str(device),
                 dtype=args.dtype,
                 trust_remote_code=args.trust_remote_code,
@@ -107,6 +122,10 @@ def started(
         raise UsageError(f"`--preset {args.preset}` does not fit {args.model}. {error}") from error
     model = models.model
     try:
+        if not ranks.answers:
+            generation = Generation(batching, OpenRequests(Metrics()), args.sample)
+            generation.start(model)
+            return generation
         how = {"max_waiting": args.max_waiting, "is_sampled": args.sample, "enable_cors": args.enable_cors}
         return start(models, batching, **how)
     except (ImportError, NotImplementedError, ValueError) as error:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import Modality
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from ..config import KVQuantConfig
 from ..patching import patch
@@ -24,6 +25,7 @@ class PatchedModels(ModelManager):
         name: A folder or a hub id. Clients name the model by it.
         config: To patch it with.
         prepare: Called with the model before it is patched.
+        num_ranks: Of tensor parallelism; 1 for none.
         **options: Of `ModelManager`: `device`, `dtype`, `trust_remote_code`, `attn_implementation`.
 
     Raises:
@@ -32,19 +34,39 @@ class PatchedModels(ModelManager):
     """
 
     def __init__(
-        self, name: str, config: KVQuantConfig, prepare: Callable[[PreTrainedModel], None], **options: Any
+        self,
+        name: str,
+        config: KVQuantConfig,
+        prepare: Callable[[PreTrainedModel], None],
+        num_ranks: int = 1,
+        **options: Any,
     ) -> None:
-        self._config, self._prepare = config, prepare
+        self._config, self._prepare, self._num_ranks = config, prepare, num_ranks
         super().__init__(force_model=name, continuous_batching=True, **options)
         self.name = name
 
     def _load_model(self, *args: Any, **options: Any) -> PreTrainedModel:
-        model: PreTrainedModel = super()._load_model(*args, **options)
+        model: PreTrainedModel
+        model = super()._load_model(*args, **options) if self._num_ranks == 1 else self._load_part(args[0])
         self._prepare(model)
         try:
             return patch(model, self._config)
         except (NotImplementedError, TypeError, ValueError) as error:
             raise DoesNotFit(str(error)) from error
+
+    def _load_part(self, model_id_and_revision: str) -> PreTrainedModel:
+        """The part of this rank, which transformers' server does not load."""
+        name, revision = model_id_and_revision.split("@", 1)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            revision=revision,
+            dtype=self.dtype,
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+            distributed_config=DistributedConfig(tp_plan="auto", tp_size=self._num_ranks),
+        )
+        part: PreTrainedModel = model.eval()
+        return part
 
     @property
     def model(self) -> PreTrainedModel:

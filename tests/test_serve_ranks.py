@@ -1,0 +1,75 @@
+"""`hf-kvquant serve` under torchrun: the ranks share a model, the first answers, and all end together."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_kvquant
+from hf_kvquant.batching.support import HAS_PAGES
+
+if not HAS_PAGES:
+    pytest.skip("transformers' paged cache has another design", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = str(ROOT / "evals" / "reference_model")
+SECONDS = 120
+PROMPT, NEW_TOKENS = "The river", 12
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The launcher, and where the first rank listens."""
+    launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    command = "-m", "hf_kvquant", "serve", REFERENCE, "--device", "cpu", "--port", "0", "--cb-num-blocks", "32"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        [sys.executable, *launcher, *command],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            ready = re.match(r"Ready on (http://\S+)/v1", line)
+            if ready:
+                yield process, ready[1]
+                break
+        else:
+            pytest.fail("it ended before it was ready")
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def test_ranks_answer_together_and_end_together(launched: tuple[subprocess.Popen[str], str]) -> None:
+    process, url = launched
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    model = AutoModelForCausalLM.from_pretrained(REFERENCE, dtype=torch.float32)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    with hf_kvquant.patched(model, "int4"):
+        out = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    expected = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    body = {"prompt": PROMPT, "max_tokens": NEW_TOKENS}
+    for _ in range(2):
+        answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=SECONDS)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == expected
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=SECONDS)
+    assert "Stopping: 0 requests" in said
+    assert "hf_kvquant/" not in said, said  # no traceback of ours: torchrun has one of its own
