@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -64,12 +64,14 @@ class ModelState:
         transforms: What `set_centers` and `set_smoothing` left.
         smoothing: What `smooth_attention` left.
         value_rotation: What `rotate_values` left.
+        folded: By function that changed weights in this process, the names of the modules that have them.
     """
 
     patch: Patch | None = None
     transforms: ModelTransforms | None = None
     smoothing: Any = None
     value_rotation: Any = None
+    folded: Mapping[str, tuple[str, ...]] | None = None
 
 
 class Captures:
@@ -165,6 +167,12 @@ def keep(model: nn.Module, **changes: Any) -> None:
         setattr(model, _ATTRIBUTE, state)
     else:
         model.__dict__.pop(_ATTRIBUTE, None)
+
+
+def keep_folded(model: nn.Module, function: str, names: Iterable[str]) -> None:
+    """Note the modules whose weights a function has changed, so that adapters no longer fit; none if it undid that."""
+    folded = {**(state_of(model).folded or {}), function: tuple(names)}
+    keep(model, folded={function: names for function, names in folded.items() if names} or None)
 
 
 def notes_on(model: nn.Module) -> ModelNotes:
