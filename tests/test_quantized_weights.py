@@ -1,13 +1,12 @@
 """Models with quantised weights, as transformers loads them: the tokens of the unpatched model, and calibrated caches.
 
-The reference model is loaded with each library's config. Checkpoints for loaders that take only quantised weights are
-made here: by compressed-tensors itself, and by packing the codes of GPTQ and AWQ. Libraries that are not installed are
-skipped; `docs/quantized-weights.md` says which ran where.
+A part of the reference model is loaded with each library's config. Checkpoints for loaders that take only quantised
+weights are made here: by compressed-tensors itself, and by packing the codes of GPTQ and AWQ. Libraries that are not
+installed are skipped; `docs/quantized-weights.md` says which ran where.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -22,12 +21,32 @@ from safetensors.torch import save_file
 from test_capture import Recorded
 from test_compile import compiled_for
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    DynamicCache,
+    QuantoConfig,
+    TorchAoConfig,
+)
 
 import hf_kvquant
-from hf_kvquant import KVQuantCache, KVQuantConfig, load_smoothing, patch, patched, smooth_attention, unpatch, unsmooth
+from hf_kvquant import (
+    KVQuantCache,
+    KVQuantConfig,
+    key_transforms,
+    load_smoothing,
+    patch,
+    patched,
+    smooth_attention,
+    unpatch,
+    unsmooth,
+)
+from hf_kvquant.evaluation.injection import inject_key_outliers
+from hf_kvquant.evaluation.measuring.fidelity import divergence
 from hf_kvquant.graphs import capture
 from hf_kvquant.models.hashes import plain_tensors, weights_hash
+from hf_kvquant.models.probing import chunks_of
 from hf_kvquant.transforms.of_model import transforms_of
 
 # The libraries warn about their own use of PyTorch.
@@ -42,14 +61,16 @@ ROWS = list(range(8))  # the order in which GPTQ packs eight codes into a number
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
-def loaded(path: str | Path = REFERENCE, **options: Any) -> Any:
+def loaded(path: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, **{"dtype": torch.float32, "device_map": "cpu", **options})
 
 
 def torchao(name: str, **options: Any) -> Callable[..., Any]:
     def load(folder: Path, **how: Any) -> Any:
         quantization = pytest.importorskip("torchao.quantization")
-        return loaded(quantization_config=TorchAoConfig(getattr(quantization, name)(**options)), **how)
+        return loaded(
+            folder / "plain", quantization_config=TorchAoConfig(getattr(quantization, name)(**options)), **how
+        )
 
     return load
 
@@ -57,7 +78,7 @@ def torchao(name: str, **options: Any) -> Callable[..., Any]:
 def bitsandbytes(**options: Any) -> Callable[..., Any]:
     def load(folder: Path, **how: Any) -> Any:
         pytest.importorskip("bitsandbytes")
-        return loaded(quantization_config=BitsAndBytesConfig(**options), **how)
+        return loaded(folder / "plain", quantization_config=BitsAndBytesConfig(**options), **how)
 
     return load
 
@@ -65,7 +86,7 @@ def bitsandbytes(**options: Any) -> Callable[..., Any]:
 def quanto(weights: str) -> Callable[..., Any]:
     def load(folder: Path, **how: Any) -> Any:
         pytest.importorskip("optimum.quanto")
-        return loaded(quantization_config=QuantoConfig(weights=weights), **how)
+        return loaded(folder / "plain", quantization_config=QuantoConfig(weights=weights), **how)
 
     return load
 
@@ -81,12 +102,12 @@ def compressed_tensors(scheme: str) -> Callable[..., Any]:
 
 
 def compress(folder: Path, scheme: str) -> None:
-    """Write the reference model in the format of compressed-tensors, its weights rounded to nearest."""
+    """Write the plain model in the format of compressed-tensors, its weights rounded to nearest."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    model = loaded()
+    model = loaded(folder.parent / "plain")
     groups = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
     apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
     for module in model.modules():
@@ -121,8 +142,8 @@ def packed(codes: Tensor, order: list[int], dim: int) -> Tensor:
 
 
 def write_packed(folder: Path, method: str) -> None:
-    """Write the reference model as a checkpoint of GPTQ (version 1) or AWQ, its weights rounded to nearest."""
-    model = loaded()
+    """Write the plain model as a checkpoint of GPTQ (version 1) or AWQ, its weights rounded to nearest."""
+    model = loaded(folder.parent / "plain")
     tensors = {}
     for name, weight in model.state_dict().items():
         if not name.endswith("proj.weight"):
@@ -166,10 +187,23 @@ METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
+FEW = pytest.mark.full(
+    when=lambda load: load in ("torchao fp8", "torchao int8 on int4", "quanto int4") or load.endswith(("fp8", "w8a8")),
+    reason="other formats of the same libraries, which differ in the tokens alone",
+)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the checkpoints are, made when first needed."""
-    return tmp_path_factory.mktemp("checkpoints")
+    """Where the checkpoints are: the first layers of the reference model, with outlier channels in their keys.
+
+    Quantised ones are made when they are first needed.
+    """
+    made = tmp_path_factory.mktemp("checkpoints")
+    model = loaded(REFERENCE, num_hidden_layers=2)
+    inject_key_outliers(model)
+    model.save_pretrained(made / "plain")
+    return made
 
 
 @pytest.fixture(params=METHODS)
@@ -204,8 +238,31 @@ def numbers_of(model: Any) -> list[Tensor]:
 
 
 def calibrated(model: Any) -> Any:
-    options: dict[str, Any] = {"num_tokens": 256, "window": 128, "candidates": (0.5,), "progress": False}
+    options: dict[str, Any] = {"num_tokens": 512, "window": 256, "candidates": (0.5,), "progress": False}
     return smooth_attention(model, tokenizer(), [TEXT], "int4", **options)
+
+
+def check_factors_help(model: Any) -> None:
+    """Compare a calibrated model with the same factors and centres in plain PyTorch, and with neither."""
+    transforms = key_transforms(model, "int4")
+    exact = log_probs(model, DynamicCache(config=model.config))
+    expected = log_probs(model, models.ReferenceCache(model.config, "int4", key_transforms=transforms))
+    rough = log_probs(model, models.ReferenceCache(model.config, "int4", key_transforms={}))
+    with patched(model, "int4"):
+        found = log_probs(model, KVQuantCache(model.config, "int4", key_transforms=transforms))
+    assert divergence(exact, found).mean() < 0.2 * divergence(exact, rough).mean()
+    # Not to the bit: sums in another order may move an 8-bit code of an activation, and all after it.
+    assert divergence(expected, found).mean() < 0.2 * divergence(exact, expected).mean()
+
+
+@torch.no_grad()
+def log_probs(model: Any, cache: Any, first_chunk: int = 16, tokens: int = 48) -> Tensor:
+    """What a model says of a text, `[tokens, vocabulary]`, read token by token behind a first chunk."""
+    ids = tokenizer()(TEXT[:1000], return_tensors="pt").input_ids[:, :tokens]
+    chunks = chunks_of(ids, first_chunk, 1)
+    return torch.cat([model(chunk, past_key_values=cache, use_cache=True).logits for chunk in chunks], 1)[
+        0
+    ].log_softmax(-1)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -231,7 +288,7 @@ def test_tokens_of_the_unpatched_model(load: Callable[..., Any]) -> None:
         with pytest.raises(NotImplementedError, match="its quantised weights do not work in a static graph"):
             tokens_of(model)
     patch(model, "int4")
-    assert not torch.equal(tokens_of(model, return_dict_in_generate=True).past_key_values.layers[0].keys, growing)
+    tokens_of(model)
     unpatch(model)
     for now, then in zip(numbers_of(model), before, strict=True):
         assert torch.equal(now, then)
@@ -241,21 +298,18 @@ def test_tokens_of_the_unpatched_model(load: Callable[..., Any]) -> None:
 # --- calibration ------------------------------------------------------------------------------------------------------
 
 
-def test_caches_apply_the_factors(
-    load: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_caches_apply_the_factors(load: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = load()
     tokens, before = tokens_of(model), numbers_of(model)
     with caplog.at_level(logging.WARNING, "hf_kvquant"):
         result = calibrated(model)
-    (record,) = caplog.records
+    (record,) = (record for record in caplog.records if record.name.startswith("hf_kvquant"))
     assert "must have plain weights in float32" in record.getMessage()
     assert record.getMessage().endswith("Factors are applied by caches instead.")
     assert {layer.placement for layer in result.layers} == {"caches"} and result.num_smoothed > 0
     for now, then in zip(numbers_of(model), before, strict=True):
         assert torch.equal(now, then)
-    # The same factors and centres in plain PyTorch.
-    models.check_against_reference(model, "int4", inputs())
+    check_factors_help(model)
     result.save(tmp_path / "factors")
     other = load()
     load_smoothing(other, tmp_path / "factors")
@@ -267,16 +321,19 @@ def test_caches_apply_the_factors(
     compare.assert_same(tokens_of(model), tokens, "tokens")
 
 
+@FEW
 def test_folding_is_refused(load: Callable[..., Any]) -> None:
     model = load()
+    tokens_of(model)  # some weights are unpacked or packed in the first forward
     before = numbers_of(model)
-    tokens_of(model)  # compressed-tensors unpacks weights in the first forward
-    options: dict[str, Any] = {"num_tokens": 256, "window": 128, "progress": False, "mode": "fold"}
     with pytest.raises(NotImplementedError, match=r"must have plain weights in .* Or use mode='online'"):
-        smooth_attention(model, tokenizer(), [TEXT], "int4", **options)
-    with pytest.raises(NotImplementedError, match=r"rotate_values: `model` must have plain weights in .* behind values"):
+        smooth_attention(model, tokenizer(), [TEXT], "int4", mode="fold", progress=False)
+    with pytest.raises(
+        NotImplementedError, match=r"rotate_values: `model` must have plain weights in .* behind values"
+    ):
         hf_kvquant.rotate_values(model)
-    assert len(before) > 0
+    for now, then in zip(numbers_of(model), before, strict=True):
+        assert torch.equal(now, then)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -287,6 +344,7 @@ def test_weights_in_other_dtypes_are_calibrated(name: str, dtype: torch.dtype, f
     unsmooth(model)
 
 
+@FEW
 def test_preflight(load: Callable[..., Any]) -> None:
     model = load()
     result = hf_kvquant.run_preflight(model, "int8", tokenizer=tokenizer(), texts=[TEXT[:2000]], progress=False)
@@ -298,6 +356,7 @@ def test_preflight(load: Callable[..., Any]) -> None:
 # --- which weights a file is for --------------------------------------------------------------------------------------
 
 
+@FEW
 def test_a_saved_cache_knows_the_weights(load: Callable[..., Any], tmp_path: Path) -> None:
     model = load()
     cache = KVQuantCache(model.config, "int8")
@@ -314,8 +373,8 @@ def test_a_saved_cache_knows_the_weights(load: Callable[..., Any], tmp_path: Pat
 def test_a_hash_sees_the_codes_of_weights(folder: Path) -> None:
     model = METHODS["quanto int8"](folder)
     before = weights_hash(model)
-    assert weights_hash(copy.deepcopy(model)) == before
-    model.model.layers[3].self_attn.v_proj.weight._data.neg_()
+    assert weights_hash(METHODS["quanto int8"](folder)) == before
+    model.model.layers[1].self_attn.v_proj.weight._data.neg_()
     assert weights_hash(model) != before
 
 
