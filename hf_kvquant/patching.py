@@ -22,7 +22,7 @@ from .attention.registry import implementation_name, is_ours, set_attention
 from .batching import hook as batching
 from .cache.support import check_model
 from .config import DEFAULT_PRESET, KVQuantConfig
-from .generate.hook import HOOK, asks_for_us, check_adapters, prepare_cache
+from .generate.hook import HOOK, asks_for_us, check_folded, prepare_cache
 from .graphs.capture import Forward, check_capturable, check_graphs
 from .graphs.decode_loop import generate
 from .models.layers import keeps_cache, layers_of
@@ -170,7 +170,7 @@ def _hook_for_all(self: PreTrainedModel, generation_config: Any, model_kwargs: d
 def check_patchable(model: PreTrainedModel, config: KVQuantConfig) -> None:
     """Refuse a model that `patch` cannot serve, with the errors of `patch`."""
     check_is_model(model, "patch")
-    check_adapters(model, "patch")
+    check_folded(model, "patch")
     if model.config.is_encoder_decoder and config.capture:
         raise NotImplementedError(
             f"patch: `capture` must be False for {type(model).__name__}, got True: it is an encoder-decoder, whose "

@@ -595,7 +595,7 @@ MUTATIONS = [
     *of(
         "hf_kvquant/generate/hook.py",
         (
-            '    check_adapters(model, "generate")\n',
+            '    check_folded(model, "generate")\n',
             "",
             "an adapter acts beside weights that it was not trained with",
             "adapters",
@@ -604,7 +604,7 @@ MUTATIONS = [
     *of(
         "hf_kvquant/state.py",
         (
-            "folded={function: names for function, names in folded.items() if names} or None",
+            "folded=samples or None",
             "folded=None",
             "changed weights are forgotten, and take any adapter",
             "adapters",

@@ -256,6 +256,35 @@ def test_adapters_on_rotated_weights_are_refused() -> None:
     compare.assert_same(tokens_of(model), expected, "tokens")
 
 
+@pytest.mark.parametrize("change", [smooth, rotate_values], ids=["smooth_attention", "rotate_values"])
+def test_adapters_merged_into_changed_weights_are_refused(
+    change: Callable[..., Any], request: pytest.FixtureRequest
+) -> None:
+    model = with_outliers()
+    change(model)
+    patch(model, "none")
+    tokens_of(model)
+    adapted(model, "one").merge_and_unload()
+    message = (
+        rf"must have the weights that {request.node.callspec.id} left, got others at .*_proj\. If an adapter"
+    )
+    with pytest.raises(ValueError, match=f"generate: `model` {message}"):
+        tokens_of(model)
+    with pytest.raises(ValueError, match=f"patch: `model` {message}"):
+        patch(model, "int8")
+
+
+def test_changed_weights_may_be_changed_again_and_cast() -> None:
+    model = models.build("phi3")  # whose projections of queries, keys and values are one
+    inject_key_outliers(model)
+    with patched(model, "int8"):
+        for change in (smooth, rotate_values, unrotate_values):
+            change(model)
+            tokens_of(model)
+        model.bfloat16()
+        tokens_of(model)
+
+
 def test_adapters_elsewhere_do_not_matter() -> None:
     model = with_outliers()
     expected = tokens_of(adapted(copy.deepcopy(model), "one", target_modules=["v_proj", "up_proj"]))

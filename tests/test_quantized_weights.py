@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from test_capture import Recorded
 from test_compile import compiled_for
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -47,6 +47,7 @@ from hf_kvquant.evaluation.measuring.fidelity import divergence
 from hf_kvquant.graphs import capture
 from hf_kvquant.models.hashes import plain_tensors, weights_hash
 from hf_kvquant.models.probing import chunks_of
+from hf_kvquant.transforms.centering import bias_centers
 from hf_kvquant.transforms.of_model import transforms_of
 
 # The libraries warn about their own use of PyTorch.
@@ -383,3 +384,27 @@ def test_configs_of_calibrated_models_are_unmarked(folder: Path) -> None:
     calibrated(model)
     assert "hf_kvquant_smoothing" not in model.config.to_dict()
     assert KVQuantConfig.for_model(model, "int8", tokenizer=tokenizer(), texts=[TEXT[:2000]]) is not None
+
+
+class Packed(nn.Module):
+    """A linear layer without parameters, as of GPTQ and AWQ: codes in a buffer of integers."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.step = float(linear.weight.detach().abs().max()) / 2**20
+        self.register_buffer("qweight", (linear.weight.detach() / self.step).round().int())
+        self.register_buffer("bias", linear.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.qweight * self.step, self.bias)
+
+
+def test_centres_of_packed_weights() -> None:
+    model = models.build("qwen2")
+    expected = bias_centers(model)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj = Packed(layer.self_attn.k_proj)
+    found = bias_centers(model)
+    assert found.keys() == expected.keys() and found
+    for index, center in found.items():
+        torch.testing.assert_close(center, expected[index])

@@ -6,10 +6,12 @@ in the tensors: it is in attributes of these modules, which `set_adapter`, `disa
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+_SAMPLES = 64  # about how many numbers of a weight to compare
 _SIMPLE = (bool, int, float, str, type(None))
 # What every adapter has, in its class if not in the instance.
 _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters")
@@ -30,6 +32,26 @@ def without_adapters(module: nn.Module) -> nn.Module:
 def adapted(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Those of the modules of these names that have adapters."""
     return [name for name in names if is_adapter(model.get_submodule(name))]
+
+
+def weight_sample(model: nn.Module, name: str) -> Tensor:
+    """A copy of some numbers of a module's weight, which tell whether it has changed."""
+    weight: Tensor = without_adapters(model.get_submodule(name)).get_parameter("weight").detach().reshape(-1)
+    # An odd stride reaches every row and every column of a matrix whose sides are powers of two.
+    return weight[:: weight.numel() // _SAMPLES | 1].clone()
+
+
+def changed(model: nn.Module, samples: Mapping[str, Tensor]) -> str | None:
+    """The first module whose weight differs from its sample. Weights in another dtype or out of memory may be equal."""
+    pairs = [(name, old, weight_sample(model, name)) for name, old in samples.items()]
+    pairs = [(name, old.to(new.device), new) for name, old, new in pairs if old.dtype == new.dtype and not new.is_meta]
+    devices = {new.device for _, _, new in pairs}
+    # Usually all are equal, and one comparison on each device tells.
+    for device in devices:
+        of_device = [(old, new) for _, old, new in pairs if new.device == device]
+        if not torch.equal(*(torch.cat(side) for side in zip(*of_device, strict=True))):
+            return next(name for name, old, new in pairs if not torch.equal(old, new))
+    return None
 
 
 def adapter_settings(model: nn.Module) -> tuple[Hashable, ...]:
