@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from test_capture import Recorded
+from test_cli import run
 from test_compile import compiled_for
 from torch import Tensor, nn
 from transformers import (
@@ -42,6 +44,7 @@ from hf_kvquant import (
     unpatch,
     unsmooth,
 )
+from hf_kvquant.calibration.smoothing_file import FILE_NAME
 from hf_kvquant.evaluation.injection import inject_key_outliers
 from hf_kvquant.evaluation.measuring.fidelity import divergence
 from hf_kvquant.graphs import capture
@@ -384,6 +387,25 @@ def test_configs_of_calibrated_models_are_unmarked(folder: Path) -> None:
     calibrated(model)
     assert "hf_kvquant_smoothing" not in model.config.to_dict()
     assert KVQuantConfig.for_model(model, "int8", tokenizer=tokenizer(), texts=[TEXT[:2000]]) is not None
+
+
+@pytest.mark.parametrize("name", ["torchao int8", "compressed-tensors w4a16"])
+def test_the_command_calibrates_quantised_checkpoints(
+    name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, source, output = METHODS[name](folder), str(tmp_path / "model"), str(tmp_path / "calibrated")
+    model.save_pretrained(source)
+    tokenizer().save_pretrained(source)
+    options = ["--text-file", str(REFERENCE / "README.md"), "--tokens", "512", "--window", "256"]
+    code, _, error = run(capsys, "calibrate", source, *options, "--output", output)
+    if name.startswith("torchao"):  # which transformers cannot save again
+        assert code == 2 and f"{source} must have weights that transformers can save, got others (NotImpl" in error
+        shutil.copy(Path(output) / FILE_NAME, source)
+        output = source
+    else:
+        assert code == 0
+    code, found, _ = run(capsys, "generate", output, "--prompt", PROMPT, "--preset", "int4", "--max-new-tokens", "4")
+    assert code == 0 and found
 
 
 class Packed(nn.Module):

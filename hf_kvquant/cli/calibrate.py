@@ -18,6 +18,7 @@ from ..config import PRESETS
 from ..evaluation.errors import Refused, UsageError
 from ..evaluation.preparation import load_calibration, read_text
 from ..preflight.check import run_preflight
+from ..preflight.signals import reason_of
 from ..preflight.verdict import PreflightError
 from .arguments import add_command, add_placement, checked_output, checked_preset, load_placed, option
 
@@ -118,10 +119,16 @@ def calibrate(args: argparse.Namespace, preset: str) -> None:
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"{args.model} cannot be calibrated. {error}") from error
     try:
+        output.mkdir(exist_ok=True)
+        result.save(output / FILE_NAME)  # first: it took the time
         with without_bars():
             model.save_pretrained(output)
         tokenizer.save_pretrained(output)
-        result.save(output / FILE_NAME)
+    except (NotImplementedError, ValueError) as error:
+        raise UsageError(
+            f"{args.model} must have weights that transformers can save, got others ({reason_of(error)}). The factors "
+            f"are in {output / FILE_NAME}. Copy this file into the folder of the model, where commands find it."
+        ) from error
     except (OSError, SafetensorError) as error:
         raise UsageError(
             f"`--output` must have room for the model, got {args.output}: {error}. Make room, or name another folder, "
