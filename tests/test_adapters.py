@@ -265,9 +265,7 @@ def test_adapters_merged_into_changed_weights_are_refused(
     patch(model, "none")
     tokens_of(model)
     adapted(model, "one").merge_and_unload()
-    message = (
-        rf"must have the weights that {request.node.callspec.id} left, got others at .*_proj\. If an adapter"
-    )
+    message = rf"must have the weights that {request.node.callspec.id} left, got others at .*_proj\. If an adapter"
     with pytest.raises(ValueError, match=f"generate: `model` {message}"):
         tokens_of(model)
     with pytest.raises(ValueError, match=f"patch: `model` {message}"):

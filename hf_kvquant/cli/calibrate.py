@@ -119,7 +119,7 @@ def calibrate(args: argparse.Namespace, preset: str) -> None:
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"{args.model} cannot be calibrated. {error}") from error
     try:
-        output.mkdir(exist_ok=True)
+        output.mkdir(parents=True, exist_ok=True)
         result.save(output / FILE_NAME)  # first: it took the time
         with without_bars():
             model.save_pretrained(output)
